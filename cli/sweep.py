@@ -126,6 +126,12 @@ def plan(
         str, typer.Option(help="Axes of the mesh: data,fsdp,sequence,expert,tensor.")
     ] = "data,fsdp,sequence,expert,tensor",
     compiles: Annotated[int, typer.Option(min=1, help="Most plans to compile.")] = 12,
+    remat: Annotated[
+        str, typer.Option(help="Layers to compute again in the backward pass: auto, all, a number.")
+    ] = "auto",
+    micro_batches: Annotated[
+        str, typer.Option(help="Parts of the batch whose gradients are added up: auto, a number.")
+    ] = "auto",
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
     out: Annotated[
@@ -164,6 +170,8 @@ def plan(
             memory=most,
             axes=tuple(axis.strip() for axis in axes.split(",")),
             compiles=compiles,
+            remat=remat,
+            micro_batches=micro_batches,
             out=out,
             model=model,
             lowering=lowering,

@@ -16,9 +16,10 @@ from ...features.ir.platforms import platform_of
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
-from .program import PlannedProgram, Spec, read_planned
+from .code import code_of
+from .program import read_planned
 from .search import AS_GIVEN, COMPILES, PlanSearch, Row
-from .space import AXES, Plan
+from .space import AXES, UNCHANGED
 
 if TYPE_CHECKING:
     from ..program.predictor import Predictor
@@ -100,6 +101,8 @@ def plan(
     memory: float = 0.0,
     axes: Sequence[str] = AXES,
     compiles: int = COMPILES,
+    remat: int | str = "auto",
+    micro_batches: int | str = "auto",
     out: str | Path | None = None,
     model: str = "default",
     lowering: str = "auto",
@@ -122,6 +125,10 @@ def plan(
         memory: Bytes that a device may use; by default all that it has.
         axes: Axes of the mesh to use, of :data:`~opcast.predict.plan.space.AXES`.
         compiles: Plans to compile, the best by our own reckoning.
+        remat: Layers of the forward pass that are computed again in the backward pass, the first
+            ones; ``all``, or ``auto`` to search where the fastest plan may not fit. 0 forbids it.
+        micro_batches: Parts of the batch whose gradients are added up before the optimiser;
+            ``auto`` as above. 1 forbids it.
         out: Folder of results, from which a search resumes; by default none is kept.
         model: Name or folder of the kernel model.
         lowering: ``auto``, ``xla``, ``fused`` or ``op``.
@@ -144,6 +151,8 @@ def plan(
             where="--axes",
             hint=f"axes are {', '.join(AXES)}",
         )
+    layers = _asked(remat, "--remat", 0, {"auto": None, "all": -1})
+    parts = _asked(micro_batches, "--micro-batches", 1, {"auto": None})
     where = find_cluster(cluster)
     if where.size < 2:
         raise PlanError(f"{where.name} is a single device", hint="opcast predict --device")
@@ -152,10 +161,32 @@ def plan(
     read = read_planned(_call(program, args, kwargs), batch_dims, platform_of(spec))
     with tempfile.TemporaryDirectory(prefix="opcast-plan-") as scratch:
         folder = Path(out) if out is not None else Path(scratch)
-        search = PlanSearch(read, where, folder, model, lowering, workers, ray, tuple(axes), memory)
+        search = PlanSearch(
+            read, where, folder, model, lowering, workers, ray, tuple(axes), memory, layers, parts
+        )
         search.screen()
         rows = search.compile(search.chosen(compiles), budget_s, progress)
         return answer_of(search, rows)
+
+
+def _asked(
+    value: int | str, option: str, least: int, words: Mapping[str, int | None]
+) -> int | None:
+    """Read a number or a word that stands for one.
+
+    Raises:
+        PlanError: It is neither.
+    """
+    text = str(value).strip()
+    if text in words:
+        return words[text]
+    if not text.isdecimal() or int(text) < least:
+        raise PlanError(
+            f"{text!r} is not understood",
+            where=option,
+            hint=f"{', '.join(words)} or a number from {least}",
+        )
+    return int(text)
 
 
 def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
@@ -184,9 +215,9 @@ def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
         [*made, *(row for row in rows if row["error"])],
         _front(fitting),
         len(search.screened),
-        code_of(search.program, plan),
-        search.program.annotated(plan),
-        tuple(_reasons(best, [r for r in fitting if r is not best])),
+        code_of(search.program.changed(plan.change), plan),
+        search.program.changed(plan.change).annotated(plan),
+        (*_why_changed(search, best), *_reasons(best, [r for r in fitting if r is not best])),
         tuple(_notes(search, best, fitting)),
         search.cluster.name,
         search.stopped,
@@ -204,6 +235,32 @@ def _front(rows: Sequence[Row]) -> list[Row]:
             other != own and all(a <= b for a, b in zip(other, own, strict=True))
             for other in points
         )
+    ]
+
+
+def _why_changed(search: PlanSearch, best: Row) -> list[str]:
+    """Say what the best plan would need if its program were not changed."""
+    plan = search.plan_of(best)
+    if plan.change == UNCHANGED:
+        return []
+    made = [
+        (_number(row, "memory_bytes_per_device"), _number(row, "latency_us"), "")
+        for row in search.rows.values()
+        if row["mesh"] == best["mesh"]
+        and not row["error"]
+        and search.plan_of(row).change == UNCHANGED
+    ]
+    made += [
+        (own.memory, own.seconds * 1e6, " (screened)")
+        for own in search.screened
+        if own.plan.mesh == plan.mesh and own.plan.change == UNCHANGED
+    ]
+    if not made:
+        return []
+    held, us, how = made[0]
+    return [
+        f"without {plan.change.text()[2:]} the same mesh needs {size(held)} of "
+        f"{size(search.memory)} a device and takes {duration(us)}{how}"
     ]
 
 
@@ -252,8 +309,9 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
         notes.append(
             f"{WARNING}no plan fits: the one shown needs {size(held)} of {size(search.memory)}, "
             f"{size(held - search.memory)} too much; more devices, a smaller batch, or "
-            "jax.checkpoint around a layer reduce it"
+            "jax.checkpoint around parts of the model reduce it"
         )
+    notes += search.refused
     parameters = sum(a.type.nbytes for a in search.program.arguments if a.role == "parameter")
     moved = _number(best, "moved_bytes")
     waits = best["waits"]
@@ -273,68 +331,6 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
         notes.append(search.program.note)
     own = best["notes"]
     return [*notes, *(own if isinstance(own, list) else [])]
-
-
-def code_of(program: PlannedProgram, plan: Plan) -> str:
-    """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
-    axes = "".join(f'"{axis}", ' for axis, _ in plan.mesh)
-    shape = ", ".join(str(n) for _, n in plan.mesh)
-    lines = [
-        "import jax",
-        "import numpy as np",
-        "from jax.sharding import Mesh, NamedSharding, PartitionSpec as P",
-        "",
-        f"devices = np.array(jax.devices()[:{plan.devices}]).reshape({shape})",
-        f"mesh = Mesh(devices, ({axes.rstrip()}))",
-        "# By the path of an argument; the others are whole on every device.",
-        "SPECS = {",
-    ]
-    roots: list[str] = []
-    for own in program.arguments:
-        cut = program.argument_spec(own, plan)
-        root = own.name.partition("[")[0].partition(".")[0]
-        if root not in roots:
-            roots.append(root)
-        if any(cut):
-            lines.append(f"    {own.name!r}: {_spec(cut)},")
-    lines += [
-        "}",
-        "",
-        "",
-        "def shardings(name, tree):",
-        '    """Sharding of each leaf of an argument by the argument\'s name."""',
-        "    def own(path, leaf):",
-        "        spec = SPECS.get(name + jax.tree_util.keystr(path), P())",
-        "        return NamedSharding(mesh, spec)",
-        "",
-        "    return jax.tree_util.tree_map_with_path(own, tree)",
-        "",
-        "",
-        "# jax.jit(step, in_shardings=("
-        + "".join(f'shardings("{r}", {r.replace(" ", "_")}), ' for r in roots)
-        + "), donate_argnums=…);",
-        "# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, "
-        "shardings(…)).",
-    ]
-    inside = program.lines(plan)
-    if inside:
-        lines.append("# Results of products, by jax.lax.with_sharding_constraint(x, spec):")
-        lines += [f"#   {line}: {_spec(cut)}" for line, cut in inside.items()]
-    if "fsdp" in plan.sizes:
-        lines.append(
-            "# Before a product reads a parameter, its spec without fsdp gathers it, as above."
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _spec(cut: Spec) -> str:
-    parts = [
-        "None" if not axes else f'"{axes[0]}"' if len(axes) == 1 else str(axes).replace("'", '"')
-        for axes in cut
-    ]
-    while parts and parts[-1] == "None":
-        parts.pop()
-    return f"P({', '.join(parts)})"
 
 
 def _number(row: Row, key: str) -> float:

@@ -355,23 +355,24 @@ def _ranks(axes: Sequence[str], mesh: tuple[tuple[str, int], ...]) -> tuple[int,
 
 def _tails(found: Dimensions, space: Space) -> set[Place]:
     """Ops after which nothing has the batch any more: gradients and what updates with them."""
-    users: dict[Place, list[Place]] = defaultdict(list)
+    makers: dict[tuple[Place, int], list[tuple[Place, int]]] = defaultdict(list)
     for step in found.steps:
-        for place, _ in step.operands:
-            users[place].append(step.place)
-    # Through calls, loops and tuples, which are no steps.
-    for (place, _), (origin, _) in found.origins.items():
-        users[origin].append(place)
-    mixed = {value[0] for value in found.colours if space.batch & set(found.value_classes(value))}
+        for leaf in range(len(step.op.results)):
+            makers[step.place, leaf] += step.operands
+    # Through calls, loops and tuples, which are no steps. What a loop hands on beside the batch,
+    # such as sums of gradients, does not lead to it.
+    for value, origin in found.origins.items():
+        makers[value].append(origin)
     # Whatever leads to a value with the batch is not a tail.
-    makers: dict[Place, list[Place]] = defaultdict(list)
-    for place, own in users.items():
-        for user in own:
-            makers[user].append(place)
-    pending, seen = list(mixed), set(mixed)
+    pending = [value for value in found.colours if space.batch & set(found.value_classes(value))]
+    seen = set(pending)
     while pending:
-        for place in makers[pending.pop()]:
-            if place not in seen:
-                seen.add(place)
-                pending.append(place)
-    return {step.place for step in found.steps} - seen
+        for value in makers[pending.pop()]:
+            if value not in seen:
+                seen.add(value)
+                pending.append(value)
+    return {
+        step.place
+        for step in found.steps
+        if not any((step.place, leaf) in seen for leaf in range(len(step.op.results)))
+    }

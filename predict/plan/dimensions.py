@@ -32,8 +32,9 @@ _FORMS = frozenset(
         "transpose",
     )
 )
-#: Ops that hand each operand on as the result of the same number.
-_TUPLES = frozenset(("opt-barrier", "optimization-barrier", "tuple"))
+#: Ops that hand each operand on as the result of the same number; so do tuples.
+BARRIERS = frozenset(("opt-barrier", "optimization-barrier"))
+_TUPLES = BARRIERS | {"tuple"}
 
 Place = tuple[str, int]
 

@@ -9,7 +9,7 @@ from ...features.ir.program import Op, TensorType
 
 #: Ops that mix all elements along dimensions that their types do not show. A call of a library is
 #: not cut by XLA's partitioner either, with few exceptions.
-_OPAQUE = frozenset(
+OPAQUE = frozenset(
     ("fft", "cholesky", "triangular-solve", "custom-call", "rng-bit-generator", "rng", "infeed")
 )
 
@@ -42,7 +42,7 @@ def op_axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
     rule = _RULES.get(op.opcode)
     if rule is not None:
         return [a for a in rule(op, [k.shape for k in kinds]) if a.results or a.operands]
-    if op.opcode in _OPAQUE and op.attrs.get("target") != "Sharding":
+    if op.opcode in OPAQUE and op.attrs.get("target") != "Sharding":
         return []
     return _elementwise(op, kinds)
 

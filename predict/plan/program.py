@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from ...common.errors import ProgramError
+from ...common.errors import PlanError, ProgramError
 from ...datagen.partition.program import sharding_text
 from ...features.ir.partitioning import annotated_devices, header_counts, joined_devices
 from ...features.ir.platforms import Platform
 from ...features.ir.reader import SourceProgram, read_program
+from ...features.kernels.memory import memory_over_time
 from ...features.lowering.xla import _as_stablehlo
 from .arguments import Argument, arguments_of
 from .cost import Sheet, fsdp_dimension
 from .dimensions import PRODUCTS, Dimensions, dimensions_of
-from .space import Cuts, Plan, Space, assign, space_of
+from .micro_batches import accumulation_of
+from .space import UNCHANGED, Change, Cuts, Plan, Space, assign, space_of
 
 if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
+    from ...features.lowering.repeated_layers.remat import Layers
     from ...simulate.clusters.topology import Cluster
     from ..program.predictor import Predictor
 
@@ -37,6 +43,9 @@ class PlannedProgram:
         space: What may be cut.
         given: The program as it came, if it brought shardings.
         note: What is not taken of its shardings; empty for nothing.
+        batch: The batch dimension by name or number of an argument; ``None`` if it was found.
+        change: How it was changed from the program that was given.
+        layers_at: Source line of the first op of its rematerialised layers; empty for none.
     """
 
     source: SourceProgram
@@ -45,6 +54,84 @@ class PlannedProgram:
     space: Space
     given: SourceProgram | None = None
     note: str = ""
+    batch: Mapping[str, int] | None = None
+    change: Change = UNCHANGED
+    layers_at: str = ""
+    _changed: dict[Change, PlannedProgram] = field(default_factory=dict)
+
+    @cached_property
+    def layers(self) -> Layers | None:
+        """The equal layers of its forward pass; ``None`` if there are none."""
+        from ...features.lowering.repeated_layers.remat import layers_of
+
+        return layers_of(self.source.module)
+
+    def changed(self, change: Change) -> PlannedProgram:
+        """The program with rematerialised layers, and in micro-batches.
+
+        Raises:
+            PlanError: It has no such layers, or micro-batches would be another program.
+        """
+        if change == self.change:
+            return self
+        if change not in self._changed:
+            self._changed[change] = self._make(change)
+        return self._changed[change]
+
+    def _make(self, change: Change) -> PlannedProgram:
+        from ...features.ir.mlir.micro_batches import in_micro_batches
+        from ...features.lowering.repeated_layers.remat import rematerialised
+
+        made = self
+        if change.remat:
+            known = self.layers.count if self.layers else 0
+            if change.remat > known:
+                raise PlanError(
+                    f"{change.remat} layers cannot be rematerialised: "
+                    f"{known or 'no'} equal layers with a backward pass were found",
+                    where="--remat",
+                    hint="layers are found where they are written one after the other, not in a "
+                    "loop (scan); jax.checkpoint in the program works for any",
+                )
+            assert self.layers is not None
+            module = rematerialised(self.source.module, self.layers, change.remat)
+            made = self._with(module, Change(change.remat))
+            made.layers_at = self._line_of(self.layers)
+        if change.micro > 1:
+            rows = gcd(*(own.type.shape[own.batch] for own in self.arguments if own.role == "batch"))
+            if change.micro * 2 > rows:
+                raise PlanError(
+                    f"{change.micro} micro-batches of a batch of {rows} leave nothing to cut",
+                    where="--micro-batches",
+                    hint="each must have a row for each of two devices; or give 1",
+                )
+            parts = accumulation_of(made.source.program, made.found, made.arguments)
+            try:
+                module = in_micro_batches(made.source.module, parts, change.micro)
+            except ValueError as error:
+                raise PlanError(
+                    f"the step cannot be done in micro-batches: {error}",
+                    where="--micro-batches",
+                    hint="a number that divides the batch, or 1",
+                ) from None
+            at, made = made.layers_at, made._with(module, change)
+            made.layers_at = at
+        return made
+
+    def _line_of(self, layers: Layers) -> str:
+        """Source line of the first op of some layers; empty if it is not known."""
+        from ...features.ir.mlir.locations import user_line
+        from ...features.lowering.repeated_layers.mlir_excise import main_function
+
+        main = main_function(self.source.module)
+        assert main is not None  # layers were found in it
+        first = list(main.regions[0].blocks[0].operations)[layers.start]
+        place = user_line(str(first.operation.location), self.source.origin)
+        return f"{place.file}:{place.line}" if place.line else ""
+
+    def _with(self, module: ir.Module, change: Change) -> PlannedProgram:
+        names = {n: own.name for n, own in enumerate(self.arguments)}
+        return _planned(module, self.source, names, self.batch, change)
 
     def sheet(self, cluster: Cluster, predictor: Predictor) -> Sheet:
         """Sum the program up for screening."""
@@ -130,7 +217,6 @@ def read_planned(
         ProgramError: The program has collectives already, or its batch is unknown.
         PlanError: ``batch`` is wrong, or nothing can be cut.
     """
-    from ...features.ir.jax_compat import write_bytecode
     from ...features.ir.mlir.inline import inline_calls
     from ...features.ir.mlir.shardings import (
         argument_names,
@@ -167,8 +253,29 @@ def read_planned(
             hint="give the function without shard_map; opcast predict --cluster takes it as it is",
         ) from None
     names = argument_names(source.module)
+    made = _planned(module, source, names, batch)
+    made.given, made.note = given, note
+    return made
+
+
+def activation_bytes(program: PlannedProgram) -> float:
+    """Most bytes in use beside arguments and results, if ops ran in the program's order."""
+    profile = memory_over_time(program.source.program)
+    return max(profile.bytes, default=profile.resident) - profile.resident
+
+
+def _planned(
+    module: ir.Module,
+    origin: SourceProgram,
+    names: Mapping[int, str],
+    batch: Mapping[str, int] | None,
+    change: Change = UNCHANGED,
+) -> PlannedProgram:
+    from ...features.ir.jax_compat import write_bytecode
+
     plain = read_program(write_bytecode(module))
-    plain.origin, plain.platforms = source.origin, source.platforms
+    plain.origin, plain.platforms = origin.origin, origin.platforms
     found = dimensions_of(plain.program)
     arguments = arguments_of(plain.program, found, names, batch)
-    return PlannedProgram(plain, found, arguments, space_of(found, arguments), given, note)
+    space = space_of(found, arguments)
+    return PlannedProgram(plain, found, arguments, space, batch=batch, change=change)

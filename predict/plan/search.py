@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -30,8 +30,8 @@ from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
 from ..program.energy import program_energy
 from ..sweep.workers import Rows, run_here, run_processes, run_ray
 from .cost import Screened, Sheet
-from .program import PlannedProgram
-from .space import AXES, Plan
+from .program import PlannedProgram, activation_bytes
+from .space import AXES, Change, Plan
 
 #: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
 COMPILES = 12
@@ -42,6 +42,9 @@ _SAME_MESH = 3
 _MEMORY_SLACK = 2.0
 #: Least seconds of a compilation: shorter limits would refuse every plan near the budget's end.
 _LEAST_S = 30.0
+#: Most micro-batches that are looked for. Engineering choice: a plan that needs more is better off
+#: with more devices; ``micro`` takes any number.
+_MOST_MICRO = 16
 #: Collectives of the critical path that a row keeps.
 _WAITS = 5
 _PLANS = "plan.json"
@@ -169,10 +172,14 @@ class PlanSearch:
         ray: Address of a Ray cluster; empty for none.
         axes: Axes to use.
         memory: Bytes that a device may use; 0 for the device's own.
+        remat: Layers to rematerialise, -1 for all; ``None`` to search.
+        micro: Number of micro-batches; ``None`` to search.
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
+        activations: Bytes of activations on one device, by change of the program.
         left: Chosen plans that the search ended before, of ``wanted``.
         stopped: Whether Ctrl-C ended it.
+        refused: Why the program cannot be changed in a way that was looked for.
     """
 
     program: PlannedProgram
@@ -184,36 +191,102 @@ class PlanSearch:
     ray: str = ""
     axes: tuple[str, ...] = AXES
     memory: float = 0.0
+    remat: int | None = None
+    micro: int | None = None
     screened: list[Screened] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
+    activations: dict[Change, float] = field(default_factory=dict)
     left: int = 0
     wanted: int = 0
     stopped: bool = False
+    refused: list[str] = field(default_factory=list)
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
 
+        Rematerialisation and micro-batches cost time, so they are looked at where the fastest plan
+        without them may not fit.
+
+        Returns:
+            What the plans of the first change were reckoned with: of none, if none was asked for.
+
         Raises:
-            PlanError: No mesh of two devices divides the program's sizes.
+            PlanError: No mesh of two devices divides the program's sizes, or the program cannot be
+                changed as was asked for.
         """
-        predictor = loaded(self.model)
-        sheet = self.program.sheet(self.cluster, predictor)
+        remat = self.remat or 0
+        if remat < 0:
+            # One, if there are none: the refusal says why.
+            remat = self.program.layers.count if self.program.layers else 1
+        first = Change(remat, self.micro or 1)
+        sheet = self._screen(first)
+        if not self._fits(self.screened):
+            self._screen_changes(first)
+        return sheet
+
+    def _screen_changes(self, first: Change) -> None:
+        """Look for changes that need less memory: layers again, then ever smaller micro-batches."""
+        remats = [first.remat]
+        if self.remat is None:
+            layers = self.program.layers
+            remats += sorted({layers.count // 2, layers.count} - {0}) if layers else []
+            if not layers:
+                self.refused.append("no equal layers to rematerialise were found")
+        micro = first.micro
+        while True:
+            for remat in remats:
+                change = Change(remat, micro)
+                if change != first:
+                    before = len(self.screened)
+                    try:
+                        self._screen(change)
+                    except PlanError as error:
+                        if change.micro <= 2:
+                            self.refused.append(str(error))
+                        return
+                    if len(self.screened) == before:
+                        return
+            own = [s for s in self.screened if s.plan.change.micro == micro]
+            if self.micro is not None or self._fits(own) or micro >= _MOST_MICRO:
+                return
+            micro *= 2
+
+    def _fits(self, screened: Sequence[Screened]) -> bool:
+        """Whether the fastest plan over all devices fits by our own reckoning."""
+        full = [s for s in screened if s.plan.devices == self.cluster.size] or list(screened)
+        return not full or min(full, key=lambda s: s.seconds).memory <= self.memory
+
+    def _screen(self, change: Change) -> Sheet:
+        program = self.program.changed(change)
+        sheet = program.sheet(self.cluster, loaded(self.model))
+        if change.remat:
+            # The lowering ``fused`` orders what is computed again as it likes, so that its own
+            # memory says nothing; the order of the program's ops does.
+            kept = Change(0, change.micro)
+            plain = self.program.changed(kept)
+            if kept not in self.activations:
+                own = plain.sheet(self.cluster, loaded(self.model))
+                self.activations[kept] = own.activations
+            share = activation_bytes(program) / max(activation_bytes(plain), 1.0)
+            sheet.activations = share * self.activations[kept]
+        self.activations[change] = sheet.activations
         self.memory = self.memory or sheet.device.memory_bytes
         inside = self.cluster.box or self.cluster.size
         plans: list[Plan] = []
         count = self.cluster.size
         while count > 1:
-            plans += self.program.space.plans(count, self.axes, inside)
+            plans += program.space.plans(count, self.axes, inside)
             # Halves: boxes have powers of two devices, or few odd ones.
             count = count // 2 if count % 2 == 0 else 1
-        if not plans:
+        if not plans and not self.screened:
             known = ", ".join(self.program.space.axes())
             raise PlanError(
                 f"no mesh of {self.cluster.size} devices divides the program's sizes",
                 where=self.program.source.origin,
                 hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
             )
-        self.screened = sorted((sheet.cost(plan) for plan in plans), key=lambda s: s.seconds)
+        made = (sheet.cost(replace(plan, change=change)) for plan in plans)
+        self.screened = sorted([*self.screened, *made], key=lambda s: s.seconds)
         return sheet
 
     def chosen(self, most: int = COMPILES) -> list[Plan]:
@@ -227,13 +300,14 @@ class PlanSearch:
             if own.plan.devices < self.cluster.size:
                 fewer.setdefault(own.plan.devices, own)
         least = min(full or ordered, key=lambda s: s.memory)
-        meshes: Counter[tuple[tuple[str, int], ...]] = Counter()
+        meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
         plans: list[Plan] = []
         doubtful = 0
         for own in full:
             doubts = bool(self.memory) and own.memory > self.memory
-            if meshes[own.plan.mesh] < _SAME_MESH and not (doubts and 2 * doubtful > most):
-                meshes[own.plan.mesh] += 1
+            kind = own.plan.mesh, own.plan.change
+            if meshes[kind] < _SAME_MESH and not (doubts and 2 * doubtful > most):
+                meshes[kind] += 1
                 doubtful += doubts
                 plans.append(own.plan)
         room = max(most - 1 - min(len(fewer), 2), 1)
@@ -264,7 +338,7 @@ class PlanSearch:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._load()
         started = time.monotonic()
-        names, given = self.program.space.labels, self.program.given
+        given = self.program.given
         # A plan of no mesh stands for the shardings that the program brought.
         every = [*plans, Plan()] if given is not None else plans
         by_key = {self.key(plan): plan for plan in every}
@@ -277,9 +351,11 @@ class PlanSearch:
                 plan = by_key[str(row["key"])]
                 known = screened.get(plan)
                 self.rows[str(row["key"])] = {
-                    "plan": plan.text(names) if plan.mesh else AS_GIVEN,
+                    "plan": self._text(plan) if plan.mesh else AS_GIVEN,
                     "mesh": plan.sizes,
                     "tensor": list(plan.tensor),
+                    "remat": plan.change.remat,
+                    "micro_batches": plan.change.micro,
                     "devices": plan.devices if plan.mesh or not given else _devices(given),
                     "screened_us": known.seconds * 1e6 if known else None,
                     **row,
@@ -294,10 +370,13 @@ class PlanSearch:
         self.left = sum(key not in self.rows for key in by_key)
         return [self.rows[key] for key in by_key if key in self.rows]
 
+    def _text(self, plan: Plan) -> str:
+        return plan.text(self.program.changed(plan.change).space.labels)
+
     def _annotated(self, plan: Plan) -> bytes:
         given = self.program.given
         own = given.compile_input if given and not plan.mesh else None
-        data = self.program.annotated(plan) if own is None else own
+        data = self.program.changed(plan.change).annotated(plan) if own is None else own
         return data.encode() if isinstance(data, str) else data
 
     def _judged(
@@ -327,7 +406,8 @@ class PlanSearch:
         assert isinstance(mesh, dict)
         tensor = row["tensor"]
         assert isinstance(tensor, list)
-        return Plan(tuple(mesh.items()), tuple(tensor))
+        change = Change(int(str(row["remat"])), int(str(row["micro_batches"])))
+        return Plan(tuple(mesh.items()), tuple(tensor), change)
 
     def _load(self) -> None:
         path = self.folder / _PLANS

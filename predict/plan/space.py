@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import gcd, prod
+from typing import NamedTuple
 
 from ...common.errors import PlanError
 from .arguments import Argument
@@ -28,17 +29,39 @@ MOST_CLASSES = 4
 Cuts = dict[int, tuple[str, ...]]
 
 
+class Change(NamedTuple):
+    """How a program is changed so that it needs less memory.
+
+    Attributes:
+        remat: Layers that are computed again in the backward pass, the first ones.
+        micro: Micro-batches, whose gradients are added up.
+    """
+
+    remat: int = 0
+    micro: int = 1
+
+    def text(self) -> str:
+        """Return the change as ``, 4 layers rematerialised, 2 micro-batches``."""
+        layers = f", {self.remat} layers rematerialised" if self.remat else ""
+        return layers + (f", {self.micro} micro-batches" if self.micro > 1 else "")
+
+
+UNCHANGED = Change()
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A mesh, and the classes of dimensions that its ``tensor`` axis cuts.
+    """A mesh, the classes of dimensions that its ``tensor`` axis cuts, and what saves memory.
 
     Attributes:
         mesh: Axes with their sizes, outermost first; none has size 1.
         tensor: Classes that ``tensor`` cuts.
+        change: How the program itself is changed.
     """
 
     mesh: tuple[tuple[str, int], ...] = ()
     tensor: tuple[int, ...] = ()
+    change: Change = UNCHANGED
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -54,7 +77,7 @@ class Plan:
         """Return the plan as ``data=2,tensor=4 (ff, heads)``."""
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh) or "one device"
         cut = ", ".join((labels or {}).get(c, str(c)) for c in self.tensor)
-        return f"{axes} ({cut})" if cut else axes
+        return (f"{axes} ({cut})" if cut else axes) + self.change.text()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .excise import Excision
@@ -10,6 +10,8 @@ from .runs import OpTable, Read
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
+
+    from .remat import Again
 
 _RETURN = ("func.return", "return")
 
@@ -119,6 +121,56 @@ def write_excised(
         _retype(function, block, gone, [i for i, kept in enumerate(kept_results) if kept])
         # The rewiring is a guess at the structure: only a module that verifies is compiled.
         return bool(module.operation.verify())
+
+
+def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> None:
+    """Compute ops again in front of what reads them late, each part behind a barrier of its own.
+
+    Args:
+        function: The function that ``table`` was read from; it is changed.
+        table: Its ops.
+        parts: What is computed again, and from which op on it is read.
+    """
+    from jaxlib.mlir import ir
+
+    block = function.regions[0].blocks[0]
+    ops = [op.operation for op in block.operations]
+    outer = {value: None for op in ops for value in op.results}
+    outer |= dict.fromkeys(block.arguments)
+    uses = [list(_uses(op, outer)) for op in ops[: len(table.reads)]]
+
+    def value(read: Read) -> ir.Value[ir.Type]:
+        return ops[read[0]].results[read[1]] if read[0] >= 0 else block.arguments[read[1]]
+
+    # Clones read what the function has, so all are made before a reader is changed.
+    with function.context:
+        made: list[dict[Read, ir.Value[ir.Type]]] = []
+        for part in parts:
+            place = ir.InsertionPoint(ops[part.before])
+            held = [*part.inputs, *([part.trigger] if part.trigger is not None else [])]
+            values = [value(read) for read in held]
+            barrier = ir.Operation.create(
+                "stablehlo.optimization_barrier",
+                results=[v.type for v in values],
+                operands=values,
+                loc=ops[part.ops[0]].location,
+                ip=place,
+            )
+            known = dict(zip(part.inputs, barrier.results, strict=False))
+            for number in part.ops:
+                clone = ops[number].clone(ip=place).operation
+                for read, (user, operand) in zip(
+                    table.reads[number], list(_uses(clone, outer)), strict=True
+                ):
+                    user.operands[operand] = known[read]
+                for result, own in enumerate(clone.results):
+                    known[number, result] = own
+            made.append(known)
+        for part, known in zip(parts, made, strict=True):
+            for op in range(part.before, len(table.reads)):
+                for read, (user, operand) in zip(table.reads[op], uses[op], strict=True):
+                    if read in part.values:
+                        user.operands[operand] = known[read]
 
 
 def _shorten_return(ops: list[ir.Operation], count: int, excision: Excision) -> list[bool]:

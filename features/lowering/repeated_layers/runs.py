@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Runs of fewer blocks are not looked for. It must not exceed the least of ``MIN_LAYERS`` in
-#: ``lower.py``, less one: the first or last layer may differ.
+#: Runs of fewer blocks are not looked for, unless said otherwise. It must not exceed the least of
+#: ``MIN_LAYERS`` in ``lower.py``, less one: the first or last layer may differ.
 MIN_LAYERS = 6
 #: Most periods that are tried, the most frequent gaps between equal ops first. Chosen by judgement:
 #: it bounds the search, and the period of a layer is among the commonest gaps.
@@ -62,10 +62,10 @@ class Run:
         return divmod(op - self.start, self.period)
 
 
-def find_runs(table: OpTable) -> list[Run]:
-    """Find all runs of at least :data:`MIN_LAYERS` blocks, for likely periods; they may overlap."""
+def find_runs(table: OpTable, least: int = MIN_LAYERS) -> list[Run]:
+    """Find all runs of at least so many blocks, for likely periods; they may overlap."""
     codes = _codes(table.signatures)
-    return [run for period in _periods(codes) for run in _runs_of(codes, period)]
+    return [run for period in _periods(codes, least) for run in _runs_of(codes, period, least)]
 
 
 def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
@@ -73,24 +73,24 @@ def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
     return np.array([known.setdefault(s, len(known)) for s in signatures], dtype=np.int64)
 
 
-def _periods(codes: np.ndarray) -> list[int]:
+def _periods(codes: np.ndarray, least: int) -> list[int]:
     """List likely periods: gaps between neighbouring equal ops, the commonest first."""
     # Sorted by what they do, in order of place: neighbours are successive equal ops.
     order = np.argsort(codes, kind="stable")
     same = codes[order][1:] == codes[order][:-1]
     gaps = np.diff(order)[same]
     counts = Counter(gaps[gaps >= _MIN_PERIOD].tolist())
-    return [gap for gap, n in counts.most_common(_MAX_PERIODS) if n >= MIN_LAYERS - 1]
+    return [gap for gap, n in counts.most_common(_MAX_PERIODS) if n >= least - 1]
 
 
-def _runs_of(codes: np.ndarray, period: int) -> Iterator[Run]:
+def _runs_of(codes: np.ndarray, period: int, least: int) -> Iterator[Run]:
     """Yield stretches in which every op equals the one a period later."""
     equal = np.concatenate(([False], codes[:-period] == codes[period:], [False]))
     edges = np.flatnonzero(np.diff(equal.astype(np.int8)))
     for start, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         blocks, tail = divmod(stop - start, period)
         # k periods in which each op equals the next are k + 1 equal blocks.
-        if blocks + 1 >= MIN_LAYERS:
+        if blocks + 1 >= least:
             yield Run(start, period, blocks + 1, tail)
 
 

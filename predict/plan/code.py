@@ -1,0 +1,96 @@
+"""A plan as code of JAX, to paste into the program."""
+
+from __future__ import annotations
+
+from .program import PlannedProgram, Spec
+from .space import Plan
+
+#: Gradient accumulation. Part k holds rows k, k + parts …, so that a cut batch stays in place.
+_MICRO = '''
+def in_micro_batches(gradients, params, batch, parts={parts}):
+    """Sum of gradients(params, part) over parts of the batch, the first dimension of its leaves."""
+    split = jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch
+    )
+    kinds = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], split))
+    zeros = jax.tree.map(lambda kind: jax.numpy.zeros(kind.shape, kind.dtype), kinds)
+
+    def add(total, part):
+        return jax.tree.map(jax.numpy.add, total, gradients(params, part)), None
+
+    return jax.lax.scan(add, zeros, split)[0]
+
+
+# In the step: loss, grads = in_micro_batches(jax.value_and_grad(loss_of), params, batch), both
+# divided by {parts} if the loss is a mean over the batch.
+'''
+
+
+def code_of(program: PlannedProgram, plan: Plan) -> str:
+    """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
+    axes = "".join(f'"{axis}", ' for axis, _ in plan.mesh)
+    shape = ", ".join(str(n) for _, n in plan.mesh)
+    lines = [
+        "import jax",
+        "import numpy as np",
+        "from jax.sharding import Mesh, NamedSharding, PartitionSpec as P",
+        "",
+        f"devices = np.array(jax.devices()[:{plan.devices}]).reshape({shape})",
+        f"mesh = Mesh(devices, ({axes.rstrip()}))",
+        "# By the path of an argument; the others are whole on every device.",
+        "SPECS = {",
+    ]
+    roots: list[str] = []
+    for own in program.arguments:
+        cut = program.argument_spec(own, plan)
+        root = own.name.partition("[")[0].partition(".")[0]
+        if root not in roots:
+            roots.append(root)
+        if any(cut):
+            lines.append(f"    {own.name!r}: {_spec(cut)},")
+    lines += [
+        "}",
+        "",
+        "",
+        "def shardings(name, tree):",
+        '    """Sharding of each leaf of an argument by the argument\'s name."""',
+        "    def own(path, leaf):",
+        "        spec = SPECS.get(name + jax.tree_util.keystr(path), P())",
+        "        return NamedSharding(mesh, spec)",
+        "",
+        "    return jax.tree_util.tree_map_with_path(own, tree)",
+        "",
+        "",
+        "# jax.jit(step, in_shardings=("
+        + "".join(f'shardings("{r}", {r.replace(" ", "_")}), ' for r in roots)
+        + "), donate_argnums=…);",
+        "# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, "
+        "shardings(…)).",
+    ]
+    inside = program.lines(plan)
+    if inside:
+        lines.append("# Results of products, by jax.lax.with_sharding_constraint(x, spec):")
+        lines += [f"#   {line}: {_spec(cut)}" for line, cut in inside.items()]
+    if "fsdp" in plan.sizes:
+        lines.append(
+            "# Before a product reads a parameter, its spec without fsdp gathers it, as above."
+        )
+    if plan.change.remat:
+        own = program.layers_at
+        lines.append(
+            f"# jax.checkpoint (Flax: nn.remat) around each of the first {plan.change.remat} equal "
+            f"layers{f', which begin at {own}' if own else ''}."
+        )
+    if plan.change.micro > 1:
+        lines += ["", *_MICRO.format(parts=plan.change.micro).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def _spec(cut: Spec) -> str:
+    parts = [
+        "None" if not axes else f'"{axes[0]}"' if len(axes) == 1 else str(axes).replace("'", '"')
+        for axes in cut
+    ]
+    while parts and parts[-1] == "None":
+        parts.pop()
+    return f"P({', '.join(parts)})"

@@ -1,0 +1,170 @@
+"""Plans that change the program so that it fits: layers computed again, micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from opcast.common.errors import PlanError
+from opcast.features.ir.jax_compat import parse_module, walk_ops
+from opcast.predict.plan.answer import plan
+
+BATCH, WIDTH, LAYERS = 512, 64, 4
+GIB = 2**30
+OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline", "axes": ("data", "fsdp")}
+
+
+def step(params, x):
+    def loss(params):
+        y = x
+        for p in params:
+            y = y + jax.nn.gelu(y @ p["up"]) @ p["down"]
+        return jnp.mean(y * y)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    layers = [{"up": up, "down": down}] * LAYERS
+    return jax.jit(step, donate_argnums=0).lower(layers, x)
+
+
+def counts(program):
+    """Layers that are computed again and loops in a program."""
+    module = parse_module(program)  # which holds its ops
+    names = [op.name for op in walk_ops(module)]
+    return names.count("stablehlo.optimization_barrier"), names.count("stablehlo.while")
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """A compiler by which a program needs 8 GiB, an eighth less for each layer, half in a loop.
+
+    Both cost 10 µs on 100. Returns the keys that it was asked for.
+    """
+    asked = []
+
+    def judged(job, programs):
+        rows = []
+        for key, program in programs:
+            asked.append(key)
+            layers, loops = counts(program)
+            us = 100.0 + 10.0 * layers + 10.0 * loops
+            rows.append(
+                {
+                    "key": key,
+                    "latency_us": us,
+                    "lo_us": us,
+                    "hi_us": us,
+                    "compute_us": us,
+                    "exposed_communication_us": 0.0,
+                    "memory_bytes_per_device": (8 - layers) * GIB / (1 + loops),
+                    "fits": True,
+                    "moved_bytes": 0.0,
+                    "energy_j": 1.0,
+                    "waits": [],
+                    "notes": [],
+                    "error": "",
+                    "seconds": 1.0,
+                }
+            )
+        return rows
+
+    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
+    return asked
+
+
+def changes(answer):
+    return {(row["remat"], row["micro_batches"]) for row in answer.rows}
+
+
+def test_what_fits_is_not_changed(lowered, judge):
+    found = plan(lowered, **OPTIONS)
+    assert changes(found) == {(0, 1)}
+    assert "rematerialised" not in str(found.to_dict())
+
+
+def screened_peak(lowered):
+    """What the screening thinks that the fastest plan needs."""
+    from pathlib import Path
+
+    from opcast.predict.plan.program import read_planned
+    from opcast.predict.plan.search import PlanSearch
+    from opcast.simulate.clusters.catalogue import find_cluster
+
+    search = PlanSearch(
+        read_planned(lowered),
+        find_cluster("h100-sxm-x4"),
+        Path(),
+        model="roofline",
+        axes=("data", "fsdp"),
+    )
+    search.screen()
+    return search.screened[0].memory
+
+
+def test_memory_makes_changed_plans_win(lowered, judge, monkeypatch, tmp_path):
+    # The screening's bytes are real ones, those of the judge are not: the limit is the screening's,
+    # and the judge's programs need a share of it.
+    limit = 0.9 * screened_peak(lowered)
+    monkeypatch.setattr(f"{__name__}.GIB", limit / 6)
+    found = plan(lowered, **OPTIONS, memory=limit, out=tmp_path)
+    # Plain needs 8 of 6; with two of the layers it is 6 of 6 at 120 µs, in a loop 4 of 6 at 110 µs.
+    assert (found.best["remat"], found.best["micro_batches"]) == (0, 2)
+    assert found.best["plan"].endswith(", 2 micro-batches")
+    assert {(0, 1), (2, 1), (0, 2)} <= changes(found)
+    assert found.reasons[0].startswith("without 2 micro-batches the same mesh needs")
+    assert counts(found.program) == (0, 1)
+    assert "def in_micro_batches(gradients, params, batch, parts=2):" in found.code
+    # The same search resumes from what it kept.
+    before = len(judge)
+    again = plan(lowered, **OPTIONS, memory=limit, out=tmp_path)
+    assert len(judge) == before and again.to_dict() == found.to_dict()
+
+
+def test_changes_are_forbidden_and_asked_for(lowered, judge):
+    none = plan(lowered, **OPTIONS, memory=1.0, remat=0, micro_batches=1)
+    assert changes(none) == {(0, 1)}
+    assert "no plan fits" in none.notes[0]
+    all_layers = plan(lowered, **OPTIONS, remat="all", micro_batches="auto")
+    assert changes(all_layers) == {(LAYERS, 1)}
+    assert f"around each of the first {LAYERS} equal layers, which begin at" in all_layers.code
+    assert counts(all_layers.program) == (LAYERS, 0)
+    both = plan(lowered, **OPTIONS, remat=3, micro_batches=4)
+    assert changes(both) == {(3, 4)}
+    assert both.best["plan"].endswith(", 3 layers rematerialised, 4 micro-batches")
+    assert counts(both.program) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "some"}, "--remat: 'some' is not understood .auto, all or a number from 0"),
+        ({"remat": -1}, "'-1' is not understood"),
+        ({"micro_batches": 0}, "--micro-batches: '0' is not understood"),
+        ({"remat": 5}, "5 layers cannot be rematerialised: 4 equal layers"),
+        ({"micro_batches": 3}, "3 micro-batches do not divide a batch of 512"),
+    ],
+)
+def test_what_cannot_be_asked_for(lowered, options, message):
+    with pytest.raises(PlanError, match=message):
+        plan(lowered, **OPTIONS, **options)
+
+
+def test_why_nothing_could_be_changed(judge):
+    def unequal(w, x):
+        def loss(w):
+            y = x @ w
+            return jnp.mean((y - y.mean(0)) ** 2 * jnp.exp(y.mean(0)))
+
+        return w - jax.grad(loss)(w)
+
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    found = plan(jax.jit(unequal, donate_argnums=0).lower(w, x), **OPTIONS, memory=1.0)
+    told = "\n".join(found.notes)
+    assert "no equal layers to rematerialise were found" in told
+    assert "rows of the batch depend on each other" in told
