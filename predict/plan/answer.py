@@ -17,8 +17,9 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
 from .code import code_of
+from .judge import Row
 from .program import read_planned
-from .search import AS_GIVEN, COMPILES, PlanSearch, Row
+from .search import AS_GIVEN, COMPILES, PlanSearch
 from .space import AXES, UNCHANGED
 
 if TYPE_CHECKING:

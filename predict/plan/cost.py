@@ -88,7 +88,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Record:
-    """What decides the collectives of an op; equal ones of all layers are one record."""
+    """What decides the collectives of an op; equal ones of all layers are one record.
+
+    ``parts`` are the micro-batches over which its result is added up, 1 for none.
+    """
 
     classes: tuple[int, ...]
     operands: tuple[_Operand, ...]
@@ -97,6 +100,7 @@ class _Record:
     nbytes: int
     tail: bool
     where: str
+    parts: int
 
 
 class Sheet:
@@ -109,6 +113,7 @@ class Sheet:
         space: What may be cut.
         cluster: Cluster that plans are for.
         predictor: Predicts the kernels of one device.
+        micro: Micro-batches in which the program goes through its batch.
     """
 
     def __init__(
@@ -119,7 +124,9 @@ class Sheet:
         space: Space,
         cluster: Cluster,
         predictor: Predictor,
+        micro: int = 1,
     ) -> None:
+        self.micro, self.entry = micro, source.program.entry
         self.found, self.arguments, self.space = found, arguments, space
         self.cluster, self.device = cluster, cluster_device(cluster, predictor.devices)
         self.tails = _tails(found, space)
@@ -223,6 +230,7 @@ class Sheet:
             step.op.result_bytes if reduces else 0,
             step.place in self.tails,
             f"{source.file}:{source.line}" if source and source.file else step.op.opcode,
+            self.micro if step.place in self.tails and step.place[0] != self.entry else 1,
         )
 
     def cost(self, plan: Plan) -> Screened:
@@ -260,7 +268,10 @@ class Sheet:
         found: dict[Event, float] = defaultdict(float)
         for record, times in self.records.items():
             for event in self._of(record, cuts, sizes):
-                found[event] += times
+                # XLA moves the all-reduce of a sum over a loop's iterations behind the loop
+                # (while_loop_all_reduce_code_motion.cc); gradients that are scattered stay inside.
+                sums = event.hidden and event.kind == "all_reduce"
+                found[event] += times / record.parts if sums else times
         if "fsdp" in sizes:
             for own in self.arguments:
                 if fsdp_dimension(own, cuts, sizes) < 0:

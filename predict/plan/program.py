@@ -98,7 +98,9 @@ class PlannedProgram:
             made = self._with(module, Change(change.remat))
             made.layers_at = self._line_of(self.layers)
         if change.micro > 1:
-            rows = gcd(*(own.type.shape[own.batch] for own in self.arguments if own.role == "batch"))
+            rows = gcd(
+                *(own.type.shape[own.batch] for own in self.arguments if own.role == "batch")
+            )
             if change.micro * 2 > rows:
                 raise PlanError(
                     f"{change.micro} micro-batches of a batch of {rows} leave nothing to cut",
@@ -135,7 +137,15 @@ class PlannedProgram:
 
     def sheet(self, cluster: Cluster, predictor: Predictor) -> Sheet:
         """Sum the program up for screening."""
-        return Sheet(self.source, self.found, self.arguments, self.space, cluster, predictor)
+        return Sheet(
+            self.source,
+            self.found,
+            self.arguments,
+            self.space,
+            cluster,
+            predictor,
+            self.change.micro,
+        )
 
     def argument_spec(self, own: Argument, plan: Plan) -> Spec:
         """How an argument lies between steps under a plan."""

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ...common.units import duration, energy, size
 from ..plan.answer import PlanAnswer
-from ..plan.search import Row
+from ..plan.judge import Row
 from .parts import print_notes, timed_headline
 
 

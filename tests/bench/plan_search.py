@@ -18,8 +18,9 @@ import numpy as np
 
 from opcast.datagen.zoo.registry import build
 from opcast.predict.plan import space
+from opcast.predict.plan.judge import Row
 from opcast.predict.plan.program import read_planned
-from opcast.predict.plan.search import PlanSearch, Row
+from opcast.predict.plan.search import PlanSearch
 from opcast.simulate.clusters.catalogue import find_cluster
 
 #: Small enough to compile all plans of each in minutes, large enough to be worth several devices.

@@ -124,6 +124,12 @@ def test_gradients_are_hidden_and_not_waited_for():
     found = sheet.events(Plan((("data", 4),)))
     assert {event.kind for event in found} == {"all_reduce"}
     assert all(event.hidden for event in found)
+    # Once behind the loop: the tables' two gradients, of two layers two each, and the loss.
+    table, layer = 4 * WORDS * WIDTH, 2 * 4 * WIDTH * 2 * WIDTH
+    assert sum(e.size * n for e, n in found.items()) == 2 * table + 2 * layer + 4
+    scattered = sheet.events(Plan((("fsdp", 4),)))
+    inside = sum(e.size * n for e, n in scattered.items() if e.kind == "reduce_scatter")
+    assert inside == PARTS * (2 * table + 2 * layer + 4)
 
 
 def normalised(params, x):
@@ -192,7 +198,7 @@ def test_the_code_does_the_same():
     assert "each of the first 2 equal layers, which begin at" in text
     names: dict[str, object] = {}
     # The part below the mesh, which would need several devices.
-    exec("import jax\n" + text[text.index("def in_micro_batches") :], names)  # noqa: S102
+    exec("import jax\n" + text[text.index("def in_micro_batches") :], names)
     params, _, batch = arguments()
     loss, grads = names["in_micro_batches"](jax.value_and_grad(loss_of), params, batch)
     whole, wanted = jax.value_and_grad(loss_of)(params, batch)

@@ -78,7 +78,7 @@ def dying(flag):
     """``judge_plans``, in a worker that dies in its first piece."""
 
     def judge_or_die(job, programs):
-        from opcast.predict.plan.search import judge_plans
+        from opcast.predict.plan.judge import judge_plans
 
         if not Path(flag).exists():
             Path(flag).touch()
