@@ -152,6 +152,8 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
                 remarks.append(f"{model} has to be a checkpoint in {narrow}")
             if own.model.cache == "int8":
                 remarks.append("it has no cache in int8")
+            if name == "TensorRT-LLM" and own.model.cache_layers()[2]:
+                remarks.append("max_attention_window frees what windows have passed")
             if own.options.swap:
                 remarks.append(_SWAP[name])
             if own.options.watermark:
