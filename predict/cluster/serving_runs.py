@@ -34,7 +34,8 @@ from .step_table import FAULTS, reason_of
 #: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
 #: most that are simulated: more waves than three change means by a few per cent.
 WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000
-#: Tables of costs that are kept: each takes a megabyte, and rows of a configuration come together.
+#: Tables of costs that are kept where rows are simulated once: each takes a megabyte, and rows of a
+#: configuration come together.
 MOST_TABLES = 64
 #: Loads of benchmarks without a server.
 ENGINE_ALONE = ("static-batch", "offline")
@@ -86,6 +87,8 @@ class ServingRuns:
         rows: The rows.
         model: Model of library operators; ``None`` for rooflines.
         show: Told of progress: rows done and rows in all.
+        tables: Tables of costs that are kept; one for each row where rows are simulated again and
+            again, since filling the tables takes twenty times as long as a simulation.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class ServingRuns:
         rows: Sequence[ServingRow],
         model: OpModel | None,
         show: Callable[[int, int], None] = lambda done, of: None,
+        tables: int = MOST_TABLES,
     ) -> None:
-        self.rows, self.model, self.show = list(rows), model, show
+        self.rows, self.model, self.show, self.tables = list(rows), model, show, tables
         self._latency: dict[tuple[str, str], ServingLatency] = {}
         self._costs: OrderedDict[tuple[object, ...], ServingCosts] = OrderedDict()
 
@@ -197,7 +201,7 @@ class ServingRuns:
             self._costs[key] = ServingCosts(
                 row.model, workers.plan, row.cluster, latency, *sizes, early=early
             )
-            if len(self._costs) > MOST_TABLES:
+            if len(self._costs) > self.tables:
                 self._costs.popitem(last=False)
         self._costs.move_to_end(key)
         return self._costs[key]

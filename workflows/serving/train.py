@@ -93,7 +93,7 @@ def train_serving(
         [f"{row.source}|{group_key(c)}" for row, c in zip(rows, contexts, strict=True)]
     )
     tell(f"{len(rows)} measured rows")
-    runs = ServingRuns(rows, operators)
+    runs = ServingRuns(rows, operators, tables=len(rows))
     began = start.effects if start else None
     effects, seen = fit_serving(observer(runs, contexts), contexts, groups, tell, began)
     model = ServingModel(effects)
@@ -197,13 +197,17 @@ def _learned(
 ) -> dict[str, object]:
     """What was learned from: model groups with engines and chips, and machines.
 
-    A handful of runs does not tell how others on the same machines lie, so that these do not count.
+    A handful of runs does not tell how others of its model or on its machines lie, so that they do
+    not count.
     """
     own = [contexts[row] for row in np.unique(seen.rows[learn])]
-    clusters = Counter(context["cluster"] for context in own if context["cluster"])
+    names = {
+        "groups": Counter(group_key(context) for context in own),
+        "clusters": Counter(context["cluster"] for context in own if context["cluster"]),
+    }
     return {
-        "groups": sorted({group_key(context) for context in own}),
-        "clusters": sorted(name for name, rows in clusters.items() if rows >= LEAST),
+        kind: sorted(name for name, rows in counts.items() if rows >= LEAST)
+        for kind, counts in names.items()
     }
 
 
