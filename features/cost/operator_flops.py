@@ -5,6 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+#: Inner width, experts of a token and experts of models without a gate, whose activation is a
+#: squared ReLU: Nemotron 3 (``mlp_hidden_act`` of their configurations).
+UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
+
+
+def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
+    """Whether an expert has two matrices instead of three.
+
+    TensorRT-LLM's kernels say so by their names. Where other libraries call them (``trtllm`` in the
+    name), the sizes of the model tell. Other kernels are estimated as gated ones whatever they do:
+    some of them compute a gate for these models all the same, and models of operators learn which.
+
+    Args:
+        inner: Width of an expert.
+        topk: Experts of a token.
+        experts: Of the layer.
+        kernel: Name of the kernel, empty if it is not known.
+    """
+    known = (inner, topk, experts) in UNGATED
+    return "nongated" in kernel or (known and "trtllm" in kernel)
+
 
 def op_flops(params: Mapping[str, Any]) -> float:
     """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
@@ -22,7 +43,8 @@ def op_flops(params: Mapping[str, Any]) -> float:
     if "topk" in params:
         rows = params["tokens"] * params["topk"] / params["ep"]
         # A gated expert has a gate, an up and a down projection, any other one up and down.
-        matrices = 2 if "nongated" in params.get("kernel", "") else 3
+        sizes = params["inter"], params["topk"], params["experts"]
+        matrices = 2 if ungated(*sizes, params.get("kernel", "")) else 3
         return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)
     return 0.0
 

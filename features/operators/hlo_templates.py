@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...common.errors import DatasetError
+from ..cost.operator_flops import ungated
 from ..ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from .schema import PARAMETERS
 
@@ -354,7 +355,7 @@ def _attention(row: Row, config: str) -> str:
 def _moe(row: Row, config: str) -> str:
     tokens, hidden, full, topk, experts, tp, ep = (int(row[c]) for c in PARAMETERS["moe"])
     local, inner = max(experts // ep, 1), max(full // tp, 1)
-    gated = 1 if "nongated" in str(row.get("kernel", "")) else 2
+    gated = 1 if ungated(full, topk, experts, str(row.get("kernel", ""))) else 2
     kind = TABLE_FORMATS[row["dtype"]].weights
     types = [
         f"bf16[{tokens},{hidden}]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cost.operator_flops import ungated
 from .columns import Machine, OpTable
 from .flops import expert_flops
 from .physics import (
@@ -54,9 +55,9 @@ def moe(table: OpTable) -> Physics:
     rows, active = busy_rank(tokens, topk, experts, ep, skew)
     rows = np.where(_everywhere(table), tokens * topk, rows)
     triton = table.says("kernel", "triton", "fused_moe", "marlin")
-    ungated = table.says("kernel", "nongated")
+    bare = _ungated(table, full, topk, experts)
     # Gate, up and down projection; without a gate, up and down.
-    matrices = np.where(ungated, 2.0, 3.0)
+    matrices = np.where(bare, 2.0, 3.0)
     # Experts are treated as equally loaded from here on; the skew shows in rows and active.
     depth = np.maximum(rows / active, 1)
     flops = expert_flops(tokens, topk, ep, hidden, inner, 2.0) * matrices
@@ -80,7 +81,7 @@ def moe(table: OpTable) -> Physics:
     features = {
         **flags(table, DTYPES),
         "skew": skew,
-        "ungated": ungated * 1.0,
+        "ungated": bare * 1.0,
         # Shares of the parts in the estimate, as for products (gemm.py).
         "log_tiles_base": log2(t_tiles / base),
         "log_memory_base": log2(t_memory / base),
@@ -196,6 +197,16 @@ def _busiest(
     # Poisson: an expert with an expected load x gets no row with probability exp(-x).
     active = np.maximum(1.0, local * (1 - np.exp(-load)).mean(axis=1))
     return np.stack([rows, active], axis=1)
+
+
+def _ungated(
+    table: OpTable, inner: np.ndarray, topk: np.ndarray, experts: np.ndarray
+) -> np.ndarray:
+    """Return where experts have two matrices instead of three, bool, shape ``(n,)``."""
+    code, kernels = table.rows.codes("kernel")
+    sizes, place = np.unique(np.stack([inner, topk, experts, code], 1), axis=0, return_inverse=True)
+    found = [ungated(*own[:3], kernels[int(own[3])]) for own in sizes]
+    return np.asarray(np.array(found, bool)[place.ravel()])
 
 
 def _everywhere(table: OpTable) -> np.ndarray:

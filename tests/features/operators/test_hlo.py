@@ -192,6 +192,9 @@ def test_experts():
     ungated = kernel_from_ir(op_ir({**EXPERTS, "kernel": "moe_torch_flow_nongated"}))
     assert ungated.flops == kernel.flops * 2 / 3
     assert kernel.bytes_in - ungated.bytes_in == 4 * 64 * 32 * 2
+    sizes = {"inter": 1856, "topk": 6, "experts": 128, "ep": 1}
+    nano = kernel_from_ir(op_ir({**EXPERTS, **sizes, "kernel": "sglang_flashinfer_trtllm_moe"}))
+    assert nano.flops == 2 * 16 * 6 * 64 * 1856 * 2
 
 
 def test_flops_are_those_of_the_physics(op_rows, round_gpu):

@@ -485,7 +485,7 @@ def test_experts(estimate):
 
 
 def test_experts_of_models_without_a_gate(estimate):
-    """Nemotron 3 Nano's have two matrices; kernels that computed a gate have three."""
+    """Nemotron 3 Nano's have two matrices in TensorRT-LLM's kernels, whoever calls them."""
     nano = {"inter": 1856, "topk": 6, "experts": 128, "ep": 1}
     found = estimate("graph/moe", EXPERTS, **nano, kernel="sglang_flashinfer_trtllm_moe")
     assert found.flops[0] == 2 * 16 * 6 * 64 * 1856 * 2
