@@ -78,6 +78,14 @@ class DeviceEffects:
         none = np.zeros(3)
         return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
 
+    def knows(self, device: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Whether a library was fitted on a device, by its row, bool, shape ``(n,)``."""
+        found = np.zeros(len(device), bool)
+        for name, rows in _parts(device):
+            for inner, some in _parts(library[rows]):
+                found[rows[some]] = f"{name}{_SEPARATOR}{inner}" in self.table
+        return found
+
     def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
         """Linear part for a device that was not fitted: the mean over those that were.
 

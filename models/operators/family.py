@@ -371,6 +371,8 @@ class FamilyModel:
         novel = scope == "unseen"
         if novel.any():
             novel &= ~_among(libraries(rows), self.seen)
+            # Where a vendor's known chip stands in, what counts is what ran on that one.
+            novel &= ~(own & self.effects.knows(proxy, dispatch(rows)))
             lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
             hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)

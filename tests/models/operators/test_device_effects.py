@@ -61,6 +61,8 @@ def test_what_was_not_seen_falls_back():
     assert effects.predict(one, new, new) == pytest.approx(one @ at[""])
     assert effects.predict(one, np.full(5, "a"), new) == pytest.approx(one @ (at[""] + at["a"]))
     assert (DeviceEffects().predict(one, new, new) == 0).all()
+    both = np.array(["a", "a", "new"]), np.array(["x", "new", "x"])
+    assert effects.knows(*both).tolist() == [True, False, False]
 
 
 def test_saved_as_plain_data():
