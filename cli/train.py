@@ -131,7 +131,7 @@ def train(
         return
     if blocks is not None:
         used = {"out", "seed", "threads", "track", "register", "final", "exclude_device"}
-        refuse_unused(context, "training on blocks", used | {"blocks", "max_rows"})
+        refuse_unused(context, "training on blocks", used | {"blocks", "max_rows", "join"})
         from ..workflows.settings import TrainSettings
         from ..workflows.train_operators import run_train_blocks
 
@@ -145,6 +145,7 @@ def train(
             final=final,
             exclude_device=exclude_device or (),
             max_rows=max_rows,
+            join=join,
         )
         run_train_blocks(make_console(), own)
         return

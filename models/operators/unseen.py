@@ -26,6 +26,12 @@ GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 SHRINKING = (0.0, 1.0, 2.0, 3.0, 6.0, 12.0)
 
 
+#: Least share of the libraries that more than one chip ran, for left-out chips to say how far
+#: ratios are shrunk: with fewer, they would speak for libraries that no two chips share, whose
+#: ratios are shrunk once. Engineering estimate.
+LEAST_SHARED = 0.25
+
+
 class Strategy(NamedTuple):
     """How the model is fitted; the field names are those of saved manifests.
 
@@ -92,7 +98,7 @@ class UnseenFit:
             general, effects = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
             return Unseen(general, effects, Strategy(False, 0.0, True), self._seen(fitting), {})
         folds = {group: self._left_out(fitting, group) for group in groups}
-        strategy = self._best(folds)
+        strategy = self._best(folds, SHRINKING if self._shares_libraries(fitting) else (1.0,))
         pool = self._pool(fitting, strategy.alien)
         general, effects = self.job.fit(self._drawn(pool, GENERAL_ROWS), strategy.within)
         own = {group: (rows, ratios[strategy]) for group, (rows, ratios) in folds.items()}
@@ -118,14 +124,21 @@ class UnseenFit:
                     ratios[Strategy(within, power, alien)] = factor**power * plain
         return own, ratios
 
+    def _shares_libraries(self, fitting: np.ndarray) -> bool:
+        """Whether enough libraries ran on several chips to tell how ratios carry over."""
+        chips = list(self._seen(fitting).values())
+        return bool(np.mean(np.array(chips) > 1) >= LEAST_SHARED)
+
     def _best(
-        self, folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Strategy, np.ndarray]]]
+        self,
+        folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Strategy, np.ndarray]]],
+        powers: Sequence[float],
     ) -> Strategy:
         """The strategy with the least mean error over left-out chips of the most common vendor."""
         # An unseen device of a minority vendor is predicted as that vendor's known one
         # (device_kinship), not by this model.
         judges = [g for g in folds if g[0] not in self.known_devices.foreign] or list(folds)
-        strategies = [Strategy(*p) for p in product((False, True), SHRINKING, (False, True))]
+        strategies = [Strategy(*p) for p in product((False, True), powers, (False, True))]
         strategies = [
             strategy for strategy in strategies if all(strategy in folds[g][1] for g in judges)
         ]

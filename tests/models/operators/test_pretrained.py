@@ -60,3 +60,18 @@ def test_every_gpu_of_the_catalogue_can_be_predicted(model):
     gpus = [n for n in device_names() if find_device(n).platform == "gpu"]
     found = model.predict(pd.DataFrame([gemm(name, dtype="fp16") for name in gpus]))
     assert np.isfinite(found.latency).all() and (found.latency > 1e-5).all()
+
+
+def test_a_vendors_own_library_is_not_new_on_its_next_chip():
+    """Experts of aiter, which MI300X and MI308X ran: the interval is that of an unseen chip."""
+    model = OpModel.load(find_model("blocks"), only=["layer/experts"])
+    row = {
+        "key": "layer/experts", "op": "fused_moe", "dtype": "bf16", "backend": "aiter",
+        "device": "mi355x", "tokens": 512, "hidden": 4096, "inter": 1536, "topk": 8,
+        "experts": 128, "ep": 1, "routed": 4096,
+    }  # fmt: skip
+    rows = pd.DataFrame([row, {**row, "backend": "torch_xla"}])
+    found = model.predict(rows)
+    lo, hi = model.families["layer/experts"].intervals.foreign
+    assert np.log(found.hi / found.lo)[0] == pytest.approx(hi - lo)
+    assert np.log(found.hi / found.lo)[1] == pytest.approx(2 * (hi - lo))

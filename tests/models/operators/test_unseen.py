@@ -30,11 +30,11 @@ class Fits:
         return np.full(len(own), self.ratio)
 
 
-def made(names, target, ratio, transferable=None):
+def made(names, target, ratio, transferable=None, library=None):
     device = np.repeat(np.array(names, object), ROWS)
     job = Fits(device, np.full(len(device), target), ratio)
     devices = KnownDevices.of({name: find_device(name) for name in names})
-    library = np.full(len(device), "lib", object)
+    library = np.full(len(device), "lib", object) if library is None else library
     good = np.ones(len(device), bool) if transferable is None else transferable
     fit = UnseenFit(job, devices, library, good, np.random.default_rng(0))
     return fit.make(np.arange(len(device))), job
@@ -66,6 +66,14 @@ def test_ratios_that_do_not_carry_over_are_shrunk_as_far_as_is_tried():
     assert unseen.strategy.shrunk == 12.0
     # Two chips are left when one is left out.
     assert unseen.folds[("l4",)][1] == pytest.approx(np.full(ROWS, 0.5 * SHRINKAGE[2] ** 12))
+
+
+def test_left_out_chips_say_nothing_of_libraries_that_one_chip_alone_ran():
+    """Nine libraries of ten on one chip each: left-out chips would have all ratios shrunk away."""
+    library = np.array([f"lib {at % 10} {at // ROWS}" for at in range(3 * ROWS)], object)
+    library[np.arange(3 * ROWS) % 10 == 0] = "shared"
+    unseen, _ = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.0, 0.5, library=library)
+    assert unseen.strategy.shrunk == 1.0
 
 
 def test_rows_that_mislead_about_other_devices_are_not_learned_from():
