@@ -205,7 +205,7 @@ def _ungated(
     """Return where experts have two matrices instead of three, bool, shape ``(n,)``."""
     code, kernels = table.rows.codes("kernel")
     sizes, place = np.unique(np.stack([inner, topk, experts, code], 1), axis=0, return_inverse=True)
-    found = [ungated(*own[:3], kernels[int(own[3])]) for own in sizes]
+    found = [ungated(width, top, of, kernels[int(at)]) for width, top, of, at in sizes]
     return np.asarray(np.array(found, bool)[place.ravel()])
 
 
