@@ -1,4 +1,4 @@
-"""Parquet tables of any origin: read within the machine's memory; damaged ones are named."""
+"""Tables of any origin: read within the machine's memory; damaged ones are named."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _VALUE_BYTES = 8
 def read_table(
     path: Path, columns: Sequence[str] | None = None, filters: Any | None = None
 ) -> pd.DataFrame:
-    """Read a parquet file into a frame.
+    """Read a table into a frame: parquet, or CSV where the file is called so.
 
     Args:
-        path: The file.
+        path: The file; a CSV may be compressed (``.csv.gz``).
         columns: Columns to read; all by default.
-        filters: Rows to read, as :func:`pandas.read_parquet` takes them.
+        filters: Rows to read, as :func:`pandas.read_parquet` takes them; not of CSV.
 
     Raises:
-        DatasetError: It is missing, not parquet, damaged, lacks a column, or would not fit into
+        DatasetError: It is missing, no table, damaged, lacks a column, or would not fit into
             memory: a file of a few kilobytes can stand for a table of any size.
     """
     import pandas as pd
     import pyarrow.parquet as pq
 
+    if is_csv(path):
+        return _read_csv(path, columns)
     try:
         with pq.ParquetFile(path) as file:
             _check_size(file.metadata, path)
@@ -49,6 +51,24 @@ def read_table(
         raise DatasetError("no such file", where=str(path)) from None
     except Exception as error:  # pyarrow raises many types for a damaged file
         raise DatasetError(f"cannot be read as parquet: {error}", where=str(path)) from None
+
+
+def is_csv(path: Path) -> bool:
+    """Whether a file is called CSV, compressed or not."""
+    return path.name.endswith((".csv", ".csv.gz"))
+
+
+def _read_csv(path: Path, columns: Sequence[str] | None) -> pd.DataFrame:
+    import pandas as pd
+
+    wanted = None if columns is None else list(columns)
+    try:
+        # Types of whole columns: without, those of long tables are guessed piece by piece.
+        return pd.read_csv(path, usecols=wanted, low_memory=False)
+    except FileNotFoundError:
+        raise DatasetError("no such file", where=str(path)) from None
+    except (OSError, ValueError, EOFError) as error:  # the parser's errors are ValueErrors
+        raise DatasetError(f"cannot be read as CSV: {error}", where=str(path)) from None
 
 
 def _check_size(metadata: Any, path: Path) -> None:

@@ -98,7 +98,11 @@ def _train(
     learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
     # Packs may hold calibration and test splits only.
     if not learn.any():
-        raise DatasetError("no row is left to train on", hint="splits to learn from: train")
+        splits = ", ".join(sorted({str(s) or "none" for s in rows["split"][~outside]})) or "none"
+        raise DatasetError(
+            f"no row is left to train on: those that are not left out have the splits {splits}",
+            hint=f"rows to learn from have the split {' or '.join(TRAINING)}",
+        )
     options = default_settings(model, settings.threads, seed, settings.max_rows, **settings.params)
 
     def fit(mask: np.ndarray) -> OpModel:

@@ -126,7 +126,7 @@ def _neusight(
 ) -> Callable[[], pd.DataFrame]:
     def read() -> pd.DataFrame:
         rows = neusight_rows(_table(path), op, device)
-        return _with_split(rows) if part == "train" else rows.assign(split="test")
+        return with_split(rows) if part == "train" else rows.assign(split="test")
 
     return read
 
@@ -140,7 +140,7 @@ def _vidur(path: Path, device: str, model: str) -> Callable[[], pd.DataFrame]:
                 hint="known: " + ", ".join(VIDUR_DEVICES),
             )
         rows = vidur_rows(_table(path))
-        return _with_split(rows.assign(device=VIDUR_DEVICES[device], model=model))
+        return with_split(rows.assign(device=VIDUR_DEVICES[device], model=model))
 
     return read
 
@@ -152,12 +152,12 @@ def _perf(
         rows, unknown = perf_rows(_table(path), table)
         if unknown:
             logger.warning("%s: %d rows of other dtypes left out", path, unknown)
-        return _with_split(rows.assign(device=device, backend=backend, version=version))
+        return with_split(rows.assign(device=device, backend=backend, version=version))
 
     return read
 
 
-def _with_split(rows: pd.DataFrame) -> pd.DataFrame:
+def with_split(rows: pd.DataFrame) -> pd.DataFrame:
     """Mark a fixed part of the shapes as ``val`` and the others as ``train``."""
     # By a hash of the shape's numbers: equal shapes fall on one side on every device, which keeps
     # a held-out shape unseen.

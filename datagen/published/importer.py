@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from ...common.errors import DatasetError
+from ...common.parquet import is_csv, read_table
 from ...common.progress import tracked
 from ...features.dataset import (
     PUBLISHED_NAME,
@@ -36,7 +37,7 @@ from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
 from ...features.operators.schema import METHODS
 from . import conv_tables, product_tables
-from .clones import CloneFile, clone_files
+from .clones import CloneFile, clone_files, with_split
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ logger = logging.getLogger(__name__)
 OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
 #: Columns that every table has.
 REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
+#: Columns of a table of one's own: rows without ``id`` are numbered, without ``split`` a part of the
+#: shapes is held out.
+OWN = ("source", "family", "op", "dtype", "device", "latency_us")
 #: Rows of a shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
 #: Calls behind a label: the number that the publishers say they averaged over.
@@ -84,7 +88,8 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
     Args:
         folder: Holds :data:`OPERATOR_FILES` or tables of XLA's products, itself or in its
             subfolders; or is a clone of a repository that
-            :mod:`~opcast.datagen.published.clones` knows.
+            :mod:`~opcast.datagen.published.clones` knows; or holds, or is, tables of one's own
+            with the columns :data:`OWN`, CSV or parquet, of any name.
         out: Dataset folder; shards that are there already are kept.
         show: Whether to show a progress bar.
 
@@ -122,15 +127,45 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
     if files or products:
         total = sum(-(-_open(p).metadata.num_rows // ROWS_PER_SHARD) for p in files)
         return total + len(products), chain(_parts(files), _cut(products))
-    cloned = clone_files(folder)
-    if cloned:
-        return len(cloned), _cut(cloned)
+    found = clone_files(folder) or _own(folder)
+    if found:
+        return len(found), _cut(found)
+    if not folder.exists():
+        raise DatasetError("no such folder or table", where=str(folder))
     expected = "expected "
     expected += ", ".join((*OPERATOR_FILES, *product_tables.FILES, conv_tables.FILE))
-    expected += ", or a clone of NeuSight, Vidur or "
-    raise DatasetError(
-        "no operator table here", where=str(folder), hint=expected + "aiconfigurator"
-    )
+    expected += ", a clone of NeuSight, Vidur or aiconfigurator, or a CSV or parquet table with "
+    expected += ", ".join(OWN)
+    raise DatasetError("no operator table here", where=str(folder), hint=expected)
+
+
+def _own(folder: Path) -> list[CloneFile]:
+    """Tables of one's own: a file, or those of a folder that have the columns."""
+    if folder.is_file():
+        return [_own_file(folder, folder.name)]
+    tables = (p for p in sorted(folder.rglob("*")) if p.suffix == ".parquet" or is_csv(p))
+    return [
+        _own_file(path, path.relative_to(folder).as_posix())
+        for path in tables
+        if set(OWN) <= set(read_table(path).columns)
+    ]
+
+
+def _own_file(path: Path, origin: str) -> CloneFile:
+    # Names of shards and rows come from the path, so that an import resumes and ids are stable.
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
+
+    def rows() -> pd.DataFrame:
+        table = read_table(path)
+        missing = [c for c in OWN if c not in table]
+        if missing:
+            hint = f"it has {', '.join(map(str, table.columns))}; docs/operators.md shows one"
+            raise DatasetError(f"column {missing[0]!r} is missing", where=str(path), hint=hint)
+        if "id" not in table:
+            table = table.assign(id=[f"{digest}-{n}" for n in range(len(table))])
+        return _checked(table if "split" in table else with_split(table), path)
+
+    return CloneFile(path, f"own-{digest}", rows)
 
 
 def _products(folder: Path) -> list[CloneFile]:

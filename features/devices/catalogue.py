@@ -9,6 +9,7 @@ of the device itself (``opcast device --save``) is always better.
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -145,6 +146,20 @@ def read_device(device: str) -> DeviceSpec:
 def in_catalogue(name: str) -> bool:
     """Return whether the catalogue has a device, by name or alias."""
     return _canonical(name) is not None
+
+
+def same_figures(device: DeviceSpec) -> DeviceSpec | None:
+    """Find the device of the catalogue that a description repeats under another name, if any.
+
+    A device file that names a ``base`` and changes nothing describes the base.
+    """
+    figures = _unnamed(device)
+    like = (_catalogue_device(name) for name in device_names())
+    return next((d for d in like if _unnamed(d) == figures), None)
+
+
+def _unnamed(device: DeviceSpec) -> DeviceSpec:
+    return replace(device, name="", source="", aliases=(), provenance={})
 
 
 def closest_names(name: str, count: int = 4) -> list[str]:

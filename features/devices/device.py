@@ -157,12 +157,13 @@ class DeviceSpec:
             ) from None
 
     @classmethod
-    def from_file(cls, path: Path) -> DeviceSpec:
+    def from_file(cls, path: Path | str) -> DeviceSpec:
         """Read a description: JSON written from :meth:`to_json`, or a YAML device file.
 
         Raises:
             DeviceError: Figures are missing, unknown or contradict each other.
         """
+        path = Path(path)
         if path.suffix.lower() in (".yaml", ".yml"):
             # Device files may name a base in the catalogue, which is made of such descriptions.
             read: DeviceSpec = import_module(".catalogue", __package__).load_device_file(path)

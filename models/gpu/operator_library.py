@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import ModelError
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.catalogue import find_device, in_catalogue, same_figures
 from ...features.devices.device import DeviceSpec, MemoryLevel
 from ...features.operators import op_features
 from ..core.registry import OPERATOR_MODEL, PRETRAINED
@@ -77,6 +77,11 @@ class Operators:
         _, scope = known.proxies(np.array([device.name], object), {device.name: device})
         return bool(scope[0] in ("known", "sibling"))
 
+    def knows_architecture(self, key: str, device: DeviceSpec) -> bool:
+        """Whether a family was fitted to a device of the same architecture, of whatever size."""
+        chips = self.family(key).known_devices.chips.values() if key in self.families else ()
+        return any(device.architecture == architecture for architecture, *_ in chips)
+
     def knows(self, key: str, device: str) -> bool:
         """Whether the model has a family and was fitted to its rows of a device."""
         return key in self.families and device in self._stored[key]["devices"]
@@ -85,11 +90,12 @@ class Operators:
 def canonical(device: DeviceSpec) -> DeviceSpec:
     """The device under the catalogue's name, where it came under an alias such as JAX's.
 
-    The operator models know devices by catalogue name, and chips by architecture and lanes; all
+    So does one of a device file that has the figures of one in the catalogue. The operator models know devices by catalogue name, and chips by architecture and lanes; all
     measured figures of the description stay.
     """
     if not in_catalogue(device.name):
-        return device
+        same = same_figures(device)
+        return device if same is None else replace(device, name=same.name)
     listed = find_device(device.name)
     return replace(
         device,

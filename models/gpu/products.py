@@ -182,7 +182,9 @@ class Products:
         if not grouped and self._autotuned(rate, table):
             answer = self._by_xla(f"xla/{table}", rate, rows)
             beyond = np.flatnonzero(rows[["m", "n", "k"]].max(axis=1) > _XLA_LONGEST)
-            own = rate in ("bf16", "f16") and self.operators.knows("graph/linear", self.device.name)
+            # By architecture: a design with other cores or memory is priced as its base is.
+            known = self.operators.knows_architecture("graph/linear", self.device)
+            own = rate in ("bf16", "f16") and known
             if own and len(beyond):
                 answer.put(beyond, self._as_bf16(shape, rate, rows.iloc[beyond]))
             return answer
@@ -208,11 +210,12 @@ class Products:
         # XLA's only AMD table, of MI300X, makes programs of MI350 worse (docs/gpu.md).
         if self.device.vendor.upper() != "NVIDIA":
             return False
+        if rate in _FP8:
+            # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).
+            return not self.operators.knows_architecture(f"graph/{shape}", self.device)
         # On a device that other libraries were measured on and XLA was not, those are closer.
-        if not self.operators.knows(f"graph/{shape}", self.device.name):
-            return True
-        # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).
-        return rate not in _FP8 and self.operators.knows_chip(key, self.device)
+        measured = self.operators.knows(f"graph/{shape}", self.device.name)
+        return not measured or self.operators.knows_chip(key, self.device)
 
     def _by_xla(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(op=key.split("/")[1], dtype=_XLA_FORMATS[rate])

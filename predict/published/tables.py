@@ -165,7 +165,8 @@ class _Job:
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
-        tables = [(p, with_source(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        read = [(p, with_source(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        tables = [(p, t if "id" in t else t.assign(id=np.arange(len(t)))) for p, t in read]
         # All tables first: a family's calibration rows may be spread over several files.
         if self.calibrate:
             given = [frame[_given(frame)] for _, frame in tables]

@@ -196,6 +196,49 @@ def test_a_folder_without_tables(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def measured():
+    """Products that a user measured, without ids and splits."""
+    rows = [
+        {"op": "linear", "family": "linear", "b": 1, "m": m, "n": 256, "k": 512}
+        for m in range(1, 201)
+    ]
+    frame = pd.DataFrame(rows).assign(source="mylab", dtype="bf16", device="h100-sxm")
+    return frame.assign(latency_us=5.0 + 0.01 * frame["m"])
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.csv.gz", "mine.parquet", "lab/mine.csv"])
+def test_a_table_of_ones_own(measured, tmp_path, name):
+    path = tmp_path / "own" / name
+    path.parent.mkdir(parents=True)
+    measured.to_parquet(path) if path.suffix == ".parquet" else measured.to_csv(path, index=False)
+    given = tmp_path / "own" if "/" in name else path
+    assert import_published(given, tmp_path / "out").rows == 200
+    rows = rows_of_dataset(Dataset.load(tmp_path / "out"))
+    assert rows["id"].is_unique and set(rows["key"]) == {"kernel/linear"}
+    held = rows["split"] == "val"
+    assert set(rows["split"]) == {"train", "val"} and 0.01 < held.mean() < 0.12
+    # The same shapes are held out again, so that a resumed import has no row twice.
+    assert import_published(given, tmp_path / "out").kept == 1
+
+
+def test_a_table_of_ones_own_keeps_its_ids_and_splits(measured, tmp_path):
+    path = tmp_path / "mine.csv"
+    measured.assign(id=[f"r{n}" for n in range(200)], split="train").to_csv(path, index=False)
+    import_published(path, tmp_path / "out")
+    rows = rows_of_dataset(Dataset.load(tmp_path / "out"))
+    assert set(rows["id"]) == {f"r{n}" for n in range(200)} and set(rows["split"]) == {"train"}
+
+
+def test_a_table_of_ones_own_that_lacks_a_column(measured, tmp_path):
+    path = tmp_path / "mine.csv"
+    measured.drop(columns="source").to_csv(path, index=False)
+    with pytest.raises(DatasetError, match=r"mine.csv: column 'source' is missing .*latency_us"):
+        import_published(path, tmp_path / "out")
+    with pytest.raises(DatasetError, match=r"no such folder or table"):
+        import_published(tmp_path / "absent.csv", tmp_path / "out")
+
+
 def test_a_damaged_table(tmp_path):
     (tmp_path / EAGER).write_text("no parquet")
     with pytest.raises(DatasetError, match=rf"{EAGER}: cannot be read as parquet"):

@@ -130,6 +130,15 @@ def test_collectives_know_their_groups(tmp_path: Path, model: OpModel) -> None:
     }
 
 
+def test_measurements_of_ones_own_are_judged_from_csv(tmp_path: Path, model: OpModel) -> None:
+    row = {"source": "xla", "device": "h100-sxm", "op": "linear", "family": "linear"}
+    row |= {"dtype": "bf16", "b": 1, "m": 2048, "n": 4096, "k": 4096, "latency_us": 110.0}
+    found = predict_published(table(tmp_path / "mine.csv", row, {}, {"latency_us": None}), model)
+    # Rows are numbered where the table does not.
+    assert list(found.frame["id"]) == ["0", "1"] and list(found.judged["id"]) == ["0"]
+    assert found.judged["error"].abs().max() < 0.5
+
+
 def test_a_table_without_its_columns_is_refused(tmp_path: Path, model: OpModel) -> None:
     pd.DataFrame({"x": [1]}).to_csv(tmp_path / "matmul.csv.gz", index=False)
     with pytest.raises(DatasetError, match="no table to predict"):
