@@ -7,6 +7,7 @@ import pytest
 from opcast.models.operators.prediction import FamilyPrediction
 from opcast.models.operators.versions import (
     RELEASE,
+    RELEASES,
     joined_versions,
     versions_of,
     widen_unknown,
@@ -41,8 +42,10 @@ def test_unknown_versions_widen_intervals():
     widen_unknown(found, rows, {"a": ["1"], "a@y@graph/linear": ["3"]})
     # Known; unknown; not named; a library without known versions; known of products on y alone.
     wide = [False, True, False, False, True, False, True]
-    lo = np.where(wide, -np.hypot(0.1, RELEASE), -0.1)
-    hi = np.where(wide, np.hypot(0.2, RELEASE), 0.2)
+    # Experts move more from one version to the next than products do.
+    release = np.array([RELEASE] * 6 + [RELEASES["graph/moe"]])
+    lo = np.where(wide, -np.hypot(0.1, release), -0.1)
+    hi = np.where(wide, np.hypot(0.2, release), 0.2)
     assert np.log(found.lo) == pytest.approx(lo)
     assert np.log(found.hi) == pytest.approx(hi)
     same = answer(7)
