@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 #: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
 #: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
+#: Ops of users that are products.
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 
 
 class Predictor:
@@ -429,6 +431,12 @@ def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[Mod
     return [paths.of(kernel) for kernel in kernels]
 
 
+def _kind(kernel: Kernel) -> str:
+    """Kind of a kernel as its user calls it: a TPU's compiler writes products as convolutions."""
+    product = kernel.sources and kernel.sources[0].op in _PRODUCTS
+    return "gemm" if kernel.kind == "conv" and product else kernel.kind
+
+
 def _estimate(
     kernel: Kernel,
     place: ModulePath,
@@ -444,7 +452,7 @@ def _estimate(
     line = f"{main.file}:{main.line}" if main and main.line else ""
     return KernelEstimate(
         name=kernel.name,
-        kind=kernel.kind,
+        kind=_kind(kernel),
         latency_us=latency,
         lo_us=lo,
         hi_us=hi,

@@ -169,7 +169,9 @@ def _wait(
 ) -> None:
     # The limit is one program's: it starts again whenever a result appears.
     started, done = time.monotonic(), 0
-    with waiting(f"compiling for {target.device}", count, settings.progress) as show:
+    # A TPU's compiler may take minutes.
+    what = f"compiling for {target.device} (lowering fused takes seconds, without a compiler)"
+    with waiting(what, count, settings.progress) as show:
         while worker.status() is None:
             time.sleep(_POLL_S)
             while done < count and (folder / f"result{done}.json").is_file():

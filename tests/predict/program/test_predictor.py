@@ -180,3 +180,19 @@ def test_devices_of_one_name_are_told_apart(predictor, device):
     levels = tuple(replace(x, bandwidth=x.bandwidth / 4) for x in device.levels)
     slow = replace(device, levels=levels)
     assert predictor.latency_us(kernel, slow) > 1.5 * predictor.latency_us(kernel, device)
+
+
+def test_a_product_that_a_compiler_writes_as_a_convolution_is_named_a_product(predictor, device):
+    """A user of a TPU finds no convolution in a program that has none."""
+
+    def product(x, w):
+        return x @ w
+
+    lowered = lower(read_program(product, jnp.ones((64, 64)), jnp.ones((64, 64))), "op")
+    (dot,) = [k for k in lowered.kernels if k.kind == "gemm"]
+    written = replace(lowered, kernels=(replace(dot, kind="conv"),))
+    (found,) = predictor.predict_lowered(written, device).kernels
+    assert (found.kind, found.source_op) == ("gemm", "stablehlo.dot_general")
+    own = dot.sources[0]._replace(op="stablehlo.convolution")
+    written = replace(lowered, kernels=(replace(dot, kind="conv", sources=(own,)),))
+    assert predictor.predict_lowered(written, device).kernels[0].kind == "conv"
