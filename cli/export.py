@@ -331,7 +331,7 @@ def export_xla_perf_table(
     device: Annotated[str, typer.Argument(help="NVIDIA GPU: a name or a device file.")],
     out: Annotated[Path, typer.Option("--out", help="File for the table of products.")],
     collectives: Annotated[
-        Path | None, typer.Option(help="File for the table of collectives inside a box.")
+        Path | None, typer.Option(help="File for the table of scale-up collectives.")
     ] = None,
     program: Annotated[
         Path | None,

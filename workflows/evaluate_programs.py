@@ -44,6 +44,8 @@ SCRIPT = "export_*.py"
 EXPORT_S = 600
 #: Columns that errors are grouped by, those that the table has.
 GROUPS = ("device", "trust", "mode", "kind")
+#: Value of the column ``trust`` of times that their table doubts.
+DOUBTFUL = "doubtful"
 #: Most bytes of an unpacked program: larger than any of the published ones by ten times.
 MOST_BYTES = 2**30
 _PARTITIONS = re.compile(r"\bnum_partitions=\d+")
@@ -238,6 +240,15 @@ def judge_programs(frame: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(**FIGURES).reset_index()
 
 
+def _sentence(which: str, own: pd.DataFrame) -> str:
+    """Errors of some programs in a line."""
+    error = own["error"]
+    return (
+        f"{which}: mean error {100 * error.mean():.1f} %, median {100 * error.median():.1f} %, "
+        f"{100 * own['inside'].mean():.0f} % inside the 90 % interval"
+    )
+
+
 def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.DataFrame:
     """Predict a folder's programs, write the predictions, print and log the errors."""
     predictor = load_for_programs(settings.model)
@@ -264,11 +275,11 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
         print_frame(console, in_percent(figures), "programs with a measured time, errors in %")
         own = measured_rows(frame)
         error, inside = own["error"], own["inside"].mean()
-        console.print(
-            f"all {len(own)}: mean error {100 * error.mean():.1f} %, median "
-            f"{100 * error.median():.1f} %, {100 * inside:.0f} % inside the 90 % interval",
-            highlight=False,
-        )
+        console.print(_sentence(f"all {len(own)}", own), highlight=False)
+        trusted = own[own["trust"] != DOUBTFUL] if "trust" in own else own
+        if 0 < len(trusted) < len(own):
+            said = _sentence(f"the {len(trusted)} that are not {DOUBTFUL}", trusted)
+            console.print(said, highlight=False)
         if settings.track:
             metrics = {"mape": float(error.mean()), "coverage": float(inside)}
             predictions = tidy(

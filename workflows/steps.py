@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _WORTH = 0.02
 #: What an effect of a cluster means: with the inverse factor and the factor.
 _WORDS = {
-    "between": "the network between boxes gives {0:.0%} of what was expected of it",
+    "between": "the scale-out network gives {0:.0%} of what was expected of it",
     "launch": "launching a kernel takes {1:.2f} times as long as expected",
     "whole": "everything takes {1:.2f} times as long as expected",
 }
@@ -255,7 +255,7 @@ def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     write_table(frame, settings.out)
     missing = frame.loc[frame["latency_us"].isna(), "reason"]
     for reason, count in missing.value_counts().head(20).items():
-        console.print(f"{count} rows cannot be expressed: {reason}", highlight=False)
+        console.print(f"{count} rows are not predicted: {reason}", highlight=False)
     if settings.calibrate:
         for line in learned_lines(model, table):
             console.print(line, highlight=False)

@@ -42,7 +42,7 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
             for name, e in fit.errors.items()
         ]
     )
-    print_frame(console, table, "passes over memory, each chip left out")
+    print_frame(console, table, "memory-bound kernels, each chip left out")
     folder = keep_model(console, model, settings, settings.model)
     if settings.track:
         run = RunLog(

@@ -87,7 +87,7 @@ def train_steps(
     rows = [r for r in read_rows(table)[0] if r is not None and np.isfinite(r.measured_s)]
     if not rows:
         raise DatasetError(
-            "no row with a measured step can be expressed", hint="step_s holds seconds"
+            "no row with a measured step can be predicted", hint="step_s holds seconds"
         )
     tell(f"{len(rows)} measured steps; asking for their operators")
     runs = StepRuns(rows, operators)

@@ -22,7 +22,7 @@ from .step_table import FAULTS, StepRow
 _MODELS, _PLANS = 4, 12
 #: Classes of cost that a cluster has effects on, in words.
 _TELLS = {
-    "between": "the network between boxes",
+    "between": "the scale-out network",
     "launch": "launches from the host",
     "whole": "the cluster as a whole",
 }

@@ -23,11 +23,11 @@ NAMES = {
     "product": "matrix products",
     "attention": "attention",
     "experts": "experts",
-    "memory": "passes over memory",
-    "hop": "hand-overs between stages",
-    "launch": "waiting for the host",
-    "inside": "collectives inside a box",
-    "between": "collectives between boxes",
+    "memory": "memory-bound kernels",
+    "hop": "pipeline sends and receives",
+    "launch": "launch overhead",
+    "inside": "scale-up collectives",
+    "between": "scale-out collectives",
     "bubble": "pipeline bubble",
 }
 _OPERATORS = ("product", "attention", "experts", "memory")

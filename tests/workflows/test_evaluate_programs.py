@@ -68,7 +68,13 @@ def test_the_command_prints_errors_and_writes_predictions(folder: Path) -> None:
     result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "1 programs not predicted" in result.output and "all 2: mean error" in result.output
-    assert len(pd.read_parquet(out)) == 4
+    assert len(pd.read_parquet(out)) == 4 and "doubtful" not in result.output
+    # A table that doubts some of its times gets a line without them.
+    table = pd.read_csv(folder / "programs.csv")
+    table.loc[1, "trust"] = "doubtful"
+    table.to_csv(folder / "programs.csv", index=False)
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert "the 1 that are not doubtful: mean error" in result.output
 
 
 def test_a_folder_without_a_table_says_so(tmp_path: Path) -> None:

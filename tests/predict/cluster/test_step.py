@@ -220,14 +220,14 @@ def test_terms_add_up_and_say_what_was_learned(operators):
     products = sum(v for k, v in found.operators.items() if k not in ("attention", "attention_dx"))
     assert terms["matrix products"].seconds < products
     # Without launches and links a step takes less by what it waits for the host and for them.
-    inside, between = terms["collectives inside a box"], terms["collectives between boxes"]
+    inside, between = terms["scale-up collectives"], terms["scale-out collectives"]
     assert inside.seconds + between.seconds == pytest.approx(found.step.exposed, rel=0.1)
-    waiting = ("waiting for the host", "hand-overs between stages")
+    waiting = ("launch overhead", "pipeline sends and receives")
     host = sum(terms[name].seconds for name in waiting)
     assert host == pytest.approx(found.step.host, rel=0.1)
     for term in found.terms:
         assert term.lo <= found.step.total * (1 + 1e-9) and term.hi >= found.step.total * (1 - 1e-9)
-    host = terms["waiting for the host"]
+    host = terms["launch overhead"]
     assert ("framework nanotron" in dict(host.lessons)) and host.hi > host.lo
     assert dict(host.lessons)["framework nanotron"] > 2.0
     assert found.to_dict()["terms"][0]["us"] == pytest.approx(times[0] * 1e6)
