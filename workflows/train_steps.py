@@ -12,13 +12,14 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.steps.context import StepContext
-from ..models.steps.effects import CLUSTER, LEARNED, WHOLE, EffectTable
+from ..models.steps.effects import LEARNED, WHOLE, EffectTable
 from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (
     ELSEWHERE,
     UNCALIBRATED,
     StepModel,
+    calibrated_as,
     cluster_ends,
     interval_ends,
 )
@@ -143,7 +144,7 @@ class _LeftOut(NamedTuple):
     Attributes:
         error: Logarithms of measured over predicted seconds; NaN where nothing was predicted.
         spread: Deviations of the predictions' logarithms by those of the effects.
-        known: :data:`CLUSTER` or :data:`ELSEWHERE`.
+        known: What is known of each, as :func:`~opcast.models.steps.model.calibrated_as` says.
     """
 
     error: np.ndarray
@@ -223,8 +224,7 @@ class _Study:
                 for i in at:
                     slopes = {cost: float(of[i]) for cost, of in self.slopes.slope.items()}
                     own.spread[i] = table.spread(contexts[i], slopes)
-                    if model.tier(contexts[i]) == CLUSTER:
-                        own.known[i] = CLUSTER
+                    own.known[i] = calibrated_as(model.tier(contexts[i]), slopes)
             found[name] = own
         return found
 

@@ -108,6 +108,21 @@ def test_what_is_known_of_a_step_decides_the_interval() -> None:
     assert model.interval(asked[0], {"product": 0.5})[1] == pytest.approx(2 * half)
 
 
+def test_steps_of_experts_have_ends_of_their_own() -> None:
+    errors = {
+        "elsewhere": [("g", value) for value in np.linspace(-0.2, 0.2, 41)],
+        "elsewhere/experts": [("h", value) for value in np.linspace(-0.6, 0.1, 71)],
+    }
+    model = StepModel(EffectTable(), ends=interval_ends(errors))
+    # 5 and 95 % of the errors; with experts never inside the ends of those without.
+    assert model.ends["elsewhere"] == pytest.approx((-0.18, 0.18), abs=0.01)
+    assert model.ends["elsewhere/experts"] == pytest.approx((-0.565, 0.18), abs=0.01)
+    shares = {"product": 0.5, "experts": 0.5}
+    spread = model.table.spread(context(), shares)
+    low, high = model.interval(context(), shares)
+    assert (low / spread, high / spread) == pytest.approx(model.ends["elsewhere/experts"])
+
+
 def test_operators_that_nobody_measured_widen_the_interval() -> None:
     model = StepModel(EffectTable(), ends={"elsewhere": (-1.0, 1.0)})
     low, high = model.interval(context(), {"product": 1.0})
