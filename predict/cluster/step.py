@@ -316,9 +316,10 @@ def _peak_format(workload: Workload, spec: DeviceSpec) -> str:
     """The widest format at whose matrix rate a device multiplies a workload's operands."""
     own = workload.product_dtype
     # What a device has no unit for is converted to a wider format, and runs at its rate.
-    wider = (workload.dtype, "fp8") if own in ("mxfp8", "nvfp4") else (workload.dtype,)
-    rates = {name: spec.matrix_peak(PRODUCT_DTYPE[name]) for name in (*wider, own)}
-    return next(name for name, rate in rates.items() if rate == rates[own])
+    formats = [workload.dtype, *(("fp8",) if own in ("mxfp8", "nvfp4") else ()), own]
+    rate = spec.matrix_peak(PRODUCT_DTYPE[own])
+    same = (name for name in formats if spec.matrix_peak(PRODUCT_DTYPE[name]) == rate)
+    return str(next(same))
 
 
 def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
