@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from ...common.progress import tracked
 from ...features.devices.device import DeviceSpec
 from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
-from ...simulate.chakra.ranks import Work, process_groups, rank_trace
+from ...simulate.chakra.ranks import Work, least_bytes, process_groups, rank_trace
 from ...simulate.chakra.step_blocks import Message, StageBlocks, stage_blocks
-from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds
+from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds, own_bytes
 from ...simulate.chakra.step_ranks import Ranks, StageTrace, stage_trace
-from ...simulate.clusters.topology import Cluster
-from ...simulate.program.nodes import Node
+from ...simulate.clusters.topology import Cluster, Topology
+from ...simulate.program.nodes import Collective, Node
 from ...simulate.step.compose import stage_orders
 from ...simulate.step.costs import Costs
 from ...simulate.step.plan import Group, Plan
@@ -58,17 +59,95 @@ def export_chakra(
             hint="ASTRA-sim wants a trace for each device of the network",
         )
     nodes, order = _in_order_of_start(prediction)
+    transfer = prediction.transfer[order].tolist()
+    nodes, axes, network = _program_network(nodes, transfer, prediction.devices)
     # Chakra names process groups by number, the same in the traces of all ranks.
     groups = process_groups(nodes)
     # FLOPs and bytes are informative: roofline-enabled is 0, so durations come from the trace.
     work = [_work(prediction, node.members) for node in nodes]
-    transfer = prediction.transfer[order].tolist()
     traces = [
         rank_trace(nodes, r, groups, transfer, work, scheduled=prediction.scheduled)
         for r in range(prediction.devices)
     ]
-    write_folder(out, traces, groups, cluster, device)
+    if axes is not None:
+        groups = {axes.members(_group(ranks), ranks[0]): name for ranks, name in groups.items()}
+    write_folder(out, traces, groups, cluster, device, network)
     return summary(traces)
+
+
+#: Names of a step's collectives by those of programs.
+_STEP_KINDS = {
+    "all_to_all": "alltoall",
+    "ragged_all_to_all": "alltoall",
+    "collective_permute": "send_recv",
+}
+
+
+def _program_network(
+    nodes: list[Node], transfer: list[float], devices: int
+) -> tuple[list[Node], Axes | None, Topology | None]:
+    """Fit a network to a program's collectives, as for a step.
+
+    Returns:
+        The nodes with the sizes of all-to-alls that ASTRA-sim's rings take, the axes and the
+        network; the nodes alone where nothing is sent or groups are no axes of a grid.
+    """
+    found: dict[int, Message] = {}
+    for place, (node, seconds) in enumerate(zip(nodes, transfer, strict=True)):
+        own = node.collective
+        if own is None or own.kind == "broadcast":
+            continue
+        message = _message(own, seconds / node.times)
+        if message is None:
+            return nodes, None, None
+        if message.group.size > 1:
+            found[place] = message
+    if not found:
+        return nodes, None, None
+    axes = Axes([m.group for m in found.values() if m.kind != "send_recv"], devices)
+    counts = Counter[Message]()
+    for place, message in found.items():
+        counts.update({message: nodes[place].times})
+    told = list(nodes)
+    for place, message in found.items():
+        own = nodes[place].collective
+        if own is not None and message.kind == "alltoall":
+            scaled = replace(own, size=own_bytes(message, axes))
+            told[place] = replace(nodes[place], collective=scaled)
+    return told, axes, fitted_network(counts, axes)
+
+
+def _message(own: Collective, seconds: float) -> Message | None:
+    """A collective of a program as one of a step; ``None`` if its groups are no axis of a grid."""
+    kind = _STEP_KINDS.get(own.kind, own.kind)
+    if kind == "send_recv":
+        pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
+        far = [abs(pair[1] - pair[0]) for pair in pairs if pair[0] != pair[1]]
+        # Wrapping round a ring is one hop of it, too; the nearest partners tell the axis.
+        group = Group(2, min(far)) if far else Group(1, 1)
+        return Message(kind, kind, group, own.size, seconds)
+    groups = [ranks for ranks in own.groups or (own.group,) if len(ranks) > 1]
+    if not groups:
+        return Message(kind, kind, Group(1, 1), own.size, seconds)
+    if len({_group(ranks) for ranks in groups}) > 1 or not all(map(_regular, groups)):
+        return None
+    group = _group(groups[0])
+    size = max(own.size, least_bytes(group.size))
+    return Message(kind, kind, group, size * (group.size if kind == "all_gather" else 1), seconds)
+
+
+def _group(ranks: Sequence[int]) -> Group:
+    """Number and distance of ranks that are evenly spread."""
+    first, second = sorted(ranks)[:2]
+    return Group(len(ranks), second - first)
+
+
+def _regular(ranks: Sequence[int]) -> bool:
+    """Whether ranks are one line along an axis of a grid."""
+    size, stride = _group(ranks)
+    first = min(ranks)
+    line = [first + i * stride for i in range(size)]
+    return sorted(ranks) == line and first // stride % size == 0
 
 
 def _in_order_of_start(
@@ -146,7 +225,7 @@ def export_step(
     network = fitted_network(counts, axes)
     ranks = Ranks(stages, axes)
     shown = tracked(ranks, plan.devices, "traces")
-    write_folder(out, shown, ranks.groups, replace(cluster, topology=network), device)
+    write_folder(out, shown, ranks.groups, cluster, device, network)
     return {
         **_step_summary(stages, ranks),
         "step_us": step.total * 1e6,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...common.errors import DatasetError
+from ...common.errors import DatasetError, DeviceError
 from ...common.files import parse_json, write_bytes, write_text
 from ...features.devices.device import DeviceSpec
 from ..clusters.files import astra_network
@@ -24,6 +25,8 @@ GROUPS, NETWORK, SYSTEM, MEMORY = (
     "system.json",
     "remote_memory.json",
 )
+#: The cluster by its data sheet, beside a network that was fitted to predicted times.
+CLUSTER_NETWORK, CLUSTER_SYSTEM = "network_cluster.yml", "system_cluster.json"
 #: The same for ASTRA-sim's congestion-aware network, which knows one dimension only: a torus as one
 #: ring.
 RING_NETWORK, RING_SYSTEM = "network_ring.yml", "system_ring.json"
@@ -35,6 +38,7 @@ def write_folder(
     groups: Mapping[tuple[int, ...], str],
     cluster: Cluster,
     device: DeviceSpec,
+    fitted: Topology | None = None,
 ) -> None:
     """Write a folder.
 
@@ -44,12 +48,15 @@ def write_folder(
         groups: Names of process groups, by their ranks; read once all traces are written.
         cluster: Cluster of the ranks.
         device: Device of each rank.
+        fitted: Network on which ASTRA-sim's collectives take the predicted times; it then becomes
+            the network, and the cluster's own is written beside it where the format has it.
 
     Raises:
         DeviceError: ASTRA-sim cannot describe the network.
     """
+    own = cluster.topology if fitted is None else fitted
     # First, because it may refuse the network: nothing is written then.
-    network = astra_network(cluster.topology)
+    network = astra_network(own)
     out.mkdir(parents=True, exist_ok=True)
     # Traces of an earlier export to more ranks would be read along with the new ones.
     for old in out.glob(f"{PREFIX}.*.et"):
@@ -58,7 +65,13 @@ def write_folder(
         write_bytes(out / f"{PREFIX}.{rank}.et", encode(trace))
     write_text(out / GROUPS, json.dumps({name: list(g) for g, name in groups.items()}) + "\n")
     write_text(out / NETWORK, network)
-    write_text(out / SYSTEM, json.dumps(astra_system(cluster.topology, device), indent=2) + "\n")
+    write_text(out / SYSTEM, json.dumps(astra_system(own, device), indent=2) + "\n")
+    if fitted is not None:
+        # An oversubscribed tree has no description there.
+        with contextlib.suppress(DeviceError):
+            write_text(out / CLUSTER_NETWORK, astra_network(cluster.topology))
+            system = astra_system(cluster.topology, device)
+            write_text(out / CLUSTER_SYSTEM, json.dumps(system, indent=2) + "\n")
     dims = cluster.topology.dims
     if len(dims) == 1 and dims[0].kind == "torus":
         ring = Topology((one_ring(dims[0]),))

@@ -1,4 +1,5 @@
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from opcast.simulate.chakra.folder import read_folder
 from opcast.simulate.chakra.messages import NodeType
 from opcast.simulate.chakra.timeline import run_traces
 from opcast.simulate.clusters.catalogue import find_cluster
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+import astra_sim
 
 HLO = Path(__file__).parents[2] / "features" / "data" / "gpu_schedule.hlo"
 
@@ -57,6 +61,13 @@ def test_a_scheduled_program_survives_the_round_trip(tmp_path):
     assert all(n.attrs["is_cpu_op"] is False for trace in traces for n in trace)
     assert summary["step_us"] == pytest.approx(found.run.makespan * 1e6, abs=5)
     assert summary["latency_us"] == summary["step_us"]
+    # ASTRA-sim's own times of the collectives are the predicted ones on the network beside them.
+    assert exposed_there(tmp_path, summary) == pytest.approx(found.run.exposed * 1e6, rel=0.1)
+
+
+def exposed_there(folder, summary):
+    """Exposed communication in microseconds by ASTRA-sim's rules."""
+    return astra_sim.simulate(folder) / 1e3 - summary["compute_us"]
 
 
 def test_the_folder_has_what_astra_sim_reads(tmp_path):
@@ -64,7 +75,10 @@ def test_the_folder_has_what_astra_sim_reads(tmp_path):
     network = yaml.safe_load((tmp_path / "network.yml").read_text())
     system = json.loads((tmp_path / "system.json").read_text())
     memory = json.loads((tmp_path / "remote_memory.json").read_text())
-    assert network["npus_count"] == [4]
+    # Groups of two neighbours each, so two axes; the cluster's own network is beside them.
+    assert network["npus_count"] == [2, 2]
+    cluster = yaml.safe_load((tmp_path / "network_cluster.yml").read_text())
+    assert cluster["npus_count"] == [4] and cluster["topology"] == ["Switch"]
     for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
         assert len(system[f"{kind}-implementation"]) == len(network["topology"])
     assert system["roofline-enabled"] == 0
@@ -91,6 +105,35 @@ def bytes_put_in(path):
             if op.opcode in ("all-reduce", "all-gather", "reduce-scatter"):
                 found[op.opcode] += sum(computation.ops[i].result_bytes for i in op.operands)
     return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "mesh", "cluster"),
+    [
+        ("llama", "dp=4", "h100-sxm-x4"),
+        ("llama", "fsdp=4", "h100-sxm-x4"),
+        ("llama", "tp=4", "h100-sxm-x4"),
+        ("llama", "dp=2,fsdp=2,tp=2", "h100-sxm-x8"),
+        ("resnet", "dp=4", "tpu-v5e-x4"),
+        ("llama", "fsdp=4", "tpu-v5e-x4"),
+    ],
+)
+def test_exposed_communication_of_six_programs(family, mesh, cluster, tmp_path):
+    from opcast.datagen.partition.workload import export_partitioned
+
+    small = {
+        "mode": "train", "layers": 1, "dim": 512, "heads": 8, "kv_heads": 8, "hidden": 1024,
+        "vocab": 1024, "seq": 256, "batch": 16,
+    }  # fmt: skip
+    settings = small if family == "llama" else {"mode": "train", "batch": 16}
+    step = export_partitioned(family, settings, mesh, tmp_path / "step.mlir")
+    where = find_cluster(cluster)
+    found = predict_partitioned(step, where, None, LoweringOptions("fused"))
+    export_chakra(found, where, find_device(found.device), tmp_path / "out")
+    summary = run_traces(*read_folder(tmp_path / "out")).summary()
+    there = exposed_there(tmp_path / "out", summary)
+    assert there == pytest.approx(found.run.exposed * 1e6, rel=0.1)
 
 
 @pytest.mark.slow
