@@ -154,3 +154,17 @@ def test_a_machine_that_was_never_measured_is_not_taken_for_another(tmp_path, mo
     # Saving needs its platform alone.
     path = opcast.save(jnp.tanh, X, path=tmp_path / "tanh.mlir")
     assert read_program(path).platforms == ("cpu",)
+
+
+def test_modules_and_exports_of_pytorch_are_programs():
+    torch = pytest.importorskip("torch")
+    module, x = torch.nn.Linear(64, 32, bias=False), torch.ones(8, 64)
+    export = torch.export.export(module, (x,))
+    whole = predicted(module, x, device="h100-sxm")
+    (product,) = [k for k in whole.kernels if k.kind == "gemm"]
+    assert product.flops == 2 * 8 * 64 * 32
+    assert predicted(export, device="h100-sxm").latency_us == whole.latency_us
+    with pytest.raises(ProgramError, match="needs its example inputs"):
+        predicted(module, device="h100-sxm")
+    with pytest.raises(ProgramError, match="has its inputs already"):
+        predicted(export, x, device="h100-sxm")
