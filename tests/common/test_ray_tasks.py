@@ -69,7 +69,7 @@ def test_errors_of_tasks_are_those_of_opcast(cluster):
 
 
 @pytest.mark.slow
-def test_tables_are_predicted_as_here(tmp_path, cluster, monkeypatch):
+def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, cluster, monkeypatch):
     monkeypatch.setattr(tables, "_ROWS", 5)
     rows = [
         {"id": f"T{i}", "op": "linear", "family": "linear", "dtype": "bf16", "device": device,
@@ -80,6 +80,16 @@ def test_tables_are_predicted_as_here(tmp_path, cluster, monkeypatch):
     pd.DataFrame(rows).to_parquet(tmp_path / "ops_mine.parquet")
     model = OpModel.load(find_model(OPERATOR_MODEL))
     here = tables.predict_published(tmp_path, model)
+    second = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+
+    def losing_a_node(*arguments):
+        for place, found in enumerate(run_tasks(*arguments)):
+            yield found
+            if place == 0:
+                cluster.remove_node(second)
+
+    monkeypatch.setattr(tables, "run_tasks", losing_a_node)
     there = tables.predict_published(tmp_path, model, ray=cluster.address)
     pd.testing.assert_frame_equal(here.frame, there.frame, check_exact=True)
     pd.testing.assert_frame_equal(here.judged, there.judged, check_exact=True)
