@@ -183,11 +183,12 @@ def export_step(
     """Write a simulated step: its stages, micro-batches and collectives, for every rank.
 
     ``network.yml`` has a dimension for each axis of the plan, on which ASTRA-sim's collectives take
-    the predicted times (:mod:`...simulate.chakra.step_network`).
+    the predicted times (:mod:`opcast.simulate.chakra.step_network`).
 
     Args:
         prediction: The step.
-        costs: Its times of operators and collectives (:meth:`~..cluster.step.StepPredictor.costs`).
+        costs: Its times of operators and collectives, from
+            :meth:`~opcast.predict.cluster.step.StepPredictor.costs`.
         cluster: Its cluster.
         device: Device of the cluster.
         out: Folder to write.

@@ -1,7 +1,7 @@
 """What a device of a stage does in a step: blocks of computation with the collectives around them.
 
-The same composition as :mod:`..step.stage_times`, written out: where that adds up what nothing
-hides, this names each collective, what it waits for and what waits for it.
+The same composition as :mod:`opcast.simulate.step.stage_times`, written out: where that adds up
+what nothing hides, this names each collective, what it waits for and what waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Message:
 
     Attributes:
         name: Purpose, such as ``tensor``.
-        kind: As of a :class:`~..step.calls.CommCall`.
+        kind: As of a :class:`~opcast.simulate.step.calls.CommCall`.
         group: Devices that take part.
         size: Bytes of all of them, counted as there.
         seconds: Predicted time of all of them.
@@ -130,7 +130,7 @@ def stage_blocks(
         plan: Resolved.
         costs: Times of calls.
         stage: From 0.
-        times: The stage's times, from :func:`~..step.compose.step_time`.
+        times: The stage's times, from :func:`~opcast.simulate.step.compose.step_time`.
         units: Layers that become one block.
     """
     return _Stage(StageCost(workload, plan, costs, stage), times).blocks(units)
@@ -182,7 +182,7 @@ class _Stage:
         """Seconds of a pass that are known of it as a whole only.
 
         Waiting for the host at the end of the stage, and what hidden collectives take from the
-        kernels beside them (:class:`~..step.stage_times.StageCost`).
+        kernels beside them (:class:`~opcast.simulate.step.stage_times.StageCost`).
         """
         waiting = part.host - sum(p.host for p in inside)
         sent = sum(m.seconds for b in blocks for m in (*b.before, *b.reduce))
