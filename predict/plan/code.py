@@ -76,10 +76,10 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
             "# Before a product reads a parameter, its spec without fsdp gathers it, as above."
         )
     if plan.change.remat:
-        own = program.layers_at
+        at = f", which begin at {program.layers_at}" if program.layers_at else ""
         lines.append(
             f"# jax.checkpoint (Flax: nn.remat) around each of the first {plan.change.remat} equal "
-            f"layers{f', which begin at {own}' if own else ''}."
+            f"layers{at}."
         )
     if plan.change.micro > 1:
         lines += ["", *_MICRO.format(parts=plan.change.micro).splitlines()]

@@ -42,7 +42,9 @@ def inline_calls(module: ir.Module) -> ir.Module:
 
 def _function_of(op: ir.Operation) -> ir.Operation:
     while op.name != "func.func":
-        op = op.parent.operation
+        above = op.parent
+        assert above is not None  # calls are in functions
+        op = above.operation
     return op
 
 

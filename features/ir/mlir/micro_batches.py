@@ -203,10 +203,10 @@ class _Writer:
                 value.set_type(ir.RankedTensorType.get(shape, kind.element_type))
         dimensions = self.plan.batch.get((number, 0), ())
         if op.name == "stablehlo.constant" and dimensions:
-            value = ir.DenseElementsAttr(op.attributes["value"])
-            if not value.is_splat:
+            data = ir.DenseElementsAttr(op.attributes["value"])
+            if not data.is_splat:
                 raise ValueError("a constant holds other values for each row of the batch")
-            splat = value.get_splat_value()
+            splat = data.get_splat_value()
             op.attributes["value"] = ir.DenseElementsAttr.get_splat(op.results[0].type, splat)
         elif op.name == "stablehlo.slice" and dimensions:
             limits = list(ir.DenseI64ArrayAttr(op.attributes["limit_indices"]))

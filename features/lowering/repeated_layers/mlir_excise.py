@@ -139,14 +139,14 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
     outer |= dict.fromkeys(block.arguments)
     uses = [list(_uses(op, outer)) for op in ops[: len(table.reads)]]
 
-    def value(read: Read) -> ir.Value[ir.Type]:
+    def value(read: Read) -> Any:
         return ops[read[0]].results[read[1]] if read[0] >= 0 else block.arguments[read[1]]
 
     # Clones read what the function has, so all are made before a reader is changed.
     with function.context:
-        made: list[dict[Read, ir.Value[ir.Type]]] = []
+        made: list[dict[Read, Any]] = []
         for part in parts:
-            place = ir.InsertionPoint(ops[part.before])
+            place = ir.InsertionPoint(ops[part.late[0]])
             held = [*part.inputs, *([part.trigger] if part.trigger is not None else [])]
             values = [value(read) for read in held]
             barrier = ir.Operation.create(
@@ -156,7 +156,7 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
                 loc=ops[part.ops[0]].location,
                 ip=place,
             )
-            known = dict(zip(part.inputs, barrier.results, strict=False))
+            known: dict[Read, Any] = dict(zip(part.inputs, barrier.results, strict=False))
             for number in part.ops:
                 clone = ops[number].clone(ip=place).operation
                 for read, (user, operand) in zip(
@@ -166,11 +166,11 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
                 for result, own in enumerate(clone.results):
                     known[number, result] = own
             made.append(known)
-        for part, known in zip(parts, made, strict=True):
-            for op in range(part.before, len(table.reads)):
+        for part, clones in zip(parts, made, strict=True):
+            for op in part.late:
                 for read, (user, operand) in zip(table.reads[op], uses[op], strict=True):
                     if read in part.values:
-                        user.operands[operand] = known[read]
+                        user.operands[operand] = clones[read]
 
 
 def _shorten_return(ops: list[ir.Operation], count: int, excision: Excision) -> list[bool]:

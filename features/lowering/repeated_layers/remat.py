@@ -25,6 +25,9 @@ _LEAST = 2
 #: Chosen by judgement: a backward pass whose gradients are read in its reverse order looks alike,
 #: and comes later.
 _SHARE = 0.25
+#: Runs that are looked at, the longest first. Chosen by judgement: a forward pass is among the
+#: longest few, and each run costs a walk over the program.
+_MOST_RUNS = 40
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def find_layers(table: OpTable, nbytes: Sequence[Sequence[int]]) -> Layers | Non
             if source >= 0:
                 readers[source].append(op)
     found = []
-    for run in find_runs(table, _LEAST):
+    runs = sorted(find_runs(table, _LEAST), key=lambda run: run.start - run.stop)
+    for run in runs[:_MOST_RUNS]:
         layers = _cut(table, run, nbytes)
         if layers is not None and _is_forward(table, layers, readers):
             found.append(layers)
@@ -162,14 +166,14 @@ class Again:
     """What is computed again for a layer.
 
     Attributes:
-        before: The op in front of which it is: the first that reads one of its values.
+        late: The ops that read its values later, in order: the clones are in front of the first.
         ops: Ops to clone, in order.
         inputs: What they read of the rest, behind the barrier.
         trigger: A gradient that is known there, without which the barrier does not open.
-        values: Values that are read from the clones from there on.
+        values: Values that late ops read from the clones.
     """
 
-    before: int
+    late: tuple[int, ...]
     ops: tuple[int, ...]
     inputs: tuple[Read, ...]
     trigger: Read | None
@@ -184,17 +188,15 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
         layers: Its layers.
         count: How many of them are rematerialised.
     """
-    size = len(table.reads)
+    readers: dict[Read, list[int]] = defaultdict(list)
+    for op, reads in enumerate(table.reads):
+        for read in reads:
+            readers[read].append(op)
     for layer in range(count):
         first = layers.start + layer * layers.period
+        past = first + layers.period
         values = frozenset((first + offset, result) for offset, result in layers.again)
-        late = [
-            op for op in range(layers.stop, size) if any(read in values for read in table.reads[op])
-        ]
-        # What stays alive anyway is not computed again: values between layers, and those that are
-        # read in any other order.
-        stays = {read for op in range(first + layers.period, size) for read in table.reads[op]}
-        stays -= values
+        late = sorted({op for own in values for op in readers[own] if op >= layers.stop})
         ops: set[int] = set()
         inputs: dict[Read, None] = {}
         pending = [op for op, _ in values]
@@ -204,9 +206,10 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
                 continue
             ops.add(op)
             for read in table.reads[op]:
-                inside = first <= read[0] < first + layers.period
-                # What stays alive anyway is not computed again.
-                if inside and read not in stays:
+                # What stays alive anyway is not computed again: values between layers, and those
+                # that are read in any other order.
+                inner = first <= read[0] < past and readers[read][-1] < past
+                if inner or read in values:
                     pending.append(read[0])
                 else:
                     inputs[read] = None
@@ -219,7 +222,7 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
             ),
             None,
         )
-        yield Again(late[0], tuple(sorted(ops)), tuple(inputs), trigger, values)
+        yield Again(tuple(late), tuple(sorted(ops)), tuple(inputs), trigger, values)
 
 
 def layers_of(module: ir.Module) -> Layers | None:

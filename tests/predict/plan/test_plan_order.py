@@ -68,3 +68,24 @@ def test_the_order_of_plans_is_that_of_simulate(tmp_path):
     ]
     assert len(told) == 5
     assert [pair for pair in told if screened[pair[0]] <= screened[pair[1]]] == []
+
+
+@pytest.mark.slow
+def test_plans_that_people_make_by_hand_are_found_or_beaten(tmp_path):
+    sizes = {**ZOO, "dim": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "seq": 512}
+    program = read_planned(
+        build("llama", dtype="bf16", mode="train", **sizes).mlir(platform="cuda")
+    )
+    cluster = find_cluster("h100-sxm-x4")
+    search = PlanSearch(program, cluster, tmp_path, lowering="fused")
+    search.screen()
+    # Data parallel, FSDP, Megatron, and Megatron inside of FSDP.
+    cut = program.space.tensor
+    by_hand = [
+        Plan((("data", 4),)),
+        Plan((("fsdp", 4),)),
+        Plan((("tensor", 4),), cut),
+        Plan((("fsdp", 2), ("tensor", 2)), cut),
+    ]
+    found = min(float(str(row["latency_us"])) for row in search.compile(search.chosen(4)))
+    assert [found <= float(str(row["latency_us"])) for row in search.compile(by_hand)] == [True] * 4
