@@ -413,3 +413,25 @@ def test_products_beyond_xlas_table_run_at_clocks_that_the_power_sustains(
     assert list(found.source) == ["learned:xla/linear", "learned:graph/linear"]
     # PyTorch's measured products reach 640 to 720 TFLOP/s; 989 is the peak.
     assert 600e12 < 2 * 16384**3 / found.latency[1] < 760e12
+
+
+def test_device_files_are_priced_as_their_base(model: CostModel, tmp_path: Path) -> None:
+    long = kernel_from_ir(
+        "HloModule m\nENTRY e {\n  a = bf16[8192,8192] parameter(0)\n"
+        "  b = bf16[8192,8192] parameter(1)\n"
+        "  ROOT d = bf16[8192,8192] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
+    )
+
+    def priced(**figures: float) -> tuple[float, float, str]:
+        lines = "\n".join(f"{key}: {value}" for key, value in figures.items())
+        (tmp_path / "own.yaml").write_text(f"name: own\nbase: h100-sxm\n{lines}\n")
+        found = model.predict_kernels([long], DeviceSpec.from_file(str(tmp_path / "own.yaml")))
+        return float(found.latency[0]), float(found.hi[0]), str(found.source[0])
+
+    base = model.predict_kernels([long], find_device("h100-sxm"))
+    same = priced()
+    assert same == (base.latency[0], base.hi[0], base.source[0])
+    # A little more memory bandwidth does not move it to another table, as its name once did.
+    latency, hi, source = priced(hbm_bandwidth_gbps=3360)
+    assert source == base.source[0] and latency == pytest.approx(base.latency[0], rel=0.05)
+    assert hi >= base.hi[0]
