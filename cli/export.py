@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -79,26 +79,21 @@ def export_chakra(
         if not workload and hf is None:
             raise typer.BadParameter("give a partitioned program, or --workload NAME for a step")
         refuse(context, "a step", {"lowering"})
+        from .simulate import StepOptions, export_step_traces
+
         options = StepOptions(model, framework, compiled, steps)
-        result = _export_step(workload_of(workload, hf), settings, plan, cluster, out, options)
+        name = workload_of(workload, hf)
+        result = export_step_traces(name, settings, plan, cluster, out, options)
     else:
         refuse(context, "a program", of_steps)
         result = _export_program(program, cluster, out, model, lowering)
-    _print(result, f"{out}: {{ranks}} traces, {{nodes}} nodes", json_output)
-    if not json_output and program is None:
-        typer.echo(
-            "  step {step_us:,.0f} µs; communication of a rank {communication_us:,.0f} µs, by "
-            "ASTRA-sim's formulas {astra_sim_communication_us:,.0f} µs".format(**result)
+    title = f"{out}: {{ranks}} traces, {{nodes}} nodes"
+    if program is None:
+        title += (
+            "; step {step_us:,.0f} µs, communication of a rank {communication_us:,.0f} µs, by "
+            "ASTRA-sim's formulas {astra_sim_communication_us:,.0f} µs"
         )
-
-
-class StepOptions(NamedTuple):
-    """How a step is predicted: operator model, framework, whether it is compiled, step model."""
-
-    model: str
-    framework: str
-    compiled: bool
-    steps: str
+    _print(result, title, json_output)
 
 
 def _export_program(
@@ -114,36 +109,6 @@ def _export_program(
     where = find_cluster(cluster)
     prediction = predict_partitioned(program, where, kernels(model), LoweringOptions(lowering))
     return write(prediction, where, cluster_device(where), out)
-
-
-def _export_step(
-    workload: str,
-    settings: list[str] | None,
-    plan: str,
-    cluster: str,
-    out: Path,
-    options: StepOptions,
-) -> dict[str, object]:
-    from ..models.steps.model import find_step_model
-    from ..predict.cluster.step import StepPredictor
-    from ..predict.export.chakra import export_step
-    from ..predict.operator.step_operators import load_step_model
-    from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.plan import Plan, parse_plan
-    from ..simulate.step.workload import read_workload
-
-    work, where = read_workload(workload, settings or []), find_cluster(cluster)
-    model = OPERATOR_MODEL if options.model == "default" else options.model
-    predictor = StepPredictor(
-        where,
-        load_step_model(model),
-        framework=options.framework,
-        compiled=options.compiled,
-        learned=find_step_model(options.steps),
-    )
-    chosen = parse_plan(plan) if plan else Plan(dp=where.size)
-    prediction = predictor.predict(work, chosen, remedy=False)
-    return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 
 def export_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -143,6 +143,46 @@ def kernels(model: str) -> Predictor | None:
     from ..predict.program.predictor import load_for_programs
 
     return load_for_programs(model)
+
+
+class StepOptions(NamedTuple):
+    """How a step is predicted: operator model, framework, whether it is compiled, step model."""
+
+    model: str
+    framework: str
+    compiled: bool
+    steps: str
+
+
+def export_step_traces(
+    workload: str,
+    settings: list[str] | None,
+    plan: str,
+    cluster: str,
+    out: Path,
+    options: StepOptions,
+) -> dict[str, object]:
+    """Predict a step and write its traces, as ``opcast export chakra --workload`` does."""
+    from ..models.steps.model import find_step_model
+    from ..predict.cluster.step import StepPredictor
+    from ..predict.export.chakra import export_step
+    from ..predict.operator.step_operators import load_step_model
+    from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.plan import Plan, parse_plan
+    from ..simulate.step.workload import read_workload
+
+    work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    model = OPERATOR_MODEL if options.model == "default" else options.model
+    predictor = StepPredictor(
+        where,
+        load_step_model(model),
+        framework=options.framework,
+        compiled=options.compiled,
+        learned=find_step_model(options.steps),
+    )
+    chosen = parse_plan(plan) if plan else Plan(dp=where.size)
+    prediction = predictor.predict(work, chosen, remedy=False)
+    return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 
 def _speeds(pairs: list[str]) -> dict[int, float]:

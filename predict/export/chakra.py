@@ -220,8 +220,8 @@ def export_step(
     hop = Message(call.name, call.kind, Group(plan.pp, call.group.stride), call.size, step.hop)
     stages = [stage_trace(plan, own, orders, s, hop) for s, own in enumerate(blocks)]
     counts = Counter[Message]()
-    for stage in stages:
-        counts.update(talk.message for talk in stage.talks.values())
+    for trace in stages:
+        counts.update(talk.message for talk in trace.talks.values())
     axes = Axes([_axis(message, plan) for message in counts], plan.devices)
     network = fitted_network(counts, axes)
     ranks = Ranks(stages, axes)
