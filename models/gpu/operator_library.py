@@ -90,8 +90,9 @@ class Operators:
 def canonical(device: DeviceSpec) -> DeviceSpec:
     """The device under the catalogue's name, where it came under an alias such as JAX's.
 
-    So does one of a device file that has the figures of one in the catalogue. The operator models know devices by catalogue name, and chips by architecture and lanes; all
-    measured figures of the description stay.
+    So does one of a device file that has the figures of one in the catalogue. The operator models
+    know devices by catalogue name, and chips by architecture and lanes; all measured figures of the
+    description stay.
     """
     if not in_catalogue(device.name):
         same = same_figures(device)

@@ -419,7 +419,8 @@ def test_device_files_are_priced_as_their_base(model: CostModel, tmp_path: Path)
     long = kernel_from_ir(
         "HloModule m\nENTRY e {\n  a = bf16[8192,8192] parameter(0)\n"
         "  b = bf16[8192,8192] parameter(1)\n"
-        "  ROOT d = bf16[8192,8192] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}\n}"
+        "  ROOT d = bf16[8192,8192] dot(a, b), lhs_contracting_dims={1}, "
+        "rhs_contracting_dims={0}\n}"
     )
 
     def priced(**figures: float) -> tuple[float, float, str]:
