@@ -90,6 +90,32 @@ def linear_errors(
     return np.asarray(target - design.matrix @ values)
 
 
+def request_errors(
+    seen: Observed, errors: np.ndarray, outputs: Sequence[float]
+) -> dict[int, float]:
+    """Errors of the times of whole requests, of rows that measured both of their parts.
+
+    Args:
+        seen: Latencies.
+        errors: Logarithms of measured over predicted, shape ``(n,)``.
+        outputs: Mean tokens of an output, of each row of a closed loop; 0 of others.
+
+    Returns:
+        Logarithms of measured over predicted, by the place of the row's ``tpot`` in ``seen``.
+    """
+    at = {(int(r), str(m)): i for i, (r, m) in enumerate(zip(seen.rows, seen.metrics, strict=True))}
+    found = {}
+    for (row, metric), later in at.items():
+        first = at.get((row, "ttft"))
+        if metric != "tpot" or first is None or outputs[row] < 2:
+            continue
+        steps = np.array([1.0, outputs[row] - 1.0])
+        own = seen.measured[[first, later]]
+        predicted = own - errors[[first, later]]
+        found[later] = float(np.log(steps @ np.exp(own)) - np.log(steps @ np.exp(predicted)))
+    return found
+
+
 def adapt_serving(
     seen: Observed, contexts: Sequence[Context], known: ServingEffects
 ) -> ServingEffects:

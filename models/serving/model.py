@@ -22,6 +22,9 @@ FORMAT = 1
 PRETRAINED = PACKAGE / "models" / "pretrained" / "serving.json"
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
+#: Time of a whole request of a closed loop. It is not learned but made of its two parts, whose
+#: errors partly make up for each other, so that it has ends of its own.
+REQUEST_TIME = "e2e"
 #: What is known of a row, most first: runs of its model, framework and chip generation; of both but
 #: not of the model; of the generation alone; not even of that; of no chip of the vendor.
 TIERS = ("model", "framework", "architecture", "new", "vendor")
@@ -104,12 +107,62 @@ class ServingModel:
     def interval(
         self, metric: str, tier: str, queued: float, context: Context
     ) -> tuple[float, float]:
-        """Ends of the 90 % interval as factors on an estimate."""
-        kind = kind_of(metric, queued, context)
-        own = self._own(context).get("ends", {})
-        ends = self.ends_of(kind, tier, self.measured_on(context))
-        low, high = own.get(kind, ends) if isinstance(own, dict) else ends
-        return float(np.exp(low)), float(np.exp(high))
+        """Ends of the 90 % interval as factors on an estimate.
+
+        A time to the first token is a sum of what waits for other requests and of what does not, so
+        that its ends are those of both kinds in these shares.
+
+        Args:
+            metric: One of :data:`METRICS`, or :data:`REQUEST_TIME`.
+            tier: What is known of the row, one of :data:`TIERS`.
+            queued: Share of the time to the first token that is waiting.
+            context: Of the row.
+        """
+        own, here = self._own(context).get("ends", {}), self.measured_on(context)
+
+        def factors(share: float) -> np.ndarray:
+            kind = kind_of(metric, share, context)
+            ends = self.ends_of(kind, tier, here)
+            return np.exp(own.get(kind, ends) if isinstance(own, dict) else ends)
+
+        low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
+        return float(low), float(high)
+
+    def tied_intervals(
+        self, tier: str, queued: float, context: Context, parts: tuple[float, float], whole: str
+    ) -> dict[str, tuple[float, float]]:
+        """Ends as factors of the times of a request where its parts and the throughput are tied.
+
+        In a closed loop, requests a second are those in flight over the time of one (Little's law),
+        and requests that are all sent at once end with the run. So throughput has the ends of whole
+        requests, and a part is at most what the least of the other leaves of the longest request.
+
+        Args:
+            tier: What is known of the row, one of :data:`TIERS`.
+            queued: Share of the time to the first token that is waiting.
+            context: Of the row.
+            parts: Mean seconds to the first token, and from there to the last.
+            whole: Metric whose ends whole requests have: :data:`REQUEST_TIME` of a closed loop,
+                else ``per_token``.
+
+        Returns:
+            Of ``ttft``, ``tpot`` and :data:`REQUEST_TIME`.
+        """
+        first, after = parts
+        ends = [self.interval(metric, tier, queued, context) for metric in ("ttft", "tpot")]
+        if whole != REQUEST_TIME or any(key.startswith(REQUEST_TIME) for key in self.ends):
+            factors = self.interval(whole, tier, queued, context)
+            low, high = ((first + after) * factor for factor in factors)
+        else:
+            low, high = (first * one + after * other for one, other in zip(*ends, strict=True))
+        tied = {REQUEST_TIME: (low / (first + after), high / (first + after))}
+        sizes = {"ttft": (first, after * ends[1][0], after * ends[1][1], ends[0])}
+        sizes["tpot"] = (after, first * ends[0][0], first * ends[0][1], ends[1])
+        for metric, (own, least, most, (down, up)) in sizes.items():
+            if own > 0.0:
+                down, up = max(down, (low - most) / own), min(up, (high - least) / own)
+            tied[metric] = (min(down, 1.0), max(up, 1.0))
+        return tied
 
     def ends_of(self, kind: str, tier: str, measured_on: bool) -> tuple[float, float]:
         """Ends of the 90 % interval as logarithms.
@@ -192,7 +245,7 @@ def own_ends(
             any, nothing more is known of a kind than before.
     """
     ends = {}
-    cases = product(METRICS, (0.0, 1.0), ("", APART))
+    cases = product((*METRICS, REQUEST_TIME), (0.0, 1.0), ("", APART))
     for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
         left = errors.get(kind, ())
         known = f"{kind}/{TIERS[0] if left else tier}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,16 +12,24 @@ from ...common.interval import Interval, latency_fields
 from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
-from ...models.serving.model import SATURATED, ServingModel, shipped_serving
+from ...models.serving.effects import Context
+from ...models.serving.model import (
+    REQUEST_TIME,
+    SATURATED,
+    ServingModel,
+    shipped_serving,
+)
 from ...simulate.serving.fleet import ROUTERS, Station, run_fleet
 from ...simulate.serving.latencies import (
     FREE,
     LEVELS,
     METRICS,
+    Served,
     Slo,
     queued_share,
     served,
     states_of,
+    tied,
     wider,
 )
 from ...simulate.serving.load import Load, Run
@@ -122,7 +130,7 @@ class ServingPrediction:
             **latency_fields(*self.figures["e2e/mean"]),
             "num_prompts": len(self.load.prompts),
             "burstiness": self.spec.burstiness,
-            "duration": run.makespan,
+            "duration": len(self.load.prompts) / rate.value,
             "completed": len(self.load.prompts),
             "total_input_tokens": prompts,
             "total_output_tokens": outputs,
@@ -225,28 +233,22 @@ class ServingPredictor:
         stations = self._stations(row, load, weights)
         run = self._run(row, load, stations, weights, 1.0, record)
         queued = queued_share(load, run)
-        factors = {
-            "ttft": self.model.interval("ttft", tier, queued, context),
-            "tpot": self.model.interval("tpot", tier, queued, context),
-            "rate": self.model.interval("per_token", tier, queued, context),
-        }
         seen = served(load, run, first)
-        ends = [
-            served(load, run, first * factors["ttft"][side], factors["tpot"][side])
-            for side in (0, 1)
-        ]
         count, tokens = len(load.prompts), float(load.outputs.sum())
-        spans = [run.makespan, *(run.makespan * end for end in factors["rate"])]
         if spec.kind in ("trace", "open-poisson") and not load.concurrency:
-            # Faster engines do not make more requests arrive, and slower ones let queues grow.
-            others = [
-                self._run(row, load, stations, weights, end, False) for end in factors["rate"]
+            factors = [
+                self.model.interval(metric, tier, queued, context)
+                for metric in ("ttft", "tpot", "per_token")
             ]
+            # Faster engines do not make more requests arrive, and slower ones let queues grow.
+            others = [self._run(row, load, stations, weights, end, False) for end in factors[2]]
             spans = [run.makespan, *(other.makespan for other in others)]
             ends = [
-                wider(end, served(load, o, first), side)
-                for side, (end, o) in enumerate(zip(ends, others, strict=True))
+                wider(served(load, run, first * one, more), served(load, o, first), side)
+                for side, (one, more, o) in enumerate(zip(*factors[:2], others, strict=True))
             ]
+        else:
+            ends, spans = self._tied(load, run, seen, tier, queued, context)
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
@@ -272,7 +274,7 @@ class ServingPredictor:
             queued=queued,
             known=tier,
             notes=(
-                *_notes(row, tier, queued, load),
+                *_notes(row, tier, queued, load, effects.values),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
             ),
             states=states_of(run, stations[0].cache.tokens, deployment.engine.count),
@@ -280,6 +282,28 @@ class ServingPredictor:
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
         )
+
+    def _tied(
+        self, load: Load, run: Run, seen: Served, tier: str, queued: float, context: Context
+    ) -> tuple[list[Served], list[float]]:
+        """Latencies at both ends, and how long the run takes: estimate and ends."""
+        first, whole = (seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
+        closed = load.concurrency > 0
+        known = self.model.tied_intervals(
+            tier,
+            queued,
+            context,
+            (first, whole - first),
+            REQUEST_TIME if closed else "per_token",
+        )
+        ends = [
+            tied(seen, *(known[metric][side] for metric in ("ttft", "tpot", REQUEST_TIME)))
+            for side in (0, 1)
+        ]
+        # Of a closed loop, what makes requests longer makes fewer of them come.
+        longer = whole / float((run.finished - run.sent).mean()) if closed else 1.0
+        span = run.makespan * longer
+        return ends, [span, *(span * factor for factor in known[REQUEST_TIME])]
 
     def _stations(self, row: ServingRow, load: Load, weights: np.ndarray) -> list[Station]:
         longest = int((load.prompts + load.outputs).max())
@@ -364,8 +388,18 @@ def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tupl
     )
 
 
-def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, ...]:
-    """What lies outside of what was measured."""
+def _notes(
+    row: ServingRow, tier: str, queued: float, load: Load, handovers: Iterable[str]
+) -> tuple[str, ...]:
+    """What lies outside of what was measured.
+
+    Args:
+        row: What was asked for.
+        tier: What is known of it.
+        queued: Share of the time to the first token that is waiting.
+        load: Its requests.
+        handovers: Names of the effects that were learned, those of handing over among them.
+    """
     known = {
         "architecture": "no run of this framework was measured on any chip; its host time is an "
         "average",
@@ -375,6 +409,12 @@ def _notes(row: ServingRow, tier: str, queued: float, load: Load) -> tuple[str, 
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
+    if row.prefill is not None:
+        said = "few runs of engines with prompts on workers of their own were measured"
+        own = f"request/handover/{row.framework}|"
+        if not any(key.startswith(own) for key in handovers):
+            said += ", none of them under this framework"
+        notes.append(f"{said}: on other machines predictions err by factors")
     spec, model = read_device(row.cluster.device), row.model
     formats = {model.weights, model.attention_format, model.expert_weights}
     notes += [

@@ -34,6 +34,8 @@ _KNOWN = {
     "new": "no run on such chips was measured",
     "vendor": "no run on chips of this vendor was measured",
 }
+#: What follows it where prompts run on workers of their own.
+_APART = "; with prompts on workers of their own, few runs were"
 _OF = {
     "request": "a request",
     "output_token": "an output token",
@@ -76,7 +78,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
             f"goodput {plain(rate.value * good.value)} requests/s",
             highlight=False,
         )
-    console.print(f"interval: {_KNOWN[prediction.known]}", highlight=False)
+    apart = "" if own.prefill is None else _APART
+    console.print(f"interval: {_KNOWN[prediction.known]}{apart}", highlight=False)
     _print_costs(console, prediction, price)
     if prediction.states:
         s = prediction.states

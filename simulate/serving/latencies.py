@@ -106,6 +106,22 @@ def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Ser
     return Served(ttft, tpot, ttft + after, times[order] * slower, weights[order])
 
 
+def tied(seen: Served, first: float, slower: float, whole: float) -> Served:
+    """Latencies with factors of their own on whole requests, none of which is shorter than a part.
+
+    Args:
+        seen: Latencies.
+        first: Factor on times to the first token.
+        slower: Factor on times of a further token.
+        whole: Factor on times of requests.
+    """
+    e2e = seen.e2e * whole
+    return Served(
+        np.minimum(seen.ttft * first, e2e), seen.tpot * slower, e2e, seen.gaps * slower,
+        seen.weights,
+    )  # fmt: skip
+
+
 def wider(end: Served, other: Served, side: int) -> Served:
     """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
     outer = np.maximum if side else np.minimum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from ...common.errors import DatasetError
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.effects import Context
-from ...models.serving.fit import Observed, adapt_serving, linear_errors
+from ...models.serving.fit import Observed, adapt_serving, linear_errors, request_errors
 from ...models.serving.model import (
+    REQUEST_TIME,
     TIERS,
     ServingModel,
     find_serving_model,
@@ -99,8 +100,10 @@ def calibrate_serving(
     figures.insert(1, "runs", errors.groupby("metric").size().to_numpy())
     # A run that is the only one was judged by the model as it was.
     left = np.where(np.isfinite(left), left, before)
+    outputs = [row.load.output if row.load.kind == "closed" else 0.0 for row in own]
+    whole = request_errors(seen, left, outputs)
     stacks = {
-        cluster: {"memory": share, **_known(cluster, model, seen, contexts, left)}
+        cluster: {"memory": share, **_known(cluster, model, seen, contexts, left, whole)}
         for cluster, share in zip(clusters, _memory(rows, table, clusters), strict=True)
     }
     old = model.provenance.get("shapes")
@@ -115,6 +118,7 @@ def _known(
     seen: Observed,
     contexts: Sequence[Context],
     left: np.ndarray,
+    whole: Mapping[int, float],
 ) -> dict[str, object]:
     """Model groups of a cluster's runs, and ends of their intervals."""
     errors: dict[str, list[float]] = {}
@@ -122,6 +126,9 @@ def _known(
     for at in mine:
         kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]), contexts[seen.rows[at]])
         errors.setdefault(kind, []).append(float(left[at]))
+        if at in whole:
+            kind = kind_of(REQUEST_TIME, float(seen.queued[at]), contexts[seen.rows[at]])
+            errors.setdefault(kind, []).append(whole[at])
     runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
     tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])
     return {

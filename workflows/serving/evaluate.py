@@ -18,7 +18,7 @@ from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
 from ...models.serving.effects import Context, ServingEffects
 from ...models.serving.fit import Observe, Observed, adapt_serving
-from ...models.serving.model import METRICS, ServingModel, find_serving_model
+from ...models.serving.model import METRICS, REQUEST_TIME, ServingModel, find_serving_model
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
@@ -163,9 +163,9 @@ def _record(
         "model_group": row.group,
         "framework": row.framework,
     }
+    seconds_of, ends = _predicted(row, run, context, model, tier)
     for name, metric in COLUMNS:
-        seconds = run.latency(metric).seconds * model.effects.factor(context, metric)
-        low, high = model.interval(metric, tier, run.queued, context)
+        seconds, (low, high) = seconds_of[metric], ends[metric]
         record[f"measured_{name}"] = row.measured.get(name, float("nan"))
         if metric == "per_token":
             rate = 1.0 / seconds
@@ -180,6 +180,30 @@ def _record(
         for end, value in zip(("", "_lo", "_hi"), values, strict=True):
             record[f"{name}{end}"] = value
     return record
+
+
+def _predicted(
+    row: ServingRow, run: RowRun, context: Context, model: ServingModel, tier: str
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Seconds of each metric, and their ends as factors; those of a load that is not open agree."""
+    factor = model.effects.factor
+    seconds = {m: run.latency(m).seconds * factor(context, m) for m in METRICS}
+    ends = {m: model.interval(m, tier, run.queued, context) for m in METRICS}
+    if row.load.trace or row.load.kind.startswith("open"):
+        return seconds, ends
+    steps = max(0.0, row.load.output - 1.0)
+    parts = seconds["ttft"], seconds["tpot"] * steps
+    closed = row.load.kind == "closed"
+    tied = model.tied_intervals(
+        tier, run.queued, context, parts, REQUEST_TIME if closed else "per_token"
+    )
+    ends |= {m: tied[m] for m in ("ttft", "tpot")}
+    if closed:
+        # Throughput is requests in flight over the time of one.
+        before = run.ttft.seconds + run.tpot.seconds * steps
+        seconds["per_token"] = run.per_token.seconds * sum(parts) / before
+        ends["per_token"] = tied[REQUEST_TIME]
+    return seconds, ends
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:

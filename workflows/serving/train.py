@@ -17,10 +17,12 @@ from ...models.serving.fit import (
     fit_serving,
     linear_errors,
     linear_serving,
+    request_errors,
     solve_serving,
 )
 from ...models.serving.model import (
     LEAST,
+    REQUEST_TIME,
     Score,
     ServingModel,
     find_serving_model,
@@ -101,6 +103,8 @@ def train_serving(
     left = {"fit": linear_errors(seen, contexts, effects, effects, linear)}
     # Scores by what was left out: its name, and the latencies.
     scores: list[tuple[str, list[int], list[Score]]] = []
+    outputs = [row.load.output if row.load.kind == "closed" else 0.0 for row in rows]
+    requests: list[Score] = []
     for part in left_outs(rows, seed):
         judge, learn = part.judge[seen.rows], part.learn[seen.rows]
         if not judge.any() or not learn.any():
@@ -115,9 +119,15 @@ def train_serving(
         at = np.flatnonzero(judge).tolist()
         own = [_score(seen, contexts, groups, known, i, float(errors[i])) for i in at]
         scores.append((part.name, at, own))
+        requests += [
+            _score(seen, contexts, groups, known, i, error, REQUEST_TIME)
+            for i, error in request_errors(seen, errors, outputs).items()
+            if judge[i]
+        ]
     tell("intervals")
     left |= _inside(seen, scores)
-    model.ends = serving_ends(score for _, _, own in scores for score in own)
+    judged = (score for _, _, own in scores for score in own)
+    model.ends = serving_ends([*judged, *requests])
     model.provenance = {
         "rows": len(rows),
         **_learned(seen, contexts, np.ones(len(seen.rows), bool)),
@@ -145,11 +155,12 @@ def _score(
     known: ServingModel,
     at: int,
     error: float,
+    metric: str = "",
 ) -> Score:
     """Error of a latency by a model that lacks it."""
     row = seen.rows[at]
     context = contexts[row]
-    kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]), context)
+    kind = kind_of(metric or str(seen.metrics[at]), float(seen.queued[at]), context)
     return Score(
         kind,
         known.tier(context),

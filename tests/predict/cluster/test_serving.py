@@ -79,6 +79,39 @@ def test_throughput_and_latencies_agree(predictor: ServingPredictor) -> None:
     assert by_token == pytest.approx(found.figures["tpot/mean"].value, rel=1e-6)
 
 
+def test_ends_of_a_closed_loop_keep_to_littles_law(predictor: ServingPredictor) -> None:
+    apart = {"ttft": (-0.6, 4.0), "ttft-queued": (-2.9, 2.3), "tpot": (-1.1, 1.9), "e2e": (-1, 1.5)}
+    ends = {f"{kind}-apart/vendor": end for kind, end in apart.items()}
+    shipped = ServingPredictor(None)
+    wide = ServingPredictor(None, ServingModel(ends=ends, provenance={"vendors": ["none"]}))
+    two = replace(PLAIN, prefill=FOUR)
+    for made in (wide.predict(two, SPEC), shipped.predict(two, SPEC), shipped.predict(PLAIN, SPEC)):
+        rate, whole = made.requests_per_s, made.figures["e2e/mean"]
+        # Eight in flight over the longest request are the fewest a second.
+        for one, other in ((rate.value, whole.value), (rate.lo, whole.hi), (rate.hi, whole.lo)):
+            assert one * other == pytest.approx(8, rel=0.05)
+        for level in ("mean", "p50", "p90", "p99"):
+            assert made.figures[f"ttft/{level}"].hi <= made.figures[f"e2e/{level}"].hi
+            assert made.figures[f"tpot/{level}"].hi * 63 <= 1.05 * made.figures[f"e2e/{level}"].hi
+    assert any("prompts on workers of their own" in note for note in wide.predict(two, SPEC).notes)
+    # All sent at once, the longest ends with the run.
+    batch = shipped.predict(PLAIN, LoadSpec(prompt="512", output="64", count=40))
+    assert batch.figures["e2e/p99"].hi <= 1.001 * 40 / batch.requests_per_s.lo
+
+
+def test_an_interval_passes_from_one_kind_to_the_other() -> None:
+    ends = {"ttft/new": (-0.5, 1.0), "ttft-queued/new": (-2.0, 2.0)}
+    model = ServingModel(ends=ends)
+    lows, highs = zip(
+        *(model.interval("ttft", "new", q, {}) for q in np.linspace(0, 1, 11)), strict=True
+    )
+    assert lows[0] == pytest.approx(np.exp(-0.5)) and highs[10] == pytest.approx(np.exp(2.0))
+    # Half waiting, half not: a sum of two parts.
+    assert highs[5] == pytest.approx((np.exp(1.0) + np.exp(2.0)) / 2)
+    assert (np.diff(lows) < 0).all() and (np.diff(highs) > 0).all()
+    assert np.abs(np.diff(highs)).max() == pytest.approx((highs[10] - highs[0]) / 10)
+
+
 def test_an_open_load_bounds_the_throughput(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="128", output="16", rate=5.0, count=200)
     found = predictor.predict(PLAIN, spec)
