@@ -374,10 +374,10 @@ def plan_serving(
     from ..common.progress import counting
     from ..predict.cluster.deployment import ServingQuery
     from ..predict.cluster.served_row import known_framework, served_by_name
-    from ..predict.cluster.serving_launch import checkpoint_of
     from ..predict.cluster.serving_load import parse_load, parse_slo
     from ..predict.cluster.serving_plan import search
     from ..predict.render.serving import print_plans
+    from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
 
     engine = known_framework(framework)
@@ -418,7 +418,7 @@ def plan_serving(
             apart=not together,
             show=lambda done, of, what: tell(done, of),
         )
-    checkpoint = checkpoint_of(workload or str(hf))
+    checkpoint = find_checkpoint(workload or str(hf))
     if json_output:
         print_json(plans.to_dict(checkpoint, price))
         return

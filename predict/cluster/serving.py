@@ -33,6 +33,7 @@ from ...simulate.serving.latencies import (
     wider,
 )
 from ...simulate.serving.load import Load, Run
+from ...simulate.serving.memory import gave_way
 from ...simulate.serving.policies import framework_defaults
 from ..operator.serving_operators import weight_only
 from .deployment import Deployment
@@ -274,7 +275,7 @@ class ServingPredictor:
             queued=queued,
             known=tier,
             notes=(
-                *_notes(row, tier, queued, load, effects.values),
+                *_notes(row, tier, queued, load, effects.values, memory),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
             ),
             states=states_of(run, stations[0].cache.tokens, deployment.engine.count),
@@ -389,7 +390,12 @@ def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tupl
 
 
 def _notes(
-    row: ServingRow, tier: str, queued: float, load: Load, handovers: Iterable[str]
+    row: ServingRow,
+    tier: str,
+    queued: float,
+    load: Load,
+    handovers: Iterable[str],
+    memory: dict[str, float],
 ) -> tuple[str, ...]:
     """What lies outside of what was measured.
 
@@ -398,6 +404,7 @@ def _notes(
         tier: What is known of it.
         queued: Share of the time to the first token that is waiting.
         load: Its requests.
+        memory: Bytes of a device by use.
         handovers: Names of the effects that were learned, those of handing over among them.
     """
     known = {
@@ -409,6 +416,11 @@ def _notes(
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
+    if gave_way(memory):
+        notes.append(
+            "the framework's own share of the memory leaves no cache: nearly all is taken, which "
+            "its launch command has to say (memory)"
+        )
     if row.prefill is not None:
         said = "few runs of engines with prompts on workers of their own were measured"
         own = f"request/handover/{row.framework}|"

@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from math import ceil
 
+from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.formats import Formats, format_in, in_formats
-from ...simulate.serving.memory import memory_parts, share_of_cache
+from ...simulate.serving.memory import (
+    cache_layout,
+    gave_way,
+    memory_parts,
+    share_of_cache,
+)
 from ...simulate.serving.policies import Policy, framework_defaults
 from .deployment import Deployment
 from .serving_table import Workers
-
-#: Checkpoints on huggingface.co by the names of presets; of models whose weights come in several
-#: tunings, the one that follows instructions.
-_CHECKPOINTS = {
-    "llama-2-7b": "meta-llama/Llama-2-7b-chat-hf",
-    "llama-2-13b": "meta-llama/Llama-2-13b-chat-hf",
-    "llama-2-70b": "meta-llama/Llama-2-70b-chat-hf",
-    "llama-3-8b": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama-3-70b": "meta-llama/Meta-Llama-3-70B-Instruct",
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.1-70b": "meta-llama/Llama-3.1-70B-Instruct",
-    "llama-3.1-405b": "meta-llama/Llama-3.1-405B-Instruct",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.1",
-    "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "mixtral-8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
-    "kimi-k2": "moonshotai/Kimi-K2-Instruct",
-    "glm-4.5": "zai-org/GLM-4.5",
-    "glm-4.5-air": "zai-org/GLM-4.5-Air",
-    "minimax-m2": "MiniMaxAI/MiniMax-M2",
-    "gpt-oss-20b": "openai/gpt-oss-20b",
-    "gpt-oss-120b": "openai/gpt-oss-120b",
-    "qwen-3-8b": "Qwen/Qwen3-8B",
-    "qwen-3-14b": "Qwen/Qwen3-14B",
-    "qwen-3-32b": "Qwen/Qwen3-32B",
-    "qwen-3-30b-a3b": "Qwen/Qwen3-30B-A3B",
-    "qwen-3-235b-a22b": "Qwen/Qwen3-235B-A22B",
-    "qwen-3-coder-480b-a35b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
-    "qwen-2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen-2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
-    "qwen-2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
-    "gemma-3-27b": "google/gemma-3-27b-it",
-}
-#: Stands for a checkpoint that opcast cannot name.
-PLACEHOLDER = "MODEL"
-
-
-def checkpoint_of(name: str) -> str:
-    """The checkpoint that a model's name stands for in a command; :data:`PLACEHOLDER` if unknown.
-
-    Args:
-        name: Of a preset, a checkpoint with its owner, or a ``config.json``, whose folder it is in.
-    """
-    if name.endswith("config.json"):
-        return str(Path(name).parent)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((".yaml", ".yml")):
-        return name
-    return _CHECKPOINTS.get(name.lower().replace("_", "-"), PLACEHOLDER)
 
 
 @dataclass(frozen=True)
@@ -122,7 +77,9 @@ def _quoted(value: str) -> str:
     return f"'{value}'" if value.startswith("{") else value
 
 
-def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
+def launches(
+    own: Deployment, checkpoint: Checkpoint = UNKNOWN, longest: int = 0
+) -> dict[str, Launch]:
     """How one worker of a deployment is launched under vLLM, SGLang and TensorRT-LLM.
 
     Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
@@ -130,9 +87,10 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
 
     Args:
         own: What serves.
-        model: Checkpoint.
+        checkpoint: Of the model.
+        longest: Tokens of the longest request that it has to serve.
     """
-    found = {}
+    found, model = {}, checkpoint.name
     parts = (
         [("", own.engine)]
         if own.prefill is None
@@ -143,10 +101,19 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
         if role == "decode":
             front = f"x {workers.count}"
         times = [front] if workers.count > 1 else []
+        narrow = "" if _is_published_in(checkpoint, own) else _narrow(own)
+        limit = _longest(own, workers, checkpoint.context or _LONG, longest)
+        known = limit if checkpoint.context else 0
+        worker = _Worker(own, workers, role, fp8=narrow == "fp8", limit=known)
         for name, (program, of) in _FRAMEWORKS.items():
-            narrow = "" if _is_published_in(model, own) else _narrow(own)
-            flags = tuple(of(_Worker(own, workers, role, fp8=narrow == "fp8")))
+            flags = tuple(of(worker))
             remarks = list(times)
+            if worker.gave_way:
+                remarks.append(
+                    "the default share of the memory leaves no cache, so that nearly all is taken"
+                )
+            if limit and not known:
+                remarks.append(f"give {_LIMITS[name]} if {model} takes more than {limit} tokens")
             if narrow and not any(flag.name == _QUANTIZED for flag in flags):
                 # Their launchers take the format from the checkpoint's own configuration.
                 remarks.append(f"{model} has to be a checkpoint in {narrow}")
@@ -162,6 +129,63 @@ def launches(own: Deployment, model: str = PLACEHOLDER) -> dict[str, Launch]:
                 remarks.append(f"the checkpoint of {own.options.draft_name} drafts")
             found[f"{name} {role}".strip()] = Launch(f"{program} {model}", flags, tuple(remarks))
     return found
+
+
+#: Tokens that a model may take whose configuration is not known; longer ones are rare.
+_LONG = 131072
+#: Share of the cache that the longest request may take where its tokens are limited to what fits,
+#: since what activations take is an estimate; engineering choice.
+_FILLED = 0.9
+#: Flags that limit the tokens of a request.
+_LIMITS = {
+    "vLLM": "--max-model-len",
+    "SGLang": "--context-length",
+    "TensorRT-LLM": "--max_seq_len",
+}
+
+
+def _parts(own: Deployment, workers: Workers) -> dict[str, float]:
+    """Bytes of a device of some workers by use."""
+    rules = framework_defaults(own.framework)
+    return memory_parts(
+        own.spec.memory_bytes,
+        own.model,
+        workers.plan,
+        own.options.memory or rules.memory,
+        of=rules.memory_of,
+        told=own.options.memory > 0.0,
+        draft=own.options.draft,
+    )
+
+
+def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int:
+    """Tokens that requests have to be limited to, since the cache holds no more; 0 for no limit.
+
+    vLLM does not start where one request of all the tokens that its model takes does not fit.
+
+    Args:
+        own: What serves.
+        workers: Some of its workers.
+        context: Tokens that the model takes.
+        asked: Tokens of the longest request that has to be served.
+    """
+    cache = _parts(own, workers)["cache"]
+    if cache <= 0.0:
+        return 0
+    layout = cache_layout(
+        own.model,
+        workers.plan,
+        framework_defaults(own.framework),
+        cache,
+        drafts=own.options.drafts or ceil(own.accepted) - 1,
+        reuse=own.options.prefix_cache,
+    )
+    # Each rank with sequences of its own has its share of the cache.
+    ranks = workers.plan.dp
+    if layout.share_of(context) * ranks <= 1.0:
+        return 0
+    room = bisect_right(range(context), _FILLED, key=lambda n: layout.share_of(n) * ranks) - 1
+    return min(context, max(asked, room))
 
 
 #: What becomes of evicted requests: those that engines compute again have no other way.
@@ -182,13 +206,13 @@ def _narrow(own: Deployment) -> str:
     return " and ".join(dict.fromkeys(f for f in formats if f not in ("bf16", "f16", "f32")))
 
 
-def _is_published_in(model: str, own: Deployment) -> bool:
+def _is_published_in(checkpoint: Checkpoint, own: Deployment) -> bool:
     """Whether a checkpoint brings the formats of a deployment itself, so that no flag says them.
 
     vLLM refuses ``--quantization fp8`` for a checkpoint whose own configuration names another
     method, as those of compressed-tensors do.
     """
-    weights = format_in(model) if model != PLACEHOLDER else ""
+    weights = format_in(checkpoint.name) if checkpoint != UNKNOWN else ""
     if not weights:
         return False
     said = in_formats(own.model.workload, Formats(weights))
@@ -207,10 +231,16 @@ class _Worker:
         workers: One kind of its workers.
         role: Such as ``prefill``; empty where all do the same.
         fp8: Whether the engine quantises the checkpoint to fp8 when it loads it.
+        limit: Most tokens of a request, fewer than its model takes; 0 for no limit.
     """
 
-    def __init__(self, own: Deployment, workers: Workers, role: str, *, fp8: bool) -> None:
-        self.own, self.plan, self.role = own, workers.plan, role
+    def __init__(
+        self, own: Deployment, workers: Workers, role: str, *, fp8: bool, limit: int = 0
+    ) -> None:
+        self.own, self.plan, self.role, self.limit = own, workers.plan, role, limit
+        self.parts = _parts(own, workers)
+        #: Whether the framework's own share of the memory leaves no cache.
+        self.gave_way = gave_way(self.parts)
         policy: Policy = framework_defaults(own.framework).policy
         #: Limits of a rank with sequences of its own.
         self.batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
@@ -225,30 +255,30 @@ class _Worker:
         if count > 1:
             yield Flag(name, str(count), why)
 
-    def memory(self, of: str) -> float:
-        """The share of the memory as another framework's option counts it.
+    def memory(self, name: str, of: str, why: str) -> Iterator[Flag]:
+        """The share of the memory as a framework's option counts it, where it is not the default.
 
         Args:
+            name: Of the flag.
             of: What that is a share of: :attr:`Framework.memory_of`.
+            why: What it says.
         """
-        own, capacity = self.own, self.own.spec.memory_bytes
-        rules = framework_defaults(own.framework)
-        parts = memory_parts(
-            capacity,
-            own.model,
-            self.plan,
-            own.options.memory,
-            of=rules.memory_of,
-            told=True,
-            draft=own.options.draft,
-        )
-        return share_of_cache(capacity, parts, parts["cache"], of)
+        if self.own.options.memory or self.gave_way:
+            capacity = self.own.spec.memory_bytes
+            share = share_of_cache(capacity, self.parts, self.parts["cache"], of)
+            yield Flag(name, f"{share:.3g}", why)
+
+    def limited(self, name: str) -> Iterator[Flag]:
+        """A flag of the longest request, where the cache holds less than the model takes."""
+        if self.limit:
+            yield Flag(_LIMITS[name], str(self.limit), _LIMIT)
 
 
 _TP, _PP = "devices that share each layer", "pipeline stages"
 _DP, _EP = "ranks that attend to sequences of their own", "ranks over which experts are spread"
 _FP8, _CACHE = "weights in fp8", "format of the cache"
 _MEMORY, _EAGER = "share of the memory", "no CUDA graphs"
+_LIMIT = "tokens of a request, more of which the cache does not hold"
 _WHOLE, _BLOCK = "prompts are not cut", "tokens of a block of the cache"
 _FRESH = "nothing is kept of prompts that ended"
 _DRAFTS = "drafts that a step verifies"
@@ -273,8 +303,8 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
         yield Flag("--block-size", str(options.block), _BLOCK)
     if not options.prefix_cache:
         yield Flag("--no-enable-prefix-caching", "", _FRESH)
-    if options.memory:
-        yield Flag("--gpu-memory-utilization", f"{of.memory('total'):.3g}", _MEMORY)
+    yield from of.memory("--gpu-memory-utilization", "total", _MEMORY)
+    yield from of.limited("vLLM")
     if options.eager:
         yield Flag("--enforce-eager", "", _EAGER)
     if options.drafts:
@@ -310,9 +340,9 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
         yield Flag("--page-size", str(options.block), _BLOCK)
     if not options.prefix_cache:
         yield Flag("--disable-radix-cache", "", _FRESH)
-    if options.memory:
-        why = "share of the memory for weights and cache, without what passes need"
-        yield Flag("--mem-fraction-static", f"{of.memory('static'):.3g}", why)
+    why = "share of the memory for weights and cache, without what passes need"
+    yield from of.memory("--mem-fraction-static", "static", why)
+    yield from of.limited("SGLang")
     if options.eager:
         yield Flag("--disable-cuda-graph", "", _EAGER)
     if options.drafts:
@@ -337,9 +367,9 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
     yield from of.size("--ep_size", plan.ep, _EP)
     yield Flag("--max_batch_size", str(of.batch), of.batch_why)
     yield Flag("--max_num_tokens", str(of.budget), of.budget_why)
-    if options.memory:
-        why = "share for the cache of what weights leave"
-        yield Flag("--kv_cache_free_gpu_memory_fraction", f"{of.memory('free'):.3g}", why)
+    why = "share for the cache of what weights leave"
+    yield from of.memory("--kv_cache_free_gpu_memory_fraction", "free", why)
+    yield from of.limited("TensorRT-LLM")
     if own.chunked:
         yield Flag("enable_chunked_prefill", "true", "prompts may be cut", in_file=True)
     if plan.dp > 1:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import read_device
+from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment
 from .serving import ServingPrediction, ServingPredictor, load_of
-from .serving_launch import PLACEHOLDER, Launch, launches
+from .serving_launch import Launch, launches
 from .serving_load import LoadSpec
 from .serving_runs import engine_memory
 from .serving_table import Workers
@@ -165,11 +166,15 @@ class ServingPlans:
                 )
         return said
 
-    def launches(self, model: str = PLACEHOLDER) -> dict[str, Launch]:
+    def launches(self, model: Checkpoint = UNKNOWN) -> dict[str, Launch]:
         """How the best deployment is launched, by framework; empty if none keeps the SLO."""
-        return {} if self.best is None else launches(self.best.deployment, model)
+        best = self.best
+        if best is None:
+            return {}
+        load = best.prediction.load
+        return launches(best.deployment, model, int((load.prompts + load.outputs).max()))
 
-    def to_dict(self, model: str = PLACEHOLDER, price: float = 0.0) -> dict[str, object]:
+    def to_dict(self, model: Checkpoint = UNKNOWN, price: float = 0.0) -> dict[str, object]:
         """Plain data: the best, its reasons and commands, the front, and what does not fit.
 
         Args:

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from ...common.interval import Interval
 from ...common.units import duration, plain, quantity, size
+from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ..cluster.deployment import Deployment
 from ..cluster.serving import ServingPrediction
-from ..cluster.serving_launch import PLACEHOLDER
 from ..cluster.serving_plan import Planned, ServingPlans
 from .parts import headline, print_notes
 
@@ -113,7 +113,7 @@ def _print_costs(console: Console, prediction: ServingPrediction, price: float) 
 
 
 def print_plans(
-    console: Console, plans: ServingPlans, model: str, top: int = 10, price: float = 0.0
+    console: Console, plans: ServingPlans, model: Checkpoint, top: int = 10, price: float = 0.0
 ) -> None:
     """Print the best deployment, why it wins, its launch commands, and the Pareto front.
 
@@ -142,8 +142,8 @@ def print_plans(
             for flag in launch.flags:
                 flags.add_row(flag.name, flag.value, flag.why)
             console.print(Padding(flags, (0, 0, 0, 2)))
-        if model == PLACEHOLDER:
-            console.print(f"{PLACEHOLDER} stands for your checkpoint", highlight=False)
+        if model == UNKNOWN:
+            console.print(f"{UNKNOWN.name} stands for your checkpoint", highlight=False)
     console.print(
         f"{len(plans.judged)} deployments simulated, {len(plans.refused)} do not fit, "
         f"{plans.pruned} were left out",

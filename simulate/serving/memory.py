@@ -182,6 +182,11 @@ def memory_parts(
     return {**parts, "activations and driver": kept, "left alone": left, "cache": cache}
 
 
+def gave_way(parts: dict[str, float]) -> bool:
+    """Whether :func:`memory_parts` left the framework's own share for :data:`MOST_SHARE`."""
+    return parts["activations and driver"] < RESERVED_BYTES and parts["cache"] > 0.0
+
+
 def _cache(capacity: float, held: float, kept: float, share: float, of: str) -> float:
     """Bytes that weights of ``held`` and activations of ``kept`` bytes leave for the cache."""
     if of == "free":

@@ -6,6 +6,7 @@ import json
 import subprocess
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
-from opcast.predict.cluster.serving_launch import PLACEHOLDER, checkpoint_of, launches
+from opcast.predict.cluster.serving_launch import launches
 from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.cluster.serving_plan import (
     deployments,
@@ -21,6 +22,7 @@ from opcast.predict.cluster.serving_plan import (
     search,
 )
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
+from opcast.simulate.serving.checkpoints import UNKNOWN, Checkpoint, find_checkpoint
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
@@ -31,6 +33,7 @@ DENSE = make_workload(
     "llama", {"layers": 16, "d_model": 2048, "heads": 16, "kv_heads": 8, "d_ff": 8192}
 )
 BASE = Deployment(ServedModel(DENSE), "h100-sxm")
+EIGHT = Workers(EnginePlan(tp=8, moe_tp=8))
 SPEC = LoadSpec(prompt="512", output="64", concurrency=32, count=96)
 
 
@@ -97,7 +100,8 @@ def test_an_interrupt_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def commands_of(own: Deployment, model: str) -> dict[str, str]:
-    return {name: launch.command for name, launch in launches(own, model).items()}
+    checkpoint = find_checkpoint(model)
+    return {name: launch.command for name, launch in launches(own, checkpoint).items()}
 
 
 def test_launch_commands() -> None:
@@ -183,28 +187,59 @@ def test_flags_are_a_table_that_says_why() -> None:
 
 def test_launch_commands_say_the_format_of_the_weights() -> None:
     def commands(**formats: str) -> dict[str, str]:
-        return commands_of(replace(BASE, model=ServedModel(DENSE, **formats)), "m")
+        return commands_of(replace(BASE, model=ServedModel(DENSE, **formats)), "me/m")
 
     assert not any("quant" in text or "#" in text for text in commands().values())
     fp8 = commands(weights="fp8")
     assert "--quantization fp8" in fp8["vLLM"] and "--quantization fp8" in fp8["SGLang"]
-    assert fp8["TensorRT-LLM"].endswith("   # m has to be a checkpoint in fp8")
+    assert fp8["TensorRT-LLM"].endswith("   # me/m has to be a checkpoint in fp8")
     for text in commands(weights="nvfp4").values():
-        assert text.endswith("# m has to be a checkpoint in nvfp4") and "--quant" not in text
+        assert text.endswith("# me/m has to be a checkpoint in nvfp4") and "--quant" not in text
 
 
 def test_a_checkpoint_in_its_own_format_needs_no_flag_for_it() -> None:
     def commands(name: str, weights: str = "") -> dict[str, str]:
         model = served_by_name(name, {}, Formats(weights))
-        return commands_of(replace(BASE, model=model), checkpoint_of(name))
+        return commands_of(replace(BASE, model=model, engine=EIGHT), name)
 
     for name in ("openai/gpt-oss-120b", "RedHatAI/Qwen3-32B-FP8-dynamic", "deepseek-v3"):
         for text in commands(name).values():
-            assert "quant" not in text and "has to be" not in text and PLACEHOLDER not in text
+            assert "quant" not in text and "has to be" not in text and UNKNOWN.name not in text
     assert "serve openai/gpt-oss-120b " in commands("openai/gpt-oss-120b")["vLLM"]
     assert "--quantization fp8" in commands("Qwen/Qwen3-32B", "fp8")["vLLM"]
     other = commands("openai/gpt-oss-120b", "nvfp4")["vLLM"]
     assert other.endswith("# openai/gpt-oss-120b has to be a checkpoint in nvfp4")
+
+
+def test_commands_start_where_memory_is_short(tmp_path: Path) -> None:
+    # 70.6e9 parameters in 16 bits are 141.1e9 bytes: more than 0.9 of an H200 leaves for them.
+    own = Deployment(served_by_name("llama-3.3-70b", {}, Formats()), "h200-sxm")
+    flags = {
+        name: {row["flag"]: row["value"] for row in launch.rows()}
+        for name, launch in launches(own, find_checkpoint("llama-3.3-70b"), 1152).items()
+    }
+    assert flags["vLLM"]["--gpu-memory-utilization"] == "0.98"
+    capacity, held = own.spec.memory_bytes, own.model.weight_bytes(EnginePlan())
+    cache = 0.98 * capacity - held - RESERVED_BYTES / 2
+    static = (held + cache) / (capacity - RESERVED_BYTES / 2)
+    assert float(flags["SGLang"]["--mem-fraction-static"]) == pytest.approx(static, abs=2e-3)
+    # Keys and values of 80 layers, 8 heads of 128, in 16 bits, nine tenths of the cache.
+    limit = int(0.9 * cache / (2 * 80 * 8 * 128 * 2))
+    assert int(flags["vLLM"]["--max-model-len"]) == pytest.approx(limit, abs=1)
+    assert flags["SGLang"]["--context-length"] == flags["vLLM"]["--max-model-len"]
+    assert flags["TensorRT-LLM"]["--max_seq_len"] == flags["vLLM"]["--max-model-len"]
+    assert all("leaves no cache" in text for text in commands_of(own, "llama-3.3-70b").values())
+    # A longer request than that has to be served all the same.
+    asked = launches(own, find_checkpoint("llama-3.3-70b"), limit + 5)["vLLM"].rows()
+    assert {r["value"] for r in asked if r["flag"] == "--max-model-len"} == {str(limit + 5)}
+    # Of a model whose context is not known, it is a remark; enough memory needs none of it.
+    unknown = launches(own)["vLLM"]
+    assert "--max-model-len if MODEL takes more than" in unknown.command
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"max_position_embeddings": 512}))
+    assert "--max-model-len" not in launches(own, find_checkpoint(str(file)))["vLLM"].command
+    wide = launches(replace(own, engine=EIGHT), find_checkpoint("llama-3.3-70b"))["vLLM"].command
+    assert "--gpu-memory" not in wide and "--max-model-len" not in wide and "#" not in wide
 
 
 def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
@@ -223,8 +258,12 @@ def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
 
 
 def test_commands_name_checkpoints_that_exist() -> None:
-    assert checkpoint_of("llama-3.1-8b") == "meta-llama/Llama-3.1-8B-Instruct"
-    assert checkpoint_of("models/mine/config.json") == "models/mine"
-    assert checkpoint_of("llama") == PLACEHOLDER
-    command = commands_of(BASE, checkpoint_of("qwen_3_32b"))["vLLM"]
+    assert find_checkpoint("llama-3.1-8b").name == "meta-llama/Llama-3.1-8B-Instruct"
+    assert find_checkpoint("models/mine/config.json").name == "models/mine"
+    assert find_checkpoint("llama") == UNKNOWN
+    # Any spelling of a model's name, but no other model of its sizes.
+    assert find_checkpoint("qwen3-235b-a22b").name == "Qwen/Qwen3-235B-A22B"
+    assert find_checkpoint("deepseek-r1").name == "deepseek-ai/DeepSeek-R1"
+    assert find_checkpoint("me/Qwen3-32B") == Checkpoint("me/Qwen3-32B", drafts=None)
+    command = commands_of(BASE, "qwen_3_32b")["vLLM"]
     assert command.startswith("vllm serve Qwen/Qwen3-32B ")
