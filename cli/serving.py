@@ -34,7 +34,10 @@ ServingModelOpt = Annotated[
     str, typer.Option("--serving", help="File of 'opcast calibrate --serving', for your own stack.")
 ]
 Weights = Annotated[
-    str, typer.Option(help="Format of the weights: bf16, fp8, int8, int4, mxfp4, nvfp4.")
+    str,
+    typer.Option(
+        help="Format of the weights: bf16, fp8, int8, int4, mxfp4, nvfp4 (fp4 means nvfp4)."
+    ),
 ]
 Experts = Annotated[str, typer.Option(help="Format of the experts, where it differs.")]
 Activations = Annotated[
@@ -42,7 +45,11 @@ Activations = Annotated[
 ]
 KvCache = Annotated[str, typer.Option(help="Format of the cache: bf16, fp8, int8.")]
 Framework = Annotated[
-    str, typer.Option(help="Engine, whose rules and costs are taken: vllm, sglang or trtllm.")
+    str,
+    typer.Option(
+        help="Engine, whose rules and costs are taken: vllm, sglang, trtllm (tensorrt-llm), "
+        "lmdeploy or deepspeed-mii; empty for another."
+    ),
 ]
 SloOpt = Annotated[
     str, typer.Option(help="What requests have to keep, such as ttft=500ms,tpot=30ms,e2e=20s.")
@@ -421,8 +428,10 @@ def plan_serving(
     checkpoint = find_checkpoint(workload or str(hf))
     if json_output:
         print_json(plans.to_dict(checkpoint, price))
-        return
-    print_plans(make_console(), plans, checkpoint, top, price)
+    else:
+        print_plans(make_console(), plans, checkpoint, top, price)
+    if plans.nothing_fits:
+        raise typer.Exit(1)
     if plans.stopped:
         typer.echo("stopped: these are the deployments that were simulated until then", err=True)
         raise typer.Exit(130)

@@ -14,6 +14,7 @@ from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.load import Load
+from ...simulate.serving.policies import runs_on
 from ...simulate.serving.served import EnginePlan, ServedModel
 from .serving_load import LoadSpec
 from .serving_table import EngineOptions, ServingRow, Workers
@@ -61,8 +62,16 @@ class Deployment:
         """Check what belongs together.
 
         Raises:
-            PlanError: The model does not generate, or a figure is out of its range.
+            PlanError: The model does not generate, the framework does not run on the device, or a
+                figure is out of its range.
         """
+        spec = self.spec
+        if not runs_on(self.framework, spec.platform, spec.vendor):
+            raise PlanError(
+                f"{self.framework} runs on NVIDIA's GPUs alone, not on {spec.name}",
+                where="framework",
+                hint="vllm or sglang",
+            )
         if not self.model.workload.causal:
             raise PlanError(
                 "a model whose tokens see later ones generates nothing",
@@ -266,10 +275,19 @@ def draft_model(name: str, model: ServedModel, models: Lookup) -> ServedModel | 
         name: ``ngram``, ``mtp``, or a model's.
         model: What is served.
         models: Looks a model up by its name.
+
+    Raises:
+        PlanError: The model is known to have no module that drafts.
     """
     if name == "ngram":
         return None
     if name == "mtp":
+        if model.mtp is False:
+            raise PlanError(
+                "the model has no module of multi-token prediction",
+                where="draft",
+                hint="ngram, or the name of a model that drafts",
+            )
         # A module of multi-token prediction is one layer with the model's own head (DeepSeek-V3,
         # 2024, section 2.2).
         work = replace(model.workload, layers=1, dense_layers=0)

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ...common.errors import PlanError
+from ...simulate.serving.checkpoints import find_checkpoint
 from ...simulate.serving.formats import Formats, format_in, in_formats
 from ...simulate.serving.policies import FRAMEWORKS
 from ...simulate.serving.served import ServedModel
@@ -199,7 +200,8 @@ def served_by_name(
         own = format_in(name)
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
     found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
-    return replace(found, recurrence=sizes if linear else None, bare_layers=bare)
+    drafts = find_checkpoint(name if name.endswith(".json") else known).drafts
+    return replace(found, recurrence=sizes if linear else None, bare_layers=bare, mtp=drafts)
 
 
 def served_model(cell: Cells) -> ServedModel:

@@ -16,7 +16,7 @@ from ...simulate.serving.memory import (
     memory_parts,
     share_of_cache,
 )
-from ...simulate.serving.policies import Policy, framework_defaults
+from ...simulate.serving.policies import Policy, framework_defaults, runs_on
 from .deployment import Deployment
 from .serving_table import Workers
 
@@ -82,6 +82,8 @@ def launches(
 ) -> dict[str, Launch]:
     """How one worker of a deployment is launched under vLLM, SGLang and TensorRT-LLM.
 
+    Those that do not run on its device are left out.
+
     Flags are those of their current documentation: ``vllm serve``, ``sglang.launch_server`` and
     ``trtllm-serve``. Workers that run prompts have a command of their own, by name ``… prefill``.
 
@@ -106,6 +108,8 @@ def launches(
         known = limit if checkpoint.context else 0
         worker = _Worker(own, workers, role, fp8=narrow == "fp8", limit=known)
         for name, (program, of) in _FRAMEWORKS.items():
+            if not runs_on(name.lower(), own.spec.platform, own.spec.vendor):
+                continue
             flags = tuple(of(worker))
             remarks = list(times)
             if worker.gave_way:

@@ -152,7 +152,7 @@ def parse_load(text: str) -> LoadSpec:
 
 
 def parse_slo(text: str) -> Slo:
-    """Read text such as ``ttft=500ms,tpot=30ms``; without a unit milliseconds are meant.
+    """Read text such as ``ttft=500ms,tpot=30ms``; each time has a unit, ``ms`` or ``s``.
 
     Raises:
         PlanError: A name is not known, or a time is none.
@@ -160,14 +160,15 @@ def parse_slo(text: str) -> Slo:
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
-        number, scale = (value[:-2], 1e-3) if value.endswith("ms") else (value.rstrip("s"), 1.0)
-        scale = scale if value.endswith("s") else 1e-3
+        unit = "ms" if value.endswith("ms") else value[-1:]
         try:
-            found[name] = float(number) * scale
+            found[name] = float(value.removesuffix(unit)) * {"ms": 1e-3, "s": 1.0}.get(unit, 0.0)
         except ValueError:
             found[name] = 0.0
         if name not in Slo._fields or not 0.0 < found[name] < inf:
-            raise PlanError(f"{part!r} is no SLO", hint="as in ttft=500ms,tpot=30ms,e2e=20s")
+            raise PlanError(
+                f"{part!r} is no SLO", hint="with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
+            )
     return Slo(**found)
 
 

@@ -16,7 +16,7 @@ from .deployment import Deployment
 from .serving import ServingPrediction, ServingPredictor, load_of
 from .serving_launch import Launch, launches
 from .serving_load import LoadSpec
-from .serving_runs import engine_memory
+from .serving_runs import engine_cache, engine_memory
 from .serving_table import Workers
 
 #: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade
@@ -88,6 +88,7 @@ class ServingPlans:
         refused: Text of those that do not fit, with the reason.
         pruned: Number of those that were left out, since others are sure to be better.
         stopped: Whether the search was stopped before it ended.
+        fewest: Where nothing fits, devices of the smallest engine that does; 0 if none was found.
     """
 
     slo: Slo
@@ -95,6 +96,12 @@ class ServingPlans:
     refused: dict[str, str] = field(default_factory=dict)
     pruned: int = 0
     stopped: bool = False
+    fewest: int = 0
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether every deployment was refused."""
+        return bool(self.refused) and not (self.judged or self.pruned or self.stopped)
 
     @property
     def best(self) -> Planned | None:
@@ -124,7 +131,7 @@ class ServingPlans:
     def nearest(self) -> list[str]:
         """What comes nearest to an SLO that none keeps."""
         if not self.judged:
-            return [f"{text}: {why}" for text, why in list(self.refused.items())[:3]]
+            return []
         one = min(self.judged, key=lambda own: own.miss(self.slo))
         return [
             f"nearest is {one.deployment.text()}: p{PERCENTILE} of TTFT {one.ttft * 1e3:.0f} ms, "
@@ -156,12 +163,13 @@ class ServingPlans:
                 other = max(kept, key=lambda one: one.tokens_per_s_per_device)
                 if gain := _gain(best, other):
                     said.append(
-                        f"{name} {own}: {of(other.deployment)} {gain} ({other.deployment.text()})"
+                        f"{name} {own}: {_with(name, of(other.deployment))}, {gain} "
+                        f"({other.deployment.text()})"
                     )
             else:
                 other = min(others, key=lambda one: one.miss(self.slo))
                 said.append(
-                    f"{name} {own}: with {of(other.deployment)} p{PERCENTILE} of TTFT is "
+                    f"{name} {own}: {_with(name, of(other.deployment))}, p{PERCENTILE} of TTFT is "
                     f"{other.ttft * 1e3:.0f} ms, of TPOT {other.tpot * 1e3:.1f} ms"
                 )
         return said
@@ -201,29 +209,39 @@ class ServingPlans:
             "judged": len(self.judged),
             "pruned": self.pruned,
             "refused": self.refused,
+            "fewest_devices": self.fewest or None,
             "stopped": self.stopped,
         }
+
+
+def _with(name: str, choice: str) -> str:
+    """How a sentence names another choice: where prompts run is said by a preposition already."""
+    return choice if name == "prompts run" else f"with {choice}"
 
 
 def _gain(best: Planned, other: Planned) -> str:
     """What another deployment does worse; empty if nothing that shows."""
     less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
     if less >= 0.005:
-        return f"gives {less:.0%} less"
+        return f"throughput is {less:.0%} lower"
     if best.good - other.good >= 0.0005:
-        return f"gives as much, {other.good:.1%} of the requests keep the SLO, not {best.good:.1%}"
+        return f"{other.good:.1%} of the requests keep the SLO, not {best.good:.1%}"
     if other.e2e > 1.005 * best.e2e:
-        return f"gives as much, its requests take {other.e2e / best.e2e - 1.0:.1%} longer"
+        return f"requests take {other.e2e / best.e2e - 1.0:.1%} longer"
     return ""
 
 
 #: What deployments differ in, for the reasons of the best.
 _CHOICES: dict[str, Callable[[Deployment], str]] = {
-    "engines": lambda own: f"{own.engine.count} x {own.engine.plan.text()}",
-    "prompts": lambda own: (
-        f"on {own.prefill.count} x {own.prefill.plan.text()}" if own.prefill else "beside decoding"
+    "engines are": lambda own: f"{own.engine.count} x {own.engine.plan.text()}",
+    "prompts run": lambda own: (
+        f"on {own.prefill.count} x {own.prefill.plan.text()} of their own"
+        if own.prefill
+        else "beside decoding"
     ),
-    "limit": lambda own: f"{own.max_batch} sequences" if own.max_batch else "the framework's",
+    "the limit is": lambda own: (
+        f"{own.max_batch} sequences" if own.max_batch else "the framework's"
+    ),
 }
 
 
@@ -330,6 +348,8 @@ def search(
             asked.append(one)
     try:
         _simulate(predictor, found, asked, spec, load, show)
+        if found.nothing_fits:
+            found.fewest = _fewest(predictor, base, devices, spec, load)
         # Smaller batches of what is good already.
         better = []
         for kept in found.front():
@@ -342,6 +362,29 @@ def search(
     except KeyboardInterrupt:
         found.stopped = True
     return found
+
+
+#: Most devices that an engine is looked for on where nothing fits.
+_MOST_DEVICES = 1024
+
+
+def _fewest(
+    predictor: ServingPredictor, base: Deployment, devices: int, spec: LoadSpec, load: Load
+) -> int:
+    """Devices of the smallest engine that holds the model and the longest request; 0 for none."""
+    longest = int((load.prompts + load.outputs).max())
+    for count in (2**n for n in range(_MOST_DEVICES.bit_length())):
+        for plan in engine_plans(base, max(count, devices)):
+            if plan.devices != count:
+                continue
+            workers = Workers(plan)
+            row = replace(base, engine=workers, prefill=None).row(spec, load, predictor.model)
+            try:
+                if engine_cache(row, workers).share_of(longest) * plan.dp <= 1.0:
+                    return count
+            except OpcastError:
+                continue
+    return 0
 
 
 def _simulate(

@@ -126,7 +126,9 @@ def print_plans(
     """
     best = plans.best
     if best is None:
-        console.print(Text("no deployment keeps the SLO", style="bold red"))
+        least = f": it takes at least {plans.fewest} devices" if plans.fewest else ""
+        said = f"nothing fits{least}" if plans.nothing_fits else "no deployment keeps the SLO"
+        console.print(Text(said, style="bold red"))
         for line in plans.nearest():
             console.print(line, highlight=False)
     else:
@@ -149,10 +151,21 @@ def print_plans(
         f"{plans.pruned} were left out",
         highlight=False,
     )
-    table = _table("tokens/s a device", "TTFT", "TPOT", "keep the SLO", "deployment")
-    for one in plans.front()[:top]:
-        table.add_row(*_cells(one))
-    console.print(table)
+    alike: dict[str, list[str]] = {}
+    for text, why in plans.refused.items():
+        alike.setdefault(why, []).append(text)
+    for why, (first, *others) in list(alike.items())[:top]:
+        more = f" (nor do {len(others)} more)" if others else ""
+        console.print(f"{first} does not fit{more}: {why}", highlight=False, soft_wrap=True)
+    if left := sum(len(own) for own in list(alike.values())[top:]):
+        console.print(f"{left} more do not fit (--top, --json)", highlight=False)
+    if plans.judged:
+        table = _table("tokens/s a device", "TTFT", "TPOT", "keep the SLO", "deployment")
+        for one in plans.front()[:top]:
+            table.add_row(*_cells(one))
+        console.print(table)
+    if best is not None:
+        print_notes(console, best.prediction.notes)
 
 
 def _formats(own: Deployment) -> str:

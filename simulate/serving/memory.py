@@ -229,5 +229,6 @@ def what_is_too_large(capacity: float, parts: dict[str, float]) -> str:
     listed = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in parts.items() if k != "cache" and v)
     return (
         f"weights of {held / 2**30:.1f} GiB on a device do not fit into "
-        f"{capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed})"
+        f"{capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed}), "
+        f"{max(0.0, -parts['cache']) / 2**30:.1f} GiB are missing"
     )

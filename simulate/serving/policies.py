@@ -68,12 +68,14 @@ class Framework:
         hybrid: What layers with a window, or with a recurrent state, take of the cache: ``pages``
             of one pool for each kind of layers, ``apart`` for pools of their own, or as much as
             all others (empty).
+        nvidia: Whether it runs on NVIDIA's GPUs alone.
     """
 
     policy: Policy
     memory: float = 0.9
     memory_of: str = "total"
     hybrid: str = ""
+    nvidia: bool = False
 
     def frees_windows(self, experts: bool) -> bool:
         """Whether what a window has passed is freed.
@@ -94,16 +96,17 @@ class Framework:
 #: Shares of the memory are of ``--gpu-memory-utilization`` (vLLM), ``--mem-fraction-static``
 #: (SGLang), ``free_gpu_memory_fraction`` (TensorRT-LLM) and ``--cache-max-entry-count`` (LMDeploy).
 #: vLLM's hybrid KV cache manager gives each kind of layers pages of one pool; SGLang has pools of
-#: fixed sizes; TensorRT-LLM keeps all tokens unless ``max_attention_window`` names the windows.
+#: fixed sizes; kernels of TensorRT-LLM and of DeepSpeed-MII's FastGen are written for NVIDIA's
+#: GPUs. TensorRT-LLM keeps all tokens unless ``max_attention_window`` names the windows.
 FRAMEWORKS = {
     "vllm": Framework(Policy(1024, 8192, block=16), hybrid="pages"),
     "sglang": Framework(
         Policy(4096, 8192, mixed=False, reserve=0.5), 0.88, memory_of="static", hybrid="apart"
     ),
     "tensorrt-llm": Framework(
-        Policy(2048, 8192, chunked=False, reserve=1.0, block=32), memory_of="free"
+        Policy(2048, 8192, chunked=False, reserve=1.0, block=32), memory_of="free", nvidia=True
     ),
-    "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0, block=64), 0.8),
+    "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0, block=64), 0.8, nvidia=True),
     "lmdeploy": Framework(Policy(256, 8192, mixed=False, block=64), 0.8, memory_of="free"),
 }
 #: A framework that is not known batches as vLLM does.
@@ -113,6 +116,18 @@ OTHER = FRAMEWORKS["vllm"]
 def framework_defaults(name: str) -> Framework:
     """Defaults of a framework by its name in lower case."""
     return FRAMEWORKS.get(name, OTHER)
+
+
+def runs_on(name: str, platform: str, vendor: str) -> bool:
+    """Whether a framework runs on a device at all.
+
+    Args:
+        name: Of the framework, in lower case.
+        platform: Of the device: ``cpu``, ``gpu`` or ``tpu``.
+        vendor: Who makes it; empty if its description does not say.
+    """
+    own = platform == "gpu" and vendor in ("", "NVIDIA")
+    return own or not framework_defaults(name).nvidia
 
 
 #: First versions whose engines were rewritten: vLLM's V1, TensorRT-LLM's PyTorch backend.

@@ -52,6 +52,7 @@ class ServedModel:
         recurrence: Sizes of the layers with a recurrent state; ``None`` for heads like those of
             attention.
         bare_layers: Layers with attention or a state that have no feed-forward behind.
+        mtp: Whether it has modules of multi-token prediction; ``None`` if unknown.
     """
 
     workload: Workload
@@ -62,6 +63,7 @@ class ServedModel:
     attention_weights: str = ""
     recurrence: Recurrence | None = None
     bare_layers: int = 0
+    mtp: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the formats.

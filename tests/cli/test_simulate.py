@@ -275,6 +275,28 @@ def test_planning_prints_the_best_and_its_commands():
     assert data["best"]["keeps_slo"] and data["best"]["gpus"] == 2
 
 
+def test_planning_says_what_does_not_fit():
+    large = "layers=64,d_model=8192,heads=64,kv_heads=8,d_ff=32768,vocab=32000"
+    arguments = [
+        "plan-serving", "--workload", "llama", "--set", large, "--device", "h100-sxm", "--load",
+        "concurrency=8,prompt=64,output=16,count=24", "--operators", "roofline", "--together",
+    ]  # fmt: skip
+
+    def planned(gpus, *options):
+        words = [*arguments, "--gpus", gpus, *options]
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+    # 61.4e9 parameters in 16 bits on 80 GiB.
+    none = planned("1")
+    assert none.exit_code == 1 and "nothing fits: it takes at least 2 devices" in none.output
+    assert "GiB are missing" in none.output and "tokens/s a device" not in none.output
+    some = planned("2")
+    assert some.exit_code == 0 and "2 x (tp=1) does not fit: weights of" in some.output
+    # The note that simulate-serving has on loads in lock-step.
+    full = planned("2", "--load", "concurrency=64,prompt=1024,output=8,count=128")
+    assert "give lengths a distribution" in full.output
+
+
 def test_planning_takes_what_serving_takes():
     arguments = [
         "plan-serving", "--workload", "llama", "--set", SMALL, "--device", "h100-sxm", "--gpus",
