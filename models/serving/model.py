@@ -105,7 +105,12 @@ class ServingModel:
         return "", 0.0
 
     def interval(
-        self, metric: str, tier: str, queued: float, context: Context
+        self,
+        metric: str,
+        tier: str,
+        queued: float,
+        context: Context,
+        measured_on: bool | None = None,
     ) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate.
 
@@ -117,8 +122,10 @@ class ServingModel:
             tier: What is known of the row, one of :data:`TIERS`.
             queued: Share of the time to the first token that is waiting.
             context: Of the row.
+            measured_on: Whether runs of its machines were measured; ``None`` to look it up.
         """
-        own, here = self._own(context).get("ends", {}), self.measured_on(context)
+        own = self._own(context).get("ends", {})
+        here = self.measured_on(context) if measured_on is None else measured_on
 
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)

@@ -192,8 +192,9 @@ def _inside(
         ends = ServingModel(ends=serving_ends(others))
         column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
         for place, score in zip(at, own, strict=True):
-            low, high = ends.ends_of(score.kind, score.tier, score.measured_on)
-            column[place] = low <= score.error <= high
+            metric, queued = str(seen.metrics[place]), float(seen.queued[place])
+            low, high = ends.interval(metric, score.tier, queued, score.context, score.measured_on)
+            column[place] = low <= np.exp(score.error) <= high
     return found
 
 

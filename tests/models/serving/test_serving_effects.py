@@ -15,9 +15,12 @@ from opcast.models.serving.fit import (
     adapt_serving,
     fit_serving,
     linear_errors,
+    request_errors,
     simulated_error,
 )
 from opcast.models.serving.model import (
+    METRICS,
+    REQUEST_TIME,
     Score,
     ServingModel,
     kind_of,
@@ -239,3 +242,44 @@ def test_the_shipped_model_knows_the_usual_frameworks() -> None:
     assert 0.5 < low < 1.0 < high < 2.0
     wider = model.interval("tpot", "model", 0.0, {})
     assert wider[0] <= low and high <= wider[1]
+
+
+def test_errors_of_whole_requests_are_of_both_parts() -> None:
+    # Measured 1 s and 0.01 s, predicted 2 s and 0.005 s: of 101 tokens 2 s against 2.5 s.
+    seen = Observed(
+        np.array([0, 0, 1, 2, 2]),
+        np.array(["ttft", "tpot", "tpot", "ttft", "tpot"]),
+        np.log([1.0, 0.01, 0.01, 1.0, 0.01]),
+        np.zeros(5),
+        np.zeros((5, len(COSTS))),
+        np.zeros(5),
+    )
+    errors = np.log([1 / 2, 2.0, 2.0, 1 / 2, 2.0])
+    # The second row has one part alone, the third is of no closed loop.
+    found = request_errors(seen, errors, [101.0, 101.0, 0.0])
+    assert found == {1: pytest.approx(np.log(2.0 / 2.5))}
+
+
+def test_parts_keep_to_the_ends_of_the_whole() -> None:
+    def made(**ends: tuple[float, float]) -> dict[str, tuple[float, float]]:
+        logs = {f"{name}/new": tuple(np.log(end)) for name, end in ends.items()}
+        return ServingModel(ends=logs).tied_intervals("new", 0.0, {}, (1.0, 3.0), REQUEST_TIME)
+
+    parts = {"ttft": (0.5, 20.0), "tpot": (0.6, 1.5)}
+    found = made(**parts, e2e=(0.7, 2.0))
+    assert found[REQUEST_TIME] == pytest.approx((0.7, 2.0))
+    # 8 s at the most, of which at least 1.8 are of further tokens.
+    assert found["ttft"] == pytest.approx((0.5, 6.2)) and found["tpot"] == pytest.approx((0.6, 1.5))
+    # At least 3.6 s, of which the first token has 1.1 at the most.
+    least = made(ttft=(0.5, 1.1), tpot=(0.6, 1.5), e2e=(0.9, 2.0))
+    assert least["tpot"] == pytest.approx((2.5 / 3.0, 1.5))
+    # A model without ends of whole requests: both parts at their ends.
+    assert made(**parts)[REQUEST_TIME] == pytest.approx((2.3 / 4.0, 24.5 / 4.0))
+
+
+def test_the_shipped_model_has_ends_of_whole_requests() -> None:
+    ends = shipped_serving().ends
+    for metric in (*METRICS, REQUEST_TIME):
+        assert ends[f"{metric}/model"][0] < 0.0 < ends[f"{metric}/model"][1]
+    # A sum is known better than its worst part.
+    assert ends["e2e-apart/model"][1] < ends["ttft-apart/model/elsewhere"][1]
