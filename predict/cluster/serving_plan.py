@@ -373,7 +373,7 @@ def _fewest(
 ) -> int:
     """Devices of the smallest engine that holds the model and the longest request; 0 for none."""
     longest = int((load.prompts + load.outputs).max())
-    for count in (2**n for n in range(_MOST_DEVICES.bit_length())):
+    for count in (1 << n for n in range(_MOST_DEVICES.bit_length())):
         for plan in engine_plans(base, max(count, devices)):
             if plan.devices != count:
                 continue
