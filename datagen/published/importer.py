@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
 #: Columns that every table has.
 REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
-#: Columns of a table of one's own: rows without ``id`` are numbered, and a part of the shapes is held
-#: out without ``split``.
+#: Columns of a table of one's own: rows without ``id`` are numbered, and without ``split`` part of
+#: the shapes is held out.
 OWN = ("source", "family", "op", "dtype", "device", "latency_us")
 #: Rows of a shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
