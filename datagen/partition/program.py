@@ -28,6 +28,8 @@ from .workload import expand_groups, read_dump, run_worker, to_stablehlo
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
+    from ...features.ir.mlir.attention_calls import CallAxis, CallSplit
+
 #: Times that a step moves its parameters by collectives, above which something else is moved. FSDP
 #: gathers them for the forward and the backward pass and reduces their gradients: three times.
 _MOST_MOVED = 4.0
@@ -116,9 +118,55 @@ def partition_program(
         ],
         "outputs": {str(out): number for number, out in donated.items()},
     }
+    module = _calls_cut(module, sizes)
     data = _run(module, prod(sizes.values()), format, source.origin, shardings)
     write_bytes(Path(path), data)
     return _summary(Path(path), read_program(data), float(sum(kinds[n].nbytes for n in used)))
+
+
+def _calls_cut(module: ir.Module, sizes: Mapping[str, int]) -> ir.Module:
+    """Cut calls of attention along the batch, as all axes do, where it can be divided."""
+    from ...features.ir.jax_compat import walk_ops
+    from ...features.ir.mlir.attention_calls import call_axes
+    from ...features.ir.mlir.shardings import constrained
+
+    calls = {}
+    for number, op in enumerate(walk_ops(module)):
+        axes = call_axes(op)
+        if axes and axes[0].operands:
+            operands, results = ([list(v.type.shape) for v in s] for s in (op.operands, op.results))
+            if all(operands[k][d] % prod(sizes.values()) == 0 for k, d in axes[0].operands):
+                calls[number] = call_split(axes, (tuple(sizes), ()), operands, results, sizes)
+    return constrained(module, {}, {}, calls) if calls else module
+
+
+def call_split(
+    axes: Sequence[CallAxis],
+    cuts: Sequence[tuple[str, ...]],
+    operands: Sequence[Sequence[int]],
+    results: Sequence[Sequence[int]],
+    mesh: Mapping[str, int],
+) -> CallSplit:
+    """Shardings of a call that is cut along its batch and heads.
+
+    Args:
+        axes: Where both are.
+        cuts: Axes of the mesh that cut each of them.
+        operands: Shapes of its operands.
+        results: Shapes of its results.
+        mesh: Sizes by axis.
+    """
+    from ...features.ir.mlir.attention_calls import CallSplit
+
+    def texts(shapes: Sequence[Sequence[int]], side: int) -> tuple[str, ...]:
+        specs: list[list[tuple[str, ...]]] = [[()] * len(shape) for shape in shapes]
+        for axis, cut in zip(axes, cuts, strict=True):
+            for k, d in axis[side]:
+                specs[k][d] = cut
+        return tuple(sharding_text(spec, len(spec), mesh) for spec in specs)
+
+    batch, heads = (prod(mesh[a] for a in cut) for cut in cuts)
+    return CallSplit(texts(operands, 1), texts(results, 0), (batch, heads))
 
 
 def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:

@@ -43,13 +43,20 @@ def partition_program(job: Mapping[str, Any]) -> None:
             by number. Without them the module brings its own.
     """
     from ...features.ir.jax_compat import compile_module, parse_module, with_shardings
+    from .workload import partitioner_dumps
 
     module = parse_module(Path(job["program"]).read_bytes())
     if "arguments" in job:
         outputs = {int(out): number for out, number in job["outputs"].items()}
         module = with_shardings(module, job["arguments"], outputs, job["devices"])
     Path(job["dump"]).mkdir(parents=True, exist_ok=True)
-    compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
+    try:
+        compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
+    except Exception:
+        # What comes behind the partitioner is of no interest: a CPU has no code for the libraries
+        # of a GPU.
+        if not partitioner_dumps(Path(job["dump"])):
+            raise
 
 
 def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], dump: str) -> None:

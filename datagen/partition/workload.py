@@ -18,6 +18,8 @@ from pathlib import Path
 from ...common.errors import LoweringError
 from ...common.files import write_bytes
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
+from ...features.ir.hlo_header import read_header
+from ...features.ir.program import Program
 from ...features.ir.replica_groups import parse_replica_groups
 from ..zoo.catalog import Setting
 from ..zoo.registry import resolve
@@ -89,14 +91,17 @@ def read_dump(folder: Path, name: str) -> str:
         LoweringError: There is none.
     """
     # The name of the pass depends on the version of jax.
-    dumps = sorted(folder.glob("*after_spmd-partitioning*")) or sorted(
-        folder.glob("*after_shardy-xla*")
-    )
+    dumps = partitioner_dumps(folder) or sorted(folder.glob("*after_shardy-xla*"))
     if not dumps:
         raise LoweringError(
             "the partitioner left no program", where=name, hint="try another version of jax"
         )
     return dumps[-1].read_text()
+
+
+def partitioner_dumps(folder: Path) -> list[Path]:
+    """Files that XLA's partitioner wrote when it was done."""
+    return sorted(folder.glob("*after_spmd-partitioning*"))
 
 
 def expand_groups(text: str) -> str:
@@ -126,9 +131,13 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
         LoweringError: The converter refuses it.
     """
     from ...features.ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
+    from ...features.ir.mlir.shardings import with_donations
 
+    header = Program()
+    read_header(text.splitlines(), header)
     try:
         module = with_partitions(hlo_to_stablehlo(text), devices)
+        module = with_donations(module, header.aliases, header.donors)
     except Exception as error:  # the converter raises several unrelated classes
         raise LoweringError(
             f"the partitioned program cannot be converted: {str(error).splitlines()[0]}",

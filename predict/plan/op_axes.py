@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from ...features.ir.mlir.attention_calls import attention_axes
 from ...features.ir.program import Op, TensorType
 
 #: Ops that mix all elements along dimensions that their types do not show. A call of a library is
-#: not cut by XLA's partitioner either, with few exceptions.
+#: not cut by XLA's partitioner either, with few exceptions; attention is cut here.
 OPAQUE = frozenset(
     ("fft", "cholesky", "triangular-solve", "custom-call", "rng-bit-generator", "rng", "infeed")
 )
@@ -42,9 +43,22 @@ def op_axes(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
     rule = _RULES.get(op.opcode)
     if rule is not None:
         return [a for a in rule(op, [k.shape for k in kinds]) if a.results or a.operands]
+    if is_attention(op):
+        return _attention(op, kinds)
     if op.opcode in OPAQUE and op.attrs.get("target") != "Sharding":
         return []
     return _elementwise(op, kinds)
+
+
+def is_attention(op: Op) -> bool:
+    """Whether an op is a call of a library's attention."""
+    return op.opcode == "custom-call" and "fmha" in str(op.attrs.get("target", ""))
+
+
+def _attention(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:
+    target, config = str(op.attrs["target"]), op.config()
+    found = attention_axes(target, config, [k.shape for k in kinds], [k.shape for k in op.results])
+    return [Axis(*axis) for axis in found]
 
 
 def _elementwise(op: Op, kinds: Sequence[TensorType]) -> list[Axis]:

@@ -9,7 +9,8 @@ from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from ...common.errors import PlanError, ProgramError
-from ...datagen.partition.program import sharding_text
+from ...datagen.partition.program import call_split, sharding_text
+from ...features.ir.mlir.attention_calls import CallAxis, CallSplit
 from ...features.ir.partitioning import annotated_devices, header_counts, joined_devices
 from ...features.ir.platforms import Platform
 from ...features.ir.reader import SourceProgram, read_program
@@ -19,6 +20,7 @@ from .arguments import Argument, arguments_of
 from .cost import Sheet, fsdp_dimension
 from .dimensions import PRODUCTS, Dimensions, dimensions_of
 from .micro_batches import accumulation_of
+from .op_axes import is_attention
 from .space import UNCHANGED, Change, Cuts, Plan, Space, assign, space_of
 
 if TYPE_CHECKING:
@@ -58,6 +60,13 @@ class PlannedProgram:
     change: Change = UNCHANGED
     layers_at: str = ""
     _changed: dict[Change, PlannedProgram] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bytes:
+        """The program without shardings, as MLIR bytecode."""
+        from ...features.ir.jax_compat import write_bytecode
+
+        return write_bytecode(self.source.module)
 
     @cached_property
     def layers(self) -> Layers | None:
@@ -177,8 +186,24 @@ class PlannedProgram:
             self.source.module,
             {at: sharding_text(cut, len(cut), sizes) for at, cut in operands.items()},
             {at: sharding_text(cut, len(cut), sizes) for at, cut in results.items()},
+            self._calls(plan),
         )
         return write_bytecode(with_shardings(module, arguments, outputs, plan.devices))
+
+    def _calls(self, plan: Plan) -> dict[int, CallSplit]:
+        """How calls of attention are cut, by the numbers of the ops."""
+        cuts, found = self.space.cuts(plan), {}
+        for step in self.found.steps:
+            if is_attention(step.op) and step.axes and step.op.source is not None:
+                along = assign([self.found.axis_class(step, axis) for axis in step.axes], cuts)
+                if any(along):
+                    axes = [CallAxis(axis.results, axis.operands) for axis in step.axes]
+                    operands = [self.found.types[o].shape for o in step.operands]
+                    results = [kind.shape for kind in step.op.results]
+                    found[step.op.source.index] = call_split(
+                        axes, along, operands, results, plan.sizes
+                    )
+        return found
 
     def _constraints(self, plan: Plan) -> tuple[dict[tuple[int, int], Spec], dict[int, Spec]]:
         """Cuts of operands and results by the numbers of the ops."""

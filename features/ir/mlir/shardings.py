@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, walk_ops
+from .attention_calls import CallSplit, split_call
 from .inline import inline_calls
 
 if TYPE_CHECKING:
@@ -116,7 +117,10 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
 
 
 def constrained(
-    module: ir.Module, operands: Mapping[tuple[int, int], str], results: Mapping[int, str]
+    module: ir.Module,
+    operands: Mapping[tuple[int, int], str],
+    results: Mapping[int, str],
+    calls: Mapping[int, CallSplit],
 ) -> ir.Module:
     """A copy of a module in which values are told how they are cut.
 
@@ -125,6 +129,7 @@ def constrained(
             counts.
         operands: Shardings of operands, by the number of the op and that of the operand.
         results: Shardings of ops' first results, by the number of the op.
+        calls: How calls of a library are cut, by the number of the op.
     """
     from jaxlib.mlir import ir
 
@@ -160,6 +165,8 @@ def constrained(
                 constraint = told(value, text, after, op.location)
                 for user, place in users:
                     user.operands[place] = constraint.results[0]
+        for number, split in calls.items():
+            split_call(ops[number], split)
     return copy
 
 
@@ -225,6 +232,8 @@ def with_donations(
 ) -> ir.Module:
     """A copy with the donations of an HLO header where JAX writes them: at the arguments.
 
+    Donors take the place of the first result of their type that has none, as in JAX.
+
     Args:
         module: A module converted from HLO, of which the header's are lost or out of sight.
         aliases: Pairs of an output and the argument whose buffer it takes.
@@ -234,7 +243,10 @@ def with_donations(
 
     copy = copy_module(module)
     with copy.context:
-        main = next(op for op in walk_ops(copy) if op.name == "func.func")
+        functions = {
+            str(op.attributes["sym_name"]): op for op in walk_ops(copy) if op.name == "func.func"
+        }
+        main = functions['"main"']
         told: Any = main.attributes.get("arg_attrs", None)
         count = len(main.regions[0].blocks[0].arguments)
         own = [{each.name: each.attr for each in attrs} for attrs in told or [()] * count]
@@ -242,6 +254,7 @@ def with_donations(
             own[number][_ALIAS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), output)
         for number in donors:
             own[number][_DONOR] = ir.BoolAttr.get(True)
+        _pair_donors(main, own)
         main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in own])
         if "mhlo.input_output_alias" in copy.operation.attributes:
             del copy.operation.attributes["mhlo.input_output_alias"]

@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.common.errors import CompilerError, PlanError, ProgramError
-from opcast.datagen.partition.program import partition_program, sharding_text
+from opcast.datagen.partition.program import (
+    partition_annotated,
+    partition_program,
+    sharding_text,
+)
+from opcast.features.ir.mlir.shardings import gathered_at_use
+from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.xla_collectives import optimise_collectives
+from opcast.predict.plan.program import read_planned
+from opcast.predict.plan.space import Plan
 
 MESH = {"dp": 2, "fsdp": 4}
 
@@ -122,6 +130,7 @@ def test_fsdp_gathers_parameters_where_they_are_used(step, tmp_path):
         ("all-gather", 64, 512), ("all-gather", 256, 512),
         ("all-reduce", 64, 512), ("all-reduce", 256, 512),
     ]  # fmt: skip
+    assert read_program(done.path).program.aliases == ((0, 0), (1, 1))
     assert done.parameter_bytes == 4 * (256 * 512 + 512 * 64)
     assert done.moved_bytes == 2 * done.parameter_bytes and not done.note
 
@@ -195,3 +204,98 @@ def test_collectives_that_move_activations_are_said(tmp_path):
     done = partition_program(path, "fsdp=4", tmp_path / "out.mlir")
     assert done.parameter_bytes == 4 * 64 * 8
     assert re.search(r"collectives move .* times the parameters .*activations.*4096", done.note)
+
+
+def test_weights_of_layers_in_a_loop_are_parameters():
+    def train(weights, x):
+        def layer(h, own):
+            return jnp.tanh(h @ own["w"].astype(jnp.bfloat16) + own["b"]), None
+
+        def loss(weights):
+            out, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
+            return jnp.mean(out.astype(jnp.float32))
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = {
+        "w": jax.ShapeDtypeStruct((4, 64, 64), jnp.float32),
+        "b": jax.ShapeDtypeStruct((4, 64), jnp.bfloat16),
+    }
+    x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    lowered = jax.jit(train, donate_argnums=0).lower(weights, x)
+    assert gathered_at_use(read_program(lowered).module, [0, 1])[1] == {0, 1}
+
+
+# Sequences, positions, heads of queries, heads of keys, size of a head.
+ATTENTION = (8, 128, 4, 2, 64)
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """A train step with cuDNN's attention of grouped queries, in a loop over two layers."""
+    batch, length, heads, groups, size = ATTENTION
+    width = heads * size
+
+    def layer(x, own):
+        q = (x @ own["q"]).reshape(*x.shape[:2], heads, size)
+        k = (x @ own["k"]).reshape(*x.shape[:2], groups, size)
+        a = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
+        return x + a.reshape(x.shape) @ own["o"], None
+
+    def train(weights, x):
+        def loss(weights):
+            out, _ = jax.lax.scan(layer, x, weights)
+            return jnp.mean(out.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    bf16 = jnp.bfloat16
+    columns = {"q": width, "k": groups * size, "o": width}
+    weights = {n: jax.ShapeDtypeStruct((2, width, c), bf16) for n, c in columns.items()}
+    x = jax.ShapeDtypeStruct((batch, length, width), bf16)
+    step = jax.jit(train, donate_argnums=0)
+    return read_program(step, weights, x, platform=Platform("cuda", 90))
+
+
+def calls(program):
+    """Target, shapes of operands, and stated shape of the scores of each call of attention."""
+    return [
+        (
+            op.attrs["target"],
+            [c.ops[k].type.shape for k in op.operands],
+            op.config("cudnn_fmha_backend_config", "intermediate_tensor_shape")["dimensions"],
+        )
+        for c in program.computations.values()
+        for op in c.ops
+        if "fmha" in str(op.attrs.get("target", ""))
+    ]
+
+
+def test_cudnn_attention_is_cut_along_the_batch(attention, tmp_path):
+    done = partition_program(attention, "dp=4", tmp_path / "out.mlir")
+    found = read_program(done.path).program
+    whole, kept = (2, 128, 4, 64), (2, 128, 2, 64)
+    assert {name: shapes for name, shapes, _ in calls(found)} == {
+        "__cudnn$fmhaSoftmax": [whole, kept, kept],
+        "__cudnn$fmhaSoftmaxBackward": [whole, kept, kept, (2, 4, 128), whole, whole],
+    }
+    assert all([int(n) for n in stated] == [2, 4, 128, 128] for _, _, stated in calls(found))
+    # Gradients alone are reduced: nothing is gathered for the calls.
+    assert {name for name, _ in collectives(found)} == {"all-reduce"}
+    assert found.aliases == ((0, 0), (1, 1), (2, 2))
+
+
+def test_a_plan_cuts_cudnn_attention_along_heads(attention):
+    planned = read_planned(attention)
+    heads = {c for c in planned.space.tensor if planned.space.class_sizes[c] in (2, 4)}
+    assert heads
+    plan = Plan((("data", 2), ("tensor", 2)), tuple(heads))
+    found = read_program(partition_annotated(read_program(planned.annotated(plan)))).program
+    whole, kept = (4, 128, 2, 64), (4, 128, 1, 64)
+    assert {name: shapes for name, shapes, _ in calls(found)} == {
+        "__cudnn$fmhaSoftmax": [whole, kept, kept],
+        "__cudnn$fmhaSoftmaxBackward": [whole, kept, kept, (4, 2, 128), whole, whole],
+    }
+    assert all([int(n) for n in stated] == [4, 2, 128, 128] for _, _, stated in calls(found))
+    # No operand or result of a call is gathered; those have four dimensions.
+    assert all(len(shape) < 4 for _, shape in collectives(found))

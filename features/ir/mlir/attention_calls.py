@@ -1,0 +1,194 @@
+"""cuDNN's fused attention, cut along batch and heads.
+
+A partitioner knows nothing of a library's call: it gathers the operands, and every device computes
+the whole. JAX cuts its own calls by a callback (``custom_partitioning``), which a program that was
+lowered for one device has not. Such a call is put into a part that is written for each device, as
+``shard_map`` does: every device calls the library with its own sequences and heads, which need
+nothing of one another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxlib.mlir import ir
+
+_CONFIG = "cudnn_fmha_backend_config"
+#: The product of queries (backward: the result's gradient) with keys or values, whose batch
+#: dimensions tell where the heads are: ``BTNH`` or ``BNTH``.
+_PRODUCTS = ("bmm1_dot_dimension_numbers", "bmm2_grad_gemm2_dot_dimension_numbers")
+
+#: Number of an operand or a result, number of its dimension.
+At = tuple[int, int]
+Shape = Sequence[int]
+
+
+class CallAxis(NamedTuple):
+    """A dimension along which a call can be cut.
+
+    Attributes:
+        results: Where it is in the results.
+        operands: Where it is in the operands.
+    """
+
+    results: tuple[At, ...]
+    operands: tuple[At, ...]
+
+
+class CallSplit(NamedTuple):
+    """How a call is cut.
+
+    Attributes:
+        operands: Sharding of each operand.
+        results: Sharding of each result.
+        parts: Parts of batch and heads.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    parts: tuple[int, int]
+
+
+def attention_axes(
+    target: str, config: Mapping[str, Any], operands: Sequence[Shape], results: Sequence[Shape]
+) -> tuple[CallAxis, ...]:
+    """Batch and heads of a call of cuDNN's attention.
+
+    The order of operands and results is JAX's (``jax/_src/cudnn/fused_attention_stablehlo.py``):
+    queries, keys, values, bias, lengths; backward queries, keys, values, statistics, gradient,
+    bias, result, lengths. Results are ``(batch, heads, positions, size)`` in either layout.
+
+    Args:
+        target: Name of the called function.
+        config: Its backend configuration.
+        operands: Shapes of its operands.
+        results: Shapes of its results.
+
+    Returns:
+        Two axes, of which one may be nowhere: that of a bias for all whose gradient is asked for,
+        since the gradient is a sum over it. Empty for other calls, for attention of pages and of
+        eight bits, and where the configuration is not one of JAX.
+    """
+    own = config.get(_CONFIG, {})
+    heads = _heads_at(own)
+    if "__cudnn$fmha" not in target or target.endswith("F8") or heads is None or len(operands) < 3:
+        return ()
+    if own.get("is_paged_attention") or any(len(shape) != 4 for shape in operands[:3]):
+        return ()
+    backward, bias = "Backward" in target, "Bias" in target
+    like = [0, 1, 2, 4, 6 if bias else 5] if backward else [0, 1, 2]
+    # Queries and keys of all heads of a device must be there, of grouped ones, too: both are cut
+    # into as many parts, in order.
+    found = [[(k, 0) for k in like], [(k, heads) for k in like]]
+    at_bias = (5 if backward else 3) if bias else -1
+    for k, shape in enumerate(operands):
+        if k == at_bias:
+            for axis, d in zip(found, (0, 1), strict=True):
+                axis += [(k, d)] if shape[d] > 1 else []
+        elif backward and k == 3:
+            found[0].append((k, 0))
+            found[1].append((k, 1))
+        elif k not in like:
+            found[0].append((k, 0))
+    made = [[(n, d) for n, shape in enumerate(results) if len(shape) > 2] for d in (0, 1)]
+    for d in (0, 1):
+        if any(results[n][d] == 1 for n, _ in made[d]) and operands[0][(0, heads)[d]] > 1:
+            made[d], found[d] = [], []
+    return tuple(CallAxis(tuple(r), tuple(o)) for r, o in zip(made, found, strict=True))
+
+
+def _heads_at(own: Any) -> int | None:
+    """Dimension of the heads in queries and keys: 1 or 2."""
+    try:
+        numbers = next(own[key] for key in _PRODUCTS if key in own)
+        heads = int(numbers["lhs_batch_dimensions"][1])
+        shape = own["intermediate_tensor_shape"]["dimensions"]
+    except (IndexError, KeyError, StopIteration, TypeError, ValueError):
+        return None
+    return heads if heads in (1, 2) and len(shape) == 4 else None
+
+
+def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
+    """Batch and heads of an op of a module, as :func:`attention_axes` finds them."""
+    from jaxlib.mlir import ir
+
+    if op.name != "stablehlo.custom_call" or "backend_config" not in op.attributes:
+        return ()
+    target = ir.StringAttr(op.attributes["call_target_name"]).value
+    if "fmha" not in target:
+        return ()
+    try:
+        config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    except ValueError:
+        return ()
+    return attention_axes(
+        target, config, [_shape(v) for v in op.operands], [_shape(v) for v in op.results]
+    )
+
+
+def split_call(op: ir.Operation, split: CallSplit) -> None:
+    """Let each device call the library with its part; must be done within the op's context.
+
+    Args:
+        op: A call with :func:`call_axes`, which goes.
+        split: How it is cut; the parts divide all sizes along their axes.
+    """
+    from jaxlib.mlir import ir
+
+    axes = call_axes(op)
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    dimensions = config[_CONFIG]["intermediate_tensor_shape"]["dimensions"]
+    for n, parts in enumerate(split.parts):
+        dimensions[n] = str(int(dimensions[n]) // parts)
+    place = ir.InsertionPoint(op)
+
+    def local(value: Any, number: int, side: int) -> Any:
+        shape = _shape(value)
+        for axis, parts in zip(axes, split.parts, strict=True):
+            for k, d in axis[side]:
+                if k == number:
+                    shape[d] //= parts
+        return ir.RankedTensorType.get(shape, value.type.element_type, loc=op.location)
+
+    def told(value: Any, kind: Any, call: str, sharding: str) -> Any:
+        made = ir.Operation.create(
+            "stablehlo.custom_call",
+            results=[kind],
+            operands=[value],
+            attributes={
+                "call_target_name": ir.StringAttr.get(call),
+                "mhlo.sharding": ir.StringAttr.get(sharding),
+            },
+            loc=op.location,
+            ip=place,
+        )
+        return made.results[0]
+
+    given = []
+    for number, (value, text) in enumerate(zip(op.operands, split.operands, strict=True)):
+        whole = told(value, value.type, "Sharding", text)
+        kind = local(value, number, 1)
+        given.append(told(whole, kind, "SPMDFullToShardShape", "{manual}"))
+    manual = ", ".join(["{manual}"] * len(op.results))
+    attributes = {name: op.attributes[name] for name in op.attributes}
+    attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+    attributes["mhlo.sharding"] = ir.StringAttr.get(f"{{{manual}}}")
+    call = ir.Operation.create(
+        "stablehlo.custom_call",
+        results=[local(value, number, 0) for number, value in enumerate(op.results)],
+        operands=given,
+        attributes=attributes,
+        loc=op.location,
+        ip=place,
+    )
+    for old, new, text in zip(op.results, call.results, split.results, strict=True):
+        part = told(new, new.type, "Sharding", "{manual}")
+        old.replace_all_uses_with(told(part, old.type, "SPMDShardToFullShape", text))
+    op.erase()
+
+
+def _shape(value: Any) -> list[int]:
+    return list(value.type.shape)
