@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _SYMBOL_ATTRIBUTES = ("callee", "decomposition", "called_computations", "called_computation")
 _STATIC_HINT = "give all shapes as static sizes when lowering or exporting the program"
 _FLOW_HINT = "use structured control flow: stablehlo.while, case and if"
+# Of an argument that is no tuple; a program of one result has an index of no numbers.
+_HEADER_ALIAS = re.compile(
+    r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, "
+    r"output_index = array<i64(?:: (\d+))?>"
+)
 
 Types = tuple[tuple[TensorType, ...], bool]
 
@@ -114,13 +119,15 @@ class ModuleReader:
 
     def _aliases(self, function: ir.Operation) -> None:
         arguments = self._attributes(function).get("arg_attrs") or ()
-        self.program.aliases = tuple(
-            sorted(
-                (attrs["tf.aliasing_output"], number)
-                for number, attrs in enumerate(arguments)
-                if isinstance(attrs, dict) and "tf.aliasing_output" in attrs
-            )
-        )
+        pairs = {
+            (attrs["tf.aliasing_output"], number)
+            for number, attrs in enumerate(arguments)
+            if isinstance(attrs, dict) and "tf.aliasing_output" in attrs
+        }
+        # What XLA's converter makes of the header of HLO.
+        text = str(self.module.operation.attributes.get("mhlo.input_output_alias", ""))
+        pairs |= {(int(output or 0), int(number)) for number, output in _HEADER_ALIAS.findall(text)}
+        self.program.aliases = tuple(sorted(pairs))
 
     def _attributes(self, op: ir.Operation) -> Attrs:
         values: Attrs = {}
