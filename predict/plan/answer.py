@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ class PlanAnswer:
         notes: What should be known about the answer.
         cluster: Name of the cluster.
         stopped: Whether Ctrl-C ended the search before its end.
+        alone: Row of the program as it is on one device; ``None`` if it does not fit there.
     """
 
     best: Row
@@ -59,6 +61,7 @@ class PlanAnswer:
     notes: tuple[str, ...]
     cluster: str
     stopped: bool = False
+    alone: Row | None = None
 
     def __repr__(self) -> str:
         """Plan and time; the fields would fill pages."""
@@ -84,6 +87,7 @@ class PlanAnswer:
         return {
             "best": self.best,
             "front": self.front,
+            "one_device": self.alone,
             "rows": self.rows,
             "screened": self.screened,
             "reasons": list(self.reasons),
@@ -166,8 +170,13 @@ def plan(
             read, where, folder, model, lowering, workers, ray, tuple(axes), memory, layers, parts
         )
         search.screen()
-        rows = search.compile(search.chosen(compiles), budget_s, progress)
-        return answer_of(search, rows)
+        started = time.monotonic()
+        alone = search.compile_alone(budget_s) if budget_s > 0 else None
+        left = budget_s - (time.monotonic() - started)
+        # One plan at least: without any there is no answer.
+        left = max(left, 1.0) if budget_s > 0 and not search.stopped else 0.0
+        rows = search.compile(search.chosen(compiles), left, progress)
+        return answer_of(search, rows, alone)
 
 
 def _asked(
@@ -190,13 +199,18 @@ def _asked(
     return int(text)
 
 
-def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
+def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None) -> PlanAnswer:
     """Put the compiled plans of a search in order.
+
+    Args:
+        search: The search.
+        rows: Its compiled plans.
+        alone: The program on one device, if it fits there.
 
     Raises:
         LoweringError: None could be compiled.
     """
-    made = sorted((r for r in rows if not r["error"]), key=lambda r: _number(r, "latency_us"))
+    made = sorted((r for r in rows if not r["error"]), key=_latency)
     own = [row for row in made if row["plan"] != AS_GIVEN]
     if not own:
         said = next((str(row["error"]) for row in rows if row["error"]), "there was no time")
@@ -214,14 +228,15 @@ def answer_of(search: PlanSearch, rows: Sequence[Row]) -> PlanAnswer:
     return PlanAnswer(
         best,
         [*made, *(row for row in rows if row["error"])],
-        _front(fitting),
+        _front(sorted([*fitting, *([alone] if alone else [])], key=_latency)),
         len(search.screened),
         code_of(search.program.changed(plan.change), plan),
         search.program.changed(plan.change).annotated(plan),
         (*_why_changed(search, best), *_reasons(best, [r for r in fitting if r is not best])),
-        tuple(_notes(search, best, fitting)),
+        tuple(_notes(search, best, fitting, alone)),
         search.cluster.name,
         search.stopped,
+        alone,
     )
 
 
@@ -298,8 +313,13 @@ def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
     return found
 
 
-def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row]) -> list[str]:
+def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | None) -> list[str]:
     notes = []
+    if alone and fitting and _latency(alone) < _latency(best):
+        notes.append(
+            f"{WARNING}one device takes {_time(alone)}, less than the best plan over "
+            f"{best['devices']} devices ({_time(best)}): a larger batch shares the work better"
+        )
     if search.left:
         notes.append(
             f"{search.left} of {search.wanted} chosen plans are not compiled yet: the search was "
@@ -339,5 +359,9 @@ def _number(row: Row, key: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
+def _latency(row: Row) -> float:
+    return _number(row, "latency_us")
+
+
 def _time(row: Row) -> str:
-    return duration(_number(row, "latency_us"))
+    return duration(_latency(row))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...common.errors import OpcastError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...features.lowering.options import LoweringOptions
 from ...features.lowering.target_compiler.process import CompileSettings
 from ...models.power.energy import energy_fields
-from ...simulate.clusters.topology import Cluster
+from ...simulate.clusters.topology import Cluster, Dimension, Topology
 from ..api import loaded
 from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
 from ..program.energy import program_energy
@@ -59,6 +59,14 @@ def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> Rows:
             row = {"error": str(fault(error))}
         rows.append({"key": key, **row, "seconds": time.monotonic() - started})
     return rows
+
+
+def judge_alone(job: PlanJob, program: bytes) -> Row:
+    """The row of a program of one device, predicted as ``predict --device`` does."""
+    network = Topology((Dimension("switch", 1, 1.0),))
+    alone = Cluster(job.cluster.device, job.cluster.device, network)
+    (row,) = judge_plans(replace(job, cluster=alone), [("", program)])
+    return row
 
 
 def _judged(job: PlanJob, program: bytes) -> Row:

@@ -24,7 +24,7 @@ from ...simulate.clusters.topology import Cluster
 from ..api import loaded
 from ..sweep.workers import run_here, run_processes, run_ray
 from .cost import Screened, Sheet
-from .judge import Annotated, PlanJob, Row, judge_plans
+from .judge import Annotated, PlanJob, Row, judge_alone, judge_plans
 from .program import PlannedProgram, activation_bytes
 from .space import AXES, Change, Plan
 
@@ -44,6 +44,8 @@ _PLANS = "plan.json"
 
 #: What stands for a plan in the row of a program with its own shardings.
 AS_GIVEN = "as given"
+#: What stands for a plan in the row of the program on a single device.
+ONE_DEVICE = "one device"
 
 
 def _devices(source: SourceProgram) -> int:
@@ -192,6 +194,9 @@ class PlanSearch:
             if own.plan.devices < self.cluster.size:
                 fewer.setdefault(own.plan.devices, own)
         least = min(full or ordered, key=lambda s: s.memory)
+        # What most people do first, over as many devices as the batch can be cut for.
+        pure = [s for s in fit if [axis for axis, _ in s.plan.mesh] == ["data"]]
+        data = [max(pure, key=lambda s: (s.plan.devices, -s.seconds)).plan] if pure else []
         meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
         plans: list[Plan] = []
         doubtful = 0
@@ -202,17 +207,49 @@ class PlanSearch:
                 meshes[kind] += 1
                 doubtful += doubts
                 plans.append(own.plan)
-        room = max(most - 1 - min(len(fewer), 2), 1)
-        picked = [*plans[:room], least.plan, *(s.plan for s in islice(fewer.values(), 2))]
+        room = max(most - 1 - len(data) - min(len(fewer), 2), 1)
+        picked = [*plans[:room], *data, least.plan, *(s.plan for s in islice(fewer.values(), 2))]
         return list(dict.fromkeys([*picked, *plans[room:]]))[:most]
 
     def _may_fit(self, own: Screened) -> bool:
         return not self.memory or own.memory <= _MEMORY_SLACK * self.memory
 
-    def key(self, plan: Plan) -> str:
+    def key(self, plan: Plan | str) -> str:
         """Name of a plan's files: by the program, the plan and what it is for."""
         text = f"{self.program.source.content_hash} {plan} {self.cluster} {self.model} "
         return hashlib.sha256((text + self.lowering).encode()).hexdigest()[:16]
+
+    def compile_alone(self, budget_s: float = float("inf")) -> Row | None:
+        """The row of the program as it is on one device; ``None`` if it does not fit there.
+
+        Raises:
+            DatasetError: The folder's results cannot be read.
+        """
+        held = sum(own.type.nbytes for own in self.program.arguments)
+        if self.memory and held > self.memory:
+            return None
+        self._load()
+        key = self.key(ONE_DEVICE)
+        if key not in self.rows:
+            limit = min(max(budget_s, _LEAST_S), 3600.0)
+            job = PlanJob(self.cluster, self.model, self.lowering, limit)
+            # A plan of no mesh; what it was changed to is left out, as it is the comparison.
+            about: Row = {"plan": ONE_DEVICE, "mesh": {}, "tensor": [], "remat": 0}
+            about |= {"micro_batches": 1, "devices": 1, "screened_us": None}
+            try:
+                row = judge_alone(job, self.program.plain)
+            except KeyboardInterrupt:
+                self.stopped = True
+                return None
+            self.rows[key] = {**about, **row, "key": key}
+            self._save()
+        row = self.rows[key]
+        if row["error"]:
+            return None
+        needed = row["memory_bytes_per_device"]
+        assert isinstance(needed, float | int)
+        row["fits"] = bool(row["fits"]) and (not self.memory or needed <= self.memory)
+        return row if row["fits"] else None
 
     def compile(
         self,
@@ -227,7 +264,6 @@ class PlanSearch:
         Raises:
             DatasetError: The folder's results cannot be read.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._load()
         started = time.monotonic()
         given = self.program.given
@@ -315,5 +351,6 @@ class PlanSearch:
         self.rows |= known
 
     def _save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         data = {"program": self.program.source.content_hash, "rows": self.rows}
         write_text(self.folder / _PLANS, json.dumps(data, indent=1))

@@ -258,6 +258,7 @@ def judged(monkeypatch):
         return [{"key": key, **rows.pop(0), "seconds": 1.0} for key, _ in programs]
 
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judge)
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: made(300.0, 12))
     return rows
 
 
@@ -276,6 +277,32 @@ def test_the_best_plan_and_why(lowered, judged):
     assert "all_reduce at f.py:3 (40 µs, 976.6 KiB)" in last
     # Half a MiB of parameters, of which a megabyte is twice: nothing to say.
     assert not found.notes
+
+
+def test_one_device_is_the_baseline(lowered, judged, monkeypatch, tmp_path):
+    alone = [made(60.0, 12, joules=0.5)]
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: alone.pop())
+    judged += [made(90.0, 3), made(70.0, 9)]
+    found = plan(lowered, **OPTIONS, compiles=2, out=tmp_path)
+    # The best is still a plan, but it is said that it is no gain.
+    assert found.best["latency_us"] == 70.0
+    assert found.to_dict()["one_device"]["latency_us"] == 60.0
+    assert next((row["plan"], row["devices"]) for row in found.front) == ("one device", 1)
+    assert found.notes[0].startswith("warning: one device takes 60 µs, less than the best plan")
+    # It is kept as plans are, and left out where it does not fit.
+    assert plan(lowered, **OPTIONS, compiles=2, out=tmp_path).alone == found.alone
+    small = plan(lowered, **OPTIONS, compiles=2, out=tmp_path, memory=10 * 2**30)
+    assert small.alone is None and "one device" not in {row["plan"] for row in small.front}
+    assert not any("one device" in note for note in small.notes)
+    # Arguments of half a MiB and more: nothing is compiled that cannot fit.
+    assert plan(lowered, **OPTIONS, compiles=2, memory=2**19, out=tmp_path).alone is None
+
+
+def test_data_parallelism_is_always_compiled(program, tmp_path):
+    search = PlanSearch(program, find_cluster("h100-sxm-x8"), tmp_path, model="roofline")
+    search.screen()
+    for count in (2, 4, 12):
+        assert Plan((("data", 8),)) in search.chosen(count)
 
 
 def test_plans_that_do_not_fit_are_not_best(lowered, judged):

@@ -74,6 +74,7 @@ def judge(monkeypatch):
         return rows
 
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: {"error": "none"})
     return asked
 
 
