@@ -57,7 +57,7 @@ def attention_axes(
 ) -> tuple[CallAxis, ...]:
     """Batch and heads of a call of cuDNN's attention.
 
-    The order of operands and results is JAX's (``jax/_src/cudnn/fused_attention_stablehlo.py``):
+    The order of operands and results is JAX's (``jax._src.cudnn.fused_attention_stablehlo``):
     queries, keys, values, bias, lengths; backward queries, keys, values, statistics, gradient,
     bias, result, lengths. Results are ``(batch, heads, positions, size)`` in either layout.
 
