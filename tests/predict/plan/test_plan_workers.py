@@ -101,15 +101,20 @@ def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
         "--axes", "data,fsdp,tensor", "--compiles", "3", "--out", str(tmp_path / "plans"),
     ]  # fmt: skip
     known = tmp_path / "plans" / "plan.json"
-    with (tmp_path / "first.json").open("w") as out:
-        running = subprocess.Popen(command, stdout=out, start_new_session=True)
-        end = time.monotonic() + 300.0
-        # The first row is that of one device.
-        while len(rows_of(known)) < 2 and running.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-        # To all of its processes, as a terminal sends it.
-        os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(120) == 130
+    for _ in range(4):
+        with (tmp_path / "first.json").open("w") as out:
+            running = subprocess.Popen(command, stdout=out, start_new_session=True)
+            end = time.monotonic() + 300.0
+            # The first row is that of one device.
+            while len(rows_of(known)) < 2 and running.poll() is None and time.monotonic() < end:
+                time.sleep(0.01)
+            # To all of its processes, as a terminal sends it.
+            os.killpg(running.pid, signal.SIGINT)
+            assert running.wait(120) == 130
+        if len(rows_of(known)) < 4:
+            break
+        # The interrupt came too late: the last plan was compiled before it.
+        known.unlink()
     first = json.loads((tmp_path / "first.json").read_text())
     assert 1 <= len(first["rows"]) < 3
     assert any("the search was stopped" in note for note in first["notes"])
