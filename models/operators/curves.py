@@ -126,7 +126,7 @@ class Trial:
         other, judged, _ = model.site_errors(test, devices)
         return cls.of_sites(
             model.family,
-            model.params,
+            model.fitted.errors.params,
             pool,
             (sites, errors),
             (other, judged),

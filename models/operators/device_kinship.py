@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,17 @@ class KnownDevices:
             {name: spec.vendor for name, spec in devices.items()},
             frozenset(spec.platform for spec in devices.values()),
         )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KnownDevices:
+        """Read :meth:`to_dict`'s data; the first released models lack the platforms."""
+        chips = {name: tuple(chip) for name, chip in data["chips"].items()}
+        return cls(chips, dict(data["vendors"]), frozenset(data.get("platforms", ("gpu",))))
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for the manifest."""
+        chips = {name: list(chip) for name, chip in self.chips.items()}
+        return {"chips": chips, "vendors": self.vendors, "platforms": sorted(self.platforms)}
 
     @property
     def foreign(self) -> list[str]:

@@ -18,6 +18,7 @@ import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
+from ...features.operators.columns import OpRows
 from ..explain.contributions import (
     CALIBRATION,
     LIMIT,
@@ -167,13 +168,15 @@ def explain_op(
     features = model.features(frame, specs)
     base = float(features.base_s[0])
     ratio = float(np.log(prediction.latency[0] / base))
-    parts = model.linear_parts(frame, features, specs)
-    regressor, table = model.regressor_of(frame, features, specs)
-    others = _variants(row, FAMILIES[model.family], device.name)
-    _, background = model.regressor_of(others, model.features(others, specs), specs)
+    models, asked_row = model.fitted, OpRows.of(frame)
+    like, _ = model.known_devices.proxies(asked_row.texts("device"), specs)
+    parts = models.linear_parts(asked_row, features, like)
+    regressor, table = models.choose(features, like)
+    others = model.features(_variants(row, FAMILIES[model.family], device.name), specs)
+    _, background = models.choose(others, np.repeat(like, len(others.X)))
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
     # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
-    factor = float(model.carried(frame, specs)[0])
+    factor = float(models.carried(asked_row, like)[0])
     baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
     groups = {name: value * factor for name, value in groups.items()}
     # What the calibration adds is the difference between predictions with and without it.
@@ -261,7 +264,8 @@ def nearest(
     rows = rows[alike.to_numpy()].reset_index(drop=True) if alike.any() else rows
     if not len(rows):
         return ()
-    distance = model.distance(features, rows, {device.name: device})
+    others = model.features(rows, {device.name: device})
+    distance = model.fitted.errors.distance(features, others)
     neighbours = []
     for place in np.argsort(distance, kind="stable")[:k].tolist():
         own = rows.iloc[place]

@@ -12,33 +12,15 @@ from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows, distinct
-from ...features.operators.features import ops_schema_hash
 from ...features.operators.schema import BLOCKS
-from ..adapt.gaussian_process import (
-    ErrorPosterior,
-    Scale,
-    Sites,
-    fit_params,
-    start_params,
-    time_shares,
-)
-from ..core.kernel_table import KernelTable
+from ..adapt.gaussian_process import ErrorPosterior, Sites
 from ..core.registry import estimator_class
-from ..estimators.tabular import TabularEstimator
-from .device_effects import DeviceEffects
+from .device_errors import DeviceErrors
 from .device_kinship import KnownDevices
-from .family_tables import (
-    FamilySettings,
-    GeneralFit,
-    general_table,
-    known_table,
-    latency_s,
-    learn,
-    new_regressor,
-    sized,
-    target_of,
-)
-from .intervals import FOREIGN, WIDENED, DeviceIntervals, twins
+from .family_tables import FamilySettings, GeneralFit, latency_s, target_of
+from .fitted import Fitted
+from .intervals import FOREIGN, WIDENED, DeviceIntervals
+from .known import KnownModel
 from .mixture import LIBRARY, NVIDIA_ONLY, Member, Menu, is_foreign, mixed
 from .prediction import FamilyPrediction, arithmetic_s, joined
 from .rows import (
@@ -51,8 +33,7 @@ from .rows import (
     named_columns,
     unnamed,
 )
-from .shrinkage import shrinkage
-from .unseen import Strategy, UnseenFit, mean_ape
+from .unseen import Folds, UnseenFit, mean_ape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,17 +48,9 @@ MIN_GROUPS = 8
 #: Least number of groups to hold out, but never more than a fifth of them: fewer would make the
 #: intervals those of one or two layers. Engineering estimate.
 LEAST_GROUPS = 5
-#: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³), and a
-#: few hundred determine its dozen parameters.
-COVARIANCE_ROWS = 200
-#: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
-#: factors on compute, memory and launch. Engineering estimate; not fitted.
-LIKENESS = 2.0
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
-#: Between device and library in the name of a correction that holds for one library alone.
-OF_LIBRARY = "@"
 
 
 class FamilyModel:
@@ -88,33 +61,43 @@ class FamilyModel:
         settings: Settings of its regressors.
 
     Attributes:
-        devices: Names of the devices that it was fitted to, in order.
-        seen: Number of chips on which the model of unseen devices saw each library.
-        strategy: How the model of unseen devices was fitted.
+        known_devices: Chips and vendors of the devices that it was fitted to.
         named: Text parameters that every training row of the family gives.
         menu: Libraries that its training rows ran on.
-        corrections: Corrections by calibrated device, or by device, :data:`OF_LIBRARY` and library.
         intervals: Interval ends.
+        left_out: Errors on each chip, left out; by names of devices joined by ``+``.
     """
 
     def __init__(self, family: str, settings: FamilySettings | None = None) -> None:
         self.family = family
         self.settings = settings or FamilySettings()
-        self.devices: tuple[str, ...] = ()
         self.known_devices = KnownDevices()
-        self.seen: dict[str, int] = {}
-        self.strategy = Strategy(False, 0.0, True)
         self.named: tuple[str, ...] = ()
         self.menu = Menu()
-        self.effects = DeviceEffects()
-        self.known: TabularEstimator | None = None
-        self.general: TabularEstimator | None = None
-        self.general_effects = DeviceEffects()
         self.intervals = DeviceIntervals()
-        self.scale: Scale | None = None
-        self.params = np.zeros(0)
-        self.corrections: dict[str, ErrorPosterior] = {}
         self.left_out: dict[str, dict[str, float]] = {}
+        self._models: Fitted | None = None
+
+    @property
+    def fitted(self) -> Fitted:
+        """Its models.
+
+        Raises:
+            ModelError: They were not fitted.
+        """
+        if self._models is None:
+            raise ModelError(f"the model of {self.family} has not been fitted")
+        return self._models
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that it was fitted to, in order; none before it is."""
+        return self._models.known.devices if self._models else ()
+
+    @property
+    def corrections(self) -> dict[str, ErrorPosterior]:
+        """Corrections by what they are for: :attr:`.DeviceErrors.corrections`."""
+        return self.fitted.errors.corrections
 
     # Fitting
 
@@ -130,8 +113,8 @@ class FamilyModel:
             ModelError: The estimator does not learn from a feature table.
         """
         rows = rows.reset_index(drop=True)
-        self.devices = tuple(sorted(set(rows["device"])))
-        self.known_devices = KnownDevices.of({name: devices[name] for name in self.devices})
+        names = tuple(sorted(set(rows["device"])))
+        self.known_devices = KnownDevices.of({name: devices[name] for name in names})
         # Blocks are told apart by more names than those of serving frameworks.
         self.named = () if self.family in BLOCKS else named_columns(rows)
         self.menu = Menu.of(rows) if self.named else Menu()
@@ -143,15 +126,19 @@ class FamilyModel:
         if len(fitting) > self.settings.max_rows:
             fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
         device = rows["device"].to_numpy(object)
-        library, share = codes(rows)[0], time_shares(features)
-        self.effects.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
-        # The trees learn what the linear part leaves, so that beyond their sizes they add a
-        # constant to it.
-        linear = self.effects.predict(share, device, library)
-        self.known = new_regressor(self.settings, sized(self.settings.known, len(fitting)))
-        learn(self.known, self._known_table(features, device), ratio - linear, fitting)
-        self._calibrate(features, device, ratio - linear, np.flatnonzero(held))
-        self._fit_general(rows, features, device, ratio, np.flatnonzero(~held), rng)
+        code = codes(rows)
+        known = KnownModel.fit(
+            self.family, names, self.settings, features, device, code[0], ratio, fitting
+        )
+        self._calibrate(known, features, device, code[0], ratio, np.flatnonzero(held))
+        job = GeneralFit(self.family, self.settings, features, ratio, device, code[0])
+        # Rows that mislead about other devices stay in the fit of known ones, where they are true.
+        fit = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng)
+        unseen, folds = fit.make(np.flatnonzero(~held))
+        self._judge(ratio, folds)
+        chips = self.known_devices.chips
+        errors = DeviceErrors.fit(known, unseen, chips, features, code, ratio, folds)
+        self._models = Fitted(known, unseen, errors)
         return self
 
     def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
@@ -167,22 +154,46 @@ class FamilyModel:
         return np.asarray((place <= first) | (rng.random(len(rows)) < single))
 
     def _calibrate(
-        self, features: OpFeatures, device: np.ndarray, target: np.ndarray, held: np.ndarray
+        self,
+        model: KnownModel,
+        features: OpFeatures,
+        device: np.ndarray,
+        library: np.ndarray,
+        ratio: np.ndarray,
+        held: np.ndarray,
     ) -> None:
-        assert self.known is not None
+        """Take domain and interval ends of known devices from the rows ``held`` out of the fit."""
         if not len(held):
             return
-        table = self._known_table(features.take(held), device[held])
-        predicted = self.known.point(table)
-        scores = np.log(table.base_s) + target[held] - np.log(predicted)
-        if self.known.domain is not None:
-            self.known.domain.calibrate(self.known.domain.score(table))
-        for name in self.devices:
-            own = device[held] == name
+        part, device = features.take(held), device[held]
+        table = model.table(part, device)
+        predicted = model.latency_s(part, table, device, library[held])
+        scores = np.log(part.base_s) + ratio[held] - np.log(predicted)
+        if model.regressor.domain is not None:
+            model.regressor.domain.calibrate(model.regressor.domain.score(table))
+        for name in model.devices:
+            own = device == name
             # With fewer than ten scores a device stays without ends of its own and takes those of
             # an unseen one.
             if own.sum() >= 10:
                 self.intervals.fit_device(name, scores[own], predicted[own])
+
+    def _judge(self, ratio: np.ndarray, folds: Folds) -> None:
+        """Take the interval ends of unseen devices from the errors on left-out chips."""
+        if not folds:
+            return
+        # The errors on left-out chips are what a new device's errors will look like.
+        scores = {}
+        for group, (own, left_out) in folds.items():
+            errors = ratio[own] - left_out
+            # Twins count as one device.
+            scores[group[0]] = errors
+            self.left_out["+".join(group)] = {
+                "mape": mean_ape(errors),
+                "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+                "rows": float(len(own)),
+            }
+        self.intervals.fit_unseen(scores, self.known_devices.foreign, self.family in WIDENED)
 
     def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
         """Take the ends of known devices' intervals from rows that were not learned from.
@@ -198,52 +209,6 @@ class FamilyModel:
         for name, own in known.groupby("device").indices.items():
             if len(own) >= 60:
                 self.intervals.fit_device(str(name), scores[own], latency[own])
-
-    def _fit_general(
-        self,
-        rows: pd.DataFrame,
-        features: OpFeatures,
-        device: np.ndarray,
-        target: np.ndarray,
-        fitting: np.ndarray,
-        rng: np.random.Generator,
-    ) -> None:
-        """Fit the model of unseen devices, its intervals and the covariance of its errors.
-
-        The errors are those on each chip when it is left out.
-        """
-        self.scale = Scale.of(features)
-        coarse, fine = codes(rows)
-        sites = self.scale.sites(features, coarse, fine)
-        self.params = start_params(sites.place.shape[1])
-        job = GeneralFit(self.family, self.settings, features, target, device, coarse)
-        # Rows that mislead about other devices stay in the fit of known ones, where they are true.
-        made = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng).make(
-            fitting
-        )
-        self.general, self.general_effects = made.general, made.effects
-        self.strategy, self.seen = made.strategy, made.seen
-        if not made.folds:
-            return
-        # The errors on left-out chips are what a new device's errors will look like: intervals and
-        # covariance are fitted to them.
-        tasks, scores = [], {}
-        for group, (own, ratio) in made.folds.items():
-            errors = target[own] - ratio
-            # Twins count as one device.
-            scores[group[0]] = errors
-            some = own[:COVARIANCE_ROWS]
-            task = sites.take(some)
-            likes = self._likes(features.take(some), coarse[some])
-            task.share = self._with_likes(task.share, likes, ratio[: len(some)], group)
-            tasks.append((task, errors[: len(some)]))
-            self.left_out["+".join(group)] = {
-                "mape": mean_ape(errors),
-                "median": float(np.median(np.abs(np.exp(-errors) - 1))),
-                "rows": float(len(own)),
-            }
-        self.intervals.fit_unseen(scores, self.known_devices.foreign, self.family in WIDENED)
-        self.params = fit_params(tasks)
 
     # Predicting
 
@@ -265,15 +230,15 @@ class FamilyModel:
         Raises:
             ModelError: The model was not fitted.
         """
-        self._require_fitted()
+        models = self.fitted
         rows = OpRows.of(rows)
         unsaid = self.menu.open(rows, self.named)
         if unsaid.any():
             return self._mixed(rows, unsaid, devices, corrected)
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
-        if corrected and self.corrections:
-            self._correct(prediction, rows, features)
+        if corrected and models.errors.corrections:
+            models.errors.correct(prediction, rows, features)
         prediction.hold_above(arithmetic_s(self.family, rows, features, devices))
         return prediction
 
@@ -315,7 +280,6 @@ class FamilyModel:
         self, row: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[FamilyPrediction, list[Member]]:
         """Predict a single row, and give the libraries that :meth:`members` lists of it."""
-        self._require_fitted()
         if not self.menu.open(row, self.named)[0]:
             return self.predict(row, devices), []
         table, origin, weight = self._expanded(row, devices)
@@ -329,38 +293,30 @@ class FamilyModel:
         members.sort(key=lambda member: member.latency_us)
         return mixed(found, origin, weight, 1), members
 
-    def _require_fitted(self) -> None:
-        if self.known is None or self.general is None or self.scale is None:
-            raise ModelError(f"the model of {self.family} has not been fitted")
-
     def _plain(
         self, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
     ) -> FamilyPrediction:
         """Predictions without corrections."""
-        assert self.known is not None and self.general is not None
+        known, unseen = self.fitted.known, self.fitted.unseen
         device = rows.texts("device")
         proxy, scope = self.known_devices.proxies(device, devices)
-        own = _among(proxy, self.devices)
+        own = _among(proxy, known.devices)
         latency = np.empty(len(rows))
         inside = np.zeros(len(rows), bool)
-        for mask, model in ((own, self.known), (~own, self.general)):
+        for mask, model in ((own, known), (~own, unseen)):
             at = np.flatnonzero(mask)
-            if len(at):
-                some = features.take(at) if len(at) < len(rows) else features
-                mine = rows.take(at) if len(at) < len(rows) else rows
-                part = (
-                    self._known_table(some, proxy[at])
-                    if model is self.known
-                    else general_table(self.family, some)
-                )
-                latency[at] = model.point(part)
-                if model is self.known:
-                    library, share = dispatch(mine), time_shares(some)
-                    latency[at] *= np.exp(self.effects.predict(share, proxy[at], library))
-                else:
-                    ratio = self._general_ratio(mine, some, latency[at])
-                    latency[at] = some.base_s * np.exp(ratio)
-                inside[at] = model.domain.contains(part) if model.domain is not None else True
+            if not len(at):
+                continue
+            some = features.take(at) if len(at) < len(rows) else features
+            mine = rows.take(at) if len(at) < len(rows) else rows
+            if isinstance(model, KnownModel):
+                part = model.table(some, proxy[at])
+                latency[at] = model.latency_s(some, part, proxy[at], dispatch(mine))
+            else:
+                part = model.table(some)
+                latency[at] = some.base_s * np.exp(model.log_ratio(mine, some, part))
+            domain = model.regressor.domain
+            inside[at] = domain.contains(part) if domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
         code, names = distinct(device)
         for place in range(len(names)):
@@ -370,9 +326,9 @@ class FamilyModel:
         # was measured is the error of the chip alone.
         novel = scope == "unseen"
         if novel.any():
-            novel &= ~_among(libraries(rows), self.seen)
+            novel &= ~_among(libraries(rows), unseen.seen)
             # Where a vendor's known chip stands in, what counts is what ran on that one.
-            novel &= ~(own & self.effects.knows(proxy, dispatch(rows)))
+            novel &= ~(own & known.effects.knows(proxy, dispatch(rows)))
             lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
             hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of("", latency)
@@ -395,8 +351,7 @@ class FamilyModel:
         self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
     ) -> list[str]:
         """Reasons why the first of some rows is outside the training domain, one text each."""
-        self._require_fitted()
-        assert self.known is not None and self.general is not None
+        models = self.fitted
         row = OpRows.of(rows).take(np.array([0]))
         if self.menu.open(row, self.named)[0]:
             # Of a mixture, the first member that is outside.
@@ -405,9 +360,8 @@ class FamilyModel:
             row = members.take(np.array([first]))
         features = self.features(row, devices)
         proxy, _ = self.known_devices.proxies(row.texts("device"), devices)
-        own = bool(np.isin(proxy, self.devices)[0])
-        table = self._known_table(features, proxy) if own else general_table(self.family, features)
-        domain = (self.known if own else self.general).domain
+        regressor, table = models.choose(features, proxy)
+        domain = regressor.domain
         reasons = []
         if self._elsewhere(row, devices).any():
             reasons.append("its operators are known of other kinds of device alone")
@@ -418,18 +372,6 @@ class FamilyModel:
         if domain is not None and not bool(domain.contains(table)[0]):
             reasons += domain.reasons(table)
         return reasons
-
-    def _general_ratio(self, rows: OpRows, features: OpFeatures, point_s: np.ndarray) -> np.ndarray:
-        """Log-ratios of rows on a device that was never seen, shape ``(n,)``.
-
-        Args:
-            rows: ``n`` rows of the family.
-            features: Their features.
-            point_s: Seconds by the general regressor alone, shape ``(n,)``.
-        """
-        linear = self.general_effects.unseen(time_shares(features), dispatch(rows))
-        ratio = np.log(point_s / features.base_s) + linear
-        return np.asarray(self._shrinkage(libraries(rows)) * ratio)
 
     def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Interval ends in seconds of rows for which a known device stands in.
@@ -451,78 +393,6 @@ class FamilyModel:
         wide_lo = np.clip(wide_lo, lo**2 / latency, lo)
         return np.sqrt(lo * wide_lo), np.sqrt(hi * np.maximum(hi, wide_hi))
 
-    def _correct(
-        self,
-        prediction: FamilyPrediction,
-        rows: OpRows,
-        features: OpFeatures,
-    ) -> None:
-        device, library = rows.texts("device"), rows.texts("backend")
-        left = np.ones(len(rows), bool)
-        # A correction of a library comes before that of its whole device.
-        for name in sorted(self.corrections, key=lambda key: OF_LIBRARY not in key):
-            where, _, alone = name.partition(OF_LIBRARY)
-            mask = left & (device == where)
-            at = np.flatnonzero(mask & (library == alone) if alone else mask)
-            if not len(at):
-                continue
-            left[at] = False
-            # The posterior knows the uncertainty around the corrected value: its interval replaces
-            # the uncorrected one.
-            mean, half = self.corrections[name].apply(self.sites(rows.take(at), features.take(at)))
-            prediction.latency[at] *= np.exp(mean)
-            prediction.lo[at] = prediction.latency[at] * np.exp(-half)
-            prediction.hi[at] = prediction.latency[at] * np.exp(half)
-            prediction.scope[at] = "calibrated"
-
-    def sites(self, rows: pd.DataFrame | OpRows, features: OpFeatures) -> Sites:
-        """Sites of rows for the covariance of errors."""
-        rows = OpRows.of(rows)
-        assert self.scale is not None and self.general is not None
-        coarse, fine = codes(rows)
-        sites = self.scale.sites(features, coarse, fine)
-        table = general_table(self.family, features)
-        ratio = self._general_ratio(rows, features, self.general.point(table))
-        sites.share = self._with_likes(sites.share, self._likes(features, coarse), ratio, ())
-        leaves = self.general.leaves(table)
-        sites.leaves = leaves if leaves.shape[1] else None
-        return sites
-
-    def _likes(self, features: OpFeatures, library: np.ndarray) -> np.ndarray:
-        """Log-ratios as if the device were each of the known chips, shape ``(n, chips)``."""
-        assert self.known is not None
-        share = time_shares(features)
-        ratios = []
-        for group in twins(self.devices, self.known_devices.chips):
-            # Twins behave alike, so one device stands for its chip.
-            device = np.full(len(library), group[0], object)
-            table = self._known_table(features, device)
-            ratio = np.log(self.known.point(table)) - np.log(table.base_s)
-            ratios.append(ratio + self.effects.predict(share, device, library))
-        return np.stack(ratios, axis=1)
-
-    def _with_likes(
-        self, share: np.ndarray, likes: np.ndarray, general: np.ndarray, own: tuple[str, ...]
-    ) -> np.ndarray:
-        """Append to the shares how far each known chip lies from the model of unseen devices.
-
-        In a covariance linear in these columns, a few samples can tell that a new device behaves
-        like one of the known chips.
-
-        Args:
-            share: Shares of time, shape ``(n, 3)``.
-            likes: From :meth:`_likes`.
-            general: Log-ratios of the model of unseen devices, shape ``(n,)``.
-            own: Devices of the chip that is left out, which must not stand for itself.
-        """
-        apart = LIKENESS * (likes - general[:, None])
-        for place, group in enumerate(twins(self.devices, self.known_devices.chips)):
-            if group == own:
-                apart[:, place] = 0.0
-        # Clipped at a factor e either way before scaling (2 after), so that one odd chip does not
-        # outweigh the shares.
-        return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
-
     def calibrate(
         self,
         device: str,
@@ -543,9 +413,7 @@ class FamilyModel:
             DatasetError: A row lacks a parameter, or has no positive latency.
         """
         sites, errors, _ = self.site_errors(rows, devices)
-        correction = ErrorPosterior.fit(self.params, sites, errors)
-        self.corrections[f"{device}{OF_LIBRARY}{library}" if library else device] = correction
-        return correction
+        return self.fitted.errors.learn(device, library, sites, errors)
 
     def site_errors(
         self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
@@ -563,60 +431,11 @@ class FamilyModel:
             DatasetError: A row lacks a parameter, or has no positive latency.
             ModelError: The model was not fitted.
         """
-        self._require_fitted()
         rows = rows.reset_index(drop=True)
-        features = self.features(rows, devices)
-        latency = self._plain(OpRows.of(rows), features, devices).latency
+        features, asked = self.features(rows, devices), OpRows.of(rows)
+        latency = self._plain(asked, features, devices).latency
         errors = np.log(latency_s(rows)) - np.log(latency)
-        return self.sites(rows, features), errors, latency
-
-    def regressor_of(
-        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
-    ) -> tuple[TabularEstimator, KernelTable]:
-        """The regressor that predicts rows, all of one device, and its table of them."""
-        assert self.known is not None and self.general is not None
-        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        if proxy[0] in self.devices:
-            return self.known, self._known_table(features, proxy)
-        return self.general, general_table(self.family, features)
-
-    def linear_parts(
-        self, rows: pd.DataFrame, features: OpFeatures, devices: Mapping[str, DeviceSpec]
-    ) -> dict[str, float]:
-        """Contributions of the device effects to the log-ratio of one row, by level."""
-        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        library, share = dispatch(rows), time_shares(features)
-        if proxy[0] in self.devices:
-            return self.effects.parts(share, str(proxy[0]), str(library[0]))
-        return {"mean of known devices": float(self.general_effects.unseen(share, library)[0])}
-
-    def carried(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-        """Share of the learned log-ratio that is kept, 1 on known devices, shape ``(n,)``."""
-        proxy, _ = self.known_devices.proxies(rows["device"].to_numpy(object), devices)
-        return np.where(np.isin(proxy, self.devices), 1.0, self._shrinkage(libraries(rows)))
-
-    def _shrinkage(self, library: np.ndarray) -> np.ndarray:
-        # Power 0 gives 1: ratios stay as they are.
-        return shrinkage(library, self.seen) ** self.strategy.shrunk
-
-    def distance(
-        self, features: OpFeatures, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]
-    ) -> np.ndarray:
-        """Distance of rows from one operator, over its key features.
-
-        Args:
-            features: Features of the operator.
-            rows: ``n`` rows of the family.
-            devices: Descriptions by name.
-
-        Returns:
-            Root mean square differences in standard deviations of training, shape ``(n,)``.
-        """
-        assert self.scale is not None
-        own = features.X[:, features.keys].astype(np.float64)
-        others = self.features(rows, devices).X[:, features.keys].astype(np.float64)
-        gap = (others - own) / self.scale.spread
-        return np.asarray(np.sqrt((gap**2).mean(axis=1)))
+        return self.fitted.errors.sites(asked, features), errors, latency
 
     def _elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
         """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
@@ -633,32 +452,16 @@ class FamilyModel:
         texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
         return op_features(rows, self.family, devices, texts=texts)
 
-    def _known_table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
-        return known_table(self.family, features, device, self.devices)
-
     # Saving
 
     def save(self, path: Path) -> dict[str, object]:
         """Write both regressors below ``path``; returns what the manifest has to hold."""
-        assert self.known is not None and self.general is not None and self.scale is not None
-        self.known.save(path / "known")
-        self.general.save(path / "general")
         return {
-            "devices": list(self.devices),
-            "chips": {name: list(chip) for name, chip in self.known_devices.chips.items()},
-            "vendors": self.known_devices.vendors,
-            "platforms": sorted(self.known_devices.platforms),
-            "seen_chips": self.seen,
-            # Names of entries are those of the released format; "way" is the strategy, "slopes" are
-            # the effects.
-            "way": self.strategy._asdict(),
+            **self.fitted.save(path),
+            **self.known_devices.to_dict(),
             "named": list(self.named),
             "menu": self.menu.to_list(),
             "intervals": self.intervals.to_dict(),
-            "scale": {"centre": self.scale.centre.tolist(), "spread": self.scale.spread.tolist()},
-            "slopes": self.effects.to_dict(),
-            "general_slopes": self.general_effects.to_dict(),
-            "covariance_log": self.params.tolist(),
             "left_out": self.left_out,
             "estimator": self.settings.estimator,
         }
@@ -672,29 +475,13 @@ class FamilyModel:
             KeyError: The manifest lacks an entry.
         """
         model = cls(family, FamilySettings(estimator=manifest["estimator"]))
-        kind = estimator_class(manifest["estimator"])
-        if not issubclass(kind, TabularEstimator):
-            raise ModelError(f"estimator {manifest['estimator']!r} has no feature table")
-        schema = ops_schema_hash(family)
-        model.known = kind.load(path / "known", schema)
-        model.general = kind.load(path / "general", schema)
-        model.devices = tuple(manifest["devices"])
-        chips = {name: tuple(chip) for name, chip in manifest["chips"].items()}
-        platforms = frozenset(manifest.get("platforms", ("gpu",)))
-        model.known_devices = KnownDevices(chips, dict(manifest["vendors"]), platforms)
-        model.seen = {name: int(count) for name, count in manifest["seen_chips"].items()}
+        model.known_devices = KnownDevices.from_dict(manifest)
         # Entries that the first released models lack have a default.
         model.named = tuple(manifest.get("named", ()))
         model.menu = Menu.from_list(manifest.get("menu", ()))
-        strategy = manifest["way"]
-        model.strategy = Strategy(strategy["within"], float(strategy["shrunk"]), strategy["alien"])
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
-        scale = manifest["scale"]
-        model.scale = Scale(np.array(scale["centre"]), np.array(scale["spread"]))
-        model.effects = DeviceEffects.from_dict(manifest["slopes"])
-        model.general_effects = DeviceEffects.from_dict(manifest.get("general_slopes", {}))
-        model.params = np.array(manifest["covariance_log"])
         model.left_out = dict(manifest["left_out"])
+        model._models = Fitted.load(family, path, manifest, model.known_devices.chips)
         return model
 
 

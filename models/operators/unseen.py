@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
+from ...features.operators import OpFeatures
+from ...features.operators.columns import OpRows, distinct
+from ..adapt.gaussian_process import time_shares
+from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects
 from .device_kinship import KnownDevices
-from .family_tables import GeneralFit, balanced_weights, draw_rows
+from .family_tables import GeneralFit, balanced_weights, draw_rows, general_table
 from .intervals import twins
-from .shrinkage import chips_by_library, shrinkage
+from .rows import dispatch, libraries
 
 #: Most rows that the model of unseen devices learns from, and that each of its leave-one-chip-out
 #: copies is tested on. Engineering estimates that bound the time of a training.
 GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 
+#: Share of a learned log-ratio that carries over to a chip that was not learned from, by the number
+#: of chips on which the same library was seen (0, 1, 2, 3 or more). Chosen as the best on average
+#: over A100, Hopper and RTX PRO 6000, each left out, for products, attention and experts
+#: (docs/operators.md).
+SHRINKAGE = (0.55, 0.55, 0.8, 0.9)
 #: Powers of the shrinkage that are compared; 0 leaves ratios as they are, 12 hardly any of them
 #: (0.28 of those of libraries seen on three chips). Families choose for themselves (manifest of
 #: gpu-operators, ``way``).
@@ -37,7 +46,7 @@ class Strategy(NamedTuple):
 
     Attributes:
         within: Whether it learns the residual within each device rather than the ratio itself.
-        shrunk: Power of :func:`~opcast.models.operators.shrinkage.shrinkage` by which ratios are
+        shrunk: Power of :func:`shrinkage` by which ratios are
             shrunk; 0 leaves them as they are.
         alien: Whether it learns from other vendors' chips, too.
     """
@@ -48,23 +57,48 @@ class Strategy(NamedTuple):
 
 
 @dataclass(slots=True)
-class Unseen:
+class UnseenModel:
     """The model of unseen devices.
 
     Attributes:
-        general: Its regressor.
+        family: Key of the family.
+        regressor: Its regressor.
         effects: Effects of the devices that it learned from.
         strategy: How it was fitted.
         seen: Number of chips on which it saw each library.
-        folds: By group of left-out devices, positions of their rows and the rows' log-ratios by a
-            model of the same strategy that never saw them.
     """
 
-    general: TabularEstimator
+    family: str
+    regressor: TabularEstimator
     effects: DeviceEffects
     strategy: Strategy
     seen: dict[str, int]
-    folds: dict[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
+
+    def table(self, features: OpFeatures) -> KernelTable:
+        """What the regressor reads of rows."""
+        return general_table(self.family, features)
+
+    def log_ratio(self, rows: OpRows, features: OpFeatures, table: KernelTable) -> np.ndarray:
+        """Log-ratios of latency to the estimate on a device that was never seen, shape ``(n,)``.
+
+        Args:
+            rows: ``n`` rows of the family.
+            features: Their features.
+            table: From :meth:`table`.
+        """
+        linear = self.effects.unseen(time_shares(features), dispatch(rows))
+        ratio = np.log(self.regressor.point(table) / features.base_s) + linear
+        return np.asarray(self.shrinkage(libraries(rows)) * ratio)
+
+    def shrinkage(self, library: np.ndarray) -> np.ndarray:
+        """Share of the learned log-ratio that is kept, by library of each row, shape ``(n,)``."""
+        # Power 0 gives 1: ratios stay as they are.
+        return shrinkage(library, self.seen) ** self.strategy.shrunk
+
+
+#: By group of left-out devices, positions of their rows and the rows' log-ratios by a model of the
+#: same strategy that never saw them.
+Folds = Mapping[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(slots=True)
@@ -85,24 +119,26 @@ class UnseenFit:
     transferable: np.ndarray
     rng: np.random.Generator
 
-    def make(self, fitting: np.ndarray) -> Unseen:
+    def make(self, fitting: np.ndarray) -> tuple[UnseenModel, Folds]:
         """Fit to rows.
 
         Args:
             fitting: Positions of the rows to learn from.
         """
+        family = self.job.family
         fitting = fitting[self.transferable[fitting]]
         groups = twins(list(self.known_devices.chips), self.known_devices.chips)
         # A single chip leaves nothing to choose a strategy by; ratios are taken as learned.
         if len(groups) < 2:
             general, effects = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
-            return Unseen(general, effects, Strategy(False, 0.0, True), self._seen(fitting), {})
+            plain = Strategy(False, 0.0, True)
+            return UnseenModel(family, general, effects, plain, self._seen(fitting)), {}
         folds = {group: self._left_out(fitting, group) for group in groups}
         strategy = self._best(folds, SHRINKING if self._shares_libraries(fitting) else (1.0,))
         pool = self._pool(fitting, strategy.alien)
         general, effects = self.job.fit(self._drawn(pool, GENERAL_ROWS), strategy.within)
         own = {group: (rows, ratios[strategy]) for group, (rows, ratios) in folds.items()}
-        return Unseen(general, effects, strategy, self._seen(pool), own)
+        return UnseenModel(family, general, effects, strategy, self._seen(pool)), own
 
     def _left_out(
         self, fitting: np.ndarray, group: Sequence[str]
@@ -170,3 +206,32 @@ class UnseenFit:
 def mean_ape(errors: np.ndarray) -> float:
     """Mean absolute percentage error of errors ``log(measured / predicted)``, as a share."""
     return float(np.abs(np.exp(-errors) - 1).mean())
+
+
+def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:
+    """Number of chips on which each library was seen.
+
+    Args:
+        library: Library that runs each row, shape ``(n,)``.
+        chip: Any name of its chip, shape ``(n,)``.
+    """
+    import pandas as pd
+
+    counts = pd.Series(chip).groupby(pd.Series(library)).nunique()
+    return {str(name): int(count) for name, count in counts.items()}
+
+
+def shrinkage(library: np.ndarray, chips: Mapping[str, int]) -> np.ndarray:
+    """Factor on learned log-ratios, shape ``(n,)``.
+
+    A regressor cannot tell what a library does on every chip from what it does on the only chip it
+    was seen on. The analytical estimate is the better guess there, so the ratio to it is shrunk.
+
+    Args:
+        library: Library that runs each row, shape ``(n,)``.
+        chips: From :func:`chips_by_library`.
+    """
+    code, names = distinct(library)
+    last = len(SHRINKAGE) - 1
+    factors = np.array([SHRINKAGE[min(chips.get(str(name), 0), last)] for name in names])
+    return factors[code] if len(names) else np.ones(len(library))

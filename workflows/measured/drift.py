@@ -221,7 +221,7 @@ def repair(
         spec = {device: model.spec(device)}
         pool = rng.permutation(len(own))[:CANDIDATES]
         sites, _, _ = family.site_errors(own.iloc[pool], spec)
-        chosen = pool[choose(sites, family.params, samples)[0]]
+        chosen = pool[choose(sites, family.fitted.errors.params, samples)[0]]
         rest = np.setdiff1d(np.arange(len(own)), chosen)
         rest = own.iloc[rng.permutation(rest)[:JUDGED]].reset_index(drop=True)
         before = predictions(model, rest.drop(columns="version"))

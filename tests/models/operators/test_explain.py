@@ -104,7 +104,8 @@ def test_shapley_values_by_hand(bundle):
     import pandas as pd
 
     frame = pd.DataFrame([{**parse_op(LINEAR), "device": "l4"}])
-    _, table = family.regressor_of(frame, family.features(frame, {"l4": spec}), {"l4": spec})
+    features = family.features(frame, {"l4": spec})
+    _, table = family.fitted.choose(features, np.array(["l4"], object))
     other = table.take(np.array([0]))
     at = [table.names.index(n) for n in ("log_waves", "log_m")]
     table.X[0, at], other.X[0, at] = (3.0, 5.0), (1.0, 2.0)

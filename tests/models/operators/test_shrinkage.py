@@ -5,7 +5,7 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.models.operators.device_kinship import KnownDevices
-from opcast.models.operators.shrinkage import SHRINKAGE, chips_by_library, shrinkage
+from opcast.models.operators.unseen import SHRINKAGE, chips_by_library, shrinkage
 
 
 def test_chips_are_counted_by_library():
