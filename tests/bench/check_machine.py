@@ -3,8 +3,8 @@
     python tests/bench/check_machine.py [--budget 3m] [--out FOLDER]
 
 First with the shipped model and this machine's probe alone, then calibrated; all programs are run
-twice, and the difference of the two is the noise of the label. Prints one line a program and the
-means. It takes about the budget and three minutes.
+twice, and the difference of the two is the noise of the label, of programs and of their kernels.
+Prints one line a program and the means. It takes about the budget and three minutes.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ def figures(name: str, results: list[CheckResult]) -> dict[str, float]:
     return found
 
 
+def kernel_noise(one: list[CheckResult], two: list[CheckResult]) -> float:
+    """Median difference of two measurements of a kernel, as a share."""
+    again = [
+        abs(b.measured_us / a.measured_us - 1)
+        for before, after in zip(one, two, strict=True)
+        for a, b in zip(before.kernels, after.kernels, strict=True)
+    ]
+    return float(np.nanmedian(again))
+
+
 def main() -> None:
     """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,7 +74,12 @@ def main() -> None:
         [b.measured_us / a.measured_us - 1 for a, b in zip(before, after, strict=True)]
     )
     found["noise"] = {"mean": float(np.abs(again).mean()), "largest": float(np.abs(again).max())}
-    print("label noise: mean {mean:.0%}, largest {largest:.0%}".format(**found["noise"]))
+    found["noise"]["kernels"] = kernel_noise(before, after)
+    print(
+        "label noise: mean {mean:.0%}, largest {largest:.0%}, kernels {kernels:.0%}".format(
+            **found["noise"]
+        )
+    )
     for one, two in zip(before, after, strict=True):
         print(
             f"{one.name:20s} measured {one.measured_us / 1e3:8.2f} and "
