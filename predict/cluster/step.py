@@ -24,8 +24,9 @@ from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory
+from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import PRODUCT_DTYPE, Workload, resolved
+from ...simulate.step.workload import PRODUCT_DTYPE, Workload
 from ..devices import cluster_device, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy

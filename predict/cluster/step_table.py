@@ -19,8 +19,9 @@ from ...features.devices.catalogue import find_device
 from ...models.steps.context import COMPILED
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
+from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload, resolved
+from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload
 
 #: What a rule of opcast may raise on sizes that it was not made for.
 FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)

@@ -21,9 +21,10 @@ from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import CommCall, OpCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Group, Plan
 from ...simulate.step.traffic import expert_calls, gradient_bytes, layer_held, tensor_calls
-from ...simulate.step.workload import Workload, layer_kinds, resolved
+from ...simulate.step.workload import Workload, layer_kinds
 from ..cluster.network import ClusterNetwork
 from .vidur import check_shards, sizes
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from ...common.errors import PlanError
 from ...simulate.clusters.topology import Cluster
+from ...simulate.step.placement import resolved
 from ...simulate.step.plan import RECOMPUTE, Plan
 from ...simulate.step.settings import read_pairs
-from ...simulate.step.workload import Workload, resolved
+from ...simulate.step.workload import Workload
 
 #: Axes of a sweep. ``data`` is how the devices left by the other kinds of parallelism are used,
 #: ``split`` into how many parts the chosen micro-batch is cut.

@@ -11,6 +11,7 @@ from ..step.calls import CommCall, Estimate, OpCall
 from ..step.compose import step_time
 from ..step.costs import Costs
 from ..step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from ..step.placement import resolved
 from ..step.plan import Group, Plan, parse_plan
 from ..step.traffic import (
     Parameters,
@@ -22,7 +23,7 @@ from ..step.traffic import (
     table_held,
     tensor_calls,
 )
-from ..step.workload import Workload, make_workload, resolved
+from ..step.workload import Workload, make_workload
 from .by_rank import LayerSeconds, Wire, step_by_rank
 
 #: FLOP/s of every product; passes over memory are free. A round figure: both sides use it, and it

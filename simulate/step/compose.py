@@ -15,11 +15,12 @@ from .costs import Costs
 from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
 from .memory import stage_held
 from .pipeline import PipelineRun, run_pipeline
+from .placement import kind_counts
 from .plan import Plan
 from .schedules import FORWARD, WEIGHTS, Order, Task, forward_orders, orders
 from .stage_times import StageCost, StageTimes
 from .traffic import hop_call, local_parameters
-from .workload import Workload, kind_counts
+from .workload import Workload
 
 #: Most tasks of a pipeline that are all placed; longer ones are extrapolated, so that a plan's cost
 #: stays bounded in sweeps (engineering choice).
@@ -69,7 +70,7 @@ def step_time(
 
     Args:
         workload: The model.
-        plan: Resolved by :func:`~.workload.resolved`.
+        plan: Resolved by :func:`~.placement.resolved`.
         costs: Times of calls.
         most_tasks: Tasks of a pipeline up to which every one is placed; fewer are faster.
     """

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from ...common.errors import PlanError
 from .memory import StageMemory, stage_memory
+from .placement import resolved
 from .plan import Plan
-from .workload import Workload, resolved
+from .workload import Workload
 
 #: Memory of every stage of a resolved plan.
 MemoryOf = Callable[[Workload, Plan], tuple[StageMemory, ...]]

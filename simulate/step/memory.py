@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from .layer_ops import micro_tokens
+from .placement import kind_counts
 from .plan import Plan
 from .schedules import in_flight
 from .traffic import (
@@ -21,7 +22,7 @@ from .traffic import (
     parameter_groups,
     table_held,
 )
-from .workload import WRITTEN_OUT, Workload, kind_counts
+from .workload import WRITTEN_OUT, Workload
 
 #: Optimiser state per parameter: master weight and two moments of Adam in f32 (ZeRO, section 3.1).
 OPTIMIZER_BYTES = 12

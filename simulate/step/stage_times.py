@@ -14,6 +14,7 @@ from .costs import Costs, Part
 from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
 from .memory import layer_activations, stage_held
 from .overlap import Pass, exposed, ring, run_passes
+from .placement import kind_counts, stage_kinds
 from .plan import Plan
 from .traffic import (
     Parameters,
@@ -29,7 +30,7 @@ from .traffic import (
     tensor_calls,
     tied_calls,
 )
-from .workload import Workload, kind_counts, stage_kinds
+from .workload import Workload
 
 #: Makes the collectives that some parameters need.
 ParameterCalls = Callable[[Parameters, Workload, Plan], list[CommCall]]

@@ -27,8 +27,9 @@ from opcast.simulate.step.calls import OpCall
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
+from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import Group, Plan, parse_plan
-from opcast.simulate.step.workload import make_workload, resolved
+from opcast.simulate.step.workload import make_workload
 
 LLAMA = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,

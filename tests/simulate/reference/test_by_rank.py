@@ -4,8 +4,9 @@ import pytest
 
 from opcast.simulate.reference.by_rank import LayerSeconds, Wire, step_by_rank
 from opcast.simulate.reference.rank_check import PLANS, compare_ranks
+from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import make_workload, resolved
+from opcast.simulate.step.workload import make_workload
 
 
 @pytest.mark.parametrize("text", PLANS)

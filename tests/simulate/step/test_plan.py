@@ -1,8 +1,9 @@
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.simulate.step.placement import resolved, stage_layers
 from opcast.simulate.step.plan import Group, Plan, parse_plan
-from opcast.simulate.step.workload import make_workload, resolved, stage_layers
+from opcast.simulate.step.workload import make_workload
 
 SIZES = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,

@@ -11,9 +11,10 @@ import pytest
 
 from opcast.simulate.step.calls import CommCall, Estimate
 from opcast.simulate.step.costs import Costs, StepEffects
+from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import Group, parse_plan
 from opcast.simulate.step.stage_times import StageCost
-from opcast.simulate.step.workload import make_workload, resolved
+from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK = 1e14, 1e11
 D, VOCAB, SEQ, BATCH, LAYERS = 512, 1024, 256, 8, 4

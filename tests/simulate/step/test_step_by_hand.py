@@ -10,10 +10,11 @@ from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.jitter import sample_steps
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.pipeline import run_pipeline
+from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import parse_plan
 from opcast.simulate.step.schedules import orders
 from opcast.simulate.step.traffic import ring_call
-from opcast.simulate.step.workload import make_workload, resolved
+from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK, HOST = 1e14, 1e11, 1e9
 WORK = make_workload(
