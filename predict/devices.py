@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
+from ..common.files import printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
     closest_names,
@@ -19,6 +21,7 @@ from ..features.devices.catalogue import (
 )
 from ..features.devices.device import DeviceSpec, device_slug, local_device_name
 from ..features.devices.identity import BY_NAME, MEASURED_AT, base_name, identified, is_measured
+from ..features.devices.rules import ARCHITECTURES
 
 if TYPE_CHECKING:
     from ..simulate.clusters.topology import Cluster
@@ -88,6 +91,36 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
             hint="add device: NAME to its file",
         )
     return resolve_device(cluster.device, known or {})
+
+
+def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
+    """A note on a GPU of no known generation: whose kernels it is priced by, in every command.
+
+    Args:
+        spec: The device.
+
+    Returns:
+        One note, or none for a device of the catalogue or of a generation that has rules.
+    """
+    named = spec.architecture
+    if spec.platform != "gpu" or named in ARCHITECTURES or in_catalogue(spec.name):
+        return ()
+    maker = "NVIDIA" if spec.runs_cuda else spec.vendor
+    own = [name for name, rules in ARCHITECTURES.items() if rules.vendor == maker]
+    said = f"{spec.name} names no architecture"
+    if named:
+        said = f"{spec.name} names the architecture {printable(named)!r}, which has no rules"
+    if not own:
+        return (
+            f"{said}: none of {printable(maker)} was measured; single operators are those of a GPU "
+            "unlike all measured ones, operators of steps and serving its roofline",
+        )
+    close = difflib.get_close_matches(named.lower(), own, n=1)
+    wanted = close[0] if close else ", ".join(own[-3:])
+    return (
+        f"{said}: every command prices it as a GPU of {maker} of no known generation; for a "
+        f"generation's kernels name its `architecture:` in the device file ({wanted})",
+    )
 
 
 def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:

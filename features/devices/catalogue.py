@@ -25,7 +25,9 @@ from .rules import (
     Values,
     capability_of,
     fill,
+    maker_of,
     matrix_rates,
+    named_architecture,
     rules_of,
     vector_rates,
 )
@@ -265,13 +267,17 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     """
     _require(sheet)
     texts = sheet.texts
-    platform, architecture = texts["platform"], texts.get("architecture", "")
+    platform = texts["platform"]
+    architecture = named_architecture(texts.get("architecture", ""))
+    vendor, rule = maker_of(texts.get("vendor", ""), architecture, platform)
     values, why = fill(sheet.values, rules_of(architecture, platform))
     # After filling: a contradiction between two given figures must not depend on which one is
     # default.
     _check_lanes(values, sheet)
     _check_dies(values, sheet)
     _fill_capability(texts.get("compiler_target", ""), values, why)
+    if rule:
+        why["vendor"] = rule
     si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
     # Units are converted once, here: everything behind a DeviceSpec is SI.
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
@@ -291,7 +297,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         memory_bytes=si["memory_gb"],
         source=f"device file {Path(sheet.where).name}",
         extra={**extra, **named},
-        vendor=texts.get("vendor", ""),
+        vendor=vendor,
         architecture=architecture,
         lanes_per_core=int(si.get("lanes_per_core", 0)),
         power_w=si.get("power_w", 0.0),

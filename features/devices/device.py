@@ -102,6 +102,11 @@ class DeviceSpec:
     defaulted: tuple[str, ...] = ()
 
     @property
+    def runs_cuda(self) -> bool:
+        """Whether NVIDIA's libraries price it: its GPUs, and those that name no vendor."""
+        return self.platform == "gpu" and self.vendor.upper() in ("NVIDIA", "")
+
+    @property
     def bandwidth(self) -> float:
         """Main-memory bandwidth in bytes/s."""
         return self.levels[-1].bandwidth

@@ -8,7 +8,7 @@ Keys and units are those of a device file (``features/devices/sheet.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..ir.dtypes import DTYPE_BITS
 
@@ -38,6 +38,7 @@ class Architecture:
     """Rules of one generation of devices.
 
     Attributes:
+        vendor: Who makes it.
         l2_bytes_per_clock: Sustained bytes per core and clock between L2 and the cores.
         half: Vector rate of f16 over f32.
         brain: Vector rate of bf16 over f32.
@@ -59,10 +60,13 @@ class Architecture:
     gap_us: float = 1.0
     dispatch_us: float = 20.0
     f32_joules: float = 0.0
+    vendor: str = "NVIDIA"
 
 
 #: Rules for a GPU of unknown generation.
 GENERIC = Architecture()
+#: What AMD's generations share.
+_AMD = Architecture(integer=1.0, floor_us=3.0, gap_us=2.0, vendor="AMD")
 #: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
 #: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
 #: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
@@ -87,23 +91,32 @@ ARCHITECTURES: dict[str, Architecture] = {
     "blackwell-ultra": Architecture(48.0, brain=2.0, double=1 / 64, f32_joules=_NM4),
     "blackwell-gb20x": Architecture(20.0, half=1.0, integer=1.0, double=1 / 64, f32_joules=_NM4),
     # Vega 20: 16 channels of 64 bytes a clock on 60 units, f64 at half the rate of f32; no bf16.
-    "vega20": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
+    "vega20": replace(_AMD, l2_bytes_per_clock=17.0, double=0.5),
     # 16 channels of 128 bytes a clock, on 120 and on 104 compute units.
-    "cdna": Architecture(17.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
-    "cdna2": Architecture(20.0, integer=1.0, double=1.0, floor_us=3.0, gap_us=2.0),
-    "cdna3": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
-    "cdna4": Architecture(20.0, integer=1.0, double=0.5, floor_us=3.0, gap_us=2.0),
+    "cdna": replace(_AMD, l2_bytes_per_clock=17.0, double=0.5, f32_joules=_NM7),
+    "cdna2": replace(_AMD, double=1.0),
+    "cdna3": replace(_AMD, double=0.5),
+    "cdna4": replace(_AMD, double=0.5),
     # Packed f16 at twice and f64 at 1/16 of the f32 rate; no rate of L2: the file gives the
     # Infinity Cache's (AMD RDNA 2 documents, from memory).
-    "rdna2": Architecture(double=1 / 16, floor_us=3.0, gap_us=2.0, f32_joules=_NM7),
-    "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0),
+    "rdna2": replace(_AMD, integer=0.5, double=1 / 16, f32_joules=_NM7),
+    "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0, vendor="Intel"),
     # One program runs through without launches; bf16 lanes came with v6e, f64 is emulated.
     "tpu": Architecture(
-        half=1.0, integer=1.0, double=1 / 32, floor_us=1.0, gap_us=0.0, dispatch_us=100.0
+        half=1.0,
+        integer=1.0,
+        double=1 / 32,
+        floor_us=1.0,
+        gap_us=0.0,
+        dispatch_us=100.0,
+        vendor="Google",
     ),
 }
 #: The rules where the file names no architecture that is listed.
 _BY_PLATFORM = {"tpu": ARCHITECTURES["tpu"]}
+
+#: Vendors whose generations are listed.
+MAKERS = tuple(dict.fromkeys(own.vendor for own in ARCHITECTURES.values()))
 
 Values = dict[str, float]
 _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
@@ -112,6 +125,30 @@ _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
 def rules_of(architecture: str, platform: str) -> Architecture:
     """Return the rules of an architecture; those of its platform if it is not listed."""
     return ARCHITECTURES.get(architecture) or _BY_PLATFORM.get(platform, GENERIC)
+
+
+def named_architecture(text: str) -> str:
+    """Return an architecture as the rules call it: ``Hopper`` is ``hopper``."""
+    return text.lower() if text.lower() in ARCHITECTURES else text
+
+
+def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
+    """Return whose kernels and libraries a device runs, and the rule if its file does not say.
+
+    Args:
+        vendor: As the file names it, in any case; empty if it does not.
+        architecture: Likewise.
+        platform: ``cpu``, ``gpu`` or ``tpu``.
+
+    Returns:
+        The vendor, and why in words where the file leaves it out. CPUs need none.
+    """
+    if vendor:
+        return next((own for own in MAKERS if own.lower() == vendor.lower()), vendor), ""
+    if platform == "cpu":
+        return "", ""
+    why = f"of {architecture}" if architecture in ARCHITECTURES else f"usual for a {platform}"
+    return rules_of(architecture, platform).vendor, why
 
 
 def fill(given: Values, rules: Architecture) -> tuple[Values, dict[str, str]]:

@@ -155,5 +155,5 @@ def _words_of(kernel: str) -> tuple[bool, ...]:
 
 
 def non_nvidia(table: OpTable) -> np.ndarray:
-    """Return 1 where the device is not NVIDIA's, else 0, by its vendor's name."""
-    return table.of_device([float(d.vendor.upper() != "NVIDIA") for d in table.devices])
+    """Return 1 where the device does not run NVIDIA's libraries, else 0."""
+    return table.of_device([float(not d.runs_cuda) for d in table.devices])

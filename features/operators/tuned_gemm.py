@@ -114,7 +114,7 @@ def tuned_gemm(table: OpTable) -> Physics:
 
 
 def _matrix_share(table: OpTable) -> np.ndarray:
-    nvidia = table.of_device([float(d.vendor.upper() == "NVIDIA") for d in table.devices])
+    nvidia = table.of_device([float(d.runs_cuda) for d in table.devices])
     return np.where(nvidia > 0, NVIDIA_SHARE, table.mapped("dtype", SHARE, OTHER_SHARE))
 
 

@@ -58,8 +58,7 @@ def depthwise_seconds(
 
 def _load_rate(device: DeviceSpec) -> float:
     """Loads of all cores in a second."""
-    plain = device.vendor.upper() in ("NVIDIA", "")
-    lanes = LOAD_LANES if plain else LOAD_LANES_ELSEWHERE
+    lanes = LOAD_LANES if device.runs_cuda else LOAD_LANES_ELSEWHERE
     if device.core_count <= 1:
         # The description gives no cores. A core has four times as many lanes that multiply and
         # add as lanes that load (64 to 16 on CDNA, 128 to 32 on Hopper).

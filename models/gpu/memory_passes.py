@@ -123,7 +123,7 @@ def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
     # The rows that determine the fitted cycles are all of NVIDIA's chips. Elsewhere the launch is
     # longer in proportion to the described floor over 2 µs, never shorter (engineering estimate);
     # an unnamed vendor counts as NVIDIA.
-    slow = 1.0 if device.vendor.upper() in ("NVIDIA", "") else device.floor / 2e-6
+    slow = 1.0 if device.runs_cuda else device.floor / 2e-6
     return params.launch_cycles / (device.clock_hz or CLOCK) * max(slow, 1.0)
 
 

@@ -131,7 +131,7 @@ class Products:
         # what libraries reach on large ones. Engineering estimate; not fitted.
         # The regions show that cuDNN skips the holes of dilated inputs; steps on an MI350 are
         # closer without that for MIOpen.
-        if self.device.vendor.upper() in ("NVIDIA", ""):
+        if self.device.runs_cuda:
             tiles = tiles * rows["dense"].to_numpy(np.float64) * GATHERING
         else:
             tiles = tiles * GATHERING_ELSEWHERE
@@ -208,7 +208,7 @@ class Products:
         if rate not in _XLA_FORMATS or key not in self.operators.families:
             return False
         # XLA's only AMD table, of MI300X, makes programs of MI350 worse (docs/gpu.md).
-        if self.device.vendor.upper() != "NVIDIA":
+        if not self.device.runs_cuda:
             return False
         if rate in _FP8:
             # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).

@@ -35,6 +35,7 @@ from ...simulate.serving.latencies import (
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.memory import gave_way
 from ...simulate.serving.policies import framework_defaults
+from ..devices import generation_note
 from ..operator.serving_operators import weight_only
 from .deployment import Deployment
 from .energy import serving_energy
@@ -434,6 +435,7 @@ def _notes(
         for name in sorted(formats)
         if weight_only(name, spec)
     ]
+    notes += generation_note(spec)
     if queued > SATURATED:
         notes.append("times to the first token are mostly waiting: the engines are saturated")
     equal = np.ptp(load.prompts) == 0 and np.ptp(load.outputs) == 0

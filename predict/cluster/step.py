@@ -27,7 +27,7 @@ from ...simulate.step.memory import StageMemory
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import PRODUCT_DTYPE, Workload
-from ..devices import cluster_device, resolve_device
+from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
 from .network import ClusterNetwork
@@ -69,6 +69,7 @@ class StepPrediction:
         joules: Energy of all devices with its 90 % interval; ``None`` if the device's power limit
             is not known.
         price: Of a device for an hour, if given.
+        described: Notes on the device's description.
     """
 
     workload: Workload
@@ -89,6 +90,7 @@ class StepPrediction:
     whole: tuple[tuple[str, float], ...] = ()
     joules: Interval | None = None
     price: float | None = None
+    described: tuple[str, ...] = ()
 
     @property
     def flops_per_device(self) -> float:
@@ -157,7 +159,7 @@ class StepPrediction:
             notes.append(f"no model knows operators of {self.device}: times are of its roofline")
         elif sum(v for k, v in self.scopes.items() if k == "unseen") > 0.5:
             notes.append(f"the model was not fitted to {self.device}: calibrate it with samples")
-        return notes
+        return [*notes, *self.described]
 
 
 class StepPredictor:
@@ -282,6 +284,7 @@ class StepPredictor:
                 seconds, counts, step.compute, interval, self.spec, plan.devices, self.cap
             ),
             price=price,
+            described=generation_note(self.spec),
         )
 
     def costs(self, workload: Workload) -> Costs:

@@ -59,7 +59,7 @@ class AtenPrices:
     ) -> None:
         self._spec = spec
         # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
-        known = bundle is not None and (spec.vendor == "NVIDIA" or spec.name in bundle.devices)
+        known = bundle is not None and (spec.runs_cuda or spec.name in bundle.devices)
         self._alone = bundle if known else None
         self._latency = OperatorLatency(spec, bundle)
         self._factors = {PRODUCT: product, ATTENTION: attention}
@@ -130,7 +130,7 @@ class AtenPrices:
         square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}
         plain = {**square, "ndim": 2, "dil_h": 1, "dil_w": 1, "groups": 1, "h": sizes["w"]}
         alike = all(sizes[name] == value for name, value in plain.items())
-        if work.dtype != "f32" or tf32 or spec.vendor != "NVIDIA" or not alike:
+        if work.dtype != "f32" or tf32 or not spec.runs_cuda or not alike:
             return None
         # The gradient of the image is a convolution of the same kind with the channels swapped.
         ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
@@ -183,7 +183,7 @@ class AtenPrices:
         b, m, n, k = work.shape
         rate = work.dtype
         # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
-        if work.kind == CONVOLUTION and rate == "f32" and self._spec.vendor == "NVIDIA":
+        if work.kind == CONVOLUTION and rate == "f32" and self._spec.runs_cuda:
             rate = "tf32"
         peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
         moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
@@ -212,7 +212,7 @@ class AtenPrices:
             self._spec,
             memory,
         )
-        if filters and self._spec.vendor == "NVIDIA" and _runs_own_kernel(work):
+        if filters and self._spec.runs_cuda and _runs_own_kernel(work):
             # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
             # tensors are read from L2 once for each tap.
             cache = self._spec.levels[0].bandwidth * memory.cache

@@ -21,7 +21,7 @@ from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import MANIFEST
 from ...models.power.law import Work, cap_share, capped
-from ..devices import resolve_device
+from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class OpEstimate(InSeconds):
         outside: Reasons, one a feature, if none are near.
         libraries: Where the operator leaves open what runs it: the libraries that the prediction is
             a mixture of, fastest first.
+        notes: On the device's description.
     """
 
     family: str
@@ -67,6 +68,7 @@ class OpEstimate(InSeconds):
     in_domain: bool
     outside: tuple[str, ...] = ()
     libraries: tuple[Member, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def predict_op(
@@ -108,6 +110,7 @@ def predict_op(
         if prediction.in_domain[0]
         else tuple(family.why_outside(rows, {spec.name: spec})),
         libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
+        notes=generation_note(spec),
     )
 
 
@@ -183,6 +186,7 @@ def explain_operator(
     cap = cap_share(power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     found = explain_op(family, row, spec, measured, k)
+    found = replace(found, notes=(*found.notes, *generation_note(spec)))
     return found if cap == 1.0 else _explained_under_cap(found, row, spec, cap)
 
 

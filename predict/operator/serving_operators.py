@@ -101,8 +101,7 @@ class ServingLatency:
     def __init__(self, spec: DeviceSpec, model: OpModel | None, framework: str) -> None:
         self.spec = spec
         self.backend = BACKENDS.get(framework, "vllm")
-        learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
-        self.model = model if learned else None
+        self.model = model if spec.runs_cuda else None
         if self.model is not None and spec.name not in self.model.devices:
             self.model.devices[spec.name] = spec
         self._known: dict[ServeOp, float] = {}

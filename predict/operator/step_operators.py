@@ -112,8 +112,7 @@ class OperatorLatency:
         self.spec, self.cap = spec, cap
         # The rows name CUDA kernels; on another vendor's GPU they would describe libraries that it
         # lacks.
-        learned = model is not None and spec.platform == "gpu" and spec.vendor == "NVIDIA"
-        self.model = model if learned else None
+        self.model = model if spec.runs_cuda else None
         self.scopes: dict[OpCall, str] = {}
         if self.model is not None and spec.name not in self.model.devices:
             self.model.devices[spec.name] = spec

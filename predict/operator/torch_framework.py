@@ -24,7 +24,7 @@ from ...models.operators import OpModel
 from ...models.steps.context import device_context
 from ...models.steps.model import shipped_steps
 from ..cluster.spread import RHO, combined_spread
-from ..devices import resolve_device
+from ..devices import generation_note, resolve_device
 from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
@@ -376,6 +376,7 @@ def price(
         notes=(
             *_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
             *((_RECURRENT_NOTE,) if recording.recurrent else ()),
+            *generation_note(spec),
         ),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 from ...common.files import printable
 from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
 from ...features.kernels.kernel import Kernel
+from ..devices import generation_note
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -32,7 +33,7 @@ def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
         f"this machine runs at {speed} of when it was measured: times are scaled by what is "
         "slower, and intervals hold both speeds",
     )
-    return (*_taken(device), *(changed if speed.ratios else ()))
+    return (*_taken(device), *(changed if speed.ratios else ()), *generation_note(device))
 
 
 def _taken(device: DeviceSpec) -> tuple[str, ...]:

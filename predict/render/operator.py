@@ -61,6 +61,7 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
     if len(estimate.outside) > SHOWN_REASONS:
         rest = len(estimate.outside) - SHOWN_REASONS
         console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
+    print_notes(console, estimate.notes)
 
 
 def over_libraries(members: Sequence[Member]) -> str:

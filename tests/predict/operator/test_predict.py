@@ -15,9 +15,14 @@ from opcast.models.operators import OpModel
 from opcast.models.operators.explain import MIXTURE
 from opcast.models.operators.mixture import Member
 from opcast.models.operators.model import default_settings
+from opcast.predict.devices import resolve_device
 from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.predict.operator.predict import OpEstimate, explain_operator, predict_op
+from opcast.predict.operator.serving_operators import ServingLatency
+from opcast.predict.operator.step_operators import OperatorLatency, load_step_model
 from opcast.predict.render.operator import print_op, print_op_explanation
+from opcast.simulate.serving.forward import ServeOp
+from opcast.simulate.step.calls import OpCall
 
 LINEAR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
 
@@ -196,3 +201,49 @@ def test_no_end_of_a_product_is_below_the_peak_of_the_data_sheet(dtype: str) -> 
     found = predict_op(f"linear m=4096 n=4096 k=4096 dtype={dtype}", "h100-sxm")
     least = 2 * 4096**3 / peak * 1e6
     assert least * (1 - 1e-3) < found.lo_us <= found.latency_us <= found.hi_us
+
+
+OWN = """
+platform: gpu
+hbm_bandwidth_gbps: 4000
+memory_gb: 96
+core_count: 140
+boost_mhz: 1800
+lanes_per_core: 128
+l2_mb: 60
+peak_tflops: {bf16: 1100}
+"""
+
+
+@pytest.mark.parametrize("maker", ["", "vendor: nvidia\n", "architecture: Hopper\n"])
+def test_a_described_gpu_is_priced_alike_as_an_operator_of_a_step_and_of_serving(maker, tmp_path):
+    """An architect's file without a vendor, or with one in small letters: one rule everywhere."""
+    path = tmp_path / "own.yaml"
+    path.write_text(f"name: own\n{maker}{OWN}")
+    spec = resolve_device(path, {})
+    assert spec.vendor == "NVIDIA"
+    text = "linear m=2048 n=4096 k=4096 dtype=bf16 backend=vllm"
+    asked = predict_op(f"{text} kernel=torch.nn.functional.linear", str(path))
+    model = load_step_model(OPERATOR_MODEL)
+    call = OpCall("product", "linear", (2048, 4096, 4096), "bf16")
+    step = OperatorLatency(spec, model)([call])[0, 0]
+    served = ServingLatency(spec, model, "vllm")
+    op = ServeOp("linear", (2048, 4096, 4096), "bf16")
+    assert step * 1e6 == pytest.approx(asked.latency_us, rel=1e-3)
+    assert served(op) * 1e6 == pytest.approx(asked.latency_us, rel=1e-3)
+
+
+def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
+    def said(extra):
+        path = tmp_path / "own.yaml"
+        path.write_text(f"name: own\n{extra}{OWN}")
+        asked = "linear m=64 n=4096 k=4096 dtype=bf16"
+        return " ".join(predict_op(asked, str(path)).notes)
+
+    assert "a GPU of NVIDIA of no known generation" in said("")
+    assert "`architecture:`" in said("vendor: AMD\n") and "cdna4" in said("vendor: AMD\n")
+    assert "'hoper', which has no rules" in said("architecture: hoper\n")
+    assert said("architecture: hoper\n").endswith("(hopper)")
+    assert "none of MyCo was measured" in said("vendor: MyCo\n")
+    assert said("architecture: hopper\n") == ""
+    assert predict_op("linear m=64 n=4096 k=4096 dtype=bf16", "h100-sxm").notes == ()
