@@ -17,8 +17,12 @@ from .options import (
     Seed,
     Top,
     TracedDevice,
+    folder,
+    json_file,
     make_console,
     measured_device,
+    named_out,
+    plot_file,
     print_json,
     program_of,
     refuse,
@@ -69,8 +73,16 @@ def calibrate(
     allocate: Annotated[
         Allocation, typer.Option(help="Divide operator samples evenly, or by share of the time.")
     ] = Allocation.FAMILY,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the adapted model.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot error against number of samples.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Folder for the adapted model; with --steps and --serving a JSON file."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(callback=plot_file, help="Plot error against number of samples."),
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Adapt a model to a device from few, actively chosen samples.
@@ -78,6 +90,7 @@ def calibrate(
     The samples come from a dataset (--data) or are measured here (--budget). With --steps, the
     model of training steps is adapted to a cluster; with --serving, that of serving to a stack.
     """
+    named_out(out, folder if steps is None and serving is None else json_file)
     if serving is not None:
         refuse_unused(context, "calibrating on serving (--serving)", {"serving", "model", "out"})
         from ..workflows.serving.calibrate import run_calibrate_serving
@@ -147,7 +160,8 @@ def drift(
         typer.Option(min=1e-9, max=0.5, help="Probability of one or more false alarms."),
     ] = 0.01,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the repaired model.")
+        Path | None,
+        typer.Option("--out", callback=folder, help="Folder for the repaired model."),
     ] = None,
     seed: Seed = 0,
 ) -> None:

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Json, make_console, print_json, refuse, refuse_unused
+from ..common.progress import wrote
+from .options import (
+    Json,
+    json_file,
+    make_console,
+    print_json,
+    refuse,
+    refuse_unused,
+    yaml_file,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,8 +36,12 @@ def cluster(
         bool, typer.Option("--list", help="List the names of common clusters.")
     ] = False,
     json_output: Json = False,
-    save: Annotated[Path | None, typer.Option(help="Write the cluster as YAML.")] = None,
-    astra: Annotated[Path | None, typer.Option(help="Write it as ASTRA-sim's network.yml.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(callback=yaml_file, help="Write the cluster as YAML.")
+    ] = None,
+    astra: Annotated[
+        Path | None, typer.Option(callback=yaml_file, help="Write it as ASTRA-sim's network.yml.")
+    ] = None,
 ) -> None:
     """Print a cluster: its network, collective times and sources.
 
@@ -52,8 +65,10 @@ def cluster(
     chosen = find_cluster(name)
     if save is not None:
         save_cluster(chosen, save)
+        wrote(save, "cluster")
     if astra is not None:
         write_text(astra, astra_network(chosen.topology))
+        wrote(astra, "ASTRA-sim's network")
     if json_output:
         content = cluster_data(chosen) | {"devices": chosen.size, "sources": chosen.sources}
         print_json(content)
@@ -103,7 +118,10 @@ def calibrate_collectives(
         list[Path],
         typer.Argument(help="nccl-tests output, CSV, or a folder with collectives*.csv.gz."),
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="File for the fitted model.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", callback=json_file, help="JSON file for the fitted model."),
+    ] = None,
     device: Annotated[
         str, typer.Option("--device", help="Device of the rows that do not name one.")
     ] = "",
@@ -159,6 +177,7 @@ def calibrate_collectives(
         # A few rows adapt their own machine; the shipped parameters stay for everything else.
         model = CollectiveModel.load().calibrated(rows, find)
     model.save(out)
+    wrote(out, "collective model")
     if not report:
         _print_fit(rows, find, model, json_output)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..common.progress import wrote
 from .options import (
     DeviceIndex,
     Devices,
@@ -17,9 +18,11 @@ from .options import (
     Seed,
     TracedDevice,
     make_console,
+    plot_file,
     print_json,
     refuse,
     seconds_of,
+    table_file,
 )
 
 
@@ -39,7 +42,7 @@ def zoo_list() -> None:
 def zoo_export(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Workload family (opcast zoo list).")],
-    out: Out,
+    out: Annotated[Path, typer.Option("--out", help="File to write.")],
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Setting of the workload, such as batch=8; may be given again."),
@@ -68,13 +71,14 @@ def zoo_export(
     else:
         platform = None if device == "local" else platform_of(resolve_device(device, {})).name
         export(name, chosen, out, format=form, platform=platform)
-    # On stderr: a message, not a result.
-    typer.echo(f"{out}: {out.stat().st_size} bytes", err=True)
+    wrote(out, f"{out.stat().st_size} bytes")
 
 
 def data_show(
     data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
-    plot: Annotated[Path | None, typer.Option(help="Plot a histogram of the latencies.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=plot_file, help="Plot a histogram of the latencies.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """Summarise a dataset: counts, ranges, noise."""
@@ -134,7 +138,7 @@ def data_import(
         raise typer.BadParameter("give one folder with published tables")
     from ..workflows.train_operators import run_import
 
-    run_import(make_console(), paths[0], out)
+    run_import(paths[0], out)
 
 
 def audit(
@@ -148,7 +152,9 @@ def audit(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="File for the flagged rows with their evidence: .parquet, .csv."
+            "--out",
+            callback=table_file,
+            help="File for the flagged rows with their evidence: .parquet, .csv or .json.",
         ),
     ] = None,
     json_output: Json = False,
@@ -157,25 +163,16 @@ def audit(
 
     The exit status is 1 if a row is impossible, such as one that is faster than the peak.
     """
-    from ..common.errors import DatasetError
-    from ..common.files import write_text
+    from ..common.parquet import write_table
     from ..common.tables_text import print_frame
-    from ..features.dataset import write_table
     from ..predict.published.audit import audit as check
 
-    if out is not None and out.suffix not in (".parquet", ".csv"):
-        raise DatasetError(
-            "is no file of flagged rows", where=str(out), hint="name it .parquet or .csv"
-        )
     found = check(table)
     counts = found.counts()
     rows = len(found.flagged[["file", "row"]].drop_duplicates())
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.suffix == ".csv":
-            write_text(out, found.flagged.to_csv(index=False))
-        else:
-            write_table(found.flagged, out)
+        write_table(found.flagged, out)
+        wrote(out, f"{len(found.flagged)} rows")
     if json_output:
         figures = {"rows": found.rows, "flagged": rows, "impossible": found.impossible}
         print_json({**figures, "reasons": counts.to_dict("records"), "notes": found.notes})
@@ -230,9 +227,10 @@ def data_compile(
         seconds_of(budget),
         plan=CompilePlan(ops, random, suite, seed, zoo, large),
     )
-    typer.echo(
-        f"{result.folder}: {result.samples} estimates of kernels of {result.programs} programs, "
-        f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
+    wrote(
+        result.folder,
+        f"{result.samples} estimates of kernels of {result.programs} programs, {result.failed} "
+        f"failed, {result.elapsed_s:.0f} s, {result.stopped}",
     )
     # Status 130, as after any other Ctrl-C; what was compiled is on disk.
     if result.stopped == "interrupted":

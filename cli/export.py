@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     ClusterOpt,
@@ -21,8 +22,11 @@ from .options import (
     StepModelOpt,
     Timeline,
     Workload,
+    called,
+    json_file,
     print_json,
     refuse,
+    table_file,
     workload_of,
 )
 
@@ -87,13 +91,14 @@ def export_chakra(
     else:
         refuse(context, "a program", of_steps)
         result = _export_program(program, cluster, out, model, lowering)
-    title = f"{out}: {{ranks}} traces, {{nodes}} nodes"
+    title = "{ranks} traces, {nodes} nodes"
     if program is None:
         title += (
             "; step {step_us:,.0f} µs, communication of a rank {communication_us:,.0f} µs, by "
             "ASTRA-sim's formulas {astra_sim_communication_us:,.0f} µs"
         )
     _print(result, title, json_output)
+    wrote(out, "traces and input files of ASTRA-sim")
 
 
 def _export_program(
@@ -114,7 +119,10 @@ def _export_program(
 def export_table(
     context: typer.Context,
     device: Annotated[list[str], typer.Option(help="Device or file; may be given again.")],
-    out: Out,
+    out: Annotated[
+        Path,
+        typer.Option("--out", callback=table_file, help="Table to write: .parquet, .csv or .json."),
+    ],
     programs: Annotated[
         list[Path] | None, typer.Argument(help="Programs whose kernels to tabulate.")
     ] = None,
@@ -126,7 +134,7 @@ def export_table(
     kernels: Annotated[str, typer.Option(help="Kernel model.")] = "default",
     lowering: LoweringOpt = "auto",
 ) -> None:
-    """Write latencies of operators and kernels as parquet.
+    """Write latencies of operators and kernels as a table.
 
     The operators come from grids (--op), the kernels from programs; each row has an interval. A
     device file with ranges gives rows for each design, and a column for each range.
@@ -134,8 +142,9 @@ def export_table(
     import pandas as pd
 
     from ..common.errors import DatasetError
-    from ..features.dataset import write_table
+    from ..common.parquet import write_table
     from ..features.lowering.lower import lower
+    from ..predict.devices import generation_note
     from ..predict.export.latency_table import (
         expand_ops,
         kernel_table,
@@ -172,9 +181,11 @@ def export_table(
     # Programs share kernels, and grids may overlap.
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
     table = with_figures(table, designs)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    said = [note for own in designs for note in generation_note(own.device)]
+    for note in dict.fromkeys(said):
+        typer.echo(f"note: {note}", err=True)
     write_table(table, out)
-    typer.echo(f"{out}: {len(table)} rows")
+    wrote(out, f"{len(table)} rows")
 
 
 def export_vidur(
@@ -211,9 +222,8 @@ def export_vidur(
         max_tokens,
         OperatorLatency(spec, _operators(model)),
         find_cluster(cluster) if cluster else None,
-        lambda file: typer.echo(file, err=True),
+        lambda file, count: wrote(file, f"{count} rows"),
     )
-    typer.echo("\n".join(f"{file}: {count} rows" for file, count in rows.items()))
     if cluster and not any("all_reduce" in file for file in rows):
         typer.echo("no all_reduce.csv: a single worker (--tp 1) reduces nothing", err=True)
 
@@ -221,7 +231,9 @@ def export_vidur(
 def export_llmservingsim(
     workload: Workload,
     device: Annotated[str, typer.Option(help="Device name or file.")],
-    out: Annotated[Path, typer.Option("--out", help="File to write: layers.csv.")],
+    out: Annotated[
+        Path, typer.Option("--out", callback=called(".csv"), help="File to write: layers.csv.")
+    ],
     settings: Settings = None,
     tp: Annotated[
         list[int] | None, typer.Option(help="Tensor-parallel degree; may be given again.")
@@ -230,7 +242,7 @@ def export_llmservingsim(
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write LLMServingSim's table of layers."""
-    from ..common.files import write_text
+    from ..common.parquet import write_table
     from ..predict.devices import resolve_device
     from ..predict.export.simulators import llmservingsim_layers
     from ..predict.operator.step_operators import OperatorLatency
@@ -239,9 +251,8 @@ def export_llmservingsim(
     latency = OperatorLatency(resolve_device(device, {}), _operators(model))
     work = read_workload(workload, settings or [])
     table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, table.to_csv(index=False))
-    typer.echo(f"{out}: {len(table)} rows")
+    write_table(table, out)
+    wrote(out, f"{len(table)} rows")
 
 
 def export_simai(
@@ -267,12 +278,12 @@ def export_simai(
     text = simai_workload(work, parse_plan(plan), where.size, latency)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
-    typer.echo(f"{out}: {len(text.splitlines()) - 2} lines")
+    wrote(out, f"{len(text.splitlines()) - 2} lines")
 
 
 def export_calculon(
     cluster: ClusterOpt,
-    out: Annotated[Path, typer.Option("--out", help="JSON file to write.")],
+    out: Annotated[Path, typer.Option("--out", callback=json_file, help="JSON file to write.")],
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write a cluster as Calculon's system."""
@@ -289,7 +300,7 @@ def export_calculon(
     system = calculon_system(where, spec, OperatorLatency(spec, _operators(model)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(system, indent=1) + "\n")
-    typer.echo(f"{out}: {where.name}, {where.size} devices")
+    wrote(out, f"{where.name}, {where.size} devices")
 
 
 def export_xla_perf_table(
@@ -341,7 +352,7 @@ def export_xla_perf_table(
     for path, content, option in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, content)
-        typer.echo(f"{path}: {content.count('instruction {')} entries; {option}")
+        wrote(path, f"{content.count('instruction {')} entries; {option}")
     for note in notes:
         typer.echo(note, err=True)
     typer.echo(
@@ -366,6 +377,7 @@ def import_chakra(
     run = run_traces(traces, groups)
     if timeline is not None:
         write_trace(run.chrome_trace(), timeline)
+        wrote(timeline, "Chrome trace")
     _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
 
 

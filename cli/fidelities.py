@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Devices, Json, LoweringOpt, Out, make_console, print_json
+from ..common.progress import wrote
+from .options import (
+    Devices,
+    Json,
+    LoweringOpt,
+    Out,
+    folder,
+    make_console,
+    print_json,
+    table_file,
+)
 
 if TYPE_CHECKING:
     from ..features.lowering.options import LoweringOptions
@@ -55,10 +65,11 @@ def data_simulate(
     devices = device or (["local"] if tool == "iree" else ["tpu-v3"])
     for name in devices:
         done = simulate_dataset(out, program, name, tool, lowering=lowering, family=family)
-        typer.echo(
-            f"{out}: {done.samples} kernels of {done.programs} programs on {done.device}, source "
+        wrote(
+            out,
+            f"{done.samples} kernels of {done.programs} programs on {done.device}, source "
             f"{done.source}; {done.skipped} programs were done before, {done.refused} kernels are "
-            "not supported"
+            "not supported",
         )
 
 
@@ -73,7 +84,10 @@ def fidelities(
     lowering: LoweringOpt = "auto",
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of programs; 0 for all.")] = 0,
     out: Annotated[
-        Path, typer.Option("--out", help="Folder for the predictions; a run resumes from it.")
+        Path,
+        typer.Option(
+            "--out", callback=folder, help="Folder for the predictions; a run resumes from it."
+        ),
     ] = Path("fidelities-out"),
     json_output: Json = False,
 ) -> None:
@@ -108,7 +122,10 @@ def tune_kernel(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write all candidates: .parquet or .csv.")
+        Path | None,
+        typer.Option(
+            "--out", callback=table_file, help="Write all candidates: .parquet, .csv or .json."
+        ),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Candidates of each kernel to print.")] = 5,
     json_output: Json = False,
@@ -120,22 +137,18 @@ def tune_kernel(
     import pandas as pd
 
     from ..common.errors import DatasetError
-    from ..common.parquet import read_table
-    from ..features.dataset import write_table
+    from ..common.parquet import read_table, write_table
     from ..models.tiles.model import shipped_tiles
     from ..predict.published.tile_table import rank_configurations, short_configs, ties_note
     from ..predict.render.tiles import candidates_table
 
-    if out is not None and out.suffix.lower() not in (".parquet", ".csv"):
-        raise typer.BadParameter("--out is a .parquet or .csv file")
     if not table.is_file():
         raise DatasetError("no such table", where=str(table))
     read = pd.read_csv(table) if table.suffix.lower() == ".csv" else read_table(table)
     ranked = rank_configurations(read, shipped_tiles())
-    if out is not None and out.suffix.lower() == ".csv":
-        ranked.to_csv(out, index=False)
-    elif out is not None:
+    if out is not None:
         write_table(ranked, out)
+        wrote(out, f"{len(ranked)} rows")
     shorter = ranked.assign(config=short_configs(ranked))
     best = ranked[ranked["rank"] <= top]
     if json_output:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.progress import wrote
 from .options import (
     DeviceOpt,
     Fallback,
@@ -69,6 +70,7 @@ def lower(
     )
     if out is not None:
         write_text(out, lowered.hlo)
+        wrote(out, "optimised HLO")
     data = summary(lowered, spec)
     if json_output:
         print_json(data)
@@ -261,10 +263,10 @@ def partition(
         if chosen is not None:
             raise typer.BadParameter("--batch-args goes with --mesh")
         write_bytes(out, partition_annotated(source, format))
-        typer.echo(f"{out}: {out.stat().st_size} bytes")
+        wrote(out, f"{out.stat().st_size} bytes")
         return
     written = partition_program(source, mesh, out, chosen, format)
-    typer.echo(f"{out}: {out.stat().st_size} bytes")
+    wrote(out, f"{out.stat().st_size} bytes")
     parameters = f"; parameters {size(written.parameter_bytes)}" if written.parameter_bytes else ""
     typer.echo(f"collectives move {size(written.moved_bytes)} a run{parameters}")
     if written.note:

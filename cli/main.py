@@ -166,7 +166,7 @@ COMMANDS: dict[str, Command | Group] = {
                 "export", "export_chakra", "Write Chakra traces and ASTRA-sim's input files."
             ),
             "table": Command(
-                "export", "export_table", "Write latencies of operators and kernels as parquet."
+                "export", "export_table", "Write latencies of operators and kernels as a table."
             ),
             "llmservingsim": Command(
                 "export", "export_llmservingsim", "Write LLMServingSim's table of layers."

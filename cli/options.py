@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.parquet import TABLES
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from rich.console import Console
 
@@ -90,7 +92,50 @@ PricesOpt = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder or file to write.")]
+
+
+def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """Make the check of an option for a file: that its name says what will be in it.
+
+    Args:
+        suffixes: Those of the formats that the command writes.
+    """
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in suffixes:
+            kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+            raise typer.BadParameter(f"{str(path)!r} has to be called {kinds}")
+        return path
+
+    return check
+
+
+def folder(path: Path | None) -> Path | None:
+    """Check an option for a folder: refuse a file, and the name of one.
+
+    Raises:
+        typer.BadParameter: It is a file, or called as one.
+    """
+    if path is not None and (path.is_file() or path.suffix.lower() in (*TABLES, ".html", ".png")):
+        raise typer.BadParameter(f"{str(path)!r} is called as a file, but a folder is written")
+    return path
+
+
+def named_out(out: Path | None, check: Callable[[Path | None], Path | None]) -> None:
+    """Check an ``--out`` whose kind depends on other options.
+
+    Raises:
+        typer.BadParameter: Its name is not one of that kind.
+    """
+    try:
+        check(out)
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--out: {error.message}") from None
+
+
+json_file, page_file, yaml_file = called(".json"), called(".html", ".htm"), called(".yaml", ".yml")
+table_file, plot_file = called(*TABLES), called(".png", ".svg", ".pdf", ".jpg")
+Out = Annotated[Path, typer.Option("--out", callback=folder, help="Folder to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
 OptionalData = Annotated[
     list[Path] | None, typer.Option("--data", help="Dataset folder; may be given again.")
@@ -98,7 +143,9 @@ OptionalData = Annotated[
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
 Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]
-Timeline = Annotated[Path | None, typer.Option(help="Write a Chrome trace.")]
+Timeline = Annotated[
+    Path | None, typer.Option(callback=json_file, help="Write a Chrome trace, .json.")
+]
 
 _PROGRAM = (
     "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."

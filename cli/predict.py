@@ -30,12 +30,14 @@ from .options import (
     Trips,
     make_console,
     measured_device,
+    plot_file,
     prices_of,
     print_json,
     program_of,
     refuse,
     refuse_unused,
     require_plots,
+    table_file,
     torch_program_of,
     trips_of,
 )
@@ -69,9 +71,12 @@ def predict(
         str, typer.Option("--by", help="Rows of the table: kernel, line or module.")
     ] = "kernel",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write a table: .parquet, .csv or .json.")
+        Path | None,
+        typer.Option("--out", callback=table_file, help="Write a table: .parquet, .csv or .json."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the times of the table.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=plot_file, help="Plot the times of the table.")
+    ] = None,
     framework: TorchFrameworkOpt = "xla",
     train: TrainOpt = "",
     loss: LossOpt = "",
@@ -203,6 +208,7 @@ class _Answer:
     prices: Mapping[str, float]
 
     def give(self, prediction: Prediction | TorchPrediction) -> None:
+        from ..common.progress import wrote
         from ..predict.program.many import price_of, run_cost
         from ..predict.program.prediction import Prediction
 
@@ -214,6 +220,7 @@ class _Answer:
             from ..predict.export.timeline import write_chrome_trace
 
             write_chrome_trace(prediction, self.timeline)
+            wrote(self.timeline, "Chrome trace")
         if self.json_output:
             data = prediction.to_dict()
             print_json(data | run_cost(data, price))
@@ -263,34 +270,32 @@ class _Table:
         self, answers: Answers, known: Mapping[str, DeviceSpec], here: DeviceSpec | None
     ) -> None:
         """Predict programs on devices; exits with 1 if none, or with --strict not all, could be."""
-        from ..common.progress import counting
+        from ..common.parquet import json_text, write_table
+        from ..common.progress import counting, wrote
         from ..predict.program.many import (
             find_chips,
-            json_text,
             plot_predictions,
             predict_many,
-            write_predictions,
         )
         from ..predict.render.many import print_many
 
         if self.plot is not None:
             require_plots()
-        out = self.out
-        if out is not None and out.suffix.lower() not in (".parquet", ".csv", ".json"):
-            raise typer.BadParameter("--out is a .parquet, .csv or .json file")
         chips = find_chips(self.devices, known, here)
         with counting("predictions") as tell:
             frame = predict_many(self.programs, chips, answers, tell, self._opened, self.prices)
-        if out is not None:
-            write_predictions(frame, out)
+        if self.out is not None:
+            write_table(frame, self.out)
+            wrote(self.out, f"{len(frame)} rows")
         if self.plot is not None:
             plot_predictions(frame, self.plot)
+            wrote(self.plot, "plot")
         if self.json_output:
             typer.echo(json_text(frame))
         else:
             print_many(make_console(), frame)
         if frame.attrs["interrupted"]:
-            kept = f" and written to {out}" if out is not None else ""
+            kept = f" and written to {self.out}" if self.out is not None else ""
             typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
             raise typer.Exit(130)
         failed = frame["error"] != ""

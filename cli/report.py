@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..common.progress import stages
+from ..common.progress import stages, wrote
 from .options import (
     DeviceOpt,
     Devices,
@@ -18,17 +18,25 @@ from .options import (
     Seed,
     Threads,
     Trips,
+    called,
+    json_file,
     make_console,
     measured_device,
+    page_file,
     program_of,
     refuse,
     refuse_unused,
     trips_of,
 )
 
-Html = Annotated[Path | None, typer.Option("--html", help="File for the page.")]
-FiguresFile = Annotated[Path, typer.Option("--out", help="JSON file for the figures.")]
-Figures = Annotated[Path | None, typer.Option("--out", help="Also write the figures as JSON.")]
+Html = Annotated[Path | None, typer.Option("--html", callback=page_file, help="File for the page.")]
+FiguresFile = Annotated[
+    Path, typer.Option("--out", callback=json_file, help="JSON file for the figures.")
+]
+Figures = Annotated[
+    Path | None,
+    typer.Option("--out", callback=json_file, help="Also write the figures as JSON."),
+]
 
 
 def program(
@@ -115,7 +123,12 @@ def devices(
     device: Devices = None,
     lowering: Annotated[str, typer.Option(help="xla, fused or op.")] = "xla",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Also write the figures: Markdown (.md) or JSON.")
+        Path | None,
+        typer.Option(
+            "--out",
+            callback=called(".md", ".json"),
+            help="Also write the figures: Markdown (.md) or JSON.",
+        ),
     ] = None,
 ) -> None:
     """Compare predictions for devices that are not attached.
@@ -200,4 +213,4 @@ def _write(page: str, path: Path) -> None:
     from ..common.files import write_text
 
     write_text(path, page)
-    typer.echo(f"{path}: {len(page.encode()) / 1e3:.0f} kB; open it in a browser")
+    wrote(path, "page; open it in a browser")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     HfOpt,
@@ -17,6 +18,7 @@ from .options import (
     Timeline,
     Workload,
     make_console,
+    page_file,
     print_json,
     refuse,
     sizes_of,
@@ -204,7 +206,9 @@ def simulate_serving(
     serving: ServingModelOpt = "default",
     json_output: Json = False,
     timeline: Timeline = None,
-    html: Annotated[Path | None, typer.Option(help="Write an HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(callback=page_file, help="Write an HTML page.")
+    ] = None,
 ) -> None:
     """Simulate LLM serving: latencies, throughput, memory, cache and queue.
 
@@ -278,13 +282,12 @@ def simulate_serving(
     prediction = _predictor(model, serving).predict(deployment, spec, slo=parse_slo(slo))
     if timeline is not None:
         write_trace(serving_trace(prediction), timeline)
+        wrote(timeline, "Chrome trace")
     if html is not None:
         from ..predict.page.serving import serving_page
 
         write_text(html, serving_page(prediction))
-    for name, file in (("timeline", timeline), ("page", html)):
-        if file is not None:
-            typer.echo(f"{name}: {file}", err=True)
+        wrote(html, "page; open it in a browser")
     if json_output:
         print_json(prediction.to_dict(price))
         return

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
 from .options import (
     ClusterOpt,
@@ -22,6 +23,7 @@ from .options import (
     Timeline,
     Workload,
     make_console,
+    page_file,
     print_json,
     refuse,
     workload_of,
@@ -60,7 +62,9 @@ def simulate(
     seed: Annotated[int, typer.Option(help="With --jitter: random seed.")] = 0,
     json_output: Json = False,
     timeline: Timeline = None,
-    html: Annotated[Path | None, typer.Option(help="Write an HTML page with a timeline.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(callback=page_file, help="Write an HTML page with a timeline.")
+    ] = None,
 ) -> None:
     """Predict one training step on a cluster: time, memory, efficiency."""
     # Without jitter nothing is drawn, so a seed would have no effect.
@@ -96,10 +100,12 @@ def simulate(
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"
         write_trace(step_trace(prediction.step, prediction.plan, title), timeline)
+        wrote(timeline, "Chrome trace")
     if html is not None:
         from ..predict.page.step import step_page
 
         write_text(html, step_page(prediction))
+        wrote(html, "page; open it in a browser")
     if json_output:
         print_json(prediction.to_dict())
         return
@@ -127,6 +133,7 @@ def predict_on_cluster(
     prediction = predict_partitioned(program, find_cluster(cluster), kernels(model), options)
     if timeline is not None:
         write_trace(stream_trace(prediction), timeline)
+        wrote(timeline, "Chrome trace")
     if json_output:
         print_json(prediction.to_dict())
         return

@@ -22,7 +22,9 @@ from .options import (
     StepModelOpt,
     Workload,
     bytes_of,
+    folder,
     make_console,
+    plot_file,
     prices_of,
     print_json,
     program_of,
@@ -36,7 +38,10 @@ from .options import (
 def sweep(
     context: typer.Context,
     cluster: Annotated[list[str], typer.Option(help="Cluster name or file; may be given again.")],
-    out: Annotated[Path, typer.Option("--out", help="Results folder; a sweep resumes from it.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", callback=folder, help="Results folder; a sweep resumes from it."),
+    ],
     workload: Workload = "",
     hf: HfOpt = None,
     settings: Settings = None,
@@ -60,9 +65,12 @@ def sweep(
     ray: Annotated[str, typer.Option(help="Address of a Ray cluster; 'local' starts one.")] = "",
     seed: Annotated[int, typer.Option(help="With --trials: random seed of the search.")] = 0,
     top: Annotated[int, typer.Option(help="Number of plans to print.")] = 15,
-    plot: Annotated[Path | None, typer.Option(help="Plot memory against time.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=plot_file, help="Plot memory against time.")
+    ] = None,
     scaling: Annotated[
-        Path | None, typer.Option(help="Plot strong and weak scaling over the clusters.")
+        Path | None,
+        typer.Option(callback=plot_file, help="Plot strong and weak scaling over the clusters."),
     ] = None,
 ) -> None:
     """Evaluate many parallel plans and print the Pareto front.
@@ -135,7 +143,8 @@ def plan(
     model: ModelOpt = "default",
     lowering: LoweringOpt = "auto",
     out: Annotated[
-        Path, typer.Option("--out", help="Results folder; a search resumes from it.")
+        Path,
+        typer.Option("--out", callback=folder, help="Results folder; a search resumes from it."),
     ] = Path("plan"),
     save_program: Annotated[
         Path | None, typer.Option(help="Write the program with the best plan's shardings.")
@@ -154,7 +163,7 @@ def plan(
     if ray:
         refuse(context, "a search on a Ray cluster (--ray)", {"workers"})
     from ..common.files import write_text
-    from ..common.progress import counting
+    from ..common.progress import counting, wrote
     from ..predict.plan.answer import plan as search
     from ..predict.plan.arguments import parse_batch_dims
     from ..predict.render.plan import print_plan
@@ -180,14 +189,14 @@ def plan(
             progress=advance,
         )
     write_text(out / "shardings.py", answer.code)
+    wrote(out / "shardings.py", "the best plan as code of JAX")
     if save_program is not None:
         answer.save(save_program)
+        wrote(save_program, "the program with its shardings")
     if json_output:
         print_json(answer.to_dict())
     else:
-        console = make_console()
-        print_plan(console, answer, top)
-        console.print(f"as code of JAX: {out / 'shardings.py'}", highlight=False)
+        print_plan(make_console(), answer, top)
     if answer.stopped:
         typer.echo("stopped: these are the plans that were compiled until then", err=True)
         raise typer.Exit(130)

@@ -15,9 +15,14 @@ from .options import (
     Out,
     Seed,
     Threads,
+    folder,
+    json_file,
     make_console,
+    named_out,
+    page_file,
     refuse_unused,
     seconds_of,
+    table_file,
 )
 
 
@@ -51,7 +56,9 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", help="Folder for the model; default: that of --register, or models-out."
+            "--out",
+            help="Folder for the model, by default that of --register or models-out; with --steps, "
+            "--serving, --power and --tiles a JSON file.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -95,6 +102,11 @@ def train(
         raise typer.BadParameter(
             "give one of --data, --steps, --serving, --power, --tiles and --blocks"
         )
+    # Small models are files, the others folders.
+    if any(given is not None for given in (steps, serving, power, tiles)):
+        named_out(out, json_file)
+    else:
+        named_out(out, folder)
     if tiles is not None:
         refuse_unused(context, "training on tiles", {"tiles", "out", "seed"})
         from ..workflows.measured.tiles import run_train_tiles
@@ -208,7 +220,8 @@ def tune(
         Path | None, typer.Option(help="SQLite file for the trials; a search resumes from it.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="JSON file for the best hyperparameters.")
+        Path | None,
+        typer.Option("--out", callback=json_file, help="JSON file for the best hyperparameters."),
     ] = None,
     track: Annotated[bool, typer.Option(help="Log the trials to MLflow.")] = True,
 ) -> None:
@@ -248,7 +261,14 @@ def demo(
 
 def evaluate(
     context: typer.Context,
-    out: Annotated[Path, typer.Option("--out", help="Parquet file for the predictions.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            callback=table_file,
+            help="Table of the predictions: .parquet, .csv or .json.",
+        ),
+    ],
     published: Annotated[
         Path | None,
         typer.Option(help="Published table of operators, products or collectives, or a folder."),
@@ -281,7 +301,10 @@ def evaluate(
         ),
     ] = False,
     page: Annotated[
-        Path | None, typer.Option(help="With --steps: HTML page with the errors and parity plots.")
+        Path | None,
+        typer.Option(
+            callback=page_file, help="With --steps: HTML page with the errors and parity plots."
+        ),
     ] = None,
     track: Annotated[
         bool, typer.Option(help="Except with --published: log the figures to MLflow.")
@@ -312,15 +335,15 @@ def evaluate(
         asked = ServingSettings(serving, out, model, calibrate=calibrate, track=track)
         run_evaluate_serving(make_console(), asked)
         return
-    folder = programs or regions
-    if folder is not None:
+    measured = programs or regions
+    if measured is not None:
         used = {"out", "programs", "regions", "model", "lowering", "track"}
         refuse_unused(context, "evaluating programs", used)
         from ..workflows.evaluate_programs import run_evaluate_programs
         from ..workflows.settings import ProgramSettings
 
         on_stream = regions is not None
-        chosen = ProgramSettings(folder, out, model, lowering, track, on_stream)
+        chosen = ProgramSettings(measured, out, model, lowering, track, on_stream)
         run_evaluate_programs(make_console(), chosen)
         return
     if steps is not None:

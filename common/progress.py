@@ -6,8 +6,11 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
+
+from .files import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -18,6 +21,17 @@ _LINE_EVERY_S = 10.0
 #: The same for runs that are given hours.
 _RARE_LINE_EVERY_S = 30.0
 T = TypeVar("T")
+
+
+def wrote(path: Path, what: str = "") -> None:
+    """Say on stderr what a command wrote and where, after the file is whole.
+
+    Args:
+        path: File or folder.
+        what: What is in it, or what to do with it.
+    """
+    sys.stderr.write(f"wrote {printable(str(path))}{f': {what}' if what else ''}\n")
+    sys.stderr.flush()
 
 
 class Lines:

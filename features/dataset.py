@@ -8,13 +8,13 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..common.errors import DatasetError
-from ..common.files import parse_json, replacing, write_text
-from ..common.parquet import read_table
+from ..common.files import parse_json, write_text
+from ..common.parquet import read_table, write_table
 from .devices.device import DeviceSpec, check_name
 from .devices.identity import base_name, distinct_runs
 
@@ -211,15 +211,6 @@ def sample_frame(rows: Iterable[dict[str, object]]) -> pd.DataFrame:
 def write_shard(frame: pd.DataFrame, path: Path) -> None:
     """Write a parquet shard through a temporary file and a rename."""
     write_table(frame[_columns(frame)], path, compression="zstd")
-
-
-def write_table(
-    frame: pd.DataFrame, path: Path, compression: Literal["snappy", "zstd"] = "snappy"
-) -> None:
-    """Write any table as parquet through a temporary file and a rename."""
-    with replacing(path) as partial:
-        # Checksums of pages make a damaged shard an error instead of wrong numbers (docs/trust.md).
-        frame.to_parquet(partial, index=False, compression=compression, write_page_checksum=True)
 
 
 def _read_shard(path: Path) -> pd.DataFrame:

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
+from ..common.progress import stages, tracked, wrote
 from ..features.devices.identity import identified
 from ..predict.locate import OPERATOR_MODEL
 from .train_operators import TRAINING
@@ -66,7 +67,10 @@ def run_calibrate_operators(
     trials = _trials(console, model, rows, spec, samples, seed)
     # The requested number ends the curve, whatever the standard counts are.
     counts = (*(n for n in COUNTS if n < samples), samples)
-    curves = [error_curve(trial, spec.name, counts, seed) for trial in trials]
+    curves = [
+        error_curve(trial, spec.name, counts, seed)
+        for trial in tracked(trials, len(trials), "errors by number of samples")
+    ]
     if len(trials) > 1:
         curves.append(joint_curve(trials, spec.name, counts, seed))
     _print_curves(console, curves, "MAPE in % by samples of each family")
@@ -94,7 +98,8 @@ def _trials(
     from ..models.operators.curves import Trial
 
     trials = []
-    for key in sorted(set(rows["key"])):
+    keys = sorted(set(rows["key"]))
+    for key in tracked(keys, len(keys), "choosing samples of families"):
         pool, test = _pool(rows[rows["key"] == key].reset_index(drop=True), seed)
         if len(pool) < samples or not len(test):
             console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
@@ -241,9 +246,11 @@ def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettin
     if out is None:
         console.print("the adapted model is not kept: give --out to save it", highlight=False)
         return
-    model.save(out)
+    with stages("reading") as tell:
+        tell("saving the model")
+        model.save(out)
     settings.save(out)
-    console.print(f"saved to {out}", highlight=False)
+    wrote(out, f"adapted model; predict with it: --model {out}")
 
 
 def _print_curves(console: Console, curves: Sequence[Curve], what: str) -> None:
@@ -258,7 +265,7 @@ def _plot(console: Console, curves: Sequence[Curve], plot: Path | None) -> None:
     from ..models.tracking.plots import calibration_plot, save_figure
 
     save_figure(calibration_plot(curves), plot)
-    console.print(f"plot: {plot}", highlight=False)
+    wrote(plot, "plot")
 
 
 def _curve_table(curves: Sequence[Curve]) -> pd.DataFrame:

@@ -90,6 +90,7 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
     own rules.
     """
     from ..common.files import write_text
+    from ..common.progress import wrote
     from ..common.units import duration
     from ..datagen.zoo import export
     from ..features.lowering.options import LoweringOptions
@@ -120,7 +121,7 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
             options = ReportOptions(lowering, compare=(), title=f"{family} {sizes['mode']} step")
             page = out / "step.html"
             write_text(page, report_page(predictor, path, options))
-            console.print(f"its page: {page}", highlight=False, soft_wrap=True)
+            wrote(page, "its page; open it in a browser")
 
 
 def calibrated(console: Console, folder: Path, budget_s: float) -> Path:

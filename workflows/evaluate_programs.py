@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError, OpcastError
-from ..common.progress import counting
+from ..common.parquet import write_table
+from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
-from ..features.dataset import write_table
 from ..features.devices.catalogue import in_catalogue
 from ..features.lowering.options import LoweringOptions
 from ..models.tracking.mlflow_store import RunLog, tidy
@@ -291,5 +291,5 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
                 "evaluate-programs", params, metrics, tables=tables, predictions=predictions
             )
             log_training(console, log, None)
-    console.print(f"{settings.out}: {len(frame)} rows", highlight=False)
+    wrote(settings.out, f"{len(frame)} rows")
     return frame

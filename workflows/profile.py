@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DatasetError
+from ..common.progress import wrote
 from ..common.tables_text import print_frame
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ def run_profile(settings: ProfileSettings) -> None:
         )
     # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
-    print(
-        f"{result.folder}: {result.samples} samples of {result.programs} programs, "
-        f"{result.failed} failed, {result.elapsed_s:.0f} s, {result.stopped}"
+    wrote(
+        result.folder,
+        f"{result.samples} samples of {result.programs} programs, {result.failed} failed, "
+        f"{result.elapsed_s:.0f} s, {result.stopped}",
     )
     # What was measured is saved and reported; the command still ends as interrupted (status 130).
     if result.stopped == "interrupted":
@@ -77,6 +79,7 @@ def show_data(console: Console, paths: Sequence[Path], *, plot: Path | None, as_
     summary = describe(dataset)
     if plot is not None:
         draw(dataset, plot)
+        wrote(plot, "plot")
     if as_json:
         print(json.dumps(summary))
         return

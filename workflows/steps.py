@@ -12,9 +12,9 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import write_text
-from ..common.progress import counting
+from ..common.parquet import write_table
+from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
-from ..features.dataset import write_table
 from ..models.steps.context import OWN
 from ..models.steps.effects import CLUSTER
 from ..models.steps.fit import adapt, slopes_at
@@ -262,7 +262,7 @@ def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     if judged.overall["rows"] and len(judged.by_group):
         print_frame(console, in_percent(judged.by_group), "measured steps, errors in %")
         console.print(_sentence(judged), highlight=False, soft_wrap=True)
-    console.print(f"{settings.out}: {len(frame)} rows", highlight=False)
+    wrote(settings.out, f"{len(frame)} rows")
     known = measured_rows(frame)
     if len(known) and (settings.page or settings.track):
         _keep(console, settings, judged, known)
@@ -287,7 +287,7 @@ def _keep(console: Console, settings: StepSettings, judged: Judged, known: pd.Da
         )
         data = {"title": run.name, "runs": [run_data(run)]}
         write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
-        console.print(f"{settings.page}: page", highlight=False)
+        wrote(settings.page, "page")
     if settings.track:
         metrics = {k: v for k, v in judged.overall.items() if np.isfinite(v)}
         tables = {"by_group": judged.by_group, "plans": judged.plans}
@@ -330,9 +330,7 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
         console.print(following.text(), highlight=False, soft_wrap=True)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
-    console.print(
-        f"{settings.out}: use it with --model in opcast evaluate --steps", highlight=False
-    )
+    wrote(settings.out, "use it with --steps of simulate, --model of evaluate --steps")
     return model
 
 

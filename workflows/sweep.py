@@ -25,12 +25,15 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         DatasetError: The folder holds a sweep of another workload or model.
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
-    from ..common.progress import counting
+    from ..common.progress import counting, wrote
+    from ..predict.devices import cluster_device, generation_note
+    from ..predict.render.parts import print_notes
     from ..predict.render.step import print_front
     from ..predict.sweep import run as sweeps
     from ..predict.sweep.job import SweepJob
     from ..predict.sweep.reasons import reasons
     from ..predict.sweep.space import parse_grid
+    from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.workload import read_workload
 
     work = read_workload(settings.workload, list(settings.sizes))
@@ -58,10 +61,12 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     settings.save(out)
     if settings.plot is not None:
         sweeps.plot(rows, settings.plot)
+        wrote(settings.plot, "plot")
     if settings.scaling is not None:
         from ..predict.sweep.scaling import plot_scaling
 
         plot_scaling(rows, settings.scaling)
+        wrote(settings.scaling, "plot")
     print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
     failed = rows[rows["error"] != ""]
     if len(failed):
@@ -72,7 +77,10 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
             highlight=False,
             markup=False,
         )
+    # Once for each device, since all plans on it share its description.
+    specs = {find_cluster(name).device: cluster_device(find_cluster(name)) for name in clusters}
+    print_notes(console, [note for spec in specs.values() for note in generation_note(spec)])
     for line in reasons(rows[rows["error"] == ""]):
         console.print(f"because of {line}", highlight=False, markup=False)
-    console.print(f"all results: {out / 'sweep.parquet'}", highlight=False)
+    wrote(out / "sweep.parquet", f"{len(rows)} plans")
     return rows

@@ -43,7 +43,7 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
         ]
     )
     print_frame(console, table, "memory-bound kernels, each chip left out")
-    folder = keep_model(console, model, settings, settings.model)
+    folder = keep_model(model, settings, settings.model)
     if settings.track:
         run = RunLog(
             f"operators-{settings.model}",

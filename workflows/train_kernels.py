@@ -55,7 +55,7 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
         kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
         bundle.info.update(kept)
     console.print(f"trained in {result.seconds:.1f} s", highlight=False)
-    folder = keep_model(console, bundle, settings, model)
+    folder = keep_model(bundle, settings, model)
     if settings.track:
         run = _run_of(result, folder, model, settings)
         log_training(console, run, settings.register)

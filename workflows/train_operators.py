@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
+from ..common.progress import wrote
 from ..common.tables_text import in_percent
 from .training import catalogue_names
 
@@ -29,17 +30,16 @@ TRAINING = ("train",)
 RECALIBRATED = frozenset(("layer/product",))
 
 
-def run_import(console: Console, folder: Path, out: Path) -> None:
-    """Import published tables and print the counts."""
+def run_import(folder: Path, out: Path) -> None:
+    """Import published tables and say how many rows there are."""
     from ..datagen.published.importer import import_published
 
     imported = import_published(folder, out, show=True)
     kept = f", {imported.kept} shards were there" if imported.kept else ""
-    console.print(
-        f"{out}: {imported.rows} samples of {len(imported.devices)} devices, "
-        f"{imported.skipped} rows without a latency skipped, "
-        f"{imported.shards} shards written{kept}",
-        highlight=False,
+    wrote(
+        out,
+        f"{imported.rows} samples of {len(imported.devices)} devices, {imported.skipped} rows "
+        f"without a latency skipped, {imported.shards} shards written{kept}",
     )
 
 
@@ -150,7 +150,7 @@ def _train(
         known = read_manifest(path).get("families", {})
         kept = [key for key in known if key not in model_bundle.families]
         model_bundle = OpModel.load(path, only=kept).joined(model_bundle)
-    folder = keep_model(console, model_bundle, settings, model)
+    folder = keep_model(model_bundle, settings, model)
     if settings.track:
         run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
         tables = settings.data if settings.blocks is None else (settings.blocks,)
@@ -200,8 +200,8 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
         console: Console to print to.
         settings: The tables, the model and the file for the predictions.
     """
+    from ..common.parquet import write_table
     from ..common.tables_text import print_frame
-    from ..features.dataset import write_table
     from ..models.operators import OpModel
     from ..predict.locate import OPERATOR_MODEL, find_model
     from ..predict.published.tables import predict_published
@@ -224,4 +224,4 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     summary = predicted.summary()
     if len(summary):
         print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")
-    console.print(f"{settings.out}: {len(predicted.frame)} rows", highlight=False)
+    wrote(settings.out, f"{len(predicted.frame)} rows")

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
+from ..common.progress import wrote
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.steps.context import StepContext
 from ..models.steps.effects import LEARNED, WHOLE, EffectTable
@@ -395,7 +396,7 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
         print_frame(console, percent(wide, ["source"]), title)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
-    console.print(f"{settings.out}: {len(model.table.values)} effects", highlight=False)
+    wrote(settings.out, f"{len(model.table.values)} effects")
     if settings.track:
         metrics = {
             f"{row.left_out}/{name}": float(getattr(row, name))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import DatasetError, ModelError
 from ..common.extras import extra_hint
+from ..common.progress import wrote
 from .settings import TrainSettings
 
 if TYPE_CHECKING:
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, name: str) -> Path:
-    """Save a trained model to the requested folders, and print where.
+def keep_model(model: ModelBundle, settings: TrainSettings, name: str) -> Path:
+    """Save a trained model to the requested folders, and say where.
 
     Args:
-        console: Console to print to.
         model: The trained model.
         settings: The folder and the name to register it under, if any; saved beside it.
         name: Name of its folder in ``models-out`` if neither is given.
@@ -47,7 +47,7 @@ def keep_model(console: Console, model: ModelBundle, settings: TrainSettings, na
         model.save(folder)
         # Beside the model: with the dataset's hash in the manifest, the training can be repeated.
         settings.save(folder)
-        console.print(f"saved to {folder}", highlight=False, soft_wrap=True)
+        wrote(folder, f"model; predict with it: --model {folder}")
     return folders[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 def run_tune(console: Console, settings: TuneSettings) -> Tuning:
     """Search for hyperparameters, print the best and, once, their errors on the test part."""
+    from ..common.progress import counting, wrote
     from ..common.tables_text import print_frame, print_metrics
     from ..features.dataset import Dataset
     from ..models.training.train import train
@@ -34,11 +35,11 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
     prepared = prepare(Dataset.load(*settings.data))
     with (
         _parent(f"tune-{model}-{split}", settings.track) as parent,
-        _bar(console, settings.trials) as advance,
+        counting("trials") as advance,
     ):
 
         def on_trial(trial: TrialRecord, finished: int) -> None:
-            advance(trial, finished)
+            advance(finished, settings.trials)
             # As they finish, so that an interrupted search leaves its trials in MLflow.
             if parent is not None:
                 _log_trial(parent, trial)
@@ -68,9 +69,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
     print_metrics(console, result.metrics, title)
     file = settings.out or Path("models-out") / f"{model}-params.json"
     write_params(file, tuning)
-    console.print(
-        f"wrote {file}; train with: opcast train --model {model} --params {file}", highlight=False
-    )
+    wrote(file, f"train with: opcast train --model {model} --params {file}")
     return tuning
 
 
@@ -88,25 +87,6 @@ def _verdict(tuning: Tuning) -> str:
         f"best: {chosen}; cross-validated {figure} {tuning.error:.4f}, "
         f"with the defaults {tuning.default_error:.4f}; trials are kept in {tuning.study}"
     )
-
-
-@contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[TrialRecord, int], None]]:
-    """Show a progress bar; the callback takes a trial and the number of finished trials."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    own = [TextColumn(c) if isinstance(c, str) else c for c in columns]
-    with Progress(*own, console=console, transient=True) as progress:
-        task = progress.add_task("defaults", total=total)
-        best = [float("inf")]
-
-        def advance(trial: TrialRecord, finished: int) -> None:
-            # A pruned trial has the error of some folds only, which does not compare.
-            best[0] = min(best[0], float("inf") if trial.pruned else trial.error)
-            progress.update(task, completed=finished, description=f"best {best[0]:.4f}")
-
-        yield advance
 
 
 @contextmanager

@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.parquet import read_table
-from ...features.dataset import write_table
+from ...common.parquet import read_table, write_table
 from ...features.devices.device import DeviceSpec
 from ...features.operators.features import ops_schema_hash
 from .model import MIN_ROWS, OpModel, default_settings

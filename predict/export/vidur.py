@@ -149,7 +149,7 @@ def write_vidur(
     max_tokens: int,
     latency: OpLatency,
     cluster: Cluster | None = None,
-    progress: Callable[[str], None] = lambda file: None,
+    progress: Callable[[Path, int], None] = lambda file, rows: None,
 ) -> dict[str, int]:
     """Write the tables in Vidur's layout.
 
@@ -162,7 +162,7 @@ def write_vidur(
         max_tokens: Maximum tokens of a batch, and of a sequence.
         latency: Latencies of operators on the device.
         cluster: Cluster for tables of the network; ``None`` omits them.
-        progress: Called with the name of each file that is written.
+        progress: Called with each file that was written, and its rows.
 
     Returns:
         Rows by file.
@@ -192,7 +192,7 @@ def write_vidur(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, table.to_csv(index=False))
         rows[str(path.relative_to(out))] = len(table)
-        progress(str(path.relative_to(out)))
+        progress(path, len(table))
     return rows
 
 

@@ -249,32 +249,6 @@ def _said(error: Exception) -> str:
     return str(error if isinstance(error, OpcastError) else fault(error))
 
 
-def write_predictions(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table of :func:`predict_many` as parquet, CSV or JSON, by the file's suffix.
-
-    Raises:
-        OpcastError: The suffix is another one.
-    """
-    from ...common.files import write_text
-    from ...features.dataset import write_table
-
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
-        write_table(frame, path)
-    elif suffix == ".csv":
-        write_text(path, frame.to_csv(index=False))
-    elif suffix == ".json":
-        write_text(path, json_text(frame))
-    else:
-        raise OpcastError("a table is .parquet, .csv or .json", where=str(path))
-
-
-def json_text(frame: pd.DataFrame) -> str:
-    """A table as a JSON array of its rows, with null for what is missing."""
-    # The ten decimal places of the default would cut the cost of a short run.
-    return str(frame.to_json(orient="records", double_precision=15))
-
-
 def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     """Plot times: over the first range of designs as lines, else as bars for each program.
 

@@ -18,8 +18,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_text
-from ...common.parquet import read_table
-from ...features.dataset import write_table
+from ...common.parquet import read_table, write_table
 from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
 from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates

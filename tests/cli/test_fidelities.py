@@ -41,7 +41,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 def invoke(*args: str) -> str:
     result = CliRunner().invoke(app, list(args), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.stdout
+    return result.stdout if "--json" in args else result.output
 
 
 def test_a_dataset_of_labels_resumes(programs: list[Path], tmp_path: Path) -> None:

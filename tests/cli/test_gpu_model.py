@@ -75,7 +75,7 @@ def test_the_model_learns_without_a_chip_and_is_registered(
                 "--exclude-device", "h100-sxm", "--no-track")  # fmt: skip
     assert done.exit_code == 0, done.output
     folder = registered() / "own"
-    assert f"saved to {folder}" in done.output.splitlines()
+    assert f"wrote {folder}: model" in done.output
     assert CostModel.load(folder).info["rows"] == 400
 
 

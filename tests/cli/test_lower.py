@@ -23,7 +23,8 @@ def test_lower_prints_kernels_memory_and_fit(tmp_path) -> None:
     words = ["lower", str(DATA / "h100_bmm.hlo"), "--device", "h100-sxm", "--out", str(out)]
     done = RUN.invoke(app, [*words, "--json"])
     assert done.exit_code == 0, done.output
-    data = json.loads(done.output)
+    data = json.loads(done.stdout)
+    assert done.stderr == f"wrote {out}: optimised HLO\n"
     assert data["kernels"] == 1 and data["kinds"] == {"gemm": 1}
     assert data["flops"] == 2 * 8 * 512**3 + 2 * 8 * 512 * 512
     assert data["fits"] is True and data["device_memory_bytes"] == 80 * 2**30

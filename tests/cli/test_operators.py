@@ -192,7 +192,15 @@ def test_a_missing_column_is_named(column: str, folder: Path, model: Path, tmp_p
 
 def test_a_folder_without_tables(model: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no such folder"):
-        _run("evaluate", "--published", tmp_path / "no", "--model", model, "--out", tmp_path / "x")
+        _run(
+            "evaluate",
+            "--published",
+            tmp_path / "no",
+            "--model",
+            model,
+            "--out",
+            tmp_path / "x.csv",
+        )
     with pytest.raises(Exception, match="no table to predict"):
         _run("evaluate", "--published", tmp_path, "--model", model, "--out", tmp_path / "x.parquet")
 
@@ -234,7 +242,7 @@ def test_a_trained_model_of_operators_is_registered_here_and_in_mlflow(
     result = _run("train", "--data", small, "--model", "ridge", "--register", "mine")
     assert result.exit_code == 0, result.output
     folder = registered() / "mine"
-    assert f"saved to {folder}" in result.output.splitlines()
+    assert f"wrote {folder}: model" in result.output
     found = _run("predict", "--op", "linear m=64 n=512 k=512 dtype=bf16 backend=vllm",
                  "--device", "h100-sxm", "--model", "mine", "--json")  # fmt: skip
     assert json.loads(found.output)["family"] == "graph/linear"
@@ -248,7 +256,7 @@ def test_a_model_of_operators_is_always_saved(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = _run("train", "--data", small, "--model", "ridge", "--max-rows", 300, "--no-track")
-    assert "saved to models-out/ridge" in result.output.splitlines()
+    assert "wrote models-out/ridge: model" in result.output
     assert list(OpModel.load(tmp_path / "models-out" / "ridge").families) == ["graph/linear"]
 
 

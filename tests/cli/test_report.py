@@ -40,7 +40,7 @@ def test_a_program_makes_its_page(program, tmp_path):
         "--compare", "h100-sxm, tpu-v4", "--html", str(page),
     )  # fmt: skip
     assert result.exit_code == 0
-    assert str(page) in result.stdout
+    assert f"wrote {page}: page" in result.stderr
     data = data_of(page)
     assert data["program"] == "square.mlir"
     assert data["device"]["name"] == "l4"

@@ -115,7 +115,8 @@ def test_audit_exits_with_1_if_a_row_is_impossible(tmp_path):
     out = tmp_path / "flagged.csv"
     wrong = CliRunner().invoke(app, ["audit", str(table), "--out", str(out), "--json"])
     assert wrong.exit_code == 1
-    assert json.loads(wrong.output)["reasons"][0]["reason"] == "above the peak"
+    assert json.loads(wrong.stdout)["reasons"][0]["reason"] == "above the peak"
+    assert f"wrote {out}: 1 rows" in wrong.stderr
     assert "the peak is 989.4" in out.read_text()
 
 

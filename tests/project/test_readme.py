@@ -42,7 +42,13 @@ def run(command: list[str], cwd: Path, env: dict[str, str], budget: str = "") ->
         words = [budget or word if word in FASTER.values() else word for word in words]
     done = opcast(*words, cwd=cwd, env=changed(env, ("OPCAST_CACHE", "OPCAST_MLRUNS")))
     assert done.returncode == 0, f"{command}: {done.stderr}"
-    return done.stdout
+    return shown(done.stdout, done.stderr)
+
+
+def shown(stdout: str, stderr: str) -> str:
+    """What a page shows of a command: its result, and what it wrote; notes and progress not."""
+    wrote = (line for line in stderr.splitlines(keepends=True) if line.startswith("wrote "))
+    return stdout + "".join(wrote)
 
 
 def test_readme_has_the_right_length_and_names_real_make_targets():

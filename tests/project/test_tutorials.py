@@ -16,7 +16,7 @@ import pytest
 
 import opcast as package
 
-from .test_readme import FASTER, run
+from .test_readme import FASTER, run, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -185,4 +185,4 @@ def execute(command: list[str], folder: Path, env: dict[str, str]) -> str:
         command = [sys.executable, *command[1:]]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stderr}"
-    return done.stdout
+    return shown(done.stdout, done.stderr)

@@ -17,7 +17,8 @@ import pytest
 
 from opcast.common.errors import DatasetError, FileError, ModelError
 from opcast.common.files import PARTIAL, locked, write_bytes
-from opcast.features.dataset import Dataset, write_table, write_text
+from opcast.common.parquet import write_table
+from opcast.features.dataset import Dataset, write_text
 from opcast.features.devices.catalogue import find_device
 from opcast.features.lowering.cache import LoweringCache
 from opcast.features.operators import op_features

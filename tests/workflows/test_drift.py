@@ -67,6 +67,10 @@ def test_a_slower_version_of_one_library_is_found_and_repaired(model, measured, 
     command = ["drift", "--data", path, "--model", tmp_path / "model", "--out", out]
     result = CliRunner().invoke(app, [str(part) for part in command], catch_exceptions=False)
     assert "1 of 6 have drifted" in result.output
+    # Saving takes a while for the whole model: what it is at is said, and where it went.
+    said = result.stderr.splitlines()
+    assert said.index("predicting the rows") < said.index("saving the model")
+    assert said[-1] == f"wrote {out}: repaired model; predict with it: --model {out}"
     adapted = OpModel.load(out)
     assert adapted.versions["vllm@h100-sxm@graph/linear"] == ["1.1"]
     other = measured("h100-sxm", 200, 77, "1.1", 1.5, backend="vllm")

@@ -201,10 +201,10 @@ def test_runs_without_a_source_are_one_s_own_and_the_next_one_is_named(tmp_path:
 
 def test_options_of_other_tables_are_refused(tmp_path: Path) -> None:
     for arguments in (
-        ["evaluate", "--steps", "x.csv", "--published", "y", "--out", "z"],
-        ["evaluate", "--out", "z"],
-        ["evaluate", "--steps", "x.csv", "--limit", "3", "--out", "z"],
-        ["evaluate", "--published", "x", "--page", "p.html", "--out", "z"],
+        ["evaluate", "--steps", "x.csv", "--published", "y", "--out", "z.csv"],
+        ["evaluate", "--out", "z.csv"],
+        ["evaluate", "--steps", "x.csv", "--limit", "3", "--out", "z.csv"],
+        ["evaluate", "--published", "x", "--page", "p.html", "--out", "z.csv"],
         ["train", "--steps", "x.csv", "--model", "gnn"],
         ["train"],
         ["calibrate", "--steps", "x.csv", "--device", "h100-sxm"],

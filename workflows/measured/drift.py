@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.progress import stages, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.clones import version_numbers
@@ -57,10 +58,18 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
         DeviceError: A device is not in the catalogue.
         ModelError: There is no such model.
     """
+    with stages("reading the rows") as tell:
+        return _run(console, settings, tell)
+
+
+def _run(
+    console: Console, settings: DriftSettings, tell: Callable[[str], None]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows = read_rows(settings.data)
     name = settings.model
     if name == "default":
         name = BLOCK_MODEL if rows["block"].all() else OPERATOR_MODEL
+    tell(f"{len(rows)} rows read; loading the model")
     model = OpModel.load(find_model(name))
     known = rows["key"].isin(list(model.families))
     for key, count in rows["key"][~known].value_counts().items():
@@ -69,6 +78,7 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
     if not len(rows):
         hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_told()
         raise DatasetError("no row is of a family that the model knows", hint=hint)
+    tell("predicting the rows")
     found = staleness(model, rows, settings.false_alarms)
     print_frame(
         console,
@@ -82,14 +92,19 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
     console.print(
         f"{told}; chance of one or more false alarms: {settings.false_alarms:g}", highlight=False
     )
+    if len(stale):
+        tell("repairing what has drifted")
     repaired = repair(model, rows, stale, settings.samples, settings.seed)
     if len(repaired):
         title = f"repaired with {settings.samples} samples of each, others judged, in %"
         print_frame(console, in_percent(repaired), title)
     if settings.out is not None:
+        tell("saving the model")
         model.save(settings.out)
         settings.save(settings.out)
-        console.print(f"saved to {settings.out}", highlight=False)
+        wrote(settings.out, f"repaired model; predict with it: --model {settings.out}")
+    elif len(repaired):
+        console.print("the repaired model is not kept: give --out to save it", highlight=False)
     return found, repaired
 
 

@@ -9,6 +9,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
@@ -101,4 +102,4 @@ def run_train_power(console: Console, settings: PowerSettings) -> None:
             coverage=(f"{what}_covered", "mean"),
         )
         print_frame(console, in_percent(summary.reset_index()), f"{what}, rows left out, in %")
-    console.print(f"{settings.out}: {model.provenance['rows']} rows", highlight=False)
+    wrote(settings.out, f"{model.provenance['rows']} rows")

@@ -9,6 +9,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.tiles.model import Ranking, TileModel, fit_tiles, ranking
 from ...models.tiles.rows import tile_rows
@@ -65,4 +66,4 @@ def run_train_tiles(console: Console, settings: TileSettings) -> None:
         f"{order.top:.1%}, slower by {order.loss:.1%} on average, Kendall's τ {order.kendall:.2f}",
         highlight=False,
     )
-    console.print(f"{settings.out}: {model.provenance['rows']} rows", highlight=False)
+    wrote(settings.out, f"{model.provenance['rows']} rows")

@@ -57,7 +57,9 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
         print_frame(console, zoo[columns], "each program of the zoo")
     if settings.out is not None:
         from ...common.files import write_text
+        from ...common.progress import wrote
 
         tables = {"kernels": kernels, "programs": programs.metrics, "each": programs.programs}
         data_out = {name: json.loads(t.to_json(orient="records")) for name, t in tables.items()}
         write_text(settings.out, json.dumps(data_out, indent=1))
+        wrote(settings.out, "figures")

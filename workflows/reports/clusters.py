@@ -110,6 +110,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
         DatasetError: ``settings.published`` has no measured collectives.
     """
     from ...common.files import write_text
+    from ...common.progress import wrote
     from . import cluster_tables as tables
 
     settings.save(settings.folder)
@@ -129,7 +130,7 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
         for name in settings.models or MODELS
     ]
     write_text(settings.out, json.dumps(figures, indent=1))
-    console.print(f"{settings.out}: figures; plots in {settings.folder}", highlight=False)
+    wrote(settings.out, f"figures; plots in {settings.folder}")
     return figures
 
 
@@ -139,7 +140,7 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
     Fits take minutes, so the errors are kept in the folder until the measurements change.
     """
     from ...common.errors import DatasetError
-    from ...features.dataset import write_table
+    from ...common.parquet import write_table
     from ...models.collectives.measurements import read_collectives
     from ...models.collectives.study import study
 

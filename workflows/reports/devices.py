@@ -38,7 +38,7 @@ def run_device_report(
         OpcastError: A program or device is not known, or a compiler is missing.
     """
     from ...common.files import write_text
-    from ...common.progress import tracked
+    from ...common.progress import tracked, wrote
     from ...predict.devices import resolve_device
     from ...predict.program.predictor import load
     from .device_checks import physics_checks
@@ -58,6 +58,7 @@ def run_device_report(
         data = {"rows": [asdict(r) for r in table], "checks": [asdict(c) for c in checks]}
         text = markdown(table, checks) if out.suffix == ".md" else json.dumps(data, indent=1)
         write_text(out, text)
+        wrote(out, f"{len(table)} predictions")
     return table, checks
 
 

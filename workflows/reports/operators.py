@@ -14,6 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, ModelError
 from ...common.parquet import read_table
+from ...common.progress import wrote
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +61,7 @@ def run_operator_report(console: Console, settings: OperatorReportSettings) -> p
     print_studies(console, judged, noise)
     print_shipped(console, sorted(set(rows["key"].str.split("/").str[0])))
     _write(out, settings, figures, noise)
-    console.print(f"{out}: {len(figures)} figures; parts in {folder}", highlight=False)
+    wrote(out, f"{len(figures)} figures; parts in {folder}")
     if settings.track:
         _track(console, settings, judged, _digest(rows))
     return figures

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.effects import Context
@@ -176,5 +177,5 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
             console.print(f"{name}: {stack['memory']:.1%} of the memory is used", highlight=False)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
-    console.print(f"{settings.out}: use it with --serving {settings.out}", highlight=False)
+    wrote(settings.out, f"use it with --serving {settings.out}")
     return model

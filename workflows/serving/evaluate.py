@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.progress import counting
+from ...common.parquet import write_table
+from ...common.progress import counting, wrote
 from ...common.tables_text import in_percent, print_frame
-from ...features.dataset import write_table
 from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
 from ...models.serving.effects import Context, ServingEffects
@@ -352,7 +352,7 @@ def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedS
         print_frame(console, in_percent(judged.by_group), "measured serving, errors in %")
         for line in overall_lines(judged):
             console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"{settings.out}: {len(frame)} rows", highlight=False)
+    wrote(settings.out, f"{len(frame)} rows")
     if settings.track and len(judged.by_group):
         metrics = {k.replace(", ", "-"): v for k, v in judged.overall.items() if np.isfinite(v)}
         params = {"table": str(settings.table), "model": settings.model}

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.fit import (
@@ -309,7 +310,7 @@ def run_train_serving(console: Console, settings: ServingSettings) -> ServingMod
     print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
-    console.print(f"{settings.out}: {len(model.effects.values)} effects", highlight=False)
+    wrote(settings.out, f"{len(model.effects.values)} effects")
     if settings.track:
         metrics = {
             f"{row.left_out}/{row.metric}": float(str(row.median_ape))

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import PlanError, ProgramError
-from opcast.features.dataset import write_table
+from opcast.common.parquet import write_table
 from opcast.features.devices.catalogue import find_device
 from opcast.features.lowering.lower import lower
 from opcast.models.collectives.on_cluster import ClusterCollectives

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError, PlanError
-from opcast.features.dataset import write_table
+from opcast.common.parquet import write_table
 from opcast.features.devices.catalogue import find_device
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.sweep import run as sweep_run
