@@ -8,8 +8,9 @@ capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -201,7 +202,7 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
     # Unknown keys are refused, not ignored: a misspelt figure would silently become a default.
     for key in data:
         if key not in _KEYS:
-            raise wrong(f"unknown key {key!r}", str(key), hint=f"one of {', '.join(_KEYS)}")
+            raise wrong(f"unknown key {key!r}", str(key), hint=_meant(str(key), _KEYS))
     # In the order of TEXTS, whatever the file's: errors come in a fixed order.
     texts = {key: _text(data[key], key, wrong) for key in TEXTS if key in data}
     if "name" not in texts:
@@ -303,6 +304,13 @@ def _key_lines(
         yield from _key_lines(value, path, (*above, name))
 
 
+def _meant(typed: str, known: Sequence[str]) -> str:
+    """What a misspelt key was meant to be, else all that there are."""
+    close = difflib.get_close_matches(typed.lower(), known, n=1)
+    listed = f"one of {', '.join(known)}"
+    return f"did you mean {close[0]}? Else {listed}" if close else listed
+
+
 def _text(value: object, key: str, wrong: _Wrong) -> str:
     if not isinstance(value, str) or not value.strip():
         raise wrong(f"{key!r} must be a text, not {value!r}", key)
@@ -342,7 +350,7 @@ def _rates(value: object, table: str, wrong: _Wrong) -> Iterator[tuple[str, floa
     for dtype, rate in value.items():
         if dtype not in RATES[table]:
             what = f"unknown dtype {dtype!r} in {table!r}"
-            raise wrong(what, table, str(dtype), hint=f"one of {', '.join(RATES[table])}")
+            raise wrong(what, table, str(dtype), hint=_meant(str(dtype), RATES[table]))
         yield f"{table}.{dtype}", _number(rate, (table, dtype), wrong)
 
 

@@ -462,6 +462,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     ("text", "what"),
     [
         (BARE + "colour: red\n", r"chip.yaml:6: unknown key 'colour'"),
+        (BARE + "hbm_bandwith_gbps: 9\n", r"chip.yaml:6: .*did you mean hbm_bandwidth_gbps\?"),
         (BARE + "power_w: much\n", r"chip.yaml:6: 'power_w' must be a number, not 'much'"),
         (BARE + "power_w: yes\n", r"'power_w' must be a number, not True"),
         (BARE + "power_w: -3\n", r"'power_w' must be above zero"),
