@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...common.units import duration, size
-from ..groups import starred
+from ..groups import starring
 from ..operator.predict import OpEstimate
 from .parts import (
     Column,
@@ -116,9 +116,10 @@ def print_torch(
 
 
 def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
+    star = starring((o.module, o.what) for o in p.operators)
     groups: dict[tuple[object, ...], list[AtenEstimate]] = {}
     for own in p.operators:
-        key = (own.name, own.shape, own.dtype, own.phase, own.source_line, starred(own.module))
+        key = (own.name, own.shape, own.dtype, own.phase, own.source_line, star(own.module))
         groups.setdefault(key, []).append(own)
     total = sum(o.latency_us for o in p.operators) or 1.0
     ranked = sorted(groups.values(), key=lambda g: -sum(o.latency_us for o in g))
@@ -126,7 +127,7 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
     for group in ranked[:top]:
         own, time = group[0], sum(o.latency_us for o in group)
         phase = "" if own.phase == "forward" else f" ({own.phase})"
-        place = starred(own.module) if len(group) > 1 else own.module
+        place = star(own.module) if len(group) > 1 else own.module
         ends = min(o.lo_us for o in group), max(o.hi_us for o in group)
         rows.append(
             [

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...common.units import duration, quantity, size
-from ..groups import starred
+from ..groups import starring
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import (
     Column,
@@ -108,10 +108,11 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
         width: Of the console.
     """
     root = root_of(kernels)
+    star = starring((k.module, k.what) for k in kernels)
     groups = _grouped(
         kernels,
         lambda k: (
-            starred(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
+            star(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
             k.in_domain, k.flops, k.bytes,
         ),
     )  # fmt: skip
@@ -127,7 +128,7 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
                 duration(time),
                 f"{sum(k.multiplicity for k in group):.0f}",
                 line_of(k.source_line),
-                _what(k, root, len(group) > 1),
+                _what(k, root, star if len(group) > 1 else str),
                 k.bound,
                 k.kind,
                 k.source + ("" if k.in_domain else " (outside)"),
@@ -149,15 +150,15 @@ def _grouped(
     return sorted(groups.values(), key=lambda group: -sum(k.total_us for k in group))
 
 
-def _module(k: KernelEstimate, root: str, many: bool) -> str:
-    module = k.module.removeprefix(root)
+def _module(k: KernelEstimate, root: str, named: Callable[[str], str]) -> str:
+    module = named(k.module).removeprefix(named(root))
     phase = f"({k.phase})" if k.phase in ("backward", "recomputed") else ""
-    return " ".join(filter(None, (starred(module) if many else module, phase)))
+    return " ".join(filter(None, (module, phase)))
 
 
-def _what(k: KernelEstimate, root: str, many: bool) -> str:
+def _what(k: KernelEstimate, root: str, named: Callable[[str], str]) -> str:
     """Module and op as the user's code names them; the compiler's name where there is neither."""
-    return " ".join(filter(None, (_module(k, root, many), _op(k)))) or k.name
+    return " ".join(filter(None, (_module(k, root, named), _op(k)))) or k.name
 
 
 def _op(k: KernelEstimate) -> str:
