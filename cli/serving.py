@@ -26,8 +26,13 @@ from .options import (
 )
 
 if TYPE_CHECKING:
+    from ..predict.cluster.deployment import Deployment
     from ..predict.cluster.serving import ServingPredictor
+    from ..predict.cluster.serving_load import LoadSpec
 
+#: Load where none is given: a share of the throughput of so many requests sent at once, at which
+#: queues are short. Engineering estimates.
+_MODERATE, _TRIED = 0.7, 256
 #: Requests, tokens and batches beyond any engine; as the largest batch of a step
 #: (simulate/step/workload.py). Larger figures are slips of the hand.
 _MOST = 10**7
@@ -168,7 +173,13 @@ def simulate_serving(
         int, typer.Option(min=0, max=_MOST, help="Closed loop: requests in flight.")
     ] = 0,
     batch: Annotated[int, typer.Option(min=0, max=_MOST, help="One static batch of so many.")] = 0,
-    rate: Annotated[float, typer.Option(help="Open load: requests per second.")] = 1.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Open load: requests per second; without any load 0.7 of what is served at once.",
+            show_default=False,
+        ),
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="All requests at once.")] = False,
     burstiness: Annotated[
         float, typer.Option(help="With --rate: shape of the gamma distribution of the gaps.")
@@ -272,14 +283,17 @@ def simulate_serving(
         trace=requests,
         concurrency=concurrency,
         batch=batch,
-        rate=0.0 if offline or concurrency or batch or requests else rate,
+        rate=rate or 0.0,
         burstiness=burstiness,
         count=count,
         seed=seed,
     )
-    if not (offline or concurrency or batch or requests) and rate <= 0.0:
+    if rate is not None and rate <= 0.0:
         raise typer.BadParameter(f"rate={rate}: give a rate above 0, or --offline")
-    prediction = _predictor(model, serving).predict(deployment, spec, slo=parse_slo(slo))
+    predictor, kept = _predictor(model, serving), parse_slo(slo)
+    if rate is None and not (offline or concurrency or batch or requests):
+        spec = _moderate(predictor, deployment, spec)
+    prediction = predictor.predict(deployment, spec, slo=kept)
     if timeline is not None:
         write_trace(serving_trace(prediction), timeline)
         wrote(timeline, "Chrome trace")
@@ -290,10 +304,28 @@ def simulate_serving(
         wrote(html, "page; open it in a browser")
     if json_output:
         print_json(prediction.to_dict(price))
-        return
-    from ..predict.render.serving import print_serving
+    else:
+        from ..predict.render.serving import print_serving
 
-    print_serving(make_console(), prediction, price)
+        print_serving(make_console(), prediction, price)
+    # As plan-serving, so that a script can ask whether a deployment will do.
+    if not prediction.good.value:
+        typer.echo("no request keeps the SLO", err=True)
+        raise typer.Exit(1)
+
+
+def _moderate(predictor: ServingPredictor, deployment: Deployment, spec: LoadSpec) -> LoadSpec:
+    """An open load that leaves the engines some room, where the user named none."""
+    most = min(spec.count or _TRIED, _TRIED)
+    at_once = predictor.predict(deployment, replace(spec, count=most), record=False)
+    capacity = at_once.requests_per_s.value
+    rate = float(f"{_MODERATE * capacity:.2g}")
+    typer.echo(
+        f"note: no load given: --rate {rate:g}, {_MODERATE:.0%} of the {capacity:.3g} requests/s "
+        "that are served all at once",
+        err=True,
+    )
+    return replace(spec, rate=rate)
 
 
 def _refuse_loads(
@@ -433,7 +465,7 @@ def plan_serving(
         print_json(plans.to_dict(checkpoint, price))
     else:
         print_plans(make_console(), plans, checkpoint, top, price)
-    if plans.nothing_fits:
+    if plans.best is None and not plans.stopped:
         raise typer.Exit(1)
     if plans.stopped:
         typer.echo("stopped: these are the deployments that were simulated until then", err=True)

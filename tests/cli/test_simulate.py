@@ -154,6 +154,27 @@ def test_serving_prints_latencies(tmp_path):
     assert "traceEvents" in json.loads(trace.read_text()) and page.stat().st_size > 10_000
 
 
+def test_serving_without_a_load_takes_one_that_it_can_keep_up_with():
+    """Someone who knows the model and the chip alone: neither an idle nor a drowned service."""
+    short = ("--count", "200", "--prompt", "256", "--output", "geometric:32", "--json")
+    done = CliRunner().invoke(app, [*SERVING, *short], catch_exceptions=False)
+    at_once = served(*short[:-1], "--offline")["request_throughput"]
+    rate = json.loads(done.stdout)["request_rate"]
+    assert rate == pytest.approx(0.7 * at_once, rel=0.06)
+    assert f"note: no load given: --rate {rate:g}, 70% of" in done.stderr
+    # The queue stays short: half of the requests are served at most at twice the time of one.
+    alone = served("--rate", str(rate / 50), *short[:-1])
+    assert json.loads(done.stdout)["median_e2el_ms"] < 4 * alone["median_e2el_ms"]
+
+
+def test_an_slo_that_no_request_keeps_ends_with_1():
+    asked = [*SERVING, "--count", "20", "--prompt", "64", "--output", "8", "--rate", "5"]
+    missed = CliRunner().invoke(app, [*asked, "--slo", "ttft=0.001ms"])
+    assert missed.exit_code == 1 and "no request keeps the SLO" in missed.stderr
+    assert "goodput" in missed.stdout
+    assert CliRunner().invoke(app, [*asked, "--slo", "ttft=10s"]).exit_code == 0
+
+
 def test_serving_takes_its_limits(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrival_s,prompt,output\n" + "0,100,4\n" * 6)
@@ -322,6 +343,8 @@ def test_planning_takes_what_serving_takes():
     drafted = best("--drafts", "2", "--accepted", "2", "--draft", "mtp", "--token-budget", "512")
     assert "draft model" in drafted["best"]["memory_bytes_per_device"]
     assert drafted["best"]["iterations"] < plain["best"]["iterations"]
+    hopeless = planned("--slo", "ttft=0.001ms")
+    assert hopeless.exit_code == 1 and "best" in json.loads(hopeless.stdout)
     routed = planned("--router", "prefix-aware")
     assert routed.exit_code != 0 and "what its prompts share" in str(routed.exception)
 
