@@ -116,11 +116,19 @@ def _train(
     # Before a final fit, whose rows leave nothing to test on.
     metrics, left_out = summary(table), left_out_table(model_bundle)
     by_family = summary(table, ("split", "key"))
-    print_frame(
-        console, in_percent(metrics), f"{model}: rows that it did not learn from, errors in %"
-    )
-    print_frame(console, in_percent(by_family), f"{model}: the same by family")
-    print_frame(console, in_percent(left_out), f"{model}: each chip left out of training in turn")
+    if len(metrics):
+        title = f"{model}: rows that it did not learn from, errors in %"
+        print_frame(console, in_percent(metrics), title)
+        print_frame(console, in_percent(by_family), f"{model}: the same by family")
+    else:
+        console.print(
+            f"no rows to judge the model on: all {int(learn.sum())} are learned from; give some "
+            f"another split than {' or '.join(TRAINING)}, such as test",
+            highlight=False,
+        )
+    if len(left_out):
+        title = f"{model}: each chip left out of training in turn"
+        print_frame(console, in_percent(left_out), title)
     if settings.final:
         console.print("fitting to all rows", highlight=False)
         learn = ~outside

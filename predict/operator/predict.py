@@ -13,13 +13,14 @@ import numpy as np
 from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
+from ...common.units import duration, size
 from ...features.devices.catalogue import load_designs
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
-from ...models.core.store import MANIFEST
+from ...models.core.store import MANIFEST, read_manifest
 from ...models.power.law import Work, cap_share, capped
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 #: Most measured rows searched for neighbours: enough for a dense neighbourhood, few enough to
 #: featurise in seconds. Engineering estimate.
 MAX_MEASURED = 20_000
+#: Bytes over main memory's rate as a multiple of the roofline from which the cache is spoken of.
+#: Engineering estimate: less lies within the interval.
+_CACHED = 1.1
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,10 @@ def predict_op(
         if prediction.in_domain[0]
         else tuple(family.why_outside(rows, {spec.name: spec})),
         libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
-        notes=generation_note(spec),
+        notes=(
+            *_cache_note(rows, row["key"], spec, float(prediction.roofline[0])),
+            *generation_note(spec),
+        ),
     )
 
 
@@ -129,7 +136,7 @@ def _asked(
         other = _loaded(folder, own["key"])
         if own["key"] in other.families:
             row, bundle = own, other
-    return row, _family(bundle, row["key"], model), spec
+    return row, _family(bundle, row["key"], model, folder), spec
 
 
 def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
@@ -144,6 +151,19 @@ def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work
         spec.matrix_peak(format_.rate),
         spec.bandwidth,
         np.full(len(rows), "attention" in key),
+    )
+
+
+def _cache_note(rows: OpRows, key: str, spec: DeviceSpec, roofline_s: float) -> tuple[str, ...]:
+    """A note where the roofline is shorter than the operator's bytes take in main memory."""
+    moved = float(op_features(rows, key, {spec.name: spec}).moved[0])
+    main = moved / spec.bandwidth
+    if not spec.cache_bytes or main < _CACHED * roofline_s:
+        return ()
+    return (
+        f"of its {size(moved)} a repeated call finds what the cache of {size(spec.cache_bytes)} "
+        f"keeps, as in the measurements; from main memory alone they would take "
+        f"{duration(main * 1e6)}, as the first call or one after other work does",
     )
 
 
@@ -186,7 +206,9 @@ def explain_operator(
     cap = cap_share(power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     found = explain_op(family, row, spec, measured, k)
-    found = replace(found, notes=(*found.notes, *generation_note(spec)))
+    rows = OpRows.of_one({**row, "device": spec.name})
+    cached = _cache_note(rows, row["key"], spec, found.roofline_us * 1e-6)
+    found = replace(found, notes=(*found.notes, *cached, *generation_note(spec)))
     return found if cap == 1.0 else _explained_under_cap(found, row, spec, cap)
 
 
@@ -269,12 +291,14 @@ def _read(folder: Path, key: str, stamp: int) -> OpModel:
     return OpModel.load(folder, only=[key])
 
 
-def _family(bundle: OpModel, key: str, model: str | Path) -> FamilyModel:
+def _family(bundle: OpModel, key: str, model: str | Path, folder: Path) -> FamilyModel:
     if key not in bundle.families:
-        raise ModelError(
-            f"model {str(model)!r} knows no operators {key!r}",
-            hint="train one on a dataset that has them",
-        )
+        known = sorted(read_manifest(folder).get("families", {}))
+        same = [name for name in known if name.split("/")[1] == key.split("/")[1]]
+        hint = "train one on a dataset that has them; it has: " + ", ".join(known)
+        if same:
+            hint = f"name its own: --op '{same[0]} …'; it has: {', '.join(known)}"
+        raise ModelError(f"model {str(model)!r} knows no operators {key!r}", hint=hint)
     return bundle.families[key]
 
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import DatasetError
+from opcast.common.errors import DatasetError, ModelError
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
@@ -246,9 +246,22 @@ def test_a_trained_model_of_operators_is_registered_here_and_in_mlflow(
     found = _run("predict", "--op", "linear m=64 n=512 k=512 dtype=bf16 backend=vllm",
                  "--device", "h100-sxm", "--model", "mine", "--json")  # fmt: skip
     assert json.loads(found.output)["family"] == "graph/linear"
+    with pytest.raises(ModelError, match=r"no operators 'kernel/linear' .*--op 'graph/linear …'"):
+        _run("predict", "--op", "linear m=64 n=512 k=512 dtype=fp16", "--device", "h100-sxm",
+             "--model", "mine")  # fmt: skip
     client = connect(tmp_path / "mlruns").MlflowClient()
     (version,) = client.search_model_versions("name='mine'")
     assert client.get_run(version.run_id).info.run_name == "operators-ridge"
+
+
+def test_training_on_rows_that_leave_none_to_judge_says_so(small: Path, tmp_path: Path) -> None:
+    """No empty tables: what the split would have to be is said instead."""
+    data = Dataset.load(small)
+    Dataset(data.frame.assign(split="train"), data.runs).save(tmp_path / "d")
+    result = _run("train", "--data", tmp_path / "d", "--model", "ridge", "--max-rows", 300,
+                  "--out", tmp_path / "m", "--no-track")  # fmt: skip
+    assert "no rows to judge the model on" in result.output and "such as test" in result.output
+    assert "the same by family" not in result.output
 
 
 def test_a_model_of_operators_is_always_saved(
