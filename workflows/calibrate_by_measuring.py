@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,12 @@ OPS_PER_PROGRAM = 8
 #: Programs of each round, the last figure for all later ones: few at first, while each one still
 #: changes what is worth measuring next. Engineering estimate.
 ROUNDS = (4, 4, 8, 8, 12)
+#: Share of a budget that a probe of the machine may take of it, and the share by which a run may
+#: exceed the budget without a word on what took the time. Engineering estimates.
+PROBING, TOLERATED = 0.5, 0.1
+#: Seconds that compiling a program is expected to take before any was, as EXPECTED_S. Engineering
+#: estimate.
+EXPECTED_COMPILE_S = {"op": 0.3, "zoo": 4.0}
 #: Seconds that measuring a program is expected to take, by stream, before any was measured.
 #: Engineering estimate; the mean with what was seen soon replaces it.
 EXPECTED_S = {"op": 0.5, "zoo": 4.0}
@@ -76,9 +82,16 @@ class Calibration:
         model: The model; its correction of the device is replaced as samples come.
         device: The local device.
         settings: The budget, and the candidates to measure.
+        spent_s: Seconds of the budget that were spent before.
     """
 
-    def __init__(self, model: CostModel, device: DeviceSpec, settings: CalibrateSettings) -> None:
+    def __init__(
+        self,
+        model: CostModel,
+        device: DeviceSpec,
+        settings: CalibrateSettings,
+        spent_s: float = 0.0,
+    ) -> None:
         # The command refuses --data together with --budget; this is for the type checker.
         assert settings.budget_s is not None
         self.model, self.device = model, device
@@ -87,15 +100,22 @@ class Calibration:
         self.failed: list[str] = []
         self.disturbed = 0
         self._start = time.monotonic()
-        self._settings, self._budget_s = settings, settings.budget_s
+        # A probe must not leave a short budget without anything measured.
+        own = max(settings.budget_s - spent_s, PROBING * settings.budget_s)
+        self._settings, self._budget_s = settings, own
         self._seconds: dict[str, list[float]] = {}
+        self._compiling: dict[str, list[float]] = {}
+        self.longest = ("", 0.0)
         self._waiting = self._items()
         # A correction from an earlier calibration would hide the model's own error.
         model.corrections.pop(device.name, None)
         model.devices[device.name] = device
 
+    def _end(self) -> float:
+        return self._start + self._budget_s
+
     def _left(self) -> float:
-        return self._budget_s - (time.monotonic() - self._start)
+        return self._end() - time.monotonic()
 
     def run(self, progress: bool = True) -> list[Round]:
         """Measure in rounds until the budget ends or there is nothing left; Ctrl-C ends it, too.
@@ -117,8 +137,11 @@ class Calibration:
                 while self._left() > 0 or not self.rounds:
                     chosen = self._chosen(candidates) if candidates else []
                     if not chosen:
-                        # All that fits into the time is measured: what is left is for more.
-                        more = self._compiled()
+                        # All that fits into the time is measured: what is left is for more, if it
+                        # suffices to compile it.
+                        ahead = _expected(EXPECTED_COMPILE_S, self._compiling, "zoo")
+                        short = bool(self.rounds) and self._left() <= ahead
+                        more = [] if short else self._compiled()
                         if not more:
                             break
                         candidates += more
@@ -160,11 +183,15 @@ class Calibration:
         end = time.monotonic() + COMPILING * max(self._left(), 0.0)
         candidates: list[Candidate] = []
         for item in self._waiting:
+            begin = time.monotonic()
             found = self._candidate(item)
+            self._took(f"compiling {item.key}", time.monotonic() - begin)
+            self._compiling.setdefault(item.stream, []).append(time.monotonic() - begin)
             if found is not None:
                 candidates.append(found)
             # The first round takes what there is, the later ones nothing beyond the budget.
-            if candidates and time.monotonic() >= end:
+            ahead = _expected(EXPECTED_COMPILE_S, self._compiling, "zoo")
+            if candidates and time.monotonic() >= min(end, self._end() - ahead):
                 break
         return candidates
 
@@ -184,7 +211,7 @@ class Calibration:
                 np.add.at(weight, block, candidate.share)
         # Until a program of the zoo has been compiled, all kernels count the same.
         choice = self._doubts(list(unique.values()), weight if weight.any() else weight + 1.0)
-        seconds = [self._expected(c.item.stream) for c in candidates]
+        seconds = [_expected(EXPECTED_S, self._seconds, c.item.stream) for c in candidates]
         # Rounds beyond the table are as large as its last one.
         most = ROUNDS[min(len(self.rounds), len(ROUNDS) - 1)]
         left = max(self._left(), 0.0 if self.rounds else min(seconds))
@@ -208,11 +235,9 @@ class Calibration:
         own = known.correction
         return RemainingVariance.of(sites, own.params, share * half**2, own.sites)
 
-    def _expected(self, stream: str) -> float:
-        """Expected seconds to measure a program, from those measured so far."""
-        seen = self._seconds.get(stream, [])
-        # The prior counts as one observation.
-        return float(np.mean([EXPECTED_S[stream], *seen]))
+    def _took(self, what: str, seconds: float) -> None:
+        if seconds > self.longest[1]:
+            self.longest = (what, seconds)
 
     def _measure(self, measurer: Any, chosen: Sequence[Candidate]) -> None:
         """Measure programs, evaluate the model on them, then learn them."""
@@ -220,14 +245,16 @@ class Calibration:
         new: list[str] = []
         names: list[str] = []
         for candidate in chosen:
-            # A program may have taken longer than expected.
-            if self._left() <= 0 and (names or self.rounds):
+            # A program may have taken longer than expected, and the next one may.
+            ahead = _expected(EXPECTED_S, self._seconds, candidate.item.stream)
+            if self._left() <= ahead and (names or self.rounds):
                 break
             begin = time.monotonic()
             # One at a time: each one's seconds inform the choice of the next round.
             (reply,) = measurer.measure([candidate.item])
             took = time.monotonic() - begin
             self._seconds.setdefault(candidate.item.stream, []).append(took)
+            self._took(f"measuring {candidate.item.key}", took)
             if "rows" in reply:
                 new += self.samples.add(reply["rows"], len(self.rounds), candidate.factors)
                 names.append(candidate.item.key)
@@ -272,6 +299,11 @@ class Calibration:
         )
 
 
+def _expected(prior: Mapping[str, float], seen: Mapping[str, list[float]], stream: str) -> float:
+    """Expected seconds of a program, from those seen so far; the prior counts as one of them."""
+    return float(np.mean([prior[stream], *seen.get(stream, ())]))
+
+
 def _median_ape(predicted: np.ndarray, measured: np.ndarray) -> float:
     return float(np.median(np.abs(predicted / measured - 1)))
 
@@ -295,9 +327,11 @@ def run_calibrate_budget(
     from ..predict.locate import find_model
     from .calibrate_from_dataset import save_adapted
 
+    started = time.monotonic()
     model = CostModel.load(find_model(settings.model))
     spec = _remeasured(local_device(settings.device, model), model)
-    run = Calibration(model, spec, settings)
+    probed = time.monotonic() - started
+    run = Calibration(model, spec, settings, probed)
     rounds = run.run()
     title = f"{spec.name}: median error in % on each round's kernels, before they were learned"
     if table:
@@ -309,6 +343,14 @@ def run_calibrate_budget(
         highlight=False,
     )
     save_adapted(console, model, settings)
+    took, budget = time.monotonic() - started, settings.budget_s or 0.0
+    if took > (1.0 + TOLERATED) * budget:
+        what, seconds = run.longest
+        console.print(
+            f"took {took:.0f} s for a budget of {budget:.0f} s: {probed:.0f} s to probe the "
+            f"machine, {seconds:.0f} s for {what}, which is not cut short",
+            highlight=False,
+        )
     return rounds
 
 
@@ -327,7 +369,7 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     asked = None if device in ("local", name) else resolve_device(device, model.devices)
     if asked and name not in (base_name(asked.name), *map(device_slug, asked.aliases)):
         raise _not_at_hand(device, name)
-    # Ceilings come first and outside of the budget: every feature depends on them.
+    # Ceilings come first: every feature depends on them.
     spec = local_now(model.devices, logger.warning)
     if asked and asked.name not in (base_name(asked.name), spec.name):
         raise _not_at_hand(device, spec.name)

@@ -165,6 +165,34 @@ def test_candidates_are_compiled_until_the_budget_ends(monkeypatch):
     assert [k.startswith("op-") for k in keys[:9]] == [True] * 8 + [False]
 
 
+@pytest.mark.parametrize("probe", [0.0, 30.0])
+def test_a_budget_holds_what_a_slow_machine_compiles(probe, monkeypatch):
+    """By a clock of its own: an op compiles in 2 s, a program in 18, each is measured in 4."""
+    from opcast.workflows import calibrate_by_measuring as calibrate
+
+    clock = [1000.0]
+    monkeypatch.setattr(calibrate.time, "monotonic", lambda: clock[0])
+    model = CostModel.load(find_model("default"))
+    settings = CalibrateSettings("local", budget_s=240.0)
+    run_ = Calibration(model, next(iter(model.devices.values())), settings, probe)
+
+    def compiled(item):
+        clock[0] += 2.0 if item.stream == "op" else 18.0
+        return item
+
+    def measure(measurer, chosen):
+        clock[0] += 4.0 * len(chosen)
+        run_.rounds.append(calibrate.Round(0, 1, tuple(c.key for c in chosen), 0.0, 0.0, 0.0))
+
+    monkeypatch.setattr(run_, "_candidate", compiled)
+    monkeypatch.setattr(run_, "_chosen", lambda candidates: list(range(min(4, len(candidates)))))
+    monkeypatch.setattr(run_, "_measure", measure)
+    run_.run(progress=False)
+    # The probe came before; four programs of the last round may end late, by 16 s.
+    assert 0.7 * 240 < probe + clock[0] - 1000.0 < 1.1 * 240
+    assert run_.longest[0].startswith("compiling zoo-") and run_.longest[1] == 18.0
+
+
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_calibrating_beats_the_prior_or_leaves_it(factor):
     """Simulated rounds on a machine whose memory is slower by a factor, and which drifts."""
