@@ -108,7 +108,7 @@ def accuracy(
         _write(page, html or Path("accuracy.html"))
         return
     from ..workflows.reports.accuracy import run_accuracy_report
-    from ..workflows.settings import AccuracyReportSettings
+    from ..workflows.reports.settings import AccuracyReportSettings
 
     refuse(context, "the figures of a dataset, without --run", {"html"})
     run_accuracy_report(make_console(), AccuracyReportSettings(data or (), out, threads))
@@ -137,7 +137,7 @@ def devices(
     checked against physical limits.
     """
     from ..workflows.reports.devices import run_device_report
-    from ..workflows.settings import DeviceReportSettings
+    from ..workflows.reports.settings import DeviceReportSettings
 
     settings = DeviceReportSettings(programs or (), device or (), lowering, out)
     # Wide enough for the eleven columns of the report.
@@ -156,7 +156,7 @@ def clusters(
     Prints errors of collectives, error and cost of composing a step, scaling, and the best plans.
     """
     from ..workflows.reports.clusters import run_cluster_report
-    from ..workflows.settings import ClusterReportSettings
+    from ..workflows.reports.settings import ClusterReportSettings
 
     # Plans are long words that must not be cut.
     run_cluster_report(make_console(170), ClusterReportSettings(published, out, workers=threads))
@@ -193,7 +193,7 @@ def operators(
     Each chip is also left out of training in turn. A report that was stopped resumes.
     """
     from ..workflows.reports.operators import run_operator_report
-    from ..workflows.settings import OperatorReportSettings
+    from ..workflows.reports.settings import OperatorReportSettings
 
     settings = OperatorReportSettings(
         published=published,

@@ -127,7 +127,8 @@ def predict_on_cluster(
 ) -> None:
     """Predict a partitioned program, as ``opcast predict --cluster`` does."""
     from ..common.chrome_trace import write_trace
-    from ..predict.cluster.partitioned import predict_partitioned, stream_trace
+    from ..predict.cluster.partitioned import predict_partitioned
+    from ..predict.export.timeline import stream_trace
     from ..simulate.clusters.catalogue import find_cluster
 
     prediction = predict_partitioned(program, find_cluster(cluster), kernels(model), options)

@@ -41,7 +41,7 @@ def run_profile(settings: ProfileSettings) -> None:
     mix = parse_mix(settings.mix)
     if settings.ray:
         from ..datagen.profile.fleet import profile_fleet
-        from ..datagen.profile.run import ProfileSettings as RunSettings
+        from ..datagen.profile.settings import ProfileSettings as RunSettings
 
         own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
         result = profile_fleet(settings.out, settings.ray, own, progress=settings.progress)

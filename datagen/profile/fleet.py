@@ -22,7 +22,7 @@ from ...features.dataset import read_record, write_record
 from ...features.devices.device import DeviceSpec
 from ..dataset_folder import FAILURES, add_failures, read_failures, run_records
 from .profile import profile
-from .run import ProfileResult, ProfileSettings
+from .settings import ProfileResult, ProfileSettings
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from ...common.errors import ProfileError
 from ...features.devices.device import DeviceSpec
 from ..dataset_folder import consolidate
 from .plan import DEFAULT_MIX, WALL_SECONDS, given_items
-from .run import PATIENCE, ProfileResult, ProfileRun, ProfileSettings
+from .run import ProfileRun
+from .settings import PATIENCE, ProfileResult, ProfileSettings
 from .worker_client import REPLY_TIMEOUT
 
 __all__ = ["DEVICES", "ProfileResult", "ProfileSettings", "consolidate", "profile"]

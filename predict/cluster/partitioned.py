@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ...common.chrome_trace import ChromeTrace
 from ...common.errors import ProgramError
 from ...common.interval import InSeconds, Interval, step_fields
 from ...datagen.partition.program import partition_annotated
@@ -392,29 +391,3 @@ def _notes(lowered: LoweredProgram, scheduled: bool, devices: int, cluster: Clus
     if devices < cluster.size:
         notes.append(f"the program uses {devices} of {cluster.size} devices")
     return notes
-
-
-def stream_trace(prediction: PartitionedPrediction) -> dict[str, object]:
-    """Chrome trace of one device: computation, and communication beside it."""
-    trace = ChromeTrace()
-    trace.process(f"{prediction.device} of {prediction.cluster}")
-    for track, name in enumerate(("compute", "communication")):
-        trace.track(name, track)
-    critical = set(prediction.run.critical)
-    for place, node in enumerate(prediction.nodes):
-        start, end = prediction.run.start[place] * 1e6, prediction.run.end[place] * 1e6
-        if end <= start:
-            continue
-        own = node.collective
-        details: dict[str, object] = {"critical": place in critical, "runs": node.times}
-        if own is not None:
-            details |= {"bytes": own.size, "devices": len(own.group)}
-        trace.span(
-            node.name,
-            own.kind if own else node.opcode,
-            start,
-            end - start,
-            track=int(own is not None),
-            details=details,
-        )
-    return trace.to_dict()

@@ -9,6 +9,7 @@ from ...common.chrome_trace import ChromeTrace, write_trace
 from ..program.predictor import KernelEstimate, Prediction
 
 if TYPE_CHECKING:
+    from ..cluster.partitioned import PartitionedPrediction
     from ..operator.torch_framework import AtenEstimate, TorchPrediction
 
 
@@ -41,6 +42,32 @@ def _details(k: KernelEstimate | AtenEstimate) -> dict[str, object]:
     else:
         own |= {"shape": list(k.shape), "dtype": k.dtype, "phase": k.phase, "module": k.module}
     return {**own, "from": f"{k.what} {k.source_line}".strip()}
+
+
+def stream_trace(prediction: PartitionedPrediction) -> dict[str, object]:
+    """Chrome trace of one device: computation, and communication beside it."""
+    trace = ChromeTrace()
+    trace.process(f"{prediction.device} of {prediction.cluster}")
+    for track, name in enumerate(("compute", "communication")):
+        trace.track(name, track)
+    critical = set(prediction.run.critical)
+    for place, node in enumerate(prediction.nodes):
+        start, end = prediction.run.start[place] * 1e6, prediction.run.end[place] * 1e6
+        if end <= start:
+            continue
+        own = node.collective
+        details: dict[str, object] = {"critical": place in critical, "runs": node.times}
+        if own is not None:
+            details |= {"bytes": own.size, "devices": len(own.group)}
+        trace.span(
+            node.name,
+            own.kind if own else node.opcode,
+            start,
+            end - start,
+            track=int(own is not None),
+            details=details,
+        )
+    return trace.to_dict()
 
 
 def write_chrome_trace(prediction: Prediction | TorchPrediction, path: Path) -> None:

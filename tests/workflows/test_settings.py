@@ -8,7 +8,8 @@ from pathlib import Path
 
 import opcast
 from opcast.workflows import settings
-from opcast.workflows.settings import ClusterReportSettings, Settings, TrainSettings
+from opcast.workflows.reports.settings import ClusterReportSettings
+from opcast.workflows.settings import Settings, TrainSettings
 
 
 def test_settings_are_saved_with_the_command_and_every_field(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ...common.tables_text import print_frame, print_metrics
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..settings import AccuracyReportSettings
+    from .settings import AccuracyReportSettings
 
 
 #: The dataset that comes with the repository.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...models.operators import OpModel
     from ...predict.cluster.step import StepPrediction
     from ...simulate.step.workload import Workload
-    from ..settings import ClusterReportSettings
+    from .settings import ClusterReportSettings
 
 #: Models whose best plan is searched: family, sizes and batch. The decoders have the sizes of Llama
 #: 3 8B and 70B (Llama Team, 2024, table 3; vocabulary of the released checkpoints), the mixture of

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...features.devices.device import DeviceSpec
-    from ..settings import DeviceReportSettings
     from .device_checks import Check
+    from .settings import DeviceReportSettings
 
 #: Default devices of the report: GPUs and TPUs whose compilers run without the device.
 DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")

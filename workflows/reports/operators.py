@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ...features.devices.device import DeviceSpec
     from ...models.operators.parts import Part
-    from ..settings import OperatorReportSettings
+    from .settings import OperatorReportSettings
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,9 @@ from opcast.datagen.profile.anchors import AnchorLog
 from opcast.datagen.profile.measure import first_runs, median_width
 from opcast.datagen.profile.plan import Item, Plan, given_items
 from opcast.datagen.profile.profile import profile
-from opcast.datagen.profile.run import ProfileRun, ProfileSettings
+from opcast.datagen.profile.run import ProfileRun
 from opcast.datagen.profile.runner import Runner, rotation
+from opcast.datagen.profile.settings import ProfileSettings
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 

@@ -15,7 +15,8 @@ from opcast.features.lowering.lower import lower
 from opcast.features.lowering.options import LoweringOptions
 from opcast.models.steps.context import device_context
 from opcast.models.steps.model import shipped_steps
-from opcast.predict.cluster.partitioned import predict_partitioned, stream_trace
+from opcast.predict.cluster.partitioned import predict_partitioned
+from opcast.predict.export.timeline import stream_trace
 from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.render.partitioned import print_partitioned

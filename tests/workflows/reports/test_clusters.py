@@ -17,7 +17,7 @@ from opcast.simulate.reference import rank_check
 from opcast.workflows.reports import cluster_tables
 from opcast.workflows.reports import clusters as cluster_report
 from opcast.workflows.reports.clusters import collective_errors, run_cluster_report
-from opcast.workflows.settings import ClusterReportSettings
+from opcast.workflows.reports.settings import ClusterReportSettings
 
 TINY = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 8, "d_ff": 1024, "vocab": 1024,
         "seq": 512, "batch": 64}  # fmt: skip

@@ -47,7 +47,7 @@ from opcast.workflows.reports.devices import (
     markdown,
     run_device_report,
 )
-from opcast.workflows.settings import DeviceReportSettings
+from opcast.workflows.reports.settings import DeviceReportSettings
 
 DATA = Path(__file__).parents[2] / "features" / "data" / "absent"
 

@@ -19,7 +19,7 @@ from opcast.features.operators import op_features
 from opcast.models.tracking.mlflow_store import runs
 from opcast.models.tracking.prediction_log import read_runs
 from opcast.workflows.reports.operator_tables import left_out_errors, metric_names, pooled
-from opcast.workflows.settings import OperatorReportSettings
+from opcast.workflows.reports.settings import OperatorReportSettings
 
 DEVICES = {"Tesla T4": 1.2, "Tesla V100-PCIE-32GB": 1.4, "NVIDIA A100 80GB PCIe": 1.6}
 KEY = "eager/linear"
