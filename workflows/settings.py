@@ -208,6 +208,11 @@ class EvaluateSettings(Settings):
     limit: int | None = None
     ray: str = ""
 
+    @property
+    def kept(self) -> Path:
+        """Folder of finished pieces, there until the predictions are written."""
+        return self.out.with_name(f"{self.out.stem}-parts")
+
 
 @dataclass(frozen=True)
 class StepSettings(Settings):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,27 +205,40 @@ def _run_of(
 def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     """Predict every row of a folder of published tables; print the errors of those with a latency.
 
+    Finished pieces of long tables are kept beside the output until it is written, so that the same
+    command goes on after it was stopped.
+
     Args:
         console: Console to print to.
         settings: The tables, the model and the file for the predictions.
     """
+    from .. import __version__
     from ..common.parquet import write_table
+    from ..common.progress import counting
     from ..common.tables_text import print_frame
     from ..models.operators import OpModel
-    from ..predict.locate import OPERATOR_MODEL, find_model
+    from ..predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model, model_hash
+    from ..predict.published.pieces import Pieces
     from ..predict.published.tables import predict_published
 
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
-    predicted = predict_published(
-        settings.published,
-        OpModel.load(find_model(name)),
-        calibrate=settings.calibrate,
-        limit=settings.limit,
-        ray=settings.ray,
-    )
     # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
+    kept = settings.kept
+    if kept.is_dir():
+        console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
+    with counting("predicting rows") as progress:
+        identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL))
+        predicted = predict_published(
+            settings.published,
+            OpModel.load(find_model(name)),
+            calibrate=settings.calibrate,
+            limit=settings.limit,
+            pieces=Pieces(settings.ray, kept, identity, progress),
+        )
     write_table(predicted.frame, settings.out)
+    if kept.is_dir():
+        shutil.rmtree(kept)
     for what, count in predicted.calibrated.items():
         console.print(f"calibrated {what}: {count} rows", highlight=False)
     for note in predicted.notes:

@@ -10,7 +10,7 @@ instead. Every row gets a prediction or a reason; rows whose latency is given ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
-from ...common.ray_tasks import run_tasks
 from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.conv_tables import is_convs
 from ...datagen.published.product_tables import is_products, read_products
@@ -29,13 +28,14 @@ from ...models.collectives.links import Links
 from ...models.collectives.measurements import XLA_COLUMNS
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
-from ...models.operators.report import only_or_mixed
 from ...models.power.model import shipped_power
 from ...models.tiles.model import shipped_tiles
 from ..locate import BLOCK_MODEL, find_model
 from .block_answers import predict_blocks, read_blocks
 from .composition import compose
-from .pack_tables import TIMES, predict_convs, predict_products, predict_xla_collectives
+from .judged import PublishedPredictions, given_rows, judged_pack, judged_part, microseconds
+from .pack_tables import predict_convs, predict_products, predict_xla_collectives
+from .pieces import Piece, Pieces
 from .power_table import WATTS, is_power, power_note, predict_power
 from .tile_table import is_tiles, predict_tiles, rank_note
 
@@ -54,53 +54,8 @@ BLOCKS = tuple(
 )
 PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
 GRAPHS = "opgraphs.parquet"
-#: Prefix of the splits whose rows may be learned from.
-CALIBRATION = "calib"
 #: Sources by the first letter of an operator's id, for query tables without a source column.
 SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
-# Rows predicted at a time, so that features of millions of rows never exist at once.
-_ROWS = 200_000
-
-
-@dataclass
-class PublishedPredictions:
-    """Predictions of a folder.
-
-    Attributes:
-        frame: ``id`` (the number of a row where its table has none), ``latency_us``, ``lo_us`` and
-            ``hi_us`` of every row, ``power_w`` with its ends of rows of power tables, and ``table``
-            and ``reason`` (why a row has no prediction) for rows of tables other than operators,
-            collectives and programs.
-        judged: Rows with a known latency: ``table``, ``family``, ``device``, ``split``,
-            ``scope``, ``error`` (predicted / measured - 1), ``covered``, ``calibration`` (whether
-            the row was learned from).
-        calibrated: Number of rows learned from, by what they adapted.
-        notes: What was left out of predictions or of the judgement, and why.
-    """
-
-    frame: pd.DataFrame
-    judged: pd.DataFrame
-    calibrated: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def summary(self) -> pd.DataFrame:
-        """Summarise judged rows by table, family, device and split, and over whole tables."""
-        if not len(self.judged):
-            return pd.DataFrame()
-        # Rows that were learned from would flatter the figures.
-        judged = self.judged[~self.judged["calibration"]]
-        judged = judged.assign(size=judged["error"].abs())
-        whole = judged.assign(family="all", device="all", split="all", scope="")
-        grouped = pd.concat([judged, whole]).groupby(["table", "family", "device", "split"])
-        return grouped.agg(
-            n=("size", "size"),
-            mape=("size", "mean"),
-            median_ape=("size", "median"),
-            largest=("size", "max"),
-            bias=("error", "median"),
-            coverage=("covered", "mean"),
-            scope=("scope", only_or_mixed),
-        ).reset_index()
 
 
 def predict_published(
@@ -110,7 +65,7 @@ def predict_published(
     calibrate: bool = False,
     limit: int | None = None,
     blocks: OpModel | None = None,
-    ray: str = "",
+    pieces: Pieces | None = None,
 ) -> PublishedPredictions:
     """Predict every row of a folder.
 
@@ -122,8 +77,8 @@ def predict_published(
         limit: Maximum rows of each operator table, drawn at random.
         blocks: Model of layers, batches and new attention; the shipped one by default, read only
             if there is such a table. Calibrated like ``model``.
-        ray: Address of a Ray cluster that predicts the tables of operators, convolutions and
-            blocks, with the same results; empty for this process.
+        pieces: How the tables of operators, convolutions and blocks are predicted: where, and what
+            is kept of them; by default here, and nothing.
 
     Raises:
         DatasetError: The folder has no such table, or a table lacks a column.
@@ -132,7 +87,7 @@ def predict_published(
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
     links = collectives or CollectiveModel.load()
-    job = _Job(folder, model, links, calibrate, limit, blocks, ray)
+    job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),
         *job.collective_tables(),
@@ -161,48 +116,31 @@ class _Job:
     calibrate: bool
     limit: int | None
     blocks: OpModel | None
-    ray: str = ""
+    pieces: Pieces = field(default_factory=Pieces)
     calibrated: dict[str, int] = field(default_factory=dict)
 
     def operators(self) -> Iterator[PublishedPredictions]:
+        pieces = self.pieces
         read = [(p, with_source(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
         tables = [(p, t if "id" in t else t.assign(id=np.arange(len(t)))) for p, t in read]
         # All tables first: a family's calibration rows may be spread over several files.
         if self.calibrate:
-            given = [frame[_given(frame)] for _, frame in tables]
+            given = [frame[given_rows(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
             if known:
                 rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
                 self.calibrated |= self.model.calibrate(rows)
+                pieces = pieces.calibrated_on(rows)
         drawn = [(path, self._drawn(whole)) for path, whole in tables]
-        yield from self._each(_operator_part, self.model, drawn)
-
-    def _each(
-        self,
-        work: Callable[[OpModel, tuple[Path, pd.DataFrame]], PublishedPredictions],
-        model: OpModel,
-        tables: Sequence[tuple[Path, pd.DataFrame]],
-    ) -> Iterator[PublishedPredictions]:
-        """Predict tables in pieces, here or on the Ray cluster; in order either way."""
-        pieces = [
-            (path, table.iloc[start : start + _ROWS].reset_index(drop=True))
-            for path, table in tables
-            for start in range(0, len(table), _ROWS)
-        ]
-        if not self.ray:
-            for piece in pieces:
-                yield work(model, piece)
-            return
-        found = dict(run_tasks(work, model, pieces, self.ray))
-        yield from (found[place] for place in range(len(pieces)))
+        yield from pieces.predict(_operator_part, self.model, drawn)
 
     def collective_tables(self) -> Iterator[PublishedPredictions]:
         tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
         own = [(path, frame) for path, frame in tables if set(frame.columns) >= XLA_COLUMNS]
         for path, frame in own:
-            yield _judged_pack(path, predict_xla_collectives(frame, path, self.links))
+            yield judged_pack(path, predict_xla_collectives(frame, path, self.links))
         tables = [(path, frame) for path, frame in tables if not set(frame.columns) >= XLA_COLUMNS]
-        known = [frame[_given(frame)] for _, frame in tables if _given(frame).any()]
+        known = [frame[given_rows(frame)] for _, frame in tables if given_rows(frame).any()]
         if self.calibrate and known:
             rows = pd.concat(known, ignore_index=True)
             self.links = self.links.calibrated(rows, _links)
@@ -210,7 +148,7 @@ class _Job:
         for path, frame in tables:
             prediction = self.links.predict(frame, _links)
             latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
-            yield _part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
+            yield judged_part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
 
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:
         """The rows to predict: all, or as many as the limit allows."""
@@ -226,7 +164,7 @@ class _Job:
             if not is_products(table.columns):
                 # Another table whose name begins alike.
                 continue
-            yield _judged_pack(path, predict_products(self._drawn(table), path, self.model))
+            yield judged_pack(path, predict_products(self._drawn(table), path, self.model))
 
     def convs(self) -> Iterator[PublishedPredictions]:
         """Predict tables of convolutions."""
@@ -234,14 +172,14 @@ class _Job:
             table = read_table(path)
             if not is_convs(table.columns):
                 continue
-            yield from self._each(_conv_part, self.model, [(path, self._drawn(table))])
+            yield from self.pieces.predict(_conv_part, self.model, [(path, self._drawn(table))])
 
     def powers(self) -> Iterator[PublishedPredictions]:
         """Predict tables of board power, whose rows get watts beside their latency."""
         for path in _files(self.folder, POWER):
             table = self._drawn(read_table(path))
             rows = predict_power(table, path, self.model, shipped_power())
-            part = _judged_pack(path, rows)
+            part = judged_pack(path, rows)
             part.frame[list(WATTS)] = rows[list(WATTS)].to_numpy()
             part.notes += power_note(rows)
             yield part
@@ -253,7 +191,7 @@ class _Job:
             if not is_tiles(set(table.columns)):
                 continue
             rows = predict_tiles(self._drawn(table), path, shipped_tiles())
-            part = _judged_pack(path, rows)
+            part = judged_pack(path, rows)
             part.notes += rank_note(rows)
             yield part
 
@@ -270,14 +208,16 @@ class _Job:
             return
         if self.blocks is None:
             self.blocks = OpModel.load(find_model(BLOCK_MODEL))
+        pieces = self.pieces
         # All tables first, as for operators.
-        given = [rows[_given(rows)] for _, rows in read]
+        given = [rows[given_rows(rows)] for _, rows in read]
         known = pd.concat(given, ignore_index=True)
         if self.calibrate and len(known):
             known["device"] = [find_device(name).name for name in known["device"]]
             self.calibrated |= self.blocks.calibrate(known)
+            pieces = pieces.calibrated_on(known)
         for path, whole in read:
-            yield from self._each(_block_part, self.blocks, [(path, self._drawn(whole))])
+            yield from pieces.predict(_block_part, self.blocks, [(path, self._drawn(whole))])
 
     def programs(self) -> Iterator[PublishedPredictions]:
         for path in _files(self.folder, PROGRAMS):
@@ -298,7 +238,7 @@ class _Job:
             scope = pd.Series("composed", index=labels.index, dtype=object)
             if "e2e_ms" in labels:
                 labels = labels.assign(latency_us=labels["e2e_ms"] * 1e3)
-            yield _part(path, labels, labels["mode"], latency, lo, hi, scope)
+            yield judged_part(path, labels, labels["mode"], latency, lo, hi, scope)
 
     def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
         """Operators as the op tables time them: alone, called from the host."""
@@ -306,37 +246,33 @@ class _Job:
         # events, launch included) is what the composition expects.
         rows = rows_of_published(ops.assign(source="neusight"), find_device)
         prediction = self.model.predict(rows)
-        return _microseconds(prediction.latency, prediction.lo, prediction.hi)
+        return microseconds(prediction.latency, prediction.lo, prediction.hi)
 
     def _collective_latency(self, calls: pd.DataFrame) -> pd.DataFrame:
         prediction = self.links.predict(calls, _links)
-        return _microseconds(*(prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
+        return microseconds(*(prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
 
 
-def _operator_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+def _operator_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, frame = piece
     rows = rows_of_published(frame, find_device)
     found = model.predict(rows)
     scope = pd.Series(found.scope, dtype=object)
-    return _part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
+    return judged_part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
 
 
-def _conv_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+def _conv_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, table = piece
-    return _judged_pack(path, predict_convs(table, path, model))
+    return judged_pack(path, predict_convs(table, path, model))
 
 
-def _block_part(model: OpModel, piece: tuple[Path, pd.DataFrame]) -> PublishedPredictions:
+def _block_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, rows = piece
-    return _judged_pack(path, predict_blocks(rows, model))
+    return judged_pack(path, predict_blocks(rows, model))
 
 
 def _links(name: str) -> Links:
     return Links.from_spec(find_device(name))
-
-
-def _microseconds(latency: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> pd.DataFrame:
-    return pd.DataFrame({"latency_us": latency * 1e6, "lo_us": lo * 1e6, "hi_us": hi * 1e6})
 
 
 def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -371,25 +307,6 @@ def _kind(path: Path) -> Sequence[str]:
     return OPERATORS if {"op", "family"} <= columns else ()
 
 
-def _judged_pack(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
-    """Judge the rows of a pack's table that its publishers do not doubt."""
-    name = path.name.split(".")[0]
-    latency, lo, hi = (rows[c].to_numpy() for c in TIMES)
-    part = _part(path, rows, rows["family"], latency, lo, hi, rows["scope"])
-    keep = ~rows["suspect"].to_numpy(bool) & (rows["reason"] == "").to_numpy()
-    label = np.full(len(rows), np.nan)
-    if "latency_us" in rows:
-        label = rows["latency_us"].to_numpy(np.float64, na_value=np.nan)
-    part.judged = part.judged[keep[label > 0]].reset_index(drop=True)
-    part.frame["table"], part.frame["reason"] = name, rows["reason"].to_numpy()
-    counts = rows["reason"].value_counts()
-    part.notes = [f"{name}: {n} rows not predicted: {why}" for why, n in counts.items() if why]
-    doubted = int((rows["suspect"].to_numpy(bool) & (label > 0)).sum())
-    if doubted:
-        part.notes.append(f"{name}: {doubted} rows that their publisher doubts are not judged")
-    return part
-
-
 def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
     """Ensure a column ``source``, taken from the first letter of ids where it is missing.
 
@@ -407,47 +324,3 @@ def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
             hint="say who measured each row; " + families_told(),
         )
     return frame.assign(source=source)
-
-
-def _given(frame: pd.DataFrame) -> np.ndarray:
-    """Rows that may be learned from."""
-    if "split" not in frame or "latency_us" not in frame:
-        return np.zeros(len(frame), bool)
-    # NaN compares false, so rows without a label are left out as well.
-    known = frame["latency_us"].to_numpy(np.float64, na_value=np.nan) > 0
-    return np.asarray(frame["split"].astype(str).str.startswith(CALIBRATION) & known)
-
-
-def _part(
-    path: Path,
-    frame: pd.DataFrame,
-    family: pd.Series,
-    latency: np.ndarray,
-    lo: np.ndarray,
-    hi: np.ndarray,
-    scope: pd.Series,
-) -> PublishedPredictions:
-    """Predictions of one table, in seconds, beside the latencies that it gives."""
-    if "id" not in frame:
-        raise DatasetError("column 'id' is missing", where=str(path))
-    times = _microseconds(latency, lo, hi)
-    times.insert(0, "id", frame["id"].astype(str).to_numpy())
-    label = np.full(len(frame), np.nan)
-    if "latency_us" in frame:
-        label = frame["latency_us"].to_numpy(np.float64, na_value=np.nan)
-    judged = pd.DataFrame(
-        {
-            "id": times["id"],
-            "table": path.name.split(".")[0],
-            "family": family.astype(str).to_numpy(),
-            "device": frame["device" if "device" in frame else "platform"].astype(str).to_numpy(),
-            "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
-            "scope": scope.to_numpy(),
-            # Where there is no label, error and coverage are NaN and False; the filter below drops
-            # the rows.
-            "error": times["latency_us"] / label - 1,
-            "covered": (label >= times["lo_us"]) & (label <= times["hi_us"]),
-            "calibration": _given(frame.assign(latency_us=label)),
-        }
-    )
-    return PublishedPredictions(times, judged[label > 0].reset_index(drop=True))
