@@ -16,7 +16,6 @@ from .options import (
     ModelOpt,
     Out,
     Seed,
-    TracedDevice,
     make_console,
     plot_file,
     print_json,
@@ -104,7 +103,13 @@ def data_import(
             "--program", help="Of a trace without HLO: the program that ran; may be given again."
         ),
     ] = None,
-    device: TracedDevice = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="What a trace ran on: name or device file; by default as it says, or this "
+            "machine. Of published tables: file of a device that is not in the catalogue."
+        ),
+    ] = None,
     device_index: DeviceIndex = None,
     keep_names: Annotated[
         bool,
@@ -133,12 +138,12 @@ def data_import(
         return
     if kind != "published":
         raise typer.BadParameter(f"cannot import {kind!r}; choose: published, trace")
-    refuse(context, "published tables", {"program", "device", "device_index", "keep_names"})
+    refuse(context, "published tables", {"program", "device_index", "keep_names"})
     if len(paths) > 1:
         raise typer.BadParameter("give one folder with published tables")
     from ..workflows.train_operators import run_import
 
-    run_import(paths[0], out)
+    run_import(paths[0], out, device)
 
 
 def audit(

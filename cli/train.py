@@ -317,6 +317,10 @@ def evaluate(
         str,
         typer.Option(help="With --published: address of a Ray cluster; 'local' starts one."),
     ] = "",
+    device: Annotated[
+        str | None,
+        typer.Option(help="With --published: file of a device that is not in the catalogue."),
+    ] = None,
 ) -> None:
     """Predict published tables of operators, steps, serving or programs and print the errors.
 
@@ -356,13 +360,13 @@ def evaluate(
         run_evaluate_steps(make_console(), settings)
         return
     assert published is not None
-    refuse_unused(
-        context, "evaluating operators", {"out", "published", "model", "calibrate", "limit", "ray"}
-    )
+    used = {"out", "published", "model", "calibrate", "limit", "ray", "device"}
+    refuse_unused(context, "evaluating operators", used)
     from ..workflows.settings import EvaluateSettings
     from ..workflows.train_operators import run_evaluate
 
-    run_evaluate(make_console(), EvaluateSettings(published, out, model, calibrate, limit, ray))
+    asked_rows = EvaluateSettings(published, out, model, calibrate, limit, ray, device)
+    run_evaluate(make_console(), asked_rows)
 
 
 def compare(

@@ -198,6 +198,7 @@ class EvaluateSettings(Settings):
         calibrate: Whether to calibrate on the rows of ``calib_*`` splits that have a latency.
         limit: Maximum rows of each operator table.
         ray: Address of a Ray cluster; empty for none.
+        device: File of a device of the tables that is not in the catalogue.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -207,6 +208,7 @@ class EvaluateSettings(Settings):
     calibrate: bool = False
     limit: int | None = None
     ray: str = ""
+    device: str | None = None
 
     @property
     def kept(self) -> Path:

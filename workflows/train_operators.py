@@ -31,17 +31,31 @@ TRAINING = ("train",)
 RECALIBRATED = frozenset(("layer/product",))
 
 
-def run_import(folder: Path, out: Path) -> None:
-    """Import published tables and say how many rows there are."""
+def run_import(folder: Path, out: Path, device: str | None = None) -> None:
+    """Import published tables and say how many rows there are.
+
+    Args:
+        folder: Folder with tables, or a table.
+        out: Dataset folder.
+        device: File of a device of the tables that is not in the catalogue.
+    """
     from ..datagen.published.importer import import_published
 
-    imported = import_published(folder, out, show=True)
+    imported = import_published(folder, out, show=True, described=_described(device))
     kept = f", {imported.kept} shards were there" if imported.kept else ""
     wrote(
         out,
         f"{imported.rows} samples of {len(imported.devices)} devices, {imported.skipped} rows "
         f"without a latency skipped, {imported.shards} shards written{kept}",
     )
+
+
+def _described(device: str | None) -> dict[str, DeviceSpec]:
+    """The device of a file, or of the catalogue, by its name; none without one."""
+    from ..predict.devices import resolve_device
+
+    spec = None if device is None else resolve_device(device, {})
+    return {} if spec is None else {spec.name: spec}
 
 
 def run_train_operators(console: Console, dataset: Dataset, settings: TrainSettings) -> OpModel:
@@ -228,10 +242,13 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     if kept.is_dir():
         console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
     with counting("predicting rows") as progress:
-        identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL))
+        described = str(sorted(_described(settings.device).items()))
+        identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL), described)
+        model = OpModel.load(find_model(name))
+        model.devices |= _described(settings.device)
         predicted = predict_published(
             settings.published,
-            OpModel.load(find_model(name)),
+            model,
             calibrate=settings.calibrate,
             limit=settings.limit,
             pieces=Pieces(settings.ray, kept, identity, progress),

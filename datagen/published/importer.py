@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from ...common.errors import DatasetError
+from ...common.errors import DatasetError, DeviceError
 from ...common.parquet import is_csv, read_table
 from ...common.progress import tracked
 from ...features.dataset import (
@@ -29,12 +29,13 @@ from ...features.dataset import (
     write_record,
     write_shard,
 )
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import closest_names, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, check_name
 from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
+from ...features.operators.query import with_defaults
 from ...features.operators.schema import METHODS
 from . import conv_tables, product_tables
 from .clones import CloneFile, clone_files, with_split
@@ -82,7 +83,12 @@ class Imported:
     devices: tuple[str, ...]
 
 
-def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
+def import_published(
+    folder: Path,
+    out: Path,
+    show: bool = False,
+    described: Mapping[str, DeviceSpec] | None = None,
+) -> Imported:
     """Turn the operator tables of a folder into a dataset.
 
     Args:
@@ -92,18 +98,21 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
             with the columns :data:`OWN`, CSV or parquet, of any name.
         out: Dataset folder; shards that are there already are kept.
         show: Whether to show a progress bar.
+        described: Devices of one's own by name, beside those of the catalogue.
 
     Raises:
         DatasetError: No table is there, or one lacks a column or names an unknown operator.
-        DeviceError: A device is in no catalogue entry.
+        DeviceError: A device is neither described nor in the catalogue.
     """
+    own = described or {}
     total, parts = _tables(folder)
     out.mkdir(parents=True, exist_ok=True)
     rows = skipped = shards = kept = 0
     devices: dict[str, DeviceSpec] = {}
     for name, number, part in tracked(parts, total, "importing", show):
         # Unknown devices stop the import here, before anything of the part is written.
-        devices |= {d: find_device(d) for d in part["device"].unique() if d not in devices}
+        new = [d for d in part["device"].unique() if d not in devices]
+        devices |= {d: own[d] if d in own else _listed(d) for d in new}
         target = out / f"{name}-{number:04d}.parquet"
         good = part["latency_us"].to_numpy(np.float64) > 0
         skipped += int((~good).sum())
@@ -119,6 +128,16 @@ def import_published(folder: Path, out: Path, show: bool = False) -> Imported:
         shards += 1
     known = tuple(sorted({spec.name for spec in devices.values()}))
     return Imported(rows, skipped, shards, kept, known)
+
+
+def _listed(name: str) -> DeviceSpec:
+    if not in_catalogue(name):
+        raise DeviceError(
+            f"device {name!r} is not in the catalogue",
+            hint=f"close to it: {', '.join(closest_names(name))}; a chip of your own: --device "
+            "FILE, with this name in the file",
+        )
+    return find_device(name)
 
 
 def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:
@@ -163,6 +182,7 @@ def _own_file(path: Path, origin: str) -> CloneFile:
             raise DatasetError(f"column {missing[0]!r} is missing", where=str(path), hint=hint)
         if "id" not in table:
             table = table.assign(id=[f"{digest}-{n}" for n in range(len(table))])
+        table = with_defaults(table, family_keys(table))
         return _checked(table if "split" in table else with_split(table), path)
 
     return CloneFile(path, f"own-{digest}", rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
 from .library_conv import DIRECTIONS
 from .physics import BACKENDS
 from .schema import FAMILIES, NAMES, PARAMETERS, TRACED
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: How the rows of a dtype were timed, where a family is named without a method: NeuSight's tables
 #: are fp32 and eager, Vidur's fp16 and by kernel, all other dtypes come as replayed graphs.
@@ -215,6 +218,31 @@ def _fill(row: dict[str, object], key: str, group: str) -> None:
     for name, other in (("q_len", "kv_len"), ("kv_len", "q_len")):
         if other in row:
             row.setdefault(name, row[other])
+
+
+def with_defaults(rows: pd.DataFrame, keys: pd.Series) -> pd.DataFrame:
+    """A table of operators with the parameters that it does not give, as :func:`parse_op` has them.
+
+    Args:
+        rows: ``n`` operators, columns as in tables of measurements.
+        keys: ``method/family`` of each.
+    """
+    made = rows
+    for key in (k for k in keys.unique() if k in FAMILIES):
+        at = np.flatnonzero(keys == key)
+        part = rows.iloc[at]
+        given = {str(c): part[c].to_numpy(object) for c in part if part[c].notna().all()}
+        row: dict[str, object] = {**given}
+        _fill(row, key, FAMILIES[key])
+        for name in row.keys() - given.keys():
+            old = made[name] if name in made else [None] * len(made)
+            values = np.array(old, object)
+            lacking = at[[v is None or v != v for v in values[at]]]
+            values[lacking] = np.broadcast_to(np.array(row[name], object), len(at))[
+                np.isin(at, lacking)
+            ]
+            made = made.assign(**{name: values})
+    return made.infer_objects()
 
 
 def _wrong(where: str, what: str, hint: str = "") -> ProgramError:

@@ -15,6 +15,7 @@ from ...features.operators import FAMILIES, family_keys
 from ...features.operators.columns import OpRows, texts_of
 from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
+from ...features.operators.query import with_defaults
 from ...features.operators.schema import BLOCKS
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
 
 
 def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) -> pd.DataFrame:
-    """Operator rows of a published table, with the catalogue's device names.
+    """Operator rows of a published table, with the catalogue's device names and all parameters.
 
     Raises:
         DatasetError: A column is missing, or a family is unknown.
@@ -92,7 +93,7 @@ def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) ->
         where = f"row {rows['id'][rows['key'] == unknown[0]].iloc[0]}"
         hint = "families: " + ", ".join(FAMILIES)
         raise DatasetError(f"no operator family {unknown[0]!r}", where=where, hint=hint)
-    return rows
+    return with_defaults(rows, rows["key"])
 
 
 def faulty(rows: pd.DataFrame) -> np.ndarray:

@@ -16,9 +16,8 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_text
-from ...common.parquet import read_table
+from ...common.parquet import read_table, write_table
 from ...common.ray_tasks import run_tasks
-from ...features.dataset import write_table
 from ...models.operators import OpModel
 from .judged import PublishedPredictions
 

@@ -128,11 +128,22 @@ class _Job:
             given = [frame[given_rows(frame)] for _, frame in tables]
             known = [part for part in given if len(part)]
             if known:
-                rows = rows_of_published(pd.concat(known, ignore_index=True), find_device)
+                rows = rows_of_published(pd.concat(known, ignore_index=True), self.model.spec)
                 self.calibrated |= self.model.calibrate(rows)
                 pieces = pieces.calibrated_on(rows)
-        drawn = [(path, self._drawn(whole)) for path, whole in tables]
+        drawn = []
+        for path, whole in tables:
+            learned, others = self._told_apart(self._drawn(whole))
+            if len(others):
+                yield _unknown_part(path, others)
+            drawn.append((path, learned))
         yield from pieces.predict(_operator_part, self.model, drawn)
+
+    def _told_apart(self, table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Rows of families that the model knows, and the others, unless those are all."""
+        rows = rows_of_published(table, self.model.spec)
+        known = rows["key"].isin(list(self.model.families)).to_numpy()
+        return (table[known], rows[~known]) if known.any() else (table, rows[:0])
 
     def collective_tables(self) -> Iterator[PublishedPredictions]:
         tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
@@ -244,7 +255,7 @@ class _Job:
         """Operators as the op tables time them: alone, called from the host."""
         # The graphs were published with NeuSight's tables, whose method (one call between two
         # events, launch included) is what the composition expects.
-        rows = rows_of_published(ops.assign(source="neusight"), find_device)
+        rows = rows_of_published(ops.assign(source="neusight"), self.model.spec)
         prediction = self.model.predict(rows)
         return microseconds(prediction.latency, prediction.lo, prediction.hi)
 
@@ -255,10 +266,24 @@ class _Job:
 
 def _operator_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, frame = piece
-    rows = rows_of_published(frame, find_device)
+    rows = rows_of_published(frame, model.spec)
     found = model.predict(rows)
     scope = pd.Series(found.scope, dtype=object)
     return judged_part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
+
+
+def _unknown_part(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
+    """Rows of families that the model was not trained on: a reason each, and one note a family."""
+    none = np.full(len(rows), np.nan)
+    part = judged_part(path, rows, rows["key"], none, none, none, rows["key"])
+    reasons = [f"the model knows no operators {key!r}" for key in rows["key"]]
+    part.frame["table"], part.frame["reason"] = path.name.split(".")[0], reasons
+    part.judged = part.judged[:0]
+    part.notes = [
+        f"{path.name.split('.')[0]}: {count} rows not predicted: {why}"
+        for why, count in pd.Series(reasons).value_counts().items()
+    ]
+    return part
 
 
 def _conv_part(model: OpModel, piece: Piece) -> PublishedPredictions:

@@ -116,6 +116,29 @@ def test_evaluate_predicts_every_row(folder: Path, model: Path, tmp_path: Path) 
     assert 0.05 < error[~seen].median() < 0.35
 
 
+def test_rows_of_families_that_were_not_learned_get_a_reason(
+    folder: Path, model: Path, tmp_path: Path
+) -> None:
+    """One's own table of a chip of one's own, with operators that the model has not seen."""
+    chip = tmp_path / "zephyr.yaml"
+    chip.write_text("name: zephyr-1\nbase: l40s\nhbm_bandwidth_gbps: 1728\n")
+    known = pd.read_parquet(folder / "ops_tc.parquet").head(4)
+    softmax = {"op": "softmax", "family": "softmax", "rows": 64, "cols": 128, "n_in": 1}
+    other = pd.DataFrame([softmax]).assign(source="mylab", dtype="bf16", latency_us=5.0, id="S")
+    table = pd.concat([known, other]).assign(device="zephyr-1").drop(columns="split")
+    table.to_csv(tmp_path / "mine.csv", index=False)
+    out = tmp_path / "predicted.csv"
+    asked = ("evaluate", "--published", tmp_path / "mine.csv", "--model", model, "--out", out)
+    result = _run(*asked, "--device", chip)
+    assert result.exit_code == 0, result.output
+    assert "1 rows not predicted: the model knows no operators 'kernel/softmax'" in result.output
+    found = pd.read_csv(out).set_index("id")
+    assert np.isnan(found["latency_us"]["S"]) and "kernel/softmax" in found["reason"]["S"]
+    assert (found["latency_us"][known["id"]] > 0).all()
+    with pytest.raises(Exception, match="'zephyr-1' is not in the catalogue"):
+        _run(*asked)
+
+
 def test_calibration_rows_adapt_the_device(folder: Path, model: Path, tmp_path: Path) -> None:
     table = pd.read_parquet(folder / "ops_tc.parquet")
     table = table[table["device"] == "NVIDIA L40S"].reset_index(drop=True)

@@ -12,6 +12,7 @@ from opcast.common.errors import DatasetError, DeviceError
 from opcast.datagen.published import importer as published
 from opcast.datagen.published.importer import OPERATOR_FILES, import_published
 from opcast.features.dataset import Dataset
+from opcast.features.devices.device import DeviceSpec
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.operators.schema import FAMILIES, NAMES, PARAMETERS
 from opcast.models.operators.rows import rows_of_dataset, rows_of_published
@@ -228,6 +229,44 @@ def test_a_table_of_ones_own_keeps_its_ids_and_splits(measured, tmp_path):
     import_published(path, tmp_path / "out")
     rows = rows_of_dataset(Dataset.load(tmp_path / "out"))
     assert set(rows["id"]) == {f"r{n}" for n in range(200)} and set(rows["split"]) == {"train"}
+
+
+CHIP = """name: zephyr-1
+platform: gpu
+vendor: NVIDIA
+peak_tflops: {bf16: 800}
+vector_tflops: {f32: 50}
+core_count: 100
+hbm_bandwidth_gbps: 3000
+memory_gb: 96
+"""
+
+
+def test_a_table_of_ones_own_chip(measured, tmp_path):
+    """A chip that no catalogue lists: described by a file, as everywhere else."""
+    table, chip = tmp_path / "mine.csv", tmp_path / "zephyr.yaml"
+    measured.assign(device="zephyr-1").to_csv(table, index=False)
+    chip.write_text(CHIP)
+    with pytest.raises(DeviceError, match=r"'zephyr-1' is not in the catalogue.*--device FILE"):
+        import_published(table, tmp_path / "out")
+    spec = DeviceSpec.from_file(chip)
+    import_published(table, tmp_path / "out", described={spec.name: spec})
+    dataset = Dataset.load(tmp_path / "out")
+    assert dataset.devices["zephyr-1"].memory_bytes == 96 * 2**30
+    assert set(rows_of_dataset(dataset)["device"]) == {"zephyr-1"}
+
+
+def test_a_table_of_ones_own_may_leave_out_what_a_query_may(tmp_path):
+    rows = pd.DataFrame(
+        {"op": "context_attention", "family": "context_attention", "dtype": "bf16",
+         "source": "mylab", "device": "h100-sxm", "batch": [1, 2], "q_heads": 32, "head_dim": 64,
+         "q_len": [512, 1024], "window": [None, 256], "latency_us": [20.0, 80.0]}
+    )  # fmt: skip
+    rows.to_csv(tmp_path / "mine.csv", index=False)
+    import_published(tmp_path / "mine.csv", tmp_path / "out")
+    found = rows_of_dataset(Dataset.load(tmp_path / "out")).sort_values("batch")
+    assert found["kv_len"].tolist() == [512, 1024] and found["window"].tolist() == [0, 256]
+    assert found["kv_heads"].tolist() == [32, 32] and found["v_head_dim"].tolist() == [64, 64]
 
 
 def test_a_table_of_ones_own_that_lacks_a_column(measured, tmp_path):
