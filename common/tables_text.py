@@ -29,6 +29,19 @@ _SHOWN = (
 )
 
 
+#: Those of them that are left out first on a narrow terminal.
+_SPARE = (
+    "mean_abs_log",
+    "top_k_recall",
+    "kendall",
+    "noise_mape",
+    "width_median",
+    "spearman",
+    "bias",
+    "noise_median_ape",
+)
+
+
 #: Columns that hold shares.
 _PERCENT = {
     "median_ape",
@@ -52,23 +65,57 @@ def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
             shown[column] = [f"{v:.1%}" if v == v else "–" for v in table[column]]
         elif column == "n":
             shown[column] = table[column].astype(int)
-    print_frame(console, shown, title)
+    print_frame(console, shown, title, _SPARE)
 
 
-def print_frame(console: Console, frame: pd.DataFrame, title: str) -> None:
-    """Print a frame as a table."""
+def print_frame(
+    console: Console, frame: pd.DataFrame, title: str, spare: Sequence[str] = ()
+) -> None:
+    """Print a frame as a table: what is too wide goes on in the next line, nothing is cut.
+
+    Args:
+        console: Where to.
+        frame: The table.
+        title: Its title; empty for none.
+        spare: Columns to leave out, the first one first, where the console is too narrow.
+    """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in frame.columns:
-        text = not pd.api.types.is_numeric_dtype(frame[column])
-        table.add_column(str(column).replace("_", " "), justify="left" if text else "right")
-    for row in frame.itertuples(index=False):
-        table.add_row(*(Text(f"{v:.3g}" if isinstance(v, float) else str(v)) for v in row))
+    cells = {
+        str(name): [f"{v:.3g}" if isinstance(v, float) else str(v) for v in frame[name]]
+        for name in frame.columns
+    }
+    # Names of figures are broken at their words, where these are wider than the figures.
+    wide = {name: max(map(len, own), default=0) for name, own in cells.items()}
+    heads = {name: name.replace("_", "\n" if len(name) > wide[name] else " ") for name in cells}
+    least = {name: max(wide[name], *map(len, heads[name].split("\n"))) for name in cells}
+    left_out = []
+    for name in spare:
+        # Two spaces between columns.
+        if sum(least.values()) + 2 * len(least) - 2 <= console.width:
+            break
+        if least.pop(name, None) is not None:
+            left_out.append(name.replace("_", " "))
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in least:
+        text = not pd.api.types.is_numeric_dtype(frame[name])
+        # Texts are folded before a figure is touched.
+        table.add_column(
+            heads[name],
+            justify="left" if text else "right",
+            no_wrap=wide[name] <= _SHORT,
+            overflow="fold",
+        )
+    for row in zip(*(cells[name] for name in least), strict=True):
+        table.add_row(*map(Text, row))
     console.print(table)
+    if left_out:
+        console.print(f"left out for the width: {', '.join(left_out)}", highlight=False)
 
 
+#: Widest cells that are never broken: figures with their unit.
+_SHORT = 10
 #: Columns that are printed in per cent.
 PERCENTAGES = (
     "mape", "median_ape", "median_ape_groups", "largest", "bias", "coverage", "in_domain",

@@ -25,7 +25,12 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
     priced = "cost" in frame
     names = ("time", "90 % interval", "memory", *(("cost",) if priced else ()), "device", "program")
     for name in names:
-        table.add_column(name, justify="right" if name in ("time", "cost") else "left")
+        # Long names go on in the next line; figures stay whole.
+        named = name in ("device", "program")
+        right = name in ("time", "cost")
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=not named, overflow="fold"
+        )
     for row in frame.head(MOST).to_dict("records"):
         program = Text(Path(str(row["program"])).name)
         device = Text(str(row["device"]))

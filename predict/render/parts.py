@@ -124,6 +124,10 @@ def fitted_table(
         if columns[i].least:
             # Nothing is left to leave out: what may be cut is cut to what remains.
             tight[i] = max(4, tight[i] - max(0, needed(tight) - width))
+    # What is still too wide goes on in the next line: a long name, never a figure.
+    folded = max(kept, key=lambda i: tight[i]) if needed(tight) > width else None
+    if folded is not None:
+        tight[folded] = max(8, tight[folded] - needed(tight) + width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     spare = width - needed(tight)
     for place, i in enumerate(kept):
@@ -138,10 +142,10 @@ def fitted_table(
         table.add_column(
             columns[i].name,
             justify=columns[i].justify,
-            no_wrap=True,
-            overflow="ellipsis",
+            no_wrap=i != folded,
+            overflow="fold" if i == folded else "ellipsis",
             # Without the padding that Rich adds to every column.
-            width=own if not last or columns[i].least else None,
+            width=own if not last or columns[i].least or i == folded else None,
         )
     for row in lines:
         table.add_row(*(row[i] for i in kept))
@@ -165,7 +169,7 @@ def place_table(
         Column("share"),
         Column("time"),
         Column("kernels", 2),
-        Column(by, justify="left"),
+        Column(by, justify="left", least=0 if by == "line" else 30, ends=True),
         Column(aside[0], 3, "left"),
         Column("of it", 1, "left", least=24),
     )
