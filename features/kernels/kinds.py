@@ -42,15 +42,16 @@ _REDUCING = frozenset(
     ("reduce", "reduce-window", "select-and-scatter", "batch-norm-training", "batch-norm-grad")
 )
 _LIBRARY = frozenset(("custom-call", "fft", "cholesky", "triangular-solve", "infeed", "outfeed"))
+#: Parts of the targets of fused attention.
+_ATTENTION = ("fmha", "attention")
 #: Kinds by a pattern in the custom-call target; the first that matches counts.
 _TARGETS = (
     (CONV, "conv"),
     ("matmul", "gemm"),
     ("gemm", "gemm"),
     ("blas", "gemm"),
-    ("fmha", "gemm"),
     ("dot", "gemm"),
-    ("attention", "gemm"),
+    *((mark, "gemm") for mark in _ATTENTION),
     ("topk", "sort"),
     ("sort", "sort"),
 )
@@ -114,6 +115,15 @@ def target_kind(target: str) -> str:
     """Classify a custom call by its target."""
     lower = target.lower()
     return next((kind for mark, kind in _TARGETS if re.search(mark, lower)), "custom_call")
+
+
+def is_attention(op: Op) -> bool:
+    """Return whether an instruction calls a library's fused attention.
+
+    Its kind is ``gemm``, which models of kernels learned it as; to users it is ``attention``.
+    """
+    target = str(op.attrs.get("target", "")).lower()
+    return op.opcode == "custom-call" and any(mark in target for mark in _ATTENTION)
 
 
 def main_opcodes(kind: str) -> frozenset[str]:

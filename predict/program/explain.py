@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,10 +166,16 @@ def explain_lowered(
                 origin=origin(own[0]),
                 # No executions: the kernel is in a loop of no trips.
                 in_program_us=sum(k.total_us for k in own) / executions if executions else 0.0,
-                explanation=explanation,
+                explanation=replace(explanation, kind=_said(explanation.kind, own[0].kind)),
             )
         )
     return ProgramExplanation(prediction, tuple(explained))
+
+
+def _said(cell: str, kind: str) -> str:
+    """A kind with its platform, such as ``gpu/gemm``, as the user calls it (``gpu/attention``)."""
+    platform, _, known = cell.partition("/")
+    return f"{platform}/{kind}" if known else cell
 
 
 def _chosen(

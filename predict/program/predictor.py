@@ -14,6 +14,7 @@ from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.devices.identity import speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...features.kernels.kinds import is_attention
 from ...models.power.law import cap_share
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
@@ -432,7 +433,12 @@ def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[Mod
 
 
 def _kind(kernel: Kernel) -> str:
-    """Kind of a kernel as its user calls it: a TPU's compiler writes products as convolutions."""
+    """Kind of a kernel as its user calls it.
+
+    A TPU's compiler writes products as convolutions, and fused attention is two products.
+    """
+    if kernel.kind == "gemm" and is_attention(kernel.op):
+        return "attention"
     product = kernel.sources and kernel.sources[0].op in _PRODUCTS
     return "gemm" if kernel.kind == "conv" and product else kernel.kind
 

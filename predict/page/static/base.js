@@ -94,6 +94,7 @@ function colour(name) {
 }
 const KNOWN_COLOURS = new Set([
   "gemm",
+  "attention",
   "conv",
   "fusion",
   "reduce",

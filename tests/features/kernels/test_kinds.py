@@ -6,7 +6,13 @@ import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Op
-from opcast.features.kernels.kinds import is_collective, is_free, kernel_kind, target_kind
+from opcast.features.kernels.kinds import (
+    is_attention,
+    is_collective,
+    is_free,
+    kernel_kind,
+    target_kind,
+)
 
 FUSION = """HloModule m
 
@@ -75,6 +81,14 @@ def test_kind_of_a_fusion(result, lines, kind):
 )
 def test_kind_of_a_custom_call(target, kind):
     assert target_kind(target) == kind
+
+
+def test_fused_attention_is_told_from_other_products():
+    call = {"target": "__cudnn$fmhaSoftmaxBackward"}
+    assert is_attention(Op("a", "custom-call", attrs=call))
+    assert not is_attention(Op("g", "custom-call", attrs={"target": "__cublas$gemm"}))
+    # The name of an instruction says nothing.
+    assert not is_attention(Op("attention", "dot"))
 
 
 def test_collectives_with_their_starts_and_ends():
