@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .table import TABLE, Call, aten
+from .table import TABLE, Call, Operand, Scalar, aten
+
+_T = TypeVar("_T")
 
 #: Operators that JAX's NumPy has under their names.
 _SAME_NAME = (
@@ -76,13 +78,13 @@ def _unary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return translated
 
 
-def _typed(call: Call, x: Any) -> Any:
+def _typed(call: Call, x: _T) -> _T | jax.Array:
     """An operand in the result's type: in PyTorch a tensor of no dimensions widens nothing."""
     return x.astype(call.dtype) if isinstance(x, jax.Array) else x
 
 
 def _binary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def translated(call: Call, x: Any, y: Any) -> jax.Array:
+    def translated(call: Call, x: Operand, y: Operand) -> jax.Array:
         if call.dtype == jnp.bool_:
             return function(jnp.asarray(x), jnp.asarray(y))
         return function(_typed(call, x), _typed(call, y))
@@ -91,7 +93,7 @@ def _binary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _compare(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def translated(call: Call, x: Any, y: Any) -> jax.Array:
+    def translated(call: Call, x: Operand, y: Operand) -> jax.Array:
         return function(x, y)
 
     return translated
@@ -103,24 +105,24 @@ TABLE.update({f"aten.{name}": _compare(own) for name, own in _COMPARE.items()})
 
 
 @aten("add")
-def _add(call: Call, x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+def _add(call: Call, x: Operand, y: Operand, alpha: Scalar = 1) -> jax.Array:
     scaled = _typed(call, y) if alpha == 1 else _typed(call, y) * alpha
     return jnp.add(_typed(call, x), scaled)
 
 
 @aten("sub")
-def _sub(call: Call, x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+def _sub(call: Call, x: Operand, y: Operand, alpha: Scalar = 1) -> jax.Array:
     scaled = _typed(call, y) if alpha == 1 else _typed(call, y) * alpha
     return jnp.subtract(_typed(call, x), scaled)
 
 
 @aten("rsub")
-def _rsub(call: Call, x: Any, y: Any, alpha: Any = 1) -> jax.Array:
+def _rsub(call: Call, x: Operand, y: Operand, alpha: Scalar = 1) -> jax.Array:
     return _sub(call, y, x, alpha)
 
 
 @aten("div")
-def _div(call: Call, x: Any, y: Any, rounding_mode: str | None = None) -> jax.Array:
+def _div(call: Call, x: Operand, y: Operand, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode == "floor":
         return jnp.floor_divide(_typed(call, x), _typed(call, y))
     if not call.inexact:
@@ -130,32 +132,34 @@ def _div(call: Call, x: Any, y: Any, rounding_mode: str | None = None) -> jax.Ar
 
 
 @aten("floor_divide")
-def _floor_divide(call: Call, x: Any, y: Any) -> jax.Array:
+def _floor_divide(call: Call, x: Operand, y: Operand) -> jax.Array:
     return jnp.floor_divide(_typed(call, x), _typed(call, y))
 
 
 @aten("where")
-def _where(call: Call, chosen: jax.Array, x: Any, y: Any) -> jax.Array:
+def _where(call: Call, chosen: jax.Array, x: Operand, y: Operand) -> jax.Array:
     return jnp.where(chosen, _typed(call, x), _typed(call, y))
 
 
 @aten("masked_fill")
-def _masked_fill(call: Call, x: jax.Array, mask: jax.Array, value: Any) -> jax.Array:
+def _masked_fill(call: Call, x: jax.Array, mask: jax.Array, value: Operand) -> jax.Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
 
 @aten("clamp", "hardtanh")
-def _clamp(call: Call, x: jax.Array, low: Any = None, high: Any = None) -> jax.Array:
+def _clamp(
+    call: Call, x: jax.Array, low: Operand | None = None, high: Operand | None = None
+) -> jax.Array:
     return jnp.clip(_typed(call, x), _typed(call, low), _typed(call, high))
 
 
 @aten("clamp_min")
-def _clamp_min(call: Call, x: jax.Array, low: Any) -> jax.Array:
+def _clamp_min(call: Call, x: jax.Array, low: Operand) -> jax.Array:
     return jnp.maximum(_typed(call, x), _typed(call, low))
 
 
 @aten("clamp_max")
-def _clamp_max(call: Call, x: jax.Array, high: Any) -> jax.Array:
+def _clamp_max(call: Call, x: jax.Array, high: Operand) -> jax.Array:
     return jnp.minimum(_typed(call, x), _typed(call, high))
 
 
@@ -175,7 +179,9 @@ def _leaky_relu(call: Call, x: jax.Array, slope: float = 0.01) -> jax.Array:
 
 
 @aten("elu")
-def _elu(call: Call, x: jax.Array, alpha: float = 1, scale: float = 1, inner: float = 1) -> Any:
+def _elu(
+    call: Call, x: jax.Array, alpha: float = 1, scale: float = 1, inner: float = 1
+) -> jax.Array:
     return jnp.where(x > 0, x * scale, jnp.expm1(jnp.minimum(x, 0) * inner) * (alpha * scale))
 
 
@@ -231,17 +237,17 @@ def _imag(call: Call, x: jax.Array) -> jax.Array:
 
 
 @aten("lerp")
-def _lerp(call: Call, x: jax.Array, end: jax.Array, weight: Any) -> jax.Array:
+def _lerp(call: Call, x: jax.Array, end: jax.Array, weight: Operand) -> jax.Array:
     return x + (end - x) * weight
 
 
 @aten("addcmul")
-def _addcmul(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, value: Any = 1) -> jax.Array:
+def _addcmul(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, value: Scalar = 1) -> jax.Array:
     return x + a * b * value
 
 
 @aten("addcdiv")
-def _addcdiv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, value: Any = 1) -> jax.Array:
+def _addcdiv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, value: Scalar = 1) -> jax.Array:
     return x + a / b * value
 
 

@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ....common.errors import ProgramError
 from .program import TorchProgram
+
+if TYPE_CHECKING:
+    import torch
 
 _NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
 #: Operators that decompose into simpler ones, but are priced, or fused by XLA, better as they are.
@@ -27,7 +31,7 @@ _KEPT = (
 )
 #: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
 _ROUNDS = 4
-_DTYPES = {
+_DTYPES: dict[str, DTypeLike] = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,
     "float32": jnp.float32,
@@ -53,7 +57,7 @@ class Exported:
         name: Of the module's class or the file, for messages.
     """
 
-    program: Any
+    program: torch.export.ExportedProgram
     name: str
 
 
@@ -110,7 +114,7 @@ def export(given: TorchProgram) -> Exported:
     return _checked(Exported(program, name))
 
 
-def _as_module(function: Any, name: str) -> Any:
+def _as_module(function: object, name: str) -> torch.nn.Module:
     """A module whose forward pass is a function; modules that it uses are found in its closure."""
     import torch
 
@@ -124,14 +128,14 @@ def _as_module(function: Any, name: str) -> Any:
             # Registered, so that their weights are parameters rather than constants.
             self.used = torch.nn.ModuleList(held)
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args: object, **kwargs: object) -> object:
             return function(*args, **kwargs)
 
     Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"
     return Function()
 
 
-def _loaded(path: Path) -> Any:
+def _loaded(path: Path) -> torch.export.ExportedProgram:
     import torch
 
     try:
@@ -169,16 +173,13 @@ def _checked(exported: Exported) -> Exported:
     return exported
 
 
-def decomposed(exported: Exported, known: Callable[[str], bool]) -> Any:
+def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export.ExportedProgram:
     """The export in core ATen, functional, but for what :data:`_KEPT` names.
 
     Args:
         exported: The export.
         known: Whether an operator of a name has a translation; others are decomposed further where
             PyTorch has a rule.
-
-    Returns:
-        ``torch.export.ExportedProgram``.
 
     Raises:
         ProgramError: PyTorch cannot decompose it.
@@ -211,13 +212,13 @@ def decomposed(exported: Exported, known: Callable[[str], bool]) -> Any:
         ) from error
 
 
-def _has_rule(target: Any, rules: Mapping[Any, Any]) -> bool:
+def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
     """Whether PyTorch has a rule by operators of ATen; its references use other primitives."""
     return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
 
 
 @contextlib.contextmanager
-def _as_it_trains(module: Any) -> Iterator[None]:
+def _as_it_trains(module: torch.fx.GraphModule) -> Iterator[None]:
     """Keep, while a graph is decomposed, what decomposing would drop of it.
 
     Detached tensors and regions without gradients become calls of an operator that stays, and
@@ -256,22 +257,22 @@ def _as_it_trains(module: Any) -> Iterator[None]:
             own.recompile()
 
 
-def _graphs(module: Any) -> list[Any]:
+def _graphs(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
     return [m.graph for m in module.modules() if hasattr(m, "graph")]
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> bool:
     own = getattr(value, "meta", {}).get("val")
     dtype = getattr(own, "dtype", None)
     return dtype is not None and bool(dtype.is_floating_point)
 
 
 @cache
-def _stop_operator() -> Any:
+def _stop_operator() -> torch._ops.OpOverload:
     """An operator of PyTorch that copies, and stands for the end of a gradient's way."""
     import torch
 
-    def copied(x: Any) -> Any:
+    def copied(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     name = "opcast::stop_gradient"
@@ -281,7 +282,7 @@ def _stop_operator() -> Any:
     return torch.ops.opcast.stop_gradient.default
 
 
-def jax_dtype(dtype: Any, where: str) -> Any:
+def jax_dtype(dtype: torch.dtype, where: str) -> DTypeLike:
     """JAX's element type for PyTorch's; 64-bit integers become those of 32.
 
     Raises:
@@ -294,7 +295,7 @@ def jax_dtype(dtype: Any, where: str) -> Any:
     return _DTYPES[name]
 
 
-def to_numpy(tensor: Any) -> np.ndarray:
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's values for JAX; for tests and checks, since predictions need shapes alone."""
     import torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..jax_function import LOWERED_FOR
-from .table import Call, aten
+from .table import Call, Scalar, aten
 
 #: Widest head of cuDNN's attention forward and backward on every chip that has it (NVIDIA, cuDNN
 #: frontend, "Attention").
@@ -28,21 +28,23 @@ def _matmul(call: Call, x: jax.Array, y: jax.Array, *_: object) -> jax.Array:
 
 
 @aten("linear")
-def _linear(call: Call, x: jax.Array, weight: jax.Array, bias: Any = None) -> jax.Array:
+def _linear(
+    call: Call, x: jax.Array, weight: jax.Array, bias: jax.Array | None = None
+) -> jax.Array:
     product = lax.dot_general(x, weight, (((x.ndim - 1,), (weight.ndim - 1,)), ((), ())))
     return product if bias is None else product + bias
 
 
 @aten("addmm", "baddbmm")
 def _addmm(
-    call: Call, x: jax.Array, a: jax.Array, b: jax.Array, *, beta: Any = 1, alpha: Any = 1
+    call: Call, x: jax.Array, a: jax.Array, b: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> jax.Array:
     product = jnp.matmul(a, b)
     return (x if beta == 1 else x * beta) + (product if alpha == 1 else product * alpha)
 
 
 @aten("addmv")
-def _addmv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, **scales: Any) -> jax.Array:
+def _addmv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, **scales: Scalar) -> jax.Array:
     return _addmm(call, x, a, b, **scales)
 
 
@@ -190,7 +192,7 @@ def _nearest(call: Call, x: jax.Array, *_: object) -> jax.Array:
 
 
 @aten("upsample_bilinear2d")
-def _bilinear(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+def _bilinear(call: Call, x: jax.Array, size: object, corners: bool, *_: object) -> jax.Array:
     if not corners:
         return jax.image.resize(x, call.shape, "linear", antialias=False)
     found = x
@@ -206,12 +208,14 @@ def _bilinear(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) ->
 
 
 @aten("_upsample_bilinear2d_aa")
-def _bilinear_smooth(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+def _bilinear_smooth(
+    call: Call, x: jax.Array, size: object, corners: bool, *_: object
+) -> jax.Array:
     return _smooth(call, x, corners, "linear")
 
 
 @aten("_upsample_bicubic2d_aa")
-def _bicubic_smooth(call: Call, x: jax.Array, size: Any, corners: bool, *_: object) -> jax.Array:
+def _bicubic_smooth(call: Call, x: jax.Array, size: object, corners: bool, *_: object) -> jax.Array:
     return _smooth(call, x, corners, "cubic")
 
 
@@ -299,15 +303,21 @@ def _attention(
     if dropout or width != size:
         written = _written_out(call, queries, keys, values, _mask(mask), own, causal, dropout)
         return jnp.swapaxes(written, 1, 2).reshape(call.shape)
-    boolean = mask is not None and mask.dtype == jnp.bool_
-    kinds: dict[str, Any] = {"scale": own, "is_causal": causal}
     shaped = _mask(mask)
-    if shaped is not None:
-        kinds["mask" if boolean else "bias"] = shaped
+    seen, bias = (None, shaped)
+    if shaped is not None and shaped.dtype == jnp.bool_:
+        seen, bias = shaped, None
 
     def by(implementation: Literal["cudnn", "xla"]) -> jax.Array:
         return jax.nn.dot_product_attention(
-            queries, keys, values, implementation=implementation, **kinds
+            queries,
+            keys,
+            values,
+            bias,
+            seen,
+            scale=own,
+            is_causal=causal,
+            implementation=implementation,
         )
 
     found: jax.Array | None = None
@@ -363,7 +373,12 @@ def _written_out(
 
 @aten("nll_loss_forward", "nll_loss2d_forward")
 def _nll(
-    call: Call, x: jax.Array, target: jax.Array, weight: Any, reduction: int, ignored: int
+    call: Call,
+    x: jax.Array,
+    target: jax.Array,
+    weight: jax.Array | None,
+    reduction: int,
+    ignored: int,
 ) -> tuple[jax.Array, ...]:
     axis = 0 if x.ndim == 1 else 1
     own = jnp.expand_dims(jnp.where(target == ignored, 0, target), axis)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from ....common.errors import ProgramError
 
@@ -20,6 +20,9 @@ OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
 _EXPORT = ("/archive_format", "/models/model.json")
 #: Losses by name, besides a function of the model's outputs.
 LOSSES = ("cross_entropy", "sum")
+#: What a training step minimises: one of :data:`LOSSES`, a function of the module's outputs written
+#: in PyTorch, or nothing if the module itself returns its loss.
+Loss: TypeAlias = str | Callable[..., object] | None
 _LOSS_HINT = f"known: {', '.join(LOSSES)}; or, in Python, a function of the module's outputs"
 
 
@@ -42,8 +45,8 @@ class TorchProgram:
     source: object
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] = field(default_factory=dict)
-    train: Any = ""
-    loss: Any = None
+    train: str = ""
+    loss: Loss = None
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -52,15 +55,7 @@ class TorchProgram:
         Raises:
             ProgramError: One of them is not known.
         """
-        if not isinstance(self.train, str) or (self.train and self.train not in OPTIMIZERS):
-            raise ProgramError(
-                f"no optimiser {self.train!r}", hint="train is one of: " + ", ".join(OPTIMIZERS)
-            )
-        if self.loss is not None and not isinstance(self.loss, str) and not callable(self.loss):
-            raise ProgramError(f"a loss that is a {type(self.loss).__name__}", hint=_LOSS_HINT)
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise ProgramError(f"no loss {self.loss!r}", hint=_LOSS_HINT)
-        if self.loss is not None and not self.train:
+        if _loss(self.loss) is not None and not _optimizer(self.train):
             raise ProgramError("a loss without an optimiser", hint="such as train='adamw'")
 
     @property
@@ -94,11 +89,34 @@ def as_torch_program(
         ProgramError: The optimiser or the loss is not known.
     """
     if isinstance(source, TorchProgram):
-        return source if not (train or loss) else replace(source, train=train or "", loss=loss)
+        if not (train or loss):
+            return source
+        return replace(source, train=_optimizer(train or ""), loss=_loss(loss))
     given = dict(kwargs or {})
     if is_torch_file(source) or _is_torch(source) or _has_tensors((*args, *given.values())):
-        return TorchProgram(source, tuple(args), given, train or "", loss, origin)
+        own = _optimizer(train or ""), _loss(loss)
+        return TorchProgram(source, tuple(args), given, *own, origin)
     return None
+
+
+def _optimizer(train: object) -> str:
+    """The name of an optimiser, checked."""
+    if not isinstance(train, str) or (train and train not in OPTIMIZERS):
+        raise ProgramError(
+            f"no optimiser {train!r}", hint="train is one of: " + ", ".join(OPTIMIZERS)
+        )
+    return train
+
+
+def _loss(loss: object) -> Loss:
+    """A loss, checked."""
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise ProgramError(f"no loss {loss!r}", hint=_LOSS_HINT)
+        return loss
+    if loss is None or callable(loss):
+        return loss
+    raise ProgramError(f"a loss that is a {type(loss).__name__}", hint=_LOSS_HINT)
 
 
 def is_torch_file(source: object) -> bool:

@@ -8,22 +8,27 @@ device's kernels is written down. So the backward pass is autograd's own, not a 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
 from .exported import Exported, export
-from .program import TorchProgram
+from .program import Loss, TorchProgram
 from .translate import Place, place_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 #: Operators that launch nothing though they are no views.
 _HOST = (
-    "aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach", "aten.lift_fresh",
-    "aten._unsafe_view", "aten.alias", "aten._assert", "aten.sym_", "aten.is_same_size",
-    "aten.set_", "aten.resize_", "prim.", "profiler.", "opcast.",
-)  # fmt: skip
+    *("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach"),
+    *("aten.lift_fresh", "aten._unsafe_view", "aten.alias", "aten._assert", "aten.sym_"),
+    *("aten.is_same_size", "aten.set_", "aten.resize_", "prim.", "profiler.", "opcast."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,21 @@ class AtenCall:
     name: str
     inputs: tuple[TensorUse, ...]
     outputs: tuple[TensorUse, ...]
-    numbers: tuple[Any, ...]
+    numbers: tuple[object, ...]
     phase: str
     place: Place
+
+    def whole(self, at: int) -> int:
+        """The whole number at a position of the numbers; from the end if it is negative."""
+        value = self.numbers[at]
+        assert isinstance(value, int), (self.name, value)
+        return value
+
+    def sizes(self, at: int) -> tuple[int, ...]:
+        """The list of whole numbers at a position of the numbers."""
+        values = self.numbers[at]
+        assert isinstance(values, list | tuple), (self.name, values)
+        return tuple(values)
 
 
 @dataclass
@@ -124,13 +141,13 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
             if isinstance(value, torch.Tensor):
                 setattr(own, name, fakes.of(value))
     inputs = [fakes.input(node) for node in module.graph.nodes if node.op == "placeholder"]
-    log = _log_class()()
-    runner = _runner_class()(module, log)
+    log = _Recorder()
+    runner = _runner(module, log)
     train = bool(program.train)
     # The caller's default device may be another one.
     # The CPU's own library has recurrent layers that GPUs do not have.
     plain = torch.backends.mkldnn.flags(enabled=False)
-    with plain, torch.device("cpu"), fakes.mode, log, torch.set_grad_enabled(train):
+    with plain, torch.device("cpu"), fakes.mode, _watching(log), torch.set_grad_enabled(train):
         found = runner.run(*inputs)
         if train:
             log.place = Place("", 0, "loss")
@@ -155,14 +172,14 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
     return recording
 
 
-def _place_on_cpu(node: Any) -> None:
+def _place_on_cpu(node: torch.fx.Node) -> None:
     """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
     import torch
 
     if getattr(node.target, "__name__", "") == "wrap_with_autocast":
         node.args = ("cpu", *node.args[1:])
 
-    def placed(value: Any) -> Any:
+    def placed(value: object) -> object:
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     node.args = torch.fx.node.map_aggregate(node.args, placed)
@@ -172,11 +189,11 @@ def _place_on_cpu(node: Any) -> None:
 class _Fakes:
     """Tensors without memory, one for each real one, so that ties stay."""
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, torch.Tensor] = {}
 
-    def of(self, tensor: Any) -> Any:
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
         if id(tensor) not in self.made:
@@ -189,7 +206,7 @@ class _Fakes:
             self.made[id(tensor)] = fake
         return self.made[id(tensor)]
 
-    def input(self, node: Any) -> Any:
+    def input(self, node: torch.fx.Node) -> object:
         import torch
 
         value = node.meta.get("val")
@@ -201,82 +218,109 @@ class _Fakes:
             )
 
 
-def _log_class() -> Any:
-    """The class that writes calls down; made here, since PyTorch is imported late."""
-    import torch
+class _Recorder:
+    """Writes calls down, and knows where in the program they are.
+
+    Attributes:
+        recording: What was written down.
+        place: Where in the model the next call belongs.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        on: Whether calls are written down.
+    """
+
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self.place, self.phase, self.on = Place(), FORWARD, True
+        # Held, so that no address is used again.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def write(
+        self,
+        operator: torch._ops.OpOverload,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        found: object,
+    ) -> None:
+        """Write a call down, if it launches anything."""
+        import torch
+
+        name = str(operator).rpartition(".")[0]
+        if not self.on or operator.is_view or name.startswith(_HOST):
+            return
+        leaves = torch.utils._pytree.tree_leaves
+        inputs = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
+        # Lists of tensors are changed in place and nothing is returned.
+        written = outputs or inputs[: _first_list(args)]
+        if not written:
+            return
+        numbers = tuple(a for a in args if not any(isinstance(t, torch.Tensor) for t in leaves(a)))
+        self.recording.calls.append(
+            AtenCall(
+                name,
+                tuple(map(self._use, inputs)),
+                tuple(map(self._use, written)),
+                numbers if name.startswith(_NUMBERED) else (),
+                self.phase,
+                self._place(),
+            )
+        )
+
+    def _place(self) -> Place:
+        import torch
+
+        node = torch._C._current_autograd_node() if self.phase == BACKWARD else None
+        known = node.metadata.get("opcast") if node is not None else None
+        return known or self.place
+
+    def _use(self, tensor: torch.Tensor) -> TensorUse:
+        size = tensor.element_size()
+        memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        own, dense = self.memory(tensor), tensor.is_contiguous()
+        return TensorUse(tuple(tensor.shape), dtype, own, memory, dense)
+
+    def memory(self, tensor: torch.Tensor) -> int:
+        """Number of the memory that a tensor lies in."""
+        storage = tensor.untyped_storage()
+        known = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        return known[0]
+
+
+def _watching(recorder: _Recorder) -> AbstractContextManager[object]:
+    """A mode of PyTorch in which a recorder sees each call; made late, as PyTorch is imported."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    leaves = torch.utils._pytree.tree_leaves
-
-    class Log(TorchDispatchMode):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.recording = Recording()
-            self.place, self.phase, self.on = Place(), FORWARD, True
-            # Held, so that no address is used again.
-            self._storages: dict[int, tuple[int, Any]] = {}
-
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(
-            self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+            self,
+            operator: torch._ops.OpOverload,
+            types: Sequence[type],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
             found = operator(*args, **(kwargs or {}))
-            name = str(operator).rpartition(".")[0]
-            if self.on and not operator.is_view and not name.startswith(_HOST):
-                given = leaves((args, kwargs or {}))
-                inputs = [t for t in given if isinstance(t, torch.Tensor)]
-                outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
-                # Lists of tensors are changed in place and nothing is returned.
-                written = outputs or inputs[: _first_list(args)]
-                if written:
-                    numbers = tuple(
-                        a for a in args if not any(isinstance(t, torch.Tensor) for t in leaves(a))
-                    )
-                    self.recording.calls.append(
-                        AtenCall(
-                            name,
-                            tuple(map(self._use, inputs)),
-                            tuple(map(self._use, written)),
-                            numbers if name.startswith(_NUMBERED) else (),
-                            self.phase,
-                            self._place(),
-                        )
-                    )
+            recorder.write(operator, args, kwargs or {}, found)
             return found
 
-        def _place(self) -> Place:
-            node = torch._C._current_autograd_node() if self.phase == BACKWARD else None
-            known = node.metadata.get("opcast") if node is not None else None
-            return known or self.place
-
-        def _use(self, tensor: Any) -> TensorUse:
-            size = tensor.element_size()
-            memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            own, dense = self.memory(tensor), tensor.is_contiguous()
-            return TensorUse(tuple(tensor.shape), dtype, own, memory, dense)
-
-        def memory(self, tensor: Any) -> int:
-            storage = tensor.untyped_storage()
-            known = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
-            return known[0]
-
-    return Log
+    return Mode()
 
 
 #: Operators whose numbers matter for their time.
 _NUMBERED = (
-    "aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather", "aten.scatter",
-    "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl", "aten.index_add",
-)  # fmt: skip
+    *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
+    *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
+    "aten.index_add",
+)
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
 _RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
 
 
-def _first_list(args: Any) -> int:
+def _first_list(args: tuple[object, ...]) -> int:
     return len(args[0]) if args and isinstance(args[0], list | tuple) else 1
 
 
-def _runner_class() -> Any:
+def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interpreter:
     import torch
 
     aten = torch.ops.aten
@@ -284,21 +328,19 @@ def _runner_class() -> Any:
     class Runner(torch.fx.Interpreter):  # type: ignore[misc]
         """Runs a graph, and marks what autograd made of each node with the node's place."""
 
-        def __init__(self, module: Any, log: Any) -> None:
-            super().__init__(module, garbage_collect_values=False)
-            self._log = log
-
-        def run_node(self, node: Any) -> Any:
+        def run_node(self, node: torch.fx.Node) -> object:
             if node.op != "call_function":
                 return super().run_node(node)
             place = place_of(node)
-            self._log.place = place if place != Place() else self._log.place
+            log.place = place if place != Place() else log.place
             found = super().run_node(node)
             for tensor in torch.utils._pytree.tree_leaves(found):
-                _mark(getattr(tensor, "grad_fn", None), self._log.place)
+                _mark(getattr(tensor, "grad_fn", None), log.place)
             return found
 
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        def call_function(
+            self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
             # GPUs have these as one kernel; the CPU, where the tensors are, does not.
             if target is aten.dropout.default and args[2]:
                 return aten.native_dropout.default(*args)[0]
@@ -306,19 +348,21 @@ def _runner_class() -> Any:
                 # Fused attention draws its dropout itself, at little cost.
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
                 kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
-            before = len(self._log.recording.calls)
+            before = len(log.recording.calls)
             found = super().call_function(target, args, kwargs)
             if str(target).startswith(_RECURRENT):
-                self._log.recording.recurrent += len(self._log.recording.calls) - before
+                log.recording.recurrent += len(log.recording.calls) - before
             return found
 
-        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        def call_module(
+            self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
             return None if "guard" in str(target) else super().call_module(target, args, kwargs)
 
-    return Runner
+    return Runner(module, garbage_collect_values=False)
 
 
-def _mark(node: Any, place: Place) -> None:
+def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
     """Mark a node of autograd and what leads to it, as far as nothing is marked yet."""
     front = [node]
     while front:
@@ -329,7 +373,7 @@ def _mark(node: Any, place: Place) -> None:
         front += [before for before, _ in own.next_functions]
 
 
-def _loss(found: Any, loss: str | Callable[..., Any] | None, where: str) -> Any:
+def _loss(found: object, loss: Loss, where: str) -> torch.Tensor:
     import torch
 
     if callable(loss):
@@ -354,11 +398,11 @@ def _loss(found: Any, loss: str | Callable[..., Any] | None, where: str) -> Any:
     return first.reshape(())
 
 
-def _optimizer(name: str, module: Any) -> Any:
+def _optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
     """PyTorch's optimiser, over lists of tensors as it is on GPUs by default."""
     import torch
 
-    trained: Sequence[Any] = [p for p in module.parameters() if p.requires_grad]
+    trained: Sequence[torch.nn.Parameter] = [p for p in module.parameters() if p.requires_grad]
     optim = torch.optim
     if name in ("adamw", "adam"):
         kind = optim.AdamW if name == "adamw" else optim.Adam

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .table import TABLE, Call, as_dims, aten, in_f32
+from .table import TABLE, Call, Dims, as_dims, aten, in_f32
 
 
 def _typed(call: Call, x: jax.Array) -> jax.Array:
@@ -19,7 +18,7 @@ def _typed(call: Call, x: jax.Array) -> jax.Array:
 
 def _sums(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def translated(
-        call: Call, x: jax.Array, dims: Any = None, keep: bool = False, **_: object
+        call: Call, x: jax.Array, dims: Dims = None, keep: bool = False, **_: object
     ) -> jax.Array:
         return function(_typed(call, x), axis=as_dims(dims, x.ndim), keepdims=keep)
 
@@ -27,7 +26,7 @@ def _sums(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def _ends(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    def translated(call: Call, x: jax.Array, dims: Any = None, keep: bool = False) -> jax.Array:
+    def translated(call: Call, x: jax.Array, dims: Dims = None, keep: bool = False) -> jax.Array:
         return function(x, axis=as_dims(dims, x.ndim), keepdims=keep)
 
     return translated
@@ -47,8 +46,10 @@ TABLE.update({f"aten.{name}": _ends(own) for name, own in _ENDS.items()})
 
 def _extreme(
     best: Callable[..., jax.Array], place: Callable[..., jax.Array], other: Callable[..., jax.Array]
-) -> Callable[..., Any]:
-    def translated(call: Call, x: jax.Array, dim: Any = None, keep: bool = False) -> Any:
+) -> Callable[..., jax.Array | tuple[jax.Array, jax.Array]]:
+    def translated(
+        call: Call, x: jax.Array, dim: int | jax.Array | None = None, keep: bool = False
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
         if dim is None:
             return best(x)
         # With a tensor, the larger or smaller of both.
@@ -75,22 +76,37 @@ def _argmin(call: Call, x: jax.Array, dim: int | None = None, keep: bool = False
 
 @aten("var")
 def _var(
-    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+    call: Call,
+    x: jax.Array,
+    dims: Dims = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
 ) -> jax.Array:
     own = 1 if correction is None else correction
-    return jnp.var(in_f32(x), axis=as_dims(dims, x.ndim), ddof=own, keepdims=keepdim)
+    return jnp.var(in_f32(x), axis=as_dims(dims, x.ndim), correction=own, keepdims=keepdim)
 
 
 @aten("std")
 def _std(
-    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+    call: Call,
+    x: jax.Array,
+    dims: Dims = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
 ) -> jax.Array:
     return jnp.sqrt(_var(call, x, dims, correction=correction, keepdim=keepdim))
 
 
 @aten("var_mean")
 def _var_mean(
-    call: Call, x: jax.Array, dims: Any = None, *, correction: Any = 1, keepdim: bool = False
+    call: Call,
+    x: jax.Array,
+    dims: Dims = None,
+    *,
+    correction: float | None = 1,
+    keepdim: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     mean = jnp.mean(x, axis=as_dims(dims, x.ndim), keepdims=keepdim)
     return _var(call, x, dims, correction=correction, keepdim=keepdim), mean
@@ -98,7 +114,7 @@ def _var_mean(
 
 @aten("linalg_vector_norm", "norm")
 def _norm(
-    call: Call, x: jax.Array, order: Any = 2, dims: Any = None, keep: bool = False, **_: object
+    call: Call, x: jax.Array, order: float = 2, dims: Dims = None, keep: bool = False, **_: object
 ) -> jax.Array:
     size = jnp.abs(in_f32(x))
     axes = as_dims(dims, x.ndim)
@@ -165,21 +181,33 @@ def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> j
     return scaled if bias is None else scaled + bias
 
 
-def _along(parameter: Any, rank: int) -> Any:
+def _along(parameter: jax.Array, rank: int) -> jax.Array:
     """A parameter of the channels, the second dimension, broadcast over the others."""
-    return None if parameter is None else parameter.reshape((1, -1) + (1,) * (rank - 2))
+    return parameter.reshape((1, -1) + (1,) * (rank - 2))
+
+
+def _by_channel(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    weight, bias = (None if p is None else _along(p, x.ndim) for p in (weight, bias))
+    return _affine(x, weight, bias)
 
 
 @aten("native_layer_norm")
 def _layer_norm(
-    call: Call, x: jax.Array, shape: Any, weight: Any, bias: Any, eps: float
+    call: Call,
+    x: jax.Array,
+    shape: Sequence[int],
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     found, mean, scale = _centred(x, tuple(range(x.ndim - len(shape), x.ndim)), eps)
     return _affine(found, weight, bias).astype(x.dtype), mean, scale
 
 
 @aten("_fused_rms_norm")
-def _fused_rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any, eps: Any) -> Any:
+def _fused_rms_norm(
+    call: Call, x: jax.Array, shape: Sequence[int], weight: jax.Array | None, eps: float | None
+) -> tuple[jax.Array, jax.Array]:
     own = in_f32(x)
     axes = tuple(range(x.ndim - len(shape), x.ndim))
     floor = float(jnp.finfo(x.dtype).eps) if eps is None else eps
@@ -188,7 +216,13 @@ def _fused_rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any, eps: Any)
 
 
 @aten("rms_norm")
-def _rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+def _rms_norm(
+    call: Call,
+    x: jax.Array,
+    shape: Sequence[int],
+    weight: jax.Array | None = None,
+    eps: float | None = None,
+) -> jax.Array:
     return _fused_rms_norm(call, x, shape, weight, eps)[0]
 
 
@@ -196,8 +230,8 @@ def _rms_norm(call: Call, x: jax.Array, shape: Any, weight: Any = None, eps: Any
 def _group_norm(
     call: Call,
     x: jax.Array,
-    weight: Any,
-    bias: Any,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
     n: int,
     c: int,
     hw: int,
@@ -205,7 +239,7 @@ def _group_norm(
     eps: float,
 ) -> tuple[jax.Array, ...]:
     grouped, mean, scale = _centred(x.reshape(n, groups, -1), (2,), eps)
-    found = _affine(grouped.reshape(x.shape), _along(weight, x.ndim), _along(bias, x.ndim))
+    found = _by_channel(grouped.reshape(x.shape), weight, bias)
     return found.astype(x.dtype), mean.reshape(n, groups), scale.reshape(n, groups)
 
 
@@ -213,37 +247,53 @@ def _group_norm(
 def _batch_norm(
     call: Call,
     x: jax.Array,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
     momentum: float,
     eps: float,
 ) -> tuple[jax.Array, ...]:
     rank = x.ndim
     scale = lax.rsqrt(_along(in_f32(var), rank) + eps)
-    found = _affine(
-        (in_f32(x) - _along(mean, rank)) * scale, _along(weight, rank), _along(bias, rank)
-    )
+    found = _by_channel((in_f32(x) - _along(mean, rank)) * scale, weight, bias)
     empty = jnp.zeros((0,), jnp.float32)
     return found.astype(x.dtype), empty, empty
 
 
-@aten("_native_batch_norm_legit_functional", "_native_batch_norm_legit.no_stats")
+@aten("_native_batch_norm_legit.no_stats")
+def _batch_norm_alone(
+    call: Call,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    train: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[jax.Array, ...]:
+    """Normalise by the batch's own moments; returns them too, shape ``(channels,)`` each."""
+    found, mean, scale = _centred(x, (0, *range(2, x.ndim)), eps)
+    out = _by_channel(found, weight, bias).astype(x.dtype)
+    return out, mean.reshape(-1), scale.reshape(-1)
+
+
+@aten("_native_batch_norm_legit_functional")
 def _batch_norm_train(
-    call: Call, x: jax.Array, weight: Any, bias: Any, *rest: Any
+    call: Call,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    mean: jax.Array,
+    var: jax.Array,
+    train: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[jax.Array, ...]:
     """Normalise by the batch's own moments, and move the running ones towards them."""
-    mean, var, train, momentum, eps = rest if len(rest) == 5 else (None, None, *rest)
     if not train:
         same = _batch_norm(call, x, weight, bias, mean, var, momentum, eps)
         return (*same, mean, var)
-    axes = (0, *range(2, x.ndim))
-    found, own, scale = _centred(x, axes, eps)
-    out = _affine(found, _along(weight, x.ndim), _along(bias, x.ndim)).astype(x.dtype)
-    own, scale = own.reshape(-1), scale.reshape(-1)
-    if mean is None:
-        return out, own, scale
+    out, own, scale = _batch_norm_alone(call, x, weight, bias, train, momentum, eps)
     count = x.size // x.shape[1]
     # The running variance is the unbiased one, unlike that of the result.
     spread = (1.0 / (scale * scale) - eps) * (count / max(count - 1, 1))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .table import Call, as_dims, aten
+from .table import Call, Operand, Scalar, as_dims, aten
+
+#: What an array is indexed with in one dimension.
+_Place = slice | int | jax.Array
 
 #: Modes of bags of embeddings by PyTorch's numbers; 0 is a sum.
 _MEAN, _MAX = 1, 2
@@ -54,8 +56,8 @@ def _repeat(call: Call, x: jax.Array, repeats: Sequence[int]) -> jax.Array:
 
 @aten("repeat_interleave.self_int")
 def _repeat_interleave(
-    call: Call, x: jax.Array, count: int, dim: int | None = None, **_: Any
-) -> Any:
+    call: Call, x: jax.Array, count: int, dim: int | None = None, **_: object
+) -> jax.Array:
     return jnp.repeat(x, count, axis=dim)
 
 
@@ -99,11 +101,13 @@ def _unfold(call: Call, x: jax.Array, dim: int, size: int, step: int) -> jax.Arr
     return jnp.moveaxis(windows, own + 1, -1)
 
 
-def _at(x: jax.Array, dim: int, place: Any) -> tuple[Any, ...]:
+def _at(x: jax.Array, dim: int, place: _Place) -> tuple[_Place, ...]:
     return (slice(None),) * (dim % x.ndim) + (place,)
 
 
-def _range(x: jax.Array, dim: int, start: Any, end: Any, step: int) -> tuple[Any, ...]:
+def _range(
+    x: jax.Array, dim: int, start: int | None, end: int | None, step: int
+) -> tuple[_Place, ...]:
     # PyTorch's "to the end" is the largest int64.
     size = x.shape[dim]
     stop = size if end is None or end >= size else end
@@ -112,7 +116,12 @@ def _range(x: jax.Array, dim: int, start: Any, end: Any, step: int) -> tuple[Any
 
 @aten("slice", "slice_copy")
 def _slice(
-    call: Call, x: jax.Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+    call: Call,
+    x: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> jax.Array:
     return x[_range(x, dim, start, end, step)]
 
@@ -123,8 +132,8 @@ def _slice_scatter(
     x: jax.Array,
     new: jax.Array,
     dim: int = 0,
-    start: Any = None,
-    end: Any = None,
+    start: int | None = None,
+    end: int | None = None,
     step: int = 1,
 ) -> jax.Array:
     return x.at[_range(x, dim, start, end, step)].set(new.astype(x.dtype))
@@ -200,7 +209,7 @@ def _grid(x: jax.Array, dim: int, index: jax.Array) -> tuple[jax.Array, ...]:
 
 
 @aten("scatter.src", "scatter.value")
-def _scatter(call: Call, x: jax.Array, dim: int, index: jax.Array, new: Any) -> jax.Array:
+def _scatter(call: Call, x: jax.Array, dim: int, index: jax.Array, new: Operand) -> jax.Array:
     values = _covered(new, index) if isinstance(new, jax.Array) else new
     return x.at[_grid(x, dim, index)].set(values)
 
@@ -212,8 +221,8 @@ def _scatter_add(call: Call, x: jax.Array, dim: int, index: jax.Array, new: jax.
 
 @aten("index_add")
 def _index_add(
-    call: Call, x: jax.Array, dim: int, index: jax.Array, new: jax.Array, alpha: Any = 1
-) -> Any:
+    call: Call, x: jax.Array, dim: int, index: jax.Array, new: jax.Array, alpha: Scalar = 1
+) -> jax.Array:
     return x.at[_at(x, dim, index)].add((new * alpha).astype(x.dtype))
 
 
@@ -288,7 +297,7 @@ def _pairs(x: jax.Array, pads: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @aten("constant_pad_nd")
-def _pad(call: Call, x: jax.Array, pads: Sequence[int], value: Any = 0) -> jax.Array:
+def _pad(call: Call, x: jax.Array, pads: Sequence[int], value: Scalar = 0) -> jax.Array:
     widths = [(low, high, 0) for low, high in _pairs(x, pads)]
     return jax.lax.pad(x, jnp.asarray(value, x.dtype), widths)
 
@@ -304,13 +313,18 @@ def _replicate(call: Call, x: jax.Array, pads: Sequence[int]) -> jax.Array:
 
 
 @aten("arange")
-def _arange(call: Call, *bounds: Any, **_: object) -> jax.Array:
-    return jnp.arange(*bounds).astype(call.dtype)
+def _arange(
+    call: Call, first: float, end: float | None = None, step: float = 1, **_: object
+) -> jax.Array:
+    start, stop = (0, first) if end is None else (first, end)
+    return jnp.arange(start, stop, step).astype(call.dtype)
 
 
 @aten("full", "full_like", "new_full")
-def _full(call: Call, *given: Any, **_: object) -> jax.Array:
-    return jnp.full(call.shape, given[-1], call.dtype)
+def _full(call: Call, *given: Operand | list[int], **_: object) -> jax.Array:
+    value = given[-1]
+    assert not isinstance(value, list), "sizes come before the value"
+    return jnp.full(call.shape, value, call.dtype)
 
 
 @aten(
@@ -333,12 +347,12 @@ def _ones(call: Call, *_: object, **__: object) -> jax.Array:
 
 
 @aten("fill")
-def _fill(call: Call, x: jax.Array, value: Any) -> jax.Array:
+def _fill(call: Call, x: jax.Array, value: Operand) -> jax.Array:
     return jnp.full(call.shape, value, call.dtype)
 
 
 @aten("scalar_tensor")
-def _scalar(call: Call, value: Any, **_: object) -> jax.Array:
+def _scalar(call: Call, value: Scalar, **_: object) -> jax.Array:
     return jnp.asarray(value, call.dtype)
 
 
@@ -349,7 +363,7 @@ def _eye(call: Call, *_: object, **__: object) -> jax.Array:
 
 
 @aten("linspace")
-def _linspace(call: Call, start: Any, end: Any, steps: int, **_: object) -> jax.Array:
+def _linspace(call: Call, start: float, end: float, steps: int, **_: object) -> jax.Array:
     return jnp.linspace(start, end, steps, dtype=call.dtype)
 
 
@@ -364,7 +378,7 @@ def _randn(call: Call, *_: object, **__: object) -> jax.Array:
 
 
 @aten("randint", "randint.low", "randint_like")
-def _randint(call: Call, *bounds: Any, **_: object) -> jax.Array:
+def _randint(call: Call, *bounds: object, **_: object) -> jax.Array:
     numbers = [b for b in bounds if isinstance(b, int)]
     low, high = numbers if len(numbers) == 2 else (0, numbers[0])
     return jax.random.randint(call.key(), call.shape, low, high, call.dtype)
@@ -376,5 +390,5 @@ def _randperm(call: Call, count: int, **_: object) -> jax.Array:
 
 
 @aten("bernoulli.p", "bernoulli")
-def _bernoulli(call: Call, x: jax.Array, p: Any = None, **_: object) -> jax.Array:
+def _bernoulli(call: Call, x: jax.Array, p: Operand | None = None, **_: object) -> jax.Array:
     return jax.random.bernoulli(call.key(), x if p is None else p, call.shape).astype(call.dtype)

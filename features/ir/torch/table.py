@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+#: A number among an operator's arguments.
+Scalar: TypeAlias = bool | int | float | complex
+#: An operand of element-wise operators: an array for a tensor, or a number.
+Operand: TypeAlias = jax.Array | Scalar
+#: Dimensions that an operator goes over; nothing for all of them.
+Dims: TypeAlias = int | Sequence[int] | None
+#: What an operator gives: a tensor, or several; those that JAX does not compute are left out.
+Result: TypeAlias = jax.Array | Sequence[jax.Array | None]
 #: A translated operator: its call, then the operator's own arguments with arrays for tensors.
-Translation = Callable[..., Any]
+Translation: TypeAlias = Callable[..., Result]
 #: Translations by the operator's name, with or without its overload.
 TABLE: dict[str, Translation] = {}
 
@@ -26,7 +35,7 @@ class Call:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DTypeLike
     key: Callable[[], jax.Array]
 
     @property
@@ -51,11 +60,11 @@ def find(target: str) -> Translation | None:
     return TABLE.get(target) or TABLE.get(target.rpartition(".")[0])
 
 
-def as_dims(dims: Any, rank: int) -> tuple[int, ...]:
+def as_dims(dims: Dims, rank: int) -> tuple[int, ...]:
     """Dimensions as non-negative numbers; all of them if none are given."""
-    if dims is None or (isinstance(dims, list | tuple) and not dims):
-        return tuple(range(rank))
     given = [dims] if isinstance(dims, int) else dims
+    if not given:
+        return tuple(range(rank))
     return tuple(d % max(rank, 1) for d in given)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,18 @@ import optax
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
 from .exported import Exported, export, jax_dtype
-from .program import OPTIMIZERS, TorchProgram
+from .program import OPTIMIZERS, Loss, TorchProgram
 from .translate import Forward
+
+if TYPE_CHECKING:
+    import torch
+
+#: Tensors by name.
+_Named: TypeAlias = dict[str, jax.Array]
+#: Inputs of a step: the module's, and the labels of the loss.
+_Inputs: TypeAlias = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+#: The outputs of a module.
+_Outputs: TypeAlias = tuple[object, ...]
 
 _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(1e-3, weight_decay=1e-2),
@@ -50,7 +60,7 @@ class Translated:
         return _step(self.forward, program) if program.train else _inference(self.forward)
 
 
-def _key(forward: Forward) -> tuple[Any, ...]:
+def _key(forward: Forward) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (jax.ShapeDtypeStruct((2,), jnp.uint32),) if forward.random else ()
 
 
@@ -59,7 +69,9 @@ def _wrapped(key: tuple[jax.Array, ...]) -> jax.Array | None:
 
 
 def _inference(forward: Forward) -> FunctionCall:
-    def run(parameters: Any, state: Any, inputs: Any, *key: jax.Array) -> Any:
+    def run(
+        parameters: _Named, state: _Named, inputs: tuple[jax.Array, ...], *key: jax.Array
+    ) -> tuple[_Outputs, _Named]:
         return forward(parameters, state, inputs, _wrapped(key))
 
     arguments = (forward.parameters, forward.state, forward.inputs, *_key(forward))
@@ -80,11 +92,16 @@ def _step(forward: Forward, program: TorchProgram) -> FunctionCall:
     names = set(forward.trained)
 
     def step(
-        trained: Any, kept: Any, optimizer_state: Any, state: Any, inputs: Any, *key: jax.Array
-    ) -> Any:
+        trained: _Named,
+        kept: _Named,
+        optimizer_state: optax.OptState,
+        state: _Named,
+        inputs: _Inputs,
+        *key: jax.Array,
+    ) -> tuple[jax.Array, _Named, optax.OptState, _Named]:
         own, labels = inputs
 
-        def objective(weights: Any) -> tuple[jax.Array, Any]:
+        def objective(weights: _Named) -> tuple[jax.Array, _Named]:
             outputs, moved = forward({**kept, **weights}, state, own, _wrapped(key))
             return loss(outputs, labels), moved
 
@@ -102,7 +119,7 @@ def _step(forward: Forward, program: TorchProgram) -> FunctionCall:
     )
 
 
-def output_types(forward: Forward) -> tuple[Any, ...]:
+def output_types(forward: Forward) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes and types of a module's outputs, as ``jax.ShapeDtypeStruct``; tensors alone."""
     values = [node.meta["val"] for node in output_nodes(forward) if "val" in node.meta]
     where = forward.exported.name
@@ -113,7 +130,7 @@ def output_types(forward: Forward) -> tuple[Any, ...]:
     )
 
 
-def output_nodes(forward: Forward) -> list[Any]:
+def output_nodes(forward: Forward) -> list[torch.fx.Node]:
     """Nodes of the graph that are the user's outputs."""
     found = next(n for n in forward.graph.graph.nodes if n.op == "output").args[0]
     kinds = forward.graph.graph_signature.output_specs
@@ -122,8 +139,10 @@ def output_nodes(forward: Forward) -> list[Any]:
 
 
 def _loss(
-    forward: Forward, loss: str | Callable[..., Any] | None
-) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+    forward: Forward, loss: Loss
+) -> tuple[
+    Callable[[_Outputs, tuple[jax.Array, ...]], jax.Array], tuple[jax.ShapeDtypeStruct, ...]
+]:
     """The loss as a function of outputs and labels, and the labels' shapes."""
     outputs = output_types(forward)
     first = outputs[0] if outputs else None
@@ -155,25 +174,25 @@ def _loss(
             hint="make it part of the module, which then returns its loss",
         )
 
-    def by_user(found: tuple[jax.Array, ...], _: Any) -> jax.Array:
+    def by_user(found: _Outputs, _: object) -> jax.Array:
         values, _moved = translated({}, {}, tuple(x for x in found if isinstance(x, jax.Array)))
         return values[0].reshape(()).astype(jnp.float32)
 
     return by_user, ()
 
 
-def _sum(outputs: tuple[Any, ...], _: Any) -> jax.Array:
+def _sum(outputs: _Outputs, _: object) -> jax.Array:
     floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in floats]).sum()
 
 
-def _cross_entropy(outputs: tuple[jax.Array, ...], labels: tuple[jax.Array, ...]) -> jax.Array:
+def _cross_entropy(outputs: _Outputs, labels: tuple[jax.Array, ...]) -> jax.Array:
     logits = outputs[0].astype(jnp.float32)
     with jax.named_scope("cross_entropy"):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels[0]).mean()
 
 
-def _exported_loss(forward: Forward, loss: Callable[..., Any]) -> Exported:
+def _exported_loss(forward: Forward, loss: Callable[..., object]) -> Exported:
     """Export a user's loss on the shapes of the module's outputs.
 
     Raises:
@@ -181,12 +200,12 @@ def _exported_loss(forward: Forward, loss: Callable[..., Any]) -> Exported:
     """
     import torch
 
-    class Loss(torch.nn.Module):  # type: ignore[misc]
-        def forward(self, *outputs: Any) -> Any:
+    class Objective(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, *outputs: torch.Tensor) -> object:
             tree = torch.utils._pytree.tree_unflatten(list(outputs), spec)
             return loss(tree)
 
     spec = forward.graph.call_spec.out_spec
     values = [node.meta["val"] for node in output_nodes(forward)]
     examples = tuple(torch.zeros(tuple(v.shape), dtype=v.dtype) for v in values)
-    return export(TorchProgram(Loss(), examples))
+    return export(TorchProgram(Objective(), examples))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,10 @@ from ....common.errors import ProgramError
 from ..mlir.locations import FRAMEWORK
 from . import elementwise, products, reductions, shapes
 from .exported import Exported, decomposed, jax_dtype
-from .table import Call, find
+from .table import Call, Result, find
+
+if TYPE_CHECKING:
+    import torch
 
 # The translations stand where the model's own lines are wanted.
 for _own in ("features/ir", "predict", "cli", "__main__.py"):
@@ -50,7 +53,7 @@ class Place:
         return f"{self.file}:{self.line}" if self.file else self.modules
 
 
-def place_of(node: Any) -> Place:
+def place_of(node: torch.fx.Node) -> Place:
     """The user's line and modules of a node of an FX graph."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     # Outermost first; those of PyTorch's own modules end it.
@@ -67,12 +70,12 @@ def place_of(node: Any) -> Place:
     return Place(file, int(line), "/".join(n for n in names if n))
 
 
-def _through(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _through(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
     return function(*args, **kwargs)
 
 
 @cache
-def _frame(file: str, line: int) -> Callable[..., Any]:
+def _frame(file: str, line: int) -> Callable[..., Result]:
     """A function that calls another one, and stands in tracebacks at a line of a file."""
     code = _through.__code__
     # Its only line is the one below its first.
@@ -102,7 +105,7 @@ class Forward:
         state: Mapping[str, jax.Array],
         inputs: tuple[jax.Array, ...],
         key: jax.Array | None = None,
-    ) -> tuple[tuple[Any, ...], dict[str, jax.Array]]:
+    ) -> tuple[tuple[object, ...], dict[str, jax.Array]]:
         """Run the forward pass.
 
         Args:
@@ -135,18 +138,18 @@ class Forward:
         return tuple(outputs), moved
 
     @cached_property
-    def parameters(self) -> dict[str, Any]:
-        """What :meth:`__call__` takes as parameters, as ``jax.ShapeDtypeStruct``."""
+    def parameters(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What :meth:`__call__` takes as parameters."""
         return {n: t for n, t in self._held.items() if n not in self._changing}
 
     @cached_property
-    def state(self) -> dict[str, Any]:
-        """What :meth:`__call__` takes as state, as ``jax.ShapeDtypeStruct``."""
+    def state(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What :meth:`__call__` takes as state."""
         return {n: t for n, t in self._held.items() if n in self._changing}
 
     @cached_property
-    def inputs(self) -> tuple[Any, ...]:
-        """The user's tensors, as ``jax.ShapeDtypeStruct``."""
+    def inputs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The user's tensors."""
         return tuple(
             self._abstract(node)
             for spec, node in zip(self._specs, self._placeholders, strict=True)
@@ -175,22 +178,22 @@ class Forward:
             for n in nodes
         ) or any(_attention_dropout(n) for n in drawn)
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, torch.Tensor]:
         """The tensors of parameters, buffers and constants, PyTorch's own, by name."""
         program = self.graph
         held = {**dict(program.state_dict), **program.constants}
         return {name: held[name] for name in self._held}
 
     @property
-    def _specs(self) -> list[Any]:
+    def _specs(self) -> list[torch.export.graph_signature.InputSpec]:
         return list(self.graph.graph_signature.input_specs)
 
     @cached_property
-    def _placeholders(self) -> list[Any]:
+    def _placeholders(self) -> list[torch.fx.Node]:
         return [n for n in self.graph.graph.nodes if n.op == "placeholder"]
 
     @cached_property
-    def _held(self) -> dict[str, Any]:
+    def _held(self) -> dict[str, jax.ShapeDtypeStruct]:
         return {
             spec.target: self._abstract(node)
             for spec, node in zip(self._specs, self._placeholders, strict=True)
@@ -215,10 +218,10 @@ class Forward:
         return {spec.target for spec in specs if spec.kind.name == "BUFFER_MUTATION"}
 
     @staticmethod
-    def _is_tensor(node: Any) -> bool:
+    def _is_tensor(node: torch.fx.Node) -> bool:
         return hasattr(node.meta.get("val"), "dtype")
 
-    def _abstract(self, node: Any) -> Any:
+    def _abstract(self, node: torch.fx.Node) -> jax.ShapeDtypeStruct:
         value = node.meta["val"]
         dtype = jax_dtype(value.dtype, f"{self.exported.name}: {node.target}")
         return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
@@ -248,12 +251,12 @@ class Forward:
             )
 
 
-def _attention_dropout(node: Any) -> bool:
+def _attention_dropout(node: torch.fx.Node) -> bool:
     dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
     return bool(dropout)
 
 
-def _nodes(module: Any) -> Iterator[Any]:
+def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     """Calls of a graph and of those that it wraps."""
     for node in module.graph.nodes:
         if node.op == "call_function":
@@ -264,7 +267,7 @@ def _nodes(module: Any) -> Iterator[Any]:
                         yield from _nodes(getattr(module, own.target))
 
 
-def _name(node: Any) -> str:
+def _name(node: torch.fx.Node) -> str:
     # ``aten.add.Tensor`` of an operator; of one that wraps a graph its own name.
     return str(node.target) if "." in str(node.target) else getattr(node.target, "__name__", "?")
 
@@ -281,8 +284,8 @@ class _Run:
         self._key = key
         self._drawn = 0
 
-    def graph(self, module: Any, inputs: list[Any]) -> Any:
-        values: dict[Any, Any] = {}
+    def graph(self, module: torch.fx.GraphModule, inputs: list[object]) -> list[object]:
+        values: dict[torch.fx.Node, object] = {}
         given = iter(inputs)
         for node in module.graph.nodes:
             if node.op == "placeholder":
@@ -290,13 +293,13 @@ class _Run:
             elif node.op == "get_attr":
                 values[node] = getattr(module, node.target)
             elif node.op == "output":
-                return self._given(node.args[0], values)
+                return self._all_given(node.args[0], values)
             else:
                 values[node] = self._node(node, values)
         raise AssertionError("a graph without an output")
 
-    def _node(self, node: Any, values: Mapping[Any, Any]) -> Any:
-        args = self._given(node.args, values)
+    def _node(self, node: torch.fx.Node, values: Mapping[torch.fx.Node, object]) -> object:
+        args = self._all_given(node.args, values)
         name = _name(node)
         if node.target is operator.getitem:
             return args[0][args[1]] if args[1] < len(args[0]) else self._absent(node)
@@ -328,7 +331,7 @@ class _Run:
                 "operators that PyTorch itself launches: --framework torch-eager",
             ) from error
 
-    def _call(self, node: Any, place: Place) -> Call:
+    def _call(self, node: torch.fx.Node, place: Place) -> Call:
         first = node.meta.get("val")
         while isinstance(first, list | tuple):
             first = first[0]
@@ -341,19 +344,24 @@ class _Run:
         self._drawn += 1
         return jax.random.fold_in(self._key, self._drawn)
 
-    def _absent(self, node: Any) -> Any:
+    def _absent(self, node: torch.fx.Node) -> None:
         """What JAX does not compute is harmless as long as nobody reads it."""
         if not node.users:
-            return None
+            return
         raise ProgramError(
             f"result {node.args[1]} of {_name(node.args[0])} is not translated",
             where=str(place_of(node)),
             hint="the model reads places of maxima, or statistics that are kept for gradients",
         )
 
-    def _given(self, value: Any, values: Mapping[Any, Any]) -> Any:
+    def _all_given(
+        self, args: Sequence[object], values: Mapping[torch.fx.Node, object]
+    ) -> list[object]:
+        return [self._given(value, values) for value in args]
+
+    def _given(self, value: object, values: Mapping[torch.fx.Node, object]) -> object:
         if isinstance(value, list | tuple):
-            return [self._given(v, values) for v in value]
+            return self._all_given(value, values)
         if type(value).__name__ == "Node":
             return values[value]
         if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
@@ -361,7 +369,7 @@ class _Run:
         return value
 
 
-def _as_wanted(found: Any, node: Any, place: Place) -> Any:
+def _as_wanted(found: Result, node: torch.fx.Node, place: Place) -> Result | None:
     """Results in PyTorch's own types; a wrong shape is a fault of the translation.
 
     Raises:
