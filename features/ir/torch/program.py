@@ -55,7 +55,8 @@ class TorchProgram:
         Raises:
             ProgramError: One of them is not known.
         """
-        if _loss(self.loss) is not None and not _optimizer(self.train):
+        train, loss = _optimizer(self.train), _loss(self.loss)
+        if loss is not None and not train:
             raise ProgramError("a loss without an optimiser", hint="such as train='adamw'")
 
     @property
