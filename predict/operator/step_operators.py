@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from ...models.gpu.attention import attention_key, flash_attention
+from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
 from ...models.power.law import Work, capped
 from ...simulate.step.calls import SHAPES, OpCall
@@ -220,7 +220,7 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
     # Chips before Ampere have tensor cores for f16 alone, which the tables call fp16.
     row: dict[str, Any] = {
         "device": spec.name,
-        "dtype": "fp16" if call.dtype == "f16" and _lacks_bf16(spec) else dtype,
+        "dtype": "fp16" if call.dtype == "f16" and lacks_bf16(spec) else dtype,
     }
     if call.op == "linear":
         # The kernels that vLLM's measurements name: cuBLAS behind PyTorch, CUTLASS for scaled fp8.
@@ -242,11 +242,6 @@ def op_row(call: OpCall, spec: DeviceSpec) -> dict[str, Any]:
         return {**row, **experts, "distribution": "balanced", **sizes}
     # Passes over memory were published in fp16 only; bf16 moves the same bytes.
     return {**row, "dtype": "fp16", **_pass(call, sizes)}
-
-
-def _lacks_bf16(spec: DeviceSpec) -> bool:
-    """Whether a chip's tensor cores take f16 alone, as Volta's and Turing's."""
-    return spec.matrix_peak("f16") > 2.0 * spec.matrix_peak("bf16")
 
 
 def _table(key: str, backend: str = "", kernel: str = "") -> dict[str, Any]:
