@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import exp, prod
 
 import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.translate import Place
+from ...features.operators.attention.kernels import MADE_FOR
+from ...features.operators.physics import resident_share
 from ...features.operators.schema import PARAMETERS
+from ...models.gpu.attention import attention_answer, lacks_bf16
 from ...models.gpu.depthwise import LOWER, UPPER, depthwise_seconds
 from ...models.gpu.memory_passes import shipped_constants, soft_maximum
 from ...models.operators import OpModel
+from ...models.operators.prediction import FamilyPrediction
 from ...models.operators.rows import rows_of_published
 from ...simulate.step.calls import OpCall
 from ...simulate.step.workload import PRODUCT_DTYPE
 from ..published.composition import kernel_us
 from ..published.opgraph import GraphOp, op_rows
-from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, Work
+from .aten_reuse import Stream, streams
+from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Work
 from .step_operators import (
     FAMILIES as STEP_FAMILIES,
 )
@@ -47,8 +55,29 @@ _OTHER_KERNEL = 1.4
 _CUDNN_TAPS = (1, 9, 25)
 #: Element types as tables of convolutions call them.
 _CONV_DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
+#: Bytes of passes that show what a launch takes; what a byte from the last cache, as a share of it
+#: that surely stays there; and what one from main memory, in caches. The least and most are for
+#: chips whose cache is small or not known.
+_EMPTY, _SMALL, _LARGE, _LEAST, _MOST = 6 * 8192.0, 0.4, 32.0, 2e6, 1e9
 #: Families of the model of operators that prices need; the others need not be read.
 FAMILIES = (*STEP_FAMILIES, *_ALONE, *_CONVOLUTIONS)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Seconds of passes: an empty one's, and a byte's from the last cache and from main memory."""
+
+    launch: float
+    cache: float
+    main: float
+
+    def seconds(self, parts: Sequence[Stream], capacity: float) -> float:
+        """Time of a pass with some streams on a cache of some bytes."""
+        size = np.array([s.bytes for s in parts])
+        far = np.array([s.distance for s in parts])
+        # The share that the tables' own passes find there (features/operators/pointwise.py).
+        held = resident_share(far, np.array(max(capacity, 1.0)), 1.1, 0.5)
+        return float(self.launch + (size * (self.main + held * (self.cache - self.main))).sum())
 
 
 class AtenPrices:
@@ -61,11 +90,64 @@ class AtenPrices:
         # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
         known = bundle is not None and (spec.runs_cuda or spec.name in bundle.devices)
         self._alone = bundle if known else None
+        self._bundle = bundle
         self._latency = OperatorLatency(spec, bundle)
         self._factors = {PRODUCT: product, ATTENTION: attention}
+        self._rates: dict[bool, _Rates] = {}
 
-    def __call__(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
-        """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources."""
+    def __call__(
+        self, found: Sequence[Work], kept: Collection[int] = ()
+    ) -> tuple[np.ndarray, list[str]]:
+        """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources.
+
+        Args:
+            found: ``n`` kernels, one after the other.
+            kept: Memory that outlives them.
+        """
+        times, sources = self._alone_each(found)
+        self._place(times, found, kept)
+        return times, sources
+
+    def _place(self, times: np.ndarray, found: Sequence[Work], kept: Collection[int]) -> None:
+        """Change times of passes to what the caches hold of their tensors in the program."""
+        near = streams([w.uses for w in found], [w.bytes for w in found], kept)
+        for f32 in (True, False):
+            at = [
+                i
+                for i, w in enumerate(found)
+                if near[i] and w.kind in (PASS, NORM, SOFTMAX) and (w.dtype == "f32") == f32
+            ]
+            if at:
+                alone = self._moves([found[i].bytes for i in at], f32)
+                placed = np.array([self._stream(f32).seconds(near[i], self._cache) for i in at])
+                scale = np.array([found[i].scale for i in at])
+                # What a norm takes beyond a pass of its traffic stays.
+                own = np.maximum(times[at, 0] / scale - alone + placed, placed) * scale
+                times[at] *= (own / times[at, 0])[:, None]
+
+    @cached_property
+    def _cache(self) -> float:
+        return float(self._spec.cache_bytes)
+
+    def _stream(self, f32: bool) -> _Rates:
+        """Launch and time of a byte of passes, as tables have them for small and large ones."""
+        if f32 not in self._rates:
+            small = max(_SMALL * self._cache, _LEAST)
+            large = max(_LARGE * self._cache, _MOST)
+            launch, near, far = self._moves([_EMPTY, small, large], f32)
+            main = (far - launch) / large
+            self._rates[f32] = _Rates(launch, min((near - launch) / small, main), main)
+        return self._rates[f32]
+
+    def _moves(self, sizes: Sequence[float], f32: bool) -> np.ndarray:
+        """Seconds of passes of some bytes, as they are timed alone."""
+        works = [
+            Work("move", PASS, (), "f32" if f32 else "bf16", s, 1, 1.0, "", Place()) for s in sizes
+        ]
+        return self._alone_each(works)[0][:, 0]
+
+    def _alone_each(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
+        """Times as of ``__call__``, each kernel as it is timed again and again alone."""
         times = np.empty((len(found), 3))
         sources = ["roofline"] * len(found)
         graph_ops = [self._timed_alone(w) for w in found]
@@ -86,7 +168,16 @@ class AtenPrices:
                 wide = _OTHER_KERNEL if _stands_in(row, found[i]) else 1.0
                 times[i] = t * np.array([1.0, 1.0 / wide, wide])
                 sources[i] = f"learned:{key}"
-        rest = [i for i, w in enumerate(found) if graph_ops[i] is None and w.kind != CONVOLUTION]
+        own_kernel = [i for i, w in enumerate(found) if self._calls_library(w)]
+        if own_kernel:
+            answer = attention_answer(
+                [_attention_call(found[i]) for i in own_kernel], self, self._spec
+            )
+            times[own_kernel] = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
+            for i, source in zip(own_kernel, answer.source, strict=True):
+                sources[i] = str(source)
+        done = {*at, *convolutions, *own_kernel}
+        rest = [i for i in range(len(found)) if i not in done]
         if rest:
             calls = [self._call(found[i]) for i in rest]
             own = self._latency(calls)
@@ -100,6 +191,17 @@ class AtenPrices:
                 times[i] = self._by_roofline(found[i])
                 sources[i] = "roofline"
         return times, sources
+
+    def _calls_library(self, work: Work) -> bool:
+        """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
+        known = self._bundle is not None and self._spec.vendor == "NVIDIA"
+        return known and work.kind == ATTENTION and work.dtype in TABLE_DTYPE
+
+    def predict(self, key: str, rows: pd.DataFrame, device: DeviceSpec) -> FamilyPrediction:
+        """Latencies of rows of one published family."""
+        assert self._bundle is not None
+        self._bundle.devices.setdefault(device.name, device)
+        return self._bundle.predict(rows.assign(key=key, device=device.name))
 
     def _timed_alone(self, work: Work) -> GraphOp | None:
         """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
@@ -219,6 +321,26 @@ class AtenPrices:
             seconds = soft_maximum(seconds, np.array([2.0 * width * multiplied / cache]))
         middle = (float(seconds[0]) + self._spec.floor) * work.scale
         return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
+
+
+def attention_library(spec: DeviceSpec, dtype: str) -> str:
+    """Whose fused attention PyTorch calls; empty if it is not known.
+
+    In the order of its sdp_utils.cpp: cuDNN's (from 9.15 on) on data-centre chips from Hopper on,
+    else FlashAttention 2, which needs 16 bits and Ampere or later, else the memory-efficient one.
+    """
+    if spec.vendor != "NVIDIA":
+        return ""
+    if dtype not in TABLE_DTYPE or lacks_bf16(spec):
+        return "memory-efficient"
+    return "cuDNN" if spec.architecture in MADE_FOR else "FlashAttention 2"
+
+
+def _attention_call(work: Work) -> dict[str, int]:
+    batch, heads, groups, size, queries, keys, causal = work.shape
+    sizes = {"batch": batch, "q_heads": heads, "kv_heads": groups, "head_dim": size}
+    lengths = {"v_head_dim": size, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
+    return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
 
 
 def _is_depthwise(work: Work) -> bool:

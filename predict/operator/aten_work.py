@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 
+import numpy as np
+
 from ...common.errors import ProgramError
 from ...features.ir.torch.record import AtenCall, Recording
 from ...features.ir.torch.translate import Place
-from ...simulate.step.layer_ops import ATTENTION_BACKWARD
+from ...models.gpu.attention import backward_ratio
 from .aten_lookups import LOOKUPS, read_traffic, write_traffic
+from .aten_reuse import Use
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
@@ -53,17 +56,17 @@ _LIST = 48
 SORTS = ("aten.sort", "aten.topk")
 #: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
 _SOLVERS = (
-    "aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr",
-    "aten.lu_", "aten._linalg", "aten.linalg_",
-)  # fmt: skip
+    *("aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr"),
+    *("aten.lu_", "aten._linalg", "aten.linalg_"),
+)
 _NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
-    *_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk",
-    "aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put",
-    "aten.scatter", "aten._unsafe_index_put", "aten.index_add",
-    "aten.max_pool2d_with_indices_backward", "aten._fused", "aten._fft", "aten._embedding_bag",
-)  # fmt: skip
+    *(*_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
+    *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
+    *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
+    *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
+)
 #: Element types by PyTorch's names, as operators of steps call them.
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
@@ -86,6 +89,7 @@ class Work:
         place: Where in the model it belongs.
         conv: Of a convolution its direction (``op``) and sizes, as tables of operators have them
             (``conv_nd`` of features/operators/schema.py); ``None`` for transposed ones.
+        uses: Memory that it reads and writes.
     """
 
     name: str
@@ -98,6 +102,7 @@ class Work:
     phase: str
     place: Place
     conv: Mapping[str, object] | None = None
+    uses: tuple[Use, ...] = ()
 
 
 def check_priced(calls: Sequence[AtenCall]) -> None:
@@ -118,7 +123,22 @@ def check_priced(calls: Sequence[AtenCall]) -> None:
 
 def works(calls: Sequence[AtenCall]) -> list[Work]:
     """What each operator costs, in order."""
-    return [work for call in calls for work in (*_copies(call), *_works(call))]
+    return [work for call in calls for work in (*_copies(call), *_used(call))]
+
+
+def _used(call: AtenCall) -> list[Work]:
+    """What an operator costs, with the memory that it uses."""
+    found = _works(call)
+    # How several kernels of an operator share its traffic is not known.
+    known = float(len(found) == 1)
+    most = sum(t.bytes for t in call.outputs)
+    uses = []
+    for at, t in enumerate(call.inputs):
+        # A table is read as far as it is looked up.
+        size = min(t.bytes, most) if call.name in LOOKUPS and not at else t.bytes
+        uses.append(Use(t.memory, known * size, False))
+    uses += [Use(t.memory, known * t.bytes, True) for t in call.outputs]
+    return [replace(work, uses=tuple(uses)) for work in found]
 
 
 def _copies(call: AtenCall) -> list[Work]:
@@ -200,7 +220,7 @@ def _transform(call: AtenCall, base: Work) -> Work:
     size, if it does, in a pass of its own (SpectralOps.cpp).
     """
     given, made = call.inputs[0], call.outputs[0]
-    dims, norm = call.numbers[0], call.numbers[1]
+    dims, norm = call.sizes(0), call.whole(1)
     largest = max(given.bytes, made.bytes)
     passes = 0.0
     for dim in dims:
@@ -240,7 +260,7 @@ def _product(call: AtenCall) -> tuple[int, ...]:
 def _convolution(call: AtenCall) -> tuple[int, ...]:
     """The product that a convolution is: positions × output channels × (input channels · taps)."""
     weight, out = call.inputs[1].shape, call.outputs[0].shape
-    groups = int(call.numbers[-1])
+    groups = call.whole(-1)
     if call.numbers[-3]:
         # Transposed: every input position meets every tap.
         positions = prod(call.inputs[0].shape) // call.inputs[0].shape[1]
@@ -270,9 +290,10 @@ def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
 def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
     """Sizes of a convolution as tables of operators have them; ``None`` for a transposed one."""
     given, weight = call.inputs[0].shape, call.inputs[1].shape
-    stride, padding, dilation, transposed, _, groups = call.numbers[-6:]
+    stride, padding, dilation = (call.sizes(at) for at in (-6, -5, -4))
+    groups = call.whole(-1)
     space = len(weight) - 2
-    if transposed or space > 3:
+    if call.numbers[-3] or space > 3:
         return None
 
     def sides(prefix: str, values: Sequence[int], absent: int) -> dict[str, int]:
@@ -301,7 +322,7 @@ def _attention(call: AtenCall, base: Work) -> Work:
     q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])
     causal = any(n is True for n in call.numbers)
     shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-2], k[-2], int(causal))
-    scale = ATTENTION_BACKWARD if backward else 1.0
+    scale = float(backward_ratio(np.array([q[-1]]))[0]) if backward else 1.0
     # Recorded on the CPU; a GPU has other kernels of the same name.
     name = "scaled_dot_product_attention" + "_backward" * backward
     return replace(base, name=name, kind=ATTENTION, shape=shape, scale=scale)
@@ -385,7 +406,7 @@ class _Fusion:
         for home in order:
             group = self._groups[home]
             if group.opaque or len(group.calls) == 1:
-                found += [work for call in group.calls for work in _works(call)]
+                found += [work for call in group.calls for work in _used(call)]
             else:
                 found.append(self._pass(home, group))
         return found
@@ -399,16 +420,17 @@ class _Fusion:
                     read[t.memory] = max(read.get(t.memory, 0), t.bytes)
             for t in call.outputs:
                 made[t.memory] = max(made.get(t.memory, 0), t.bytes)
-        written = sum(
-            size
-            for memory, size in made.items()
-            if memory in self._kept or self._readers.get(memory, set()) - {home}
-        )
         # A table is read as far as it is looked up.
         tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
-        total = written + sum(min(size, tables.get(m, size)) for m, size in read.items())
+        uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
+        uses += [
+            Use(memory, size, True)
+            for memory, size in made.items()
+            if memory in self._kept or self._readers.get(memory, set()) - {home}
+        ]
+        total = float(sum(use.bytes for use in uses))
         last = group.calls[-1]
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
         dtype = _DTYPES.get(last.outputs[0].dtype, "f32")
-        return Work(name, PASS, (), dtype, float(total), 1, 1.0, last.phase, last.place)
+        return Work(name, PASS, (), dtype, total, 1, 1.0, last.phase, last.place, uses=tuple(uses))

@@ -9,7 +9,7 @@ as PyTorch's own, timed alone and composed as published op graphs are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +29,9 @@ from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
-from .aten_prices import FAMILIES, AtenPrices
+from .aten_prices import FAMILIES, AtenPrices, attention_library
 from .aten_work import (
+    ATTENTION,
     PRODUCT,
     SORTS,
     Work,
@@ -38,6 +39,7 @@ from .aten_work import (
     fused,
     works,
 )
+from .step_operators import FLASH2
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
@@ -314,13 +316,17 @@ class Priced:
 
 
 def price_works(
-    found: Sequence[Work], spec: DeviceSpec, framework: str, bundle: OpModel | None
+    found: Sequence[Work],
+    spec: DeviceSpec,
+    framework: str,
+    bundle: OpModel | None,
+    kept: Collection[int] = (),
 ) -> Priced:
-    """Price kernels that run one after the other; arguments as of :func:`price`."""
+    """Price kernels that run one after the other; ``kept`` is the memory that outlives them."""
     compiled = framework == "torch-compiled"
     bits = 32 if _mostly_f32(found) else 16
     effects = shipped_steps().table.effects(device_context(spec, bits))
-    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found)
+    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.
     alone = np.array([s.startswith(("learned:eager", "learned:tuned")) for s in sources])
@@ -344,7 +350,7 @@ def price(
     found = fused(recording) if compiled else works(recording.calls)
     if not found:
         raise ProgramError("the program launches no kernels", hint="it only views its inputs")
-    priced = price_works(found, spec, framework, bundle)
+    priced = price_works(found, spec, framework, bundle, recording.kept)
     times, sources = priced.times, priced.sources
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
@@ -356,7 +362,7 @@ def price(
         host_us=priced.host_s * 1e6,
         operators=tuple(
             AtenEstimate(
-                name=w.name,
+                name=_named(w, spec),
                 kind=w.kind,
                 shape=w.shape,
                 dtype=w.dtype,
@@ -379,6 +385,12 @@ def price(
             *generation_note(spec),
         ),
     )
+
+
+def _named(work: Work, spec: DeviceSpec) -> str:
+    """An operator's name, of attention with the library that PyTorch calls."""
+    library = attention_library(spec, work.dtype) if work.kind == ATTENTION else ""
+    return f"{work.name} ({library})" if library else work.name
 
 
 def _mostly_f32(found: Sequence[Work]) -> bool:
@@ -418,6 +430,13 @@ def _notes(
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:
         notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
+    called = {attention_library(spec, w.dtype) for w in found if w.kind == ATTENTION}
+    if "cuDNN" in called:
+        notes.append(
+            "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15; "
+            "with sdpa_kernel(SDPBackend.FLASH_ATTENTION), or in an older release, it is "
+            f"FlashAttention 2, about {FLASH2.get(spec.architecture, 1.0):g} times as long"
+        )
     wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
     if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
         notes.append(

@@ -1,0 +1,74 @@
+"""Distances between uses of tensors, by hand, and what follows for fused and unfused kernels."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.record import record  # noqa: E402
+from opcast.predict.operator.aten_reuse import Stream, Use, streams  # noqa: E402
+from opcast.predict.operator.torch_framework import operator_bundle, price  # noqa: E402
+
+
+def test_distances_are_what_is_moved_in_between_and_twice_the_tensor():
+    # x → a (10 bytes each), 100 bytes of others, then b of a and x.
+    uses = [
+        (Use(0, 10.0, False), Use(1, 10.0, True)),
+        (Use(2, 40.0, False), Use(3, 60.0, True)),
+        (Use(1, 10.0, False), Use(0, 10.0, False), Use(4, 10.0, True)),
+    ]
+    first, other, last = streams(uses, [20.0, 100.0, 30.0], kept={0, 4})
+    # x was read last by the third kernel of the run before, right before this one begins.
+    assert first == (Stream(10.0, 20.0), Stream(10.0, 120.0))
+    # Read in every run, once: 150 bytes before; never read: all of the run passes.
+    assert other == (Stream(40.0, 50.0 + 80.0), Stream(60.0, 150.0 + 120.0))
+    assert last == (Stream(10.0, 120.0), Stream(10.0, 120.0), Stream(10.0, 170.0))
+
+
+def test_streams_are_of_the_traffic_that_is_known():
+    # A norm reads its input twice; of an operator of several kernels only what it touches is known.
+    (norm,) = streams([(Use(0, 10.0, False), Use(1, 10.0, True))], [30.0], ())
+    assert [s.bytes for s in norm] == [15.0, 15.0]
+    assert streams([(Use(0, 0.0, False),)], [30.0], ()) == [()]
+
+
+class Block(torch.nn.Module):
+    def __init__(self, d, heads):
+        super().__init__()
+        self.heads, self.n1, self.n2 = heads, torch.nn.LayerNorm(d), torch.nn.LayerNorm(d)
+        self.qkv, self.out = torch.nn.Linear(d, 3 * d), torch.nn.Linear(d, d)
+        self.up, self.down = torch.nn.Linear(d, 4 * d), torch.nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        b, t, d = x.shape
+        parts = self.qkv(self.n1(x)).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, d)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("batch", [16, 64])
+def test_compiled_kernels_never_take_longer_than_eager_ones(batch, train):
+    """A layer of ViT-L, whose tensors lie around the caches of these chips."""
+    with torch.device("meta"):
+        module = Block(1024, 16).bfloat16()
+        x = torch.empty(batch, 257, 1024, dtype=torch.bfloat16)
+    options = {"train": "sgd", "loss": "sum"} if train else {}
+    recording = record(TorchProgram(module, (x,), **options))
+    bundle = operator_bundle("default")
+    for device in ("h100-sxm", "rtx-4090", "l4"):
+        spec = find_device(device)
+        eager, compiled = (
+            price(recording, spec, f"torch-{how}", bundle) for how in ("eager", "compiled")
+        )
+        assert compiled.device_us <= eager.device_us, device
+        assert compiled.latency_us <= eager.latency_us, device
+        # Passes are never faster than the last cache, nor all of them than main memory.
+        passes = [o for o in compiled.operators if o.kind == "pass"]
+        cache = spec.levels[0].bandwidth
+        assert all(o.bytes / (o.latency_us * 1e-6) < 1.2 * cache for o in passes)
