@@ -83,7 +83,7 @@ def _print_cluster(cluster: Cluster) -> None:
 
     # Wider than the default, for tables of seven columns whose sources would wrap.
     console = make_console(140)
-    title = f"{cluster.name}: {cluster.size} × {cluster.device or 'device not named'}"
+    title = f"{cluster.name}: {cluster.size} × {_device_name(cluster)}"
     table = Table(
         "dimension", "kind", "size", "GB/s", "reached", "latency µs", "launch µs", title=title
     )
@@ -93,6 +93,13 @@ def _print_cluster(cluster: Cluster) -> None:
         figures = (d.bandwidth / 1e9, d.efficiency, d.latency * 1e6, d.launch * 1e6)
         table.add_row(d.name, detail, shape, *(f"{x:g}" for x in figures))
     console.print(table)
+    if whole := [d.name or d.kind for d in cluster.topology.dims if d.efficiency == 1.0]:
+        console.print(
+            f"{', '.join(whole)}: no efficiency below 1 is given, so that collectives reach all of "
+            "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69",
+            highlight=False,
+            soft_wrap=True,
+        )
     # One size for each range of a collective: latency-bound, intermediate, bulk
     # (docs/collectives.md).
     sizes = (2.0**16, 2.0**24, 2.0**30)
@@ -110,6 +117,15 @@ def _print_cluster(cluster: Cluster) -> None:
     console.print(times)
     for key, source in sorted(cluster.sources.items()):
         console.print(f"{key}: {source}", highlight=False, soft_wrap=True)
+
+
+def _device_name(cluster: Cluster) -> str:
+    """Name of the device, also where the cluster's file says it by the path of another one."""
+    if not cluster.device.lower().endswith((".yaml", ".yml", ".json")):
+        return cluster.device or "device not named"
+    from ..features.devices.catalogue import read_device
+
+    return read_device(cluster.device).name
 
 
 def calibrate_collectives(

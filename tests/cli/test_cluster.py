@@ -45,6 +45,22 @@ def test_cluster_writes_files(tmp_path):
     assert "network" in run("cluster", tmp_path / "network.yml")
 
 
+def test_cluster_of_a_file_names_its_device_and_what_its_links_reach(tmp_path):
+    device = tmp_path / "mine.yaml"
+    device.write_text("base: h100-sxm\nname: mine\n")
+    links = "{name: fabric, kind: switch, size: 16, bandwidth_gbps: 50"
+    pod = tmp_path / "pod.yaml"
+    pod.write_text(f"device: {device}\ndimensions:\n  - {links}}}\n")
+    text = run("cluster", pod)
+    assert "16 × mine" in text and "mine.yaml" not in text
+    assert "fabric: no efficiency below 1 is given" in text
+    # As the note says of the catalogue.
+    joined = {d.name: d.efficiency for d in find_cluster("dgx-h100-x16").topology.dims}
+    assert joined["infiniband"] == 0.8 and joined["nvlink"] == 0.69
+    pod.write_text(f"device: {device}\ndimensions:\n  - {links}, efficiency: 0.8}}\n")
+    assert "no efficiency" not in run("cluster", pod)
+
+
 def test_cluster_without_a_name():
     with pytest.raises(DeviceError, match="--list"):
         run("cluster")
