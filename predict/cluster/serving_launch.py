@@ -17,6 +17,7 @@ from ...simulate.serving.memory import (
     share_of_cache,
 )
 from ...simulate.serving.policies import Policy, framework_defaults, runs_on
+from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment
 from .serving_table import Workers
 
@@ -125,6 +126,13 @@ def launches(
                 remarks.append("it has no cache in int8")
             if name == "TensorRT-LLM" and own.model.cache_layers()[2]:
                 remarks.append("max_attention_window frees what windows have passed")
+            if name == "TensorRT-LLM" and workers.plan.dp > 1 and workers.plan.tp > 1:
+                # Its attention is either cut over all ranks or not at all (docs.nvidia.com/dynamo,
+                # attention data parallelism: its size is tp_size).
+                remarks.append(
+                    f"its attention runs apart on all {workers.plan.ranks} ranks, here on "
+                    f"{workers.plan.dp} groups of {workers.plan.tp}"
+                )
             if own.options.swap:
                 remarks.append(_SWAP[name])
             if own.options.watermark:
@@ -280,8 +288,18 @@ class _Worker:
 
 _TP, _PP = "devices that share each layer", "pipeline stages"
 _DP, _EP = "ranks that attend to sequences of their own", "ranks over which experts are spread"
+_SPREAD = "whole experts are spread over all ranks instead of being cut over them"
 _FP8, _CACHE = "weights in fp8", "format of the cache"
 _MEMORY, _EAGER = "share of the memory", "no CUDA graphs"
+
+
+def _ranks(plan: EnginePlan) -> str:
+    """What SGLang and TensorRT-LLM count as tp: ranks that attend apart are among them."""
+    if plan.dp == 1:
+        return _TP
+    return "devices that share each layer's products; attention runs apart on groups of them"
+
+
 _LIMIT = "tokens of a request, more of which the cache does not hold"
 _WHOLE, _BLOCK = "prompts are not cut", "tokens of a block of the cache"
 _FRESH = "nothing is kept of prompts that ended"
@@ -294,7 +312,7 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
     yield from of.size("--pipeline-parallel-size", plan.pp, _PP)
     yield from of.size("--data-parallel-size", plan.dp, _DP)
     if plan.ep > 1:
-        yield Flag("--enable-expert-parallel", "", _EP)
+        yield Flag("--enable-expert-parallel", "", _SPREAD)
     yield Flag("--max-num-seqs", str(of.batch), of.batch_why)
     yield Flag("--max-num-batched-tokens", str(of.budget), of.budget_why)
     if own.chunked is False:
@@ -325,11 +343,11 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
 
 def _sglang(of: _Worker) -> Iterator[Flag]:
     own, plan, options = of.own, of.plan, of.own.options
-    yield Flag("--tp-size", str(plan.ranks), "devices of a pipeline stage")
+    yield Flag("--tp-size", str(plan.ranks), _ranks(plan))
     yield from of.size("--pp-size", plan.pp, _PP)
     if plan.dp > 1:
         yield Flag("--dp-size", str(plan.dp), _DP)
-        yield Flag("--enable-dp-attention", "", _DP)
+        yield Flag("--enable-dp-attention", "", "attention by data, the rest of a layer by tensors")
     yield from of.size("--ep-size", plan.ep, _EP)
     # Both are shared out among the ranks of attention data parallelism.
     yield Flag("--max-running-requests", str(of.batch * plan.dp), "most sequences of the engine")
@@ -366,7 +384,7 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
 def _trtllm(of: _Worker) -> Iterator[Flag]:
     own, plan, options = of.own, of.plan, of.own.options
     # TensorRT-LLM counts the ranks of a stage as tp; an option says that they attend apart.
-    yield Flag("--tp_size", str(plan.ranks), "devices of a pipeline stage")
+    yield Flag("--tp_size", str(plan.ranks), _ranks(plan))
     yield from of.size("--pp_size", plan.pp, _PP)
     yield from of.size("--ep_size", plan.ep, _EP)
     yield Flag("--max_batch_size", str(of.batch), of.batch_why)
@@ -377,7 +395,8 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
     if own.chunked:
         yield Flag("enable_chunked_prefill", "true", "prompts may be cut", in_file=True)
     if plan.dp > 1:
-        yield Flag("enable_attention_dp", "true", _DP, in_file=True)
+        why = "each rank attends to sequences of its own"
+        yield Flag("enable_attention_dp", "true", why, in_file=True)
     cache = {
         "dtype": "fp8" if own.model.cache == "fp8" else "",
         "tokens_per_block": str(options.block or ""),

@@ -149,6 +149,25 @@ def test_launch_commands() -> None:
     assert "--disaggregation-mode decode" in apart["SGLang decode"]
 
 
+def test_flags_are_explained_in_the_words_of_each_framework() -> None:
+    moe = replace(BASE, model=ServedModel(replace(DENSE, experts=8, top_k=2)))
+
+    def whys(plan: EnginePlan) -> dict[str, str]:
+        found = launches(replace(moe, engine=Workers(plan)))
+        return {flag.name: flag.why for launch in found.values() for flag in launch.flags}
+
+    cut = whys(EnginePlan(tp=4, ep=4))
+    shared = "devices that share each layer"
+    assert cut["--tensor-parallel-size"] == cut["--tp-size"] == cut["--tp_size"] == shared
+    # A switch is no number of ranks.
+    assert "instead of being cut" in cut["--enable-expert-parallel"]
+    apart = whys(EnginePlan(tp=2, dp=4, ep=8))
+    assert "attention runs apart" in apart["--tp-size"] and apart["--dp-size"].startswith("ranks")
+    # TensorRT-LLM has no groups of ranks that attend apart: all of them do.
+    said = launches(replace(moe, engine=Workers(EnginePlan(tp=2, dp=4, ep=8))))
+    assert "apart on all 8 ranks, here on 4 groups of 2" in said["TensorRT-LLM"].command
+
+
 def test_flags_are_a_table_that_says_why() -> None:
     options = EngineOptions(memory=0.85, block=64, drafts=3, draft_name="mtp")
     own = replace(BASE, engine=Workers(EnginePlan(dp=2, ep=2)), chunked=False, options=options)
