@@ -249,8 +249,14 @@ def _said(error: Exception) -> str:
     return str(error if isinstance(error, OpcastError) else fault(error))
 
 
+#: Most lines whose intervals are drawn: more bands would cover each other.
+_BANDS = 4
+
+
 def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     """Plot times: over the first range of designs as lines, else as bars for each program.
+
+    Intervals are drawn as bands of up to four lines, and as whiskers of bars.
 
     Args:
         frame: Of :func:`predict_many`.
@@ -268,18 +274,24 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5))
     if axes_of:
         across, others = axes_of[0], axes_of[1:]
-        for key, part in known.dropna(subset=[across]).groupby(["program", *others]):
+        designs = known.dropna(subset=[across]).groupby(["program", *others])
+        others_of = known[known[across].isna()].groupby(["program", "device"])
+        count = len(designs) + len(others_of)
+        # The cycle of colours ends at ten.
+        palette = pyplot.get_cmap("tab10" if count <= 10 else "turbo", max(count, 10))
+        for place, (key, part) in enumerate(designs):
             line = part.sort_values(across)
             label = ", ".join([Path(str(key[0])).stem, *map("{}={:g}".format, others, key[1:])])
-            axes.plot(line[across], line["latency_us"] / 1e3, "o-", label=label)
-            axes.fill_between(line[across], line["lo_us"] / 1e3, line["hi_us"] / 1e3, alpha=0.15)
-        # Behind the colours of the lines, which the cycle does not continue for these.
-        others_of = known[known[across].isna()].groupby(["program", "device"])
-        for place, ((program, device), part) in enumerate(others_of, len(axes.get_lines())):
+            colour = palette(place)
+            axes.plot(line[across], line["latency_us"] / 1e3, "o-", label=label, color=colour)
+            if len(designs) <= _BANDS:
+                ends = (line["lo_us"] / 1e3, line["hi_us"] / 1e3)
+                axes.fill_between(line[across], *ends, alpha=0.15, color=colour)
+        for place, ((program, device), part) in enumerate(others_of, len(designs)):
             label = f"{Path(str(program)).stem} on {device}"
             style = ("--", ":", "-.")[place // 10 % 3]
             time = part["latency_us"].iloc[0] / 1e3
-            axes.axhline(time, ls=style, lw=1, color=f"C{place}", label=label)
+            axes.axhline(time, ls=style, lw=1, color=palette(place), label=label)
         axes.set(xlabel=across, ylabel="time (ms)", yscale="log")
     else:
         programs, devices = list(dict.fromkeys(known["program"])), dict.fromkeys(known["device"])

@@ -201,7 +201,29 @@ def test_lines_of_devices_can_be_told_apart(folder):
     (axes,) = kept[0].axes
     lines = axes.get_lines()
     # Two designs of the other range, and six devices.
-    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 8
+    assert len({line.get_color() for line in lines}) == 8
+    close(kept[0])
+
+
+def test_many_lines_have_colours_of_their_own_and_no_bands(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from opcast.predict.program import many
+
+    rows = [
+        {"program": f"p{p}.mlir", "device": "mine", "hbm": hbm, "cores": float(cores), "error": "",
+         "latency_us": 1e3 * p + cores, "lo_us": 900.0 * p, "hi_us": 2e3 * p}
+        for p in (1, 2, 3) for cores in (80, 120, 160, 200) for hbm in (4.0, 8.0)
+    ]  # fmt: skip
+    names = ["program", "device", "hbm", "cores", "latency_us", "lo_us", "hi_us", "error"]
+    kept, close = [], pyplot.close
+    try:
+        pyplot.close = kept.append
+        many.plot_predictions(pd.DataFrame(rows)[names], tmp_path / "many.png")
+    finally:
+        pyplot.close = close
+    (axes,) = kept[0].axes
+    assert len({line.get_color() for line in axes.get_lines()}) == 12
+    assert not axes.collections
     close(kept[0])
 
 
