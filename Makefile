@@ -15,7 +15,7 @@ export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 
 # Processes that run tests. Each takes one thread: more would wait for each other.
 JOBS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench \
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench --durations 40 \
 	--numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-all clients lint bench report clean compilers docs browser

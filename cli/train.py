@@ -20,6 +20,7 @@ from .options import (
     make_console,
     named_out,
     page_file,
+    refuse,
     refuse_unused,
     seconds_of,
     table_file,
@@ -370,13 +371,27 @@ def evaluate(
 
 
 def compare(
-    limit: Annotated[int, typer.Option(help="Number of newest runs to print.")] = 20,
+    context: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN RUN...]", help="Runs by name or id: what differs in them."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Number of newest runs to print.")] = 20,
 ) -> None:
     """Print tracked runs side by side."""
     from ..common.tables_text import print_frame
     from ..models.tracking.mlflow_store import compare as compare_runs
+    from ..models.tracking.mlflow_store import differences
 
-    print_frame(make_console(), compare_runs(limit=limit), "runs")
+    if not names:
+        # On a narrow terminal a run's name says model and split.
+        spare = ("spearman", "split", "model", "noise_median_ape", "bias")
+        print_frame(make_console(), compare_runs(limit=limit), "runs", spare)
+        return
+    refuse(context, "a comparison of named runs", {"limit"})
+    if len(names) < 2:
+        raise typer.BadParameter("name two runs or more; opcast compare lists them")
+    print_frame(make_console(), differences(names), "what differs, and metrics of the whole")
 
 
 def ui(port: Annotated[int, typer.Option(help="Port on localhost.")] = 5000) -> None:

@@ -83,12 +83,21 @@ def print_frame(
     from rich.text import Text
 
     cells = {
-        str(name): [f"{v:.3g}" if isinstance(v, float) else str(v) for v in frame[name]]
+        str(name): [
+            "" if pd.isna(v) else f"{v:.3g}" if isinstance(v, float) else str(v)
+            for v in frame[name]
+        ]
         for name in frame.columns
     }
     # Names of figures are broken at their words, where these are wider than the figures.
     wide = {name: max(map(len, own), default=0) for name, own in cells.items()}
-    heads = {name: name.replace("_", "\n" if len(name) > wide[name] else " ") for name in cells}
+    heads = {
+        # Names of runs stay as they are, to be typed again.
+        name: name.replace("_", "\n" if len(name) > wide[name] else " ")
+        if name.isidentifier()
+        else name
+        for name in cells
+    }
     least = {name: max(wide[name], *map(len, heads[name].split("\n"))) for name in cells}
     left_out = []
     for name in spare:

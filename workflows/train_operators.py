@@ -175,7 +175,20 @@ def _train(
         model_bundle = OpModel.load(path, only=kept).joined(model_bundle)
     folder = keep_model(model_bundle, settings, model)
     if settings.track:
-        run = _run_of(model, settings_of(model_bundle), metrics, table, folder)
+        own = options("")
+        asked = {
+            "model": model,
+            "split": ",".join(sorted(set(table["split"].astype(str)))),
+            "threads": settings.threads,
+            "final": settings.final,
+            "exclude_device": ",".join(exclude),
+            "max_rows": settings.max_rows,
+            "join": settings.join or "",
+            # Of families that name none of their own.
+            **{f"known_{name}": value for name, value in own.known.items()},
+            **{f"general_{name}": value for name, value in own.general.items()},
+        }
+        run = _run_of(model, settings_of(model_bundle) | asked, metrics, table, folder)
         tables = settings.data if settings.blocks is None else (settings.blocks,)
         run.datasets = {str(data): content for data in tables}
         log_training(console, run, settings.register)
@@ -205,11 +218,16 @@ def _run_of(
     """Collect what is logged of a training on operators."""
     from ..models.operators.report import flat
     from ..models.tracking.mlflow_store import RunLog, tidy
+    from ..models.training_data.metrics import summary
 
+    whole = summary(
+        *(judged[f"{c}"].to_numpy(float) for c in ("measured_us", "predicted_us", "lo_us", "hi_us"))
+    )
     return RunLog(
         f"operators-{model}",
         settings,
-        flat(metrics),
+        # Those of all rows first, by the names that runs of kernels have them by.
+        {**whole, **{f"parts/{name}": value for name, value in flat(metrics).items()}},
         tables={"metrics": metrics} if len(metrics) else {},
         predictions=tidy(judged, level="op"),
         model_dir=folder,

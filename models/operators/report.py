@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -106,7 +106,7 @@ def flat(metrics: pd.DataFrame) -> dict[str, float]:
     return figures
 
 
-def settings_of(model: OpModel) -> Mapping[str, object]:
+def settings_of(model: OpModel) -> dict[str, object]:
     """Parameters with which a run is tracked: all of the model's provenance but its metrics."""
     return {k: v for k, v in model.info.items() if k != "metrics"}
 

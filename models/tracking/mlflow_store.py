@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,9 +162,10 @@ def runs(root: Path | None = None) -> pd.DataFrame:
 
 
 def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
-    """Runs side by side: model, split, dataset and the metrics of the split.
+    """Runs side by side: model, split, names of the data, and the metrics of the split.
 
-    Runs below another one, such as the trials of a search, are left out.
+    Runs below another one, such as the trials of a search, are left out. What a run lacks is
+    missing in its row.
     """
     table = runs(root)
     if PARENT in table:
@@ -174,10 +175,53 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
         "run": "tags.mlflow.runName",
         "model": "params.model",
         "split": "params.split",
-        "dataset": "params.dataset_hash",
+        "data": "params.data",
         **{m: f"metrics.{m}" for m in COMPARED},
     }
     return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
+
+
+def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
+    """What differs between some runs: parameters, data and version, then the metrics of the whole.
+
+    Args:
+        names: Of runs, or their ids or what these begin with; of several runs of one name the
+            newest.
+        root: Folder of the store.
+
+    Returns:
+        ``what``, and a column of texts for each run; empty where a run has no such parameter.
+
+    Raises:
+        ModelError: There is no store, or no such run.
+    """
+    table = runs(root)
+    found = [_one_run(table, name) for name in names]
+    shown = {}
+    for column in table.columns:
+        kind, _, name = str(column).partition(".")
+        values = ["" if pd.isna(run[column]) else str(run[column]) for run in found]
+        if kind == "params" or column == "tags.opcast_version":
+            if len(set(values)) > 1:
+                shown[name] = values
+        elif kind == "metrics" and "/" not in name and any(values):
+            shown[name] = [f"{float(v):.4g}" if v else "" for v in values]
+    # Parameters first; metrics in the order in which they matter, then the others.
+    first = [name for name in shown if f"metrics.{name}" not in table]
+    order = [*sorted(first), *(m for m in COMPARED if m in shown)]
+    order += [name for name in shown if name not in order]
+    rows = [[name, *shown[name]] for name in order]
+    labels = [str(run["tags.mlflow.runName"]) for run in found]
+    return pd.DataFrame(rows, columns=["what", *labels])
+
+
+def _one_run(table: pd.DataFrame, name: str) -> pd.Series:
+    named = table["tags.mlflow.runName"] == name
+    mine = table[named if named.any() else table["run_id"].str.startswith(name)]
+    if not len(mine):
+        known = ", ".join(dict.fromkeys(table["tags.mlflow.runName"].astype(str)))
+        raise ModelError(f"no run {name!r}", hint=f"there are: {known[:500]}")
+    return mine.iloc[0]
 
 
 def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -> int:
@@ -222,7 +266,9 @@ def _end_group(server: subprocess.Popen[bytes]) -> None:
 def _log(mlflow: Any, run: RunLog) -> None:
     """Log what a run holds to the active run."""
     mlflow.set_tag("opcast_version", __version__)
-    mlflow.log_params({k: v for k, v in run.params.items() if v is not None})
+    data = {"data": ",".join(Path(folder).name for folder in run.datasets)} if run.datasets else {}
+    params = {**data, **run.params}
+    mlflow.log_params({k: v for k, v in params.items() if v is not None})
     mlflow.log_metrics(shown_metrics(run.metrics))
     if run.datasets:
         _log_datasets(mlflow, run.datasets)

@@ -274,7 +274,23 @@ def test_a_trained_model_of_operators_is_registered_here_and_in_mlflow(
              "--model", "mine")  # fmt: skip
     client = connect(tmp_path / "mlruns").MlflowClient()
     (version,) = client.search_model_versions("name='mine'")
-    assert client.get_run(version.run_id).info.run_name == "operators-ridge"
+    run = client.get_run(version.run_id)
+    assert run.info.run_name == "operators-ridge"
+    # Beside runs of kernels: the same leading metrics, by the same names, and all parameters.
+    assert {"median_ape", "mape", "bias", "coverage", "spearman"} <= set(run.data.metrics)
+    assert run.data.params["model"] == "ridge" and run.data.params["data"] == small.name
+    assert run.data.params["split"] == "val" and run.data.params["max_rows"] == "1000000"
+    shown = _run("compare").output
+    assert "operators-ridge" in shown and "nan" not in shown
+    _run("train", "--data", small, "--model", "ridge", "--max-rows", 300,
+         "--out", tmp_path / "m")  # fmt: skip
+    told = _run("compare", "operators-ridge", "operators-ridge-2").output.splitlines()
+    lines = {line.split()[0]: line.split()[1:] for line in told if line.split()}
+    assert lines["max_rows"] == ["1000000", "300"] and "seed" not in lines
+    assert len(lines["median_ape"]) == 2
+    assert "name two runs" in _run("compare", "operators-ridge").output
+    with pytest.raises(ModelError, match=r"no run 'mine' .*operators-ridge"):
+        _run("compare", "mine", "operators-ridge")
 
 
 def test_training_on_rows_that_leave_none_to_judge_says_so(small: Path, tmp_path: Path) -> None:
