@@ -25,11 +25,24 @@ def find_repeats(table: OpTable) -> Repeats | None:
     candidates = find_runs(table)
     for layers in likely_counts(candidates):
         # A block at either end may differ, such as the first layer's, which has no gradient to add.
-        chosen = disjoint([r for r in candidates if layers - 1 <= r.count <= layers + 1])
-        repeats = _label(table, chosen, layers)
-        if repeats is not None and excise(table, repeats, 2) is not None:
-            return repeats
+        near = [r for r in candidates if layers - 1 <= r.count <= layers + 1]
+        for chosen in (disjoint(near), disjoint(near, layers)):
+            repeats = _label(table, chosen, layers)
+            if repeats is not None and _worth(table, repeats) and excise(table, repeats, 2):
+                return repeats
     return None
+
+
+def _worth(table: OpTable, repeats: Repeats) -> bool:
+    """Whether layers are most of a program, and as many as is said.
+
+    Taking out a chain of equal sums would gain nothing, and such a chain may have a block more than
+    there are layers: blocks of the forward pass and of the optimiser are as many as the layers.
+    """
+    sizes = [(run.count, run.stop - run.start) for run in repeats.runs]
+    most = sum(size for _, size in sizes)
+    exact = sum(size for count, size in sizes if count == repeats.layers)
+    return 2 * most > len(table.reads) and 4 * exact > most
 
 
 def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
@@ -86,14 +99,21 @@ class _Known:
         self.layers = layers
 
     def of_reads(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Return the layers of a run's blocks: those of what one operand of each block reads."""
+        """Return the layers of a run's blocks: those of what one operand of each block reads.
+
+        An operand that reads a layer in all blocks comes before one that lacks a layer: a run that
+        begins within a layer reads the one before in its first ops.
+        """
+        partial = None
         for offset in range(run.period):
             for number in range(len(table.reads[run.start + offset])):
                 ops = range(run.start + offset, run.stop, run.period)
-                label = self._complete([self._layer(table.reads[op][number]) for op in ops])
-                if label is not None:
+                read = [self._layer(table.reads[op][number]) for op in ops]
+                label = self._complete(read)
+                if label is not None and None not in read:
                     return label
-        return None
+                partial = partial or label
+        return partial
 
     def of_readers(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
         """Return layers of a run's blocks: those of the blocks of another run that read them."""

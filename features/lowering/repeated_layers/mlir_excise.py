@@ -38,7 +38,7 @@ def read_table(function: ir.OpView) -> OpTable:
             break
         for i, result in enumerate(operation.results):
             values[result] = (number, i)
-        signatures.append(_signature(operation))
+        signatures.append(_signature(operation, outer=True))
         reads.append([values[user.operands[i]] for user, i in _uses(operation, values)])
     return OpTable(signatures, reads)
 
@@ -54,11 +54,25 @@ def _uses(operation: ir.Operation, outer: Container[object]) -> Iterator[tuple[i
                 yield from _uses(op.operation, outer)
 
 
-def _signature(operation: ir.Operation) -> tuple[object, ...]:
-    """What an op does. Types and attributes are unique objects of their context, so cheap keys."""
+def _signature(operation: ir.Operation, *, outer: bool = False) -> tuple[object, ...]:
+    """What an op does. Types and attributes are unique objects of their context, so cheap keys.
+
+    A single whole number of the function itself (``outer``) may differ from layer to layer: what is
+    folded into each one's key of random numbers.
+    """
     types = tuple(value.type for value in (*operation.operands, *operation.results))
+    if outer and operation.name == "stablehlo.constant" and _is_whole(types[0]):
+        return (operation.name, types)
     inner = tuple(_body(block) for region in operation.regions for block in region.blocks)
     return (operation.name, types, _attributes(operation), inner)
+
+
+def _is_whole(kind: ir.Type) -> bool:
+    """Whether a type is that of a single whole number."""
+    from jaxlib.mlir import ir
+
+    own = ir.RankedTensorType(kind)
+    return not own.shape and isinstance(own.element_type, ir.IntegerType)
 
 
 def _attributes(operation: ir.Operation) -> tuple[object, ...]:

@@ -198,8 +198,8 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
         values = frozenset((first + offset, result) for offset, result in layers.again)
         late = sorted({op for own in values for op in readers[own] if op >= layers.stop})
         ops: set[int] = set()
-        inputs: dict[Read, None] = {}
         pending = [op for op, _ in values]
+        kept: set[Read] = set()
         while pending:
             op = pending.pop()
             if op in ops:
@@ -212,7 +212,10 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
                 if inner or read in values:
                     pending.append(read[0])
                 else:
-                    inputs[read] = None
+                    kept.add(read)
+        # In the order of the ops, so that layers stay equal and are compiled once.
+        reads = (read for op in sorted(ops) for read in table.reads[op])
+        inputs = dict.fromkeys(read for read in reads if read in kept)
         trigger = next(
             (
                 read

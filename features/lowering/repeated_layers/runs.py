@@ -104,10 +104,18 @@ def likely_counts(candidates: Sequence[Run]) -> list[int]:
     return sorted(covered, key=lambda layers: (-covered[layers], -layers))[:5]
 
 
-def disjoint(candidates: Sequence[Run]) -> list[Run]:
-    """Choose runs that do not overlap, the longest first, and list them in order of place."""
+def disjoint(candidates: Sequence[Run], count: int = 0) -> list[Run]:
+    """Choose runs that do not overlap, the longest first, and list them in order of place.
+
+    Args:
+        candidates: Runs that may overlap.
+        count: Number of blocks of the runs that come before all others; 0 for none. A chain of
+            equal ops, such as the squares of all gradients, repeats with several periods.
+    """
     chosen: list[Run] = []
-    for run in sorted(candidates, key=lambda r: (r.start - r.stop, r.period)):
+    for run in sorted(
+        candidates, key=lambda r: (bool(count) and r.count != count, r.start - r.stop, r.period)
+    ):
         if all(run.stop <= other.start or other.stop <= run.start for other in chosen):
             chosen.append(run)
     return sorted(chosen, key=lambda run: run.start)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.common.errors import CompilerError
+from opcast.datagen.zoo.registry import build
 from opcast.features.cost.totals import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_compat import tag_locations, write_bytecode
@@ -161,6 +162,22 @@ def capturing(layers: int) -> SourceProgram:
         f"func.func public @main({args}) -> tensor<8xf32> {{{body}\n"
         f"  return %x{layers} : tensor<8xf32>\n}}"
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "vit"])
+def test_layers_of_real_models_are_found(family: str) -> None:
+    """Also where squares of gradients repeat with other periods, and passes begin in a layer."""
+    sizes = {"layers": 12, "dim": 64, "heads": 4, "hidden": 128, "batch": 4}
+    sizes |= {"image": 32, "patch": 16} if family == "vit" else {"seq": 32, "vocab": 96}
+    sizes |= {"kv_heads": 2} if family == "llama" else {}
+    source = read_program(build(family, mode="train", **sizes).mlir(platform="cuda"))
+    main = main_function(source.module)
+    assert main is not None
+    table = read_table(main)
+    found = find_repeats(table)
+    assert found is not None and found.layers == 12
+    layers = sum(run.stop - run.start for run in found.runs)
+    assert layers > 0.9 * len(table.reads)
 
 
 def test_values_that_regions_capture_are_read() -> None:

@@ -19,6 +19,8 @@ from opcast.features.ir.mlir.inline import inline_calls
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import peak_memory
 from opcast.features.lowering.lower import lower
+from opcast.features.lowering.repeated_layers.find import find_repeats
+from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
 from opcast.features.lowering.repeated_layers.remat import layers_of, rematerialised
 from opcast.features.lowering.target_compiler.install import find_compiler
 
@@ -154,3 +156,28 @@ def test_the_compiler_takes_it_as_checkpointed_layers():
     assert own.peak_memory_bytes == pytest.approx(other.peak_memory_bytes, rel=0.03)
     flops = [sum(k.flops * k.multiplicity for k in made.kernels) for made in (own, other)]
     assert flops[0] == pytest.approx(flops[1], rel=0.03)
+
+
+def test_layers_with_keys_of_their_own_are_found_and_stay_equal():
+    """What is folded into the layers' keys differs; those computed again are equal to compilers."""
+    layers = 8
+
+    def model(params, key, x):
+        for number, p in enumerate(params):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
+            x = x + jnp.where(kept, jnp.tanh(x @ p["up"]) @ p["down"], 0.0)
+        return jnp.mean(x * x)
+
+    def train(params, key, x):
+        grads = jax.grad(model)(params, jax.random.wrap_key_data(key), x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params, x = arguments(layers)[0], jnp.zeros((64, 32))
+    lowered = jax.jit(train, donate_argnums=0).trace(params, jnp.zeros(2, jnp.uint32), x)
+    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    module = inline_calls(parse_module(text))
+    found = layers_of(module)
+    assert found is not None and found.count == layers
+    changed = rematerialised(module, found, layers)  # which holds its ops
+    repeats = find_repeats(read_table(main_function(changed)))
+    assert repeats is not None and repeats.layers == layers
