@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...common.errors import PlanError, ProgramError
 from ...features.ir.program import Program, TensorType
-from .dimensions import Dimensions, Step
+from .dimensions import PRODUCTS, Dimensions, Place, Step
 
 Role = Literal["parameter", "state", "batch", "other"]
+Value = tuple[Place, int]
 #: Ops that use a parameter together with activations, and the operand that is it.
 _USES = {"dot": (0, 1), "convolution": (0, 1), "gather": (0,), "broadcast": (0,)}
 #: Data of a key of random numbers: Threefry's and RBG's (jax/_src/prng.py). It has no batch.
@@ -53,15 +54,21 @@ class Argument:
     uses: tuple[Use, ...] = ()
     output: int = -1
 
+    @property
+    def is_key(self) -> bool:
+        """Whether it looks like the data of a key of random numbers."""
+        return self.role == "other" and self.type[:2] in _KEYS
+
 
 def arguments_of(
     program: Program, found: Dimensions, names: Mapping[int, str], given: Mapping[str, int] | None
 ) -> list[Argument]:
     """Tell the arguments of a program apart.
 
-    Donated arguments are state, and parameters if products read them; what is neither and has a
-    first dimension is the batch. Without donation, parameters are what products read as their
-    second operand and what has the same first name.
+    Parameters are what is donated and read by products, what products read as their second
+    operand, and what has the same first name. The batch's dimensions are those that values have
+    beside parameters in products; arguments that begin with one are the batch. What is donated
+    otherwise, and what has the dimensions of parameters alone, is state.
 
     Args:
         program: The program.
@@ -75,39 +82,46 @@ def arguments_of(
     """
     entry = program.entry_computation
     places = {int(o.attrs["index"]): p for p, o in enumerate(entry.ops) if o.opcode == "parameter"}
-    numbers = {((program.entry, p), 0): n for n, p in places.items()}
-    uses: dict[int, list[Use]] = defaultdict(list)
-    sides: tuple[set[int], set[int]] = (set(), set())
-    for step in found.steps:
-        for k in _USES.get(step.op.opcode, ()):
-            number = numbers.get(found.root(step.operands[k]))
-            if number is not None:
-                uses[number].append(Use(step, k))
-                if step.op.opcode in ("dot", "convolution"):
-                    sides[k].add(number)
-                elif step.op.opcode == "gather":
-                    sides[1].add(number)
-    # An input is the second operand too where a gradient is made of it.
-    weights = sides[1] - sides[0] or sides[1]
     donated = {number: output for output, number in program.aliases}
     kinds = {n: entry.ops[p].type for n, p in sorted(places.items())}
     told = {n: names.get(n) or f"argument {n}" for n in kinds}
     batch = _given(given, told, kinds) if given is not None else None
+    uses = _uses(found, {((program.entry, p), 0): n for n, p in places.items()})
+    # An input is the second operand too where a gradient is made of it.
+    first, second = ({n for n, own in uses.items() if _side(own, k)} for k in (0, 1))
+    weights = second - first or second
     # Arguments of the tree that holds weights, such as biases of the same ``params``.
     trees = {_first(told[n]) for n in weights - set(batch or ()) if n in names}
+    named = {n for n in kinds if n in names and _first(told[n]) in trees}
+    colours = {n: found.colours[(program.entry, p), 0] for n, p in places.items()}
+    # What is donated and read by products is trained, if anything is.
+    sure = donated.keys() & weights or weights
+    rows = _rows(found, uses, sure) - {c for n in sure for c in colours[n]}
+    held = {c for n in named | weights for c in colours[n]} - rows
+    if batch is None:
+        starts = {colours[n][0] for n in kinds if colours[n] and n not in named | donated.keys()}
+        rows &= starts
+    else:
+        rows = {colours[n][d] for n, d in batch.items()}
     made = []
     for n, kind in kinds.items():
-        value = ((program.entry, places[n]), 0)
         role: Role
-        own = -1
+        own, met = -1, set(colours[n]) - {0}
         if batch is not None and n in batch:
             role, own = "batch", batch[n]
         elif n in donated:
-            role = "parameter" if uses[n] else "state"
-        elif not donated and (n in weights or _first(told[n]) in trees):
+            role = "parameter" if uses[n] and not met & rows else "state"
+        elif n in named and (rows or not donated):
             role = "parameter"
-        elif batch is None and kind.shape and kind.shape[0] > 1 and (kind[:2] not in _KEYS):
+        elif batch is None and colours[n] and colours[n][0] in rows:
             role, own = "batch", 0
+        elif n in weights and not met & rows and (rows or not donated):
+            role = "parameter"
+        elif rows and met and met <= held:
+            role = "state"
+        elif batch is None and not rows and len(kind.shape) and kind.shape[0] > 1:
+            # No product tells: whatever is not a key of random numbers.
+            role, own = ("other", -1) if kind[:2] in _KEYS else ("batch", 0)
         else:
             role = "other"
         made.append(
@@ -115,7 +129,7 @@ def arguments_of(
                 told[n],
                 kind,
                 role,
-                found.value_classes(value),
+                found.value_classes(((program.entry, places[n]), 0)),
                 own,
                 tuple(uses[n]) if role == "parameter" else (),
                 donated.get(n, -1),
@@ -128,6 +142,47 @@ def arguments_of(
             hint="name the batch's dimensions: --batch-dims 3:0,4:0 (argument:dimension)",
         )
     return made
+
+
+def _uses(found: Dimensions, numbers: Mapping[Value, int]) -> dict[int, list[Use]]:
+    """Where arguments are read beside activations, by number of the argument."""
+    uses: dict[int, list[Use]] = defaultdict(list)
+    for step in found.steps:
+        for k in _USES.get(step.op.opcode, ()):
+            number = numbers.get(found.root(step.operands[k]))
+            if number is not None:
+                uses[number].append(Use(step, k))
+    return uses
+
+
+def _side(uses: Sequence[Use], side: int) -> bool:
+    """Whether products read an argument as their first or second operand; a look-up's is second."""
+    return any(
+        own.operand == side
+        if own.step.op.opcode in PRODUCTS
+        else own.step.op.opcode == "gather" and side == 1
+        for own in uses
+    )
+
+
+def _rows(
+    found: Dimensions, uses: Mapping[int, Sequence[Use]], weights: Collection[int]
+) -> set[int]:
+    """Colours of what products read beside weights, and that go along to their results."""
+    rows: set[int] = set()
+    for number in weights:
+        for step, operand in uses[number]:
+            if step.op.opcode in PRODUCTS and operand == 1:
+                other = 0
+            elif step.op.opcode == "gather":
+                other = 1
+            else:
+                continue
+            own = found.colours.get(step.operands[other], ())
+            for axis in step.axes:
+                if axis.results and {k for k, _ in axis.operands} == {other}:
+                    rows |= {own[d] for k, d in axis.operands if k == other}
+    return rows - {0}
 
 
 def parse_batch_dims(text: str) -> dict[str, int]:

@@ -347,6 +347,8 @@ def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
     if parts == 1 or own.role not in ("parameter", "state"):
         return -1
     cut = assign(own.classes, cuts)
+    if any("fsdp" in axes for axes in cut):
+        return -1  # it has the batch
     left = [e // prod(sizes[a] for a in axes) for e, axes in zip(own.type.shape, cut, strict=True)]
     fit = [d for d, extent in enumerate(left) if extent % parts == 0]
     return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)

@@ -80,6 +80,75 @@ def test_arguments_are_told_apart(program):
     assert [a.output for a in program.arguments] == [0, 1, -1, -1]
 
 
+def test_roles_do_not_need_donation():
+    """State of an optimiser, frozen weights with adapters, and a cache have their own roles."""
+
+    def loss(weights, x, y):
+        return jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"] - y) ** 2)
+
+    def momentum(weights, moments, x, y):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(weights, x, y))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moments), moments
+
+    def roles(lowered):
+        return {a.name: a.role for a in read_planned(lowered).arguments}
+
+    found = roles(jax.jit(momentum).lower(WEIGHTS, WEIGHTS, X, Y))
+    assert found == {
+        "weights['down']": "parameter",
+        "weights['up']": "parameter",
+        "moments['down']": "state",
+        "moments['up']": "state",
+        "x": "batch",
+        "y": "batch",
+    }
+
+    def adapted(adapter, frozen, x, y):
+        def own(adapter):
+            return jnp.mean((x @ frozen + (x @ adapter["a"]) @ adapter["b"] - y) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, adapter, jax.grad(own)(adapter))
+
+    adapter = {"a": struct(WIDTH, 8), "b": struct(8, OUT)}
+    found = roles(jax.jit(adapted, donate_argnums=0).lower(adapter, struct(WIDTH, OUT), X, Y))
+    assert found == {
+        "adapter['a']": "parameter",
+        "adapter['b']": "parameter",
+        "frozen": "parameter",
+        "x": "batch",
+        "y": "batch",
+    }
+
+    def decode(params, cache, x, position):
+        kept = jax.lax.dynamic_update_slice(cache, (x @ params["k"])[:, None], (0, position, 0))
+        scores = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x @ params["q"], kept))
+        return kept, jnp.einsum("bs,bsd->bd", scores, kept) @ params["v"]
+
+    params = {name: struct(WIDTH, WIDTH) for name in "kqv"}
+    args = (params, struct(BATCH, 96, WIDTH), X, struct(dtype=jnp.int32))
+    found = roles(jax.jit(decode, donate_argnums=1).lower(*args))
+    assert {name: found[name] for name in ("cache", "x", "position")} == {
+        "cache": "state",
+        "x": "batch",
+        "position": "other",
+    }
+    assert {found[f"params['{name}']"] for name in "kqv"} == {"parameter"}
+
+
+def test_an_argument_with_the_batch_is_not_cut_twice():
+    """A cache that lies along the batch keeps one cut by ``fsdp``."""
+
+    def read(w, cache, x):
+        return cache + x @ w
+
+    args = (struct(WIDTH, OUT), struct(BATCH, OUT), X)
+    found = read_planned(jax.jit(read, donate_argnums=1).lower(*args))
+    plan = Plan((("fsdp", 4),))
+    cache = next(own for own in found.arguments if own.name == "cache")
+    assert cache.role == "state"
+    assert found.argument_spec(cache, plan) == (("fsdp",), ())
+
+
 def test_dimensions_that_are_cut_together(program):
     down, up, x, y = (a.classes for a in program.arguments)
     # The hidden dimension of both weights, the batch of inputs and labels, the output's.
