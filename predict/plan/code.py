@@ -24,6 +24,12 @@ def in_micro_batches(gradients, params, batch, parts={parts}):
 # In the step: loss, grads = in_micro_batches(jax.value_and_grad(loss_of), params, batch), both
 # divided by {parts} if the loss is a mean over the batch.
 '''
+#: What to do with keys, which have no rows.
+_KEYS = """\
+# {keys}: no part of the batch. Let the gradients' function close over it; with the same key all
+# parts draw the same numbers, unless each folds its own number in (jax.random.fold_in). The saved
+# program draws those of the whole batch.
+"""
 
 
 def code_of(program: PlannedProgram, plan: Plan) -> str:
@@ -83,6 +89,8 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
         )
     if plan.change.micro > 1:
         lines += ["", *_MICRO.format(parts=plan.change.micro).splitlines()]
+        keys = ", ".join(own.name for own in program.arguments if own.is_key)
+        lines += _KEYS.format(keys=keys).splitlines() if keys else []
     return "\n".join(lines) + "\n"
 
 

@@ -152,7 +152,12 @@ class _Finder:
             ]
             along = {at for axis in step.axes for at in axis.operands}
             over = {at for axis in step.axes for at in axis.results}
-            numbered = step.op.opcode == "iota" and (0, step.op.attrs["dimensions"][0]) in made
+            # Rows are numbered anew in ``main``; a loop's body does not know the micro-batch.
+            numbered = (
+                step.op.opcode == "iota"
+                and (0, step.op.attrs["dimensions"][0]) in made
+                and step.place[0] != entry
+            )
             if not set(met) <= along or not set(made) <= over or numbered:
                 raise _refused(f"{step.op.opcode} at {_line(step.op)} mixes rows of the batch")
             if (met or made) and step.op.opcode in OPAQUE:

@@ -73,6 +73,8 @@ class _Writer:
         )
         self.block = self.main.regions[0].blocks[0]
         self.numbers = {op: number for number, op in enumerate(self.ops)}
+        #: Number of the micro-batch, in the loop's body.
+        self.counter: Any = None
 
     def write(self) -> None:
         from jaxlib.mlir import ir
@@ -107,6 +109,7 @@ class _Writer:
         condition = loop.regions[0].blocks.append(*kinds, arg_locs=places_of)
         step = loop.regions[1].blocks.append(*kinds, arg_locs=places_of)
         self._condition(condition)
+        self.counter = step.arguments[0]
         known: dict[Any, Any] = {}
         inside = ir.InsertionPoint(step)
         for n, value in zip(read, list(step.arguments)[1 + len(sums) :], strict=True):
@@ -174,8 +177,12 @@ class _Writer:
         return _reshape(part.results[0], [*shape[:at], *shape[at + 1 :]], place)
 
     def _clone(self, op: ir.Operation, known: dict[Any, Any], place: ir.InsertionPoint) -> None:
-        clone = op.clone(ip=place).operation
         number = self.numbers[op]
+        dimensions = self.plan.batch.get((number, 0), ())
+        if op.name == "stablehlo.iota" and _along(op) in dimensions:
+            known[op.results[0]] = self._rows(op, dimensions, place)
+            return
+        clone = op.clone(ip=place).operation
         known.update(zip(op.results, clone.results, strict=True))
         for offset, inner in enumerate(nested_ops(clone)):
             for n, value in enumerate(inner.operands):
@@ -188,6 +195,34 @@ class _Writer:
                         region.blocks[0].arguments, inner.operands, strict=True
                     ):
                         argument.set_type(value.type)
+
+    def _rows(self, op: ir.Operation, dimensions: Sequence[int], place: ir.InsertionPoint) -> Any:
+        """Numbers of a part's rows in the whole batch, so that random numbers stay the same."""
+        from jaxlib.mlir import ir
+
+        kind = ir.RankedTensorType(op.results[0].type)
+        shape = [self._divided(e) if d in dimensions else e for d, e in enumerate(kind.shape)]
+        # Counted in whole numbers: a short float would round the product, not the row.
+        whole = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
+
+        def made(name: str, *operands: Any, kind: Any = whole, **attributes: Any) -> Any:
+            own = ir.Operation.create(
+                f"stablehlo.{name}",
+                results=[kind],
+                operands=operands,
+                attributes=attributes,
+                loc=op.location,
+                ip=place,
+            )
+            return own.results[0]
+
+        rows = made("iota", iota_dimension=op.attributes["iota_dimension"])
+        number = made(
+            "broadcast_in_dim", self.counter, broadcast_dimensions=ir.DenseI64ArrayAttr.get([])
+        )
+        # Part k has rows k, k + parts and so on.
+        rows = made("add", made("multiply", rows, _splat(whole, self.parts, place)), number)
+        return made("convert", rows, kind=ir.RankedTensorType.get(shape, kind.element_type))
 
     def _shrink(self, op: ir.Operation, number: int) -> None:
         """Give an op the types and sizes of a part of the batch."""
@@ -231,6 +266,13 @@ class _Writer:
         if extent % self.parts:
             raise ValueError(f"{self.parts} micro-batches do not divide a batch of {extent}")
         return extent // self.parts
+
+
+def _along(op: ir.Operation) -> int:
+    """The dimension that an iota counts."""
+    from jaxlib.mlir import ir
+
+    return int(ir.IntegerAttr(op.attributes["iota_dimension"]).value)
 
 
 def _splat(kind: Any, value: int, place: ir.InsertionPoint) -> Any:

@@ -98,6 +98,46 @@ def test_results_are_the_same(change):
     assert program.changed(change) is changed
 
 
+def dropped(params, position, key, x):
+    """Random masks, a weight for each row and a learned position, by keys of both kinds."""
+
+    def loss(params, position):
+        y = (x + position) @ params
+        kept = jax.random.bernoulli(jax.random.wrap_key_data(key), 0.7, y.shape)
+        y = jnp.where(kept, y / 0.7, 0.0)
+        y = y + 0.1 * jax.random.normal(
+            jax.random.fold_in(jax.random.wrap_key_data(key), 3), y.shape
+        )
+        rows = jnp.arange(x.shape[0], dtype=jnp.bfloat16).astype(jnp.float32)
+        return jnp.mean(y * y * (1.0 + rows[:, None, None]))
+
+    grads = jax.grad(loss, argnums=(0, 1))(params, position)
+    return params - 1e-4 * grads[0], position - 1e-4 * grads[1]
+
+
+def test_random_numbers_of_rows_stay_the_same():
+    rng = np.random.default_rng(2)
+    # More rows than bfloat16 counts one by one.
+    rows = 600
+    args = (
+        rng.normal(size=(WIDTH, WIDTH)).astype(np.float32),
+        rng.normal(size=(1, LENGTH, WIDTH)).astype(np.float32),
+        np.array([7, 11], np.uint32),
+        rng.normal(size=(rows, LENGTH, WIDTH)).astype(np.float32),
+    )
+    program = planned(dropped, args, donate=(0, 1))
+    assert [a.role for a in program.arguments] == ["parameter", "parameter", "other", "batch"]
+    made = {
+        parts: execute(
+            compile_module(program.changed(Change(0, parts)).source.module, 1, 1), list(args), 1
+        )
+        for parts in (1, 2, 6)
+    }
+    for parts in (2, 6):
+        for one, other in zip(made[1], made[parts], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_work_and_memory_are_those_of_a_scan():
     args = arguments(rows=256, width=64)
     own = planned(args=args).changed(Change(0, PARTS)).source.program
@@ -152,9 +192,20 @@ def largest(params, x):
 
 
 def numbered(params, x):
+    def drawn(n, sums):
+        return sums + jax.random.uniform(jax.random.fold_in(jax.random.key(0), n), sums.shape)
+
     def loss(params):
         y = x @ params
-        return jnp.mean(y * jnp.arange(x.shape[0], dtype=jnp.float32)[:, None])
+        return jnp.mean(y * jax.lax.fori_loop(0, 3, drawn, jnp.zeros(y.shape)))
+
+    return params - jax.grad(loss)(params)
+
+
+def drawn(params, x):
+    def loss(params):
+        state = jnp.arange(4, dtype=jnp.uint32)
+        return jnp.mean((x @ params) * jax.lax.rng_bit_generator(state, x.shape)[1])
 
     return params - jax.grad(loss)(params)
 
@@ -173,6 +224,7 @@ def looped(params, x):
         (told, "results of the step have the batch"),
         (largest, "reduce at .* is no sum over the batch"),
         (numbered, "iota at .* mixes rows of the batch"),
+        (drawn, "rng-bit-generator at .* mixes rows of the batch"),
         (looped, "adds gradients up itself"),
     ],
 )
