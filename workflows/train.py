@@ -46,4 +46,5 @@ def trainer_of(dataset: Dataset, model: str) -> Trainer:
     if model == "gpu-xla":
         spare = {"split", "threads", "final", "params", "max_rows", "join"}
         return Trainer("training gpu-xla on operators", every - spare, run_train_passes)
-    return Trainer("training on operators", every - {"split"}, run_train_operators)
+    subject = "training on operators, whose tables hold the split in a column"
+    return Trainer(subject, every - {"split"}, run_train_operators)
