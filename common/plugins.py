@@ -8,6 +8,8 @@ package is imported until it is asked for.
 
 from __future__ import annotations
 
+import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -19,6 +21,32 @@ def found(group: str) -> dict[str, EntryPoint]:
     # A name that two packages define belongs to the one found last.
     points = {point.name: point for point in entry_points(group=group)}
     return dict(sorted(points.items()))
+
+
+def call(point: EntryPoint, *arguments: object) -> Any:
+    """Call the function that an entry point names.
+
+    Raises:
+        OpcastError: Its package cannot be imported, or the function fails: a fault of the plug-in,
+            named with its file and line.
+    """
+    function = load(point)
+    try:
+        return function(*arguments)
+    except OpcastError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        file = getattr(sys.modules.get(point.module), "__file__", None)
+        # The innermost line of the plug-in, which says more than that of a library below it.
+        own = [frame for frame in frames if frame.filename == file] or frames
+        place = f"{own[-1].filename}:{own[-1].lineno}" if own else point.value
+        raise OpcastError(
+            f"the plug-in {point.value} failed: {type(error).__name__}: {error}",
+            where=place,
+            hint=f"its fault, not opcast's: correct it, or take another {point.group} than "
+            f"{point.name!r}",
+        ) from error
 
 
 def load(point: EntryPoint) -> Any:

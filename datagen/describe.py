@@ -27,14 +27,19 @@ def describe(dataset: Dataset) -> dict[str, object]:
     """
     frame = dataset.frame
     kernels = frame[frame["level"] != "program"]
-    # Single ops have a family per opcode; one line for all of them keeps the table short.
-    families = frame["family"].where(~frame["family"].str.startswith("op:"), "op")
+    operators = frame["level"] == "operator"
+    names = frame["family"].str.removeprefix("op:")
+    # Single ops have a family per opcode; one line for all of them keeps the table short. Library
+    # operators have one by which they are learned: ``graph/context_attention``.
+    single = frame["family"].str.startswith("op:") & ~operators
+    families = names.where(operators, frame["family"]).mask(single, "op")
+    kinds = names.str.split("/").str[-1].where(operators, frame["kind"])
     return {
         "samples": len(frame),
         "programs": int(frame["program"].str.split(_REPLICATE).str[0].nunique()),
         "distinct_kernels": int(kernels["kernel_hash"].nunique()),
         "by_level": _counts(frame["level"]),
-        "by_kind": _counts(frame["kind"]),
+        "by_kind": _counts(kinds),
         "by_family": _counts(families),
         "by_dtype": _counts(frame["dtype"]),
         "by_device": _counts(frame["device"]),

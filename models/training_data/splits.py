@@ -106,7 +106,7 @@ def make_split(
     elif name.endswith(_TABLES):
         parts = _by_table(frame, Path(name))
     elif (point := plugins.found(GROUP).get(name)) is not None:
-        parts = _coded(np.asarray(plugins.load(point)(frame, seed), object), len(frame), name)
+        parts = _coded(np.asarray(plugins.call(point, frame, seed), object), len(frame), name)
     else:
         known = ", ".join((*SPLITS, *plugins.found(GROUP)))
         raise DatasetError(

@@ -89,6 +89,12 @@ def test_import_knows_only_published_tables(folder: Path, tmp_path: Path) -> Non
     assert "published" in result.output
 
 
+def test_imported_operators_are_counted_by_their_families(dataset: Path) -> None:
+    shown = json.loads(_run("data", "show", dataset, "--json").output)
+    assert set(shown["by_family"]) == set(FAMILIES)
+    assert set(shown["by_kind"]) == {"linear", "generation_attention"}
+
+
 def test_training_prints_figures_of_the_excluded_device(trained: tuple[Path, str]) -> None:
     assert "l40s" in trained[1]
     assert "unseen" in trained[1]

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from opcast.common import plugins
-from opcast.common.errors import DatasetError
+from opcast.common.errors import DatasetError, OpcastError
 from opcast.models.training_data.splits import SPLITS, Split, leave_family_out, make_split
 
 Frames = Callable[..., pd.DataFrame]
@@ -172,3 +172,18 @@ def test_a_split_of_a_file(frame: pd.DataFrame, tmp_path: Path, suffix: str):
             make_split(frame, written(wrong))
     with pytest.raises(DatasetError, match="nowhere"):
         make_split(frame, str(tmp_path / f"nowhere{suffix}"))
+
+
+def wrong(frame: pd.DataFrame, seed: int) -> list[str]:
+    return list(frame.groupby("kind")["latency_us"].median())
+
+
+def test_a_fault_of_a_plug_in_is_told_as_its_own(frame, monkeypatch):
+    """A researcher's column that is not there: their line, not one of opcast or pandas."""
+    point = EntryPoint("mine", f"{__name__}:wrong", "opcast.splits")
+    monkeypatch.setattr(plugins, "found", lambda group: {"mine": point})
+    with pytest.raises(OpcastError, match="Column not found: latency_us") as told:
+        make_split(frame, "mine")
+    line = wrong.__code__.co_firstlineno + 1
+    assert told.value.where == f"{__file__}:{line}"
+    assert "its fault, not opcast's" in told.value.hint
