@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 import opcast as package
+from opcast.common.errors import CompilerError
+from opcast.features.lowering.target_compiler.install import find_compiler
 
-from .test_readme import FASTER, run, shown
+from .test_readme import FASTER, README, run, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -155,6 +157,22 @@ def test_commands_of_a_tutorial_work_and_print_what_it_says(page, tmp_path):
                 continue
             missing = says(printed, lines, measured=measured)
             assert not missing, f"{command}: {missing}\n{printed}"
+
+
+@pytest.mark.slow
+def test_the_readme_prints_what_it_says(tmp_path):
+    """Its examples that measure nothing; with the compilers that it installs, as it says."""
+    try:
+        find_compiler("gpu")
+    except CompilerError as error:
+        pytest.skip(f"XLA's compiler for GPUs is not installed: {error}")
+    shown = re.findall(r"^```\n(\$ .*?)^```", README, re.MULTILINE | re.DOTALL)
+    examples = [found for found in map(commands, shown) if any(lines for _, lines in found)]
+    assert len(examples) == 2 and sum(len(own) for own in examples) == 4
+    for command, lines in (pair for found in examples for pair in found):
+        printed = execute(shlex.split(command), tmp_path, environment(tmp_path))
+        missing = says(printed, lines)
+        assert not missing, f"{command}: {missing}\n{printed}"
 
 
 def environment(folder: Path) -> dict[str, str]:
