@@ -221,7 +221,7 @@ def _run_of(
     from ..models.training_data.metrics import summary
 
     whole = summary(
-        *(judged[f"{c}"].to_numpy(float) for c in ("measured_us", "predicted_us", "lo_us", "hi_us"))
+        *(judged[c].to_numpy(float) for c in ("measured_us", "predicted_us", "lo_us", "hi_us"))
     )
     return RunLog(
         f"operators-{model}",
@@ -254,6 +254,9 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     from ..predict.published.tables import predict_published
 
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
+    model = OpModel.load(find_model(name))
+    model.devices |= _described(settings.device)
+    learned = _learned(model) if settings.model != "default" else ""
     # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     kept = settings.kept
@@ -262,8 +265,6 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     with counting("predicting rows") as progress:
         described = str(sorted(_described(settings.device).items()))
         identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL), described)
-        model = OpModel.load(find_model(name))
-        model.devices |= _described(settings.device)
         predicted = predict_published(
             settings.published,
             model,
@@ -281,4 +282,23 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     summary = predicted.summary()
     if len(summary):
         print_frame(console, in_percent(summary), "rows whose latency is given, errors in %")
+        if learned:
+            console.print(f"note: {settings.model} {learned}", highlight=False)
     wrote(settings.out, f"{len(predicted.frame)} rows")
+
+
+def _learned(model: OpModel) -> str:
+    """What a model learned from, beside errors on rows that may be among it; empty if not known."""
+    splits, info = model.info.get("splits"), model.info
+    if not splits or "rows" not in info:
+        return ""
+    named = "all splits" if splits == "all" else f"split {', '.join(map(str, _listed(splits)))}"
+    return (
+        f"learned from {info['rows']} rows of {named} of its own data (dataset "
+        f"{info.get('dataset_hash', 'not named')}): of rows here that are among them the errors "
+        "are no test of it"
+    )
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, list) else [value]
