@@ -116,7 +116,7 @@ def _print_cluster(cluster: Cluster) -> None:
         times.add_row(kind, *(f"{1e6 * c.total:,.1f}" for c in costs), costs[-1].algorithm)
     console.print(times)
     for key, source in sorted(cluster.sources.items()):
-        console.print(f"{key}: {source}", highlight=False, soft_wrap=True)
+        console.print(f"{key}: {source}", highlight=False)
 
 
 def _device_name(cluster: Cluster) -> str:

@@ -99,7 +99,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
         )
     console.print(table)
     if len(front):
-        # The table cuts long plans off, and this one is to be copied.
+        # The table breaks long plans, and this one is to be copied.
         best = front.iloc[0]
         console.print(
             f"fastest: --cluster {best['cluster']} --set batch={best['batch']} "
@@ -162,5 +162,8 @@ def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for place, name in enumerate(names):
         right = place in (1, 2)
-        table.add_column(name, justify="right" if right else "left", no_wrap=place < 3)
+        # Figures stay whole, plans and names go on in the next line.
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=place < 3, overflow="fold"
+        )
     return table
