@@ -304,9 +304,8 @@ def _attention(
         written = _written_out(call, queries, keys, values, _mask(mask), own, causal, dropout)
         return jnp.swapaxes(written, 1, 2).reshape(call.shape)
     shaped = _mask(mask)
-    seen, bias = (None, shaped)
-    if shaped is not None and shaped.dtype == jnp.bool_:
-        seen, bias = shaped, None
+    boolean = shaped is not None and shaped.dtype == jnp.bool_
+    seen, bias = (shaped, None) if boolean else (None, shaped)
 
     def by(implementation: Literal["cudnn", "xla"]) -> jax.Array:
         return jax.nn.dot_product_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ Dims: TypeAlias = int | Sequence[int] | None
 Result: TypeAlias = jax.Array | Sequence[jax.Array | None]
 #: A translated operator: its call, then the operator's own arguments with arrays for tensors.
 Translation: TypeAlias = Callable[..., Result]
+_F = TypeVar("_F", bound=Translation)
 #: Translations by the operator's name, with or without its overload.
 TABLE: dict[str, Translation] = {}
 
@@ -44,10 +45,10 @@ class Call:
         return bool(jnp.issubdtype(self.dtype, jnp.inexact))
 
 
-def aten(*names: str) -> Callable[[Translation], Translation]:
+def aten(*names: str) -> Callable[[_F], _F]:
     """Enter a function into the table under names of operators, such as ``add`` or ``max.dim``."""
 
-    def enter(function: Translation) -> Translation:
+    def enter(function: _F) -> _F:
         for name in names:
             TABLE[f"aten.{name}"] = function
         return function

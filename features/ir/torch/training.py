@@ -156,7 +156,7 @@ def _loss(
                 hint="--loss cross_entropy (its first output as logits, labels of their own) or "
                 "--loss sum; in Python also loss=function of the outputs",
             )
-        return lambda found, _: found[0].reshape(()).astype(jnp.float32), ()
+        return lambda found, _: _tensors(found)[0].reshape(()).astype(jnp.float32), ()
     if loss == "sum":
         return _sum, ()
     # Labels are of every output but the classes, which are last as in models of language.
@@ -175,19 +175,23 @@ def _loss(
         )
 
     def by_user(found: _Outputs, _: object) -> jax.Array:
-        values, _moved = translated({}, {}, tuple(x for x in found if isinstance(x, jax.Array)))
-        return values[0].reshape(()).astype(jnp.float32)
+        values, _moved = translated({}, {}, tuple(_tensors(found)))
+        return _tensors(values)[0].reshape(()).astype(jnp.float32)
 
     return by_user, ()
 
 
+def _tensors(outputs: _Outputs) -> list[jax.Array]:
+    return [x for x in outputs if isinstance(x, jax.Array)]
+
+
 def _sum(outputs: _Outputs, _: object) -> jax.Array:
-    floats = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = [x for x in _tensors(outputs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack([jnp.sum(x.astype(jnp.float32)) for x in floats]).sum()
 
 
 def _cross_entropy(outputs: _Outputs, labels: tuple[jax.Array, ...]) -> jax.Array:
-    logits = outputs[0].astype(jnp.float32)
+    logits = _tensors(outputs)[0].astype(jnp.float32)
     with jax.named_scope("cross_entropy"):
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels[0]).mean()
 

@@ -132,6 +132,7 @@ class Forward:
         outputs, moved = [], dict(state)
         for spec, value in zip(self.graph.graph_signature.output_specs, found, strict=True):
             if spec.kind.name == "BUFFER_MUTATION":
+                assert isinstance(value, jax.Array), spec.target
                 moved[spec.target] = value
             elif spec.kind.name == "USER_OUTPUT":
                 outputs.append(value)
@@ -302,10 +303,15 @@ class _Run:
         args = self._all_given(node.args, values)
         name = _name(node)
         if node.target is operator.getitem:
-            return args[0][args[1]] if args[1] < len(args[0]) else self._absent(node)
+            parts, at = args
+            assert isinstance(parts, list | tuple) and isinstance(at, int), node
+            if at < len(parts):
+                return parts[at]
+            self._absent(node)
+            return None
         if name in _WRAPPERS:
-            at = _WRAPPERS[name]
-            return self.graph(args[at], list(args[at + 1 :]))
+            inner = _WRAPPERS[name]
+            return self.graph(args[inner], args[inner + 1 :])
         if _is_assertion(name):
             return None
         kwargs = {
@@ -377,8 +383,8 @@ def _as_wanted(found: Result, node: torch.fx.Node, place: Place) -> Result | Non
     """
     wanted = node.meta.get("val")
     many = isinstance(wanted, list | tuple)
-    results = list(found) if many else [found]
-    cast = []
+    results = [found] if isinstance(found, jax.Array) else list(found)
+    cast: list[jax.Array | None] = []
     for own, like in zip(results, wanted if many else [wanted], strict=False):
         if like is None or not hasattr(like, "dtype") or own is None:
             cast.append(own)
