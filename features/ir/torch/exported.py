@@ -28,6 +28,8 @@ _KEPT = (
     "aten.matmul.default",
     "aten.einsum.default",
     "aten.rms_norm.default",
+    # Of channels-last images its rule asks for strides, which JAX does not have.
+    "aten.adaptive_avg_pool2d.default",
 )
 #: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
 _ROUNDS = 4
@@ -129,6 +131,7 @@ def _as_module(function: object, name: str) -> torch.nn.Module:
             self.used = torch.nn.ModuleList(held)
 
         def forward(self, *args: object, **kwargs: object) -> object:
+            assert callable(function), f"a {type(function).__name__} is no function"
             return function(*args, **kwargs)
 
     Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"

@@ -122,12 +122,64 @@ def _norm(
         return jnp.sqrt(jnp.sum(size * size, axis=axes, keepdims=keep))
     if order == float("inf"):
         return jnp.max(size, axis=axes, keepdims=keep)
+    if order == 0:
+        return jnp.sum(size != 0, axis=axes, keepdims=keep).astype(size.dtype)
     return jnp.sum(size**order, axis=axes, keepdims=keep) ** (1.0 / order)
 
 
 @aten("cumsum")
 def _cumsum(call: Call, x: jax.Array, dim: int, **_: object) -> jax.Array:
     return jnp.cumsum(x, axis=dim, dtype=call.dtype)
+
+
+def _running(
+    best: Callable[..., jax.Array],
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def translated(call: Call, x: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+        axis = dim % x.ndim
+        found = best(x, axis=axis)
+        place = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+        # Of equal values the last one, as in PyTorch.
+        return found, lax.cummax(jnp.where(x == found, place, 0), axis=axis)
+
+    return translated
+
+
+TABLE["aten.cummax"] = _running(lax.cummax)
+TABLE["aten.cummin"] = _running(lax.cummin)
+
+
+@aten("logcumsumexp")
+def _logcumsumexp(call: Call, x: jax.Array, dim: int) -> jax.Array:
+    return lax.cumlogsumexp(x, axis=dim % x.ndim)
+
+
+@aten("median")
+def _median(call: Call, x: jax.Array) -> jax.Array:
+    # The lower of the two in the middle, unlike NumPy's.
+    return jnp.sort(x.reshape(-1))[(x.size - 1) // 2]
+
+
+@aten("median.dim")
+def _median_along(
+    call: Call, x: jax.Array, dim: int, keep: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _kthvalue(call, x, (x.shape[dim] - 1) // 2 + 1, dim, keep)
+
+
+@aten("kthvalue")
+def _kthvalue(
+    call: Call, x: jax.Array, k: int, dim: int = -1, keep: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    place = jnp.take(jnp.argsort(x, axis=dim, stable=True), jnp.array([k - 1]), axis=dim)
+    values = jnp.take_along_axis(x, place, axis=dim)
+    return (values, place) if keep else (jnp.squeeze(values, dim), jnp.squeeze(place, dim))
+
+
+@aten("_cdist_forward")
+def _cdist(call: Call, a: jax.Array, b: jax.Array, p: float, mode: int | None) -> jax.Array:
+    apart = jnp.abs(a[..., :, None, :] - b[..., None, :, :])
+    return _norm(call, apart, p, -1)
 
 
 @aten("cumprod")
@@ -187,8 +239,8 @@ def _along(parameter: jax.Array, rank: int) -> jax.Array:
 
 
 def _by_channel(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    weight, bias = (None if p is None else _along(p, x.ndim) for p in (weight, bias))
-    return _affine(x, weight, bias)
+    own = None if weight is None else _along(weight, x.ndim)
+    return _affine(x, own, None if bias is None else _along(bias, x.ndim))
 
 
 @aten("native_layer_norm")

@@ -219,6 +219,48 @@ def _scatter_add(call: Call, x: jax.Array, dim: int, index: jax.Array, new: jax.
     return x.at[_grid(x, dim, index)].add(_covered(new, index))
 
 
+#: Reductions of :func:`_scatter_reduce`: how values meet, and what changes none; a mean is a sum,
+#: divided afterwards.
+_SCATTERS = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -np.inf, "amin": np.inf}
+
+
+@aten("scatter_reduce.two")
+def _scatter_reduce(
+    call: Call,
+    x: jax.Array,
+    dim: int,
+    index: jax.Array,
+    new: jax.Array,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> jax.Array:
+    grid, values = _grid(x, dim, index), _covered(new, index)
+    least = _SCATTERS[reduce]
+    if not jnp.issubdtype(x.dtype, jnp.inexact) and np.isinf(least):
+        limits = jnp.iinfo(x.dtype)
+        least = limits.min if least < 0 else limits.max
+    start = x if include_self else x.at[grid].set(jnp.asarray(least, x.dtype))
+    own = start.at[grid]
+    if reduce == "prod":
+        return own.multiply(values)
+    if reduce in ("amax", "amin"):
+        return own.max(values) if reduce == "amax" else own.min(values)
+    total = own.add(values)
+    if reduce == "sum":
+        return total
+    count = jnp.full(x.shape, int(include_self)).at[grid].add(1)
+    # What no value meets stays.
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), total).astype(x.dtype)
+
+
+@aten("bucketize.Tensor", "bucketize.Scalar")
+def _bucketize(
+    call: Call, x: Operand, bounds: jax.Array, *, out_int32: bool = False, right: bool = False
+) -> jax.Array:
+    return jnp.searchsorted(bounds, jnp.asarray(x), side="right" if right else "left")
+
+
 @aten("index_add")
 def _index_add(
     call: Call, x: jax.Array, dim: int, index: jax.Array, new: jax.Array, alpha: Scalar = 1

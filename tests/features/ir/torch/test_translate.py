@@ -220,6 +220,15 @@ ROW_FUNCTIONS = {
     "weighted_bags": lambda x: F.embedding_bag(
         INDEX, x, mode="sum", per_sample_weights=x[:2, :3], padding_idx=1
     ),
+    "scatter_reduce": lambda x: [
+        x.scatter_reduce(0, INDEX % 4, x[:2, :3] + 1, how, include_self=own)
+        for how in ("sum", "prod", "mean", "amax", "amin")
+        for own in (True, False)
+    ],
+    "running": lambda x: (*x.cummax(0), *x.round().cummin(1), x.logcumsumexp(1)),
+    "middle": lambda x: (*x.median(1), x.median(), x.quantile(0.3, 0), *x.kthvalue(2, 0)),
+    "bins": lambda x: torch.bucketize(x, torch.tensor([-0.5, 0.0, 1.0]), right=True),
+    "distances": lambda x: (torch.cdist(x, x[:2]), torch.cdist(x[None], x[None, :2], p=1.0)),
     "where": lambda x: torch.where(x > 0, x, torch.tensor(-1.0)).logical_not().any(0),
 }  # fmt: skip
 
@@ -247,6 +256,12 @@ def test_convolutions(layer):
     agree(layer, X)
     agree(torch.nn.Conv1d(3, 2, 3), X[:, :, 0])
     agree(torch.nn.Conv3d(2, 3, 2), X[:, :2, None].repeat(1, 1, 3, 1, 1))
+
+
+def test_images_with_channels_last():
+    pooled = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1))
+    last = torch.channels_last
+    agree(pooled.to(memory_format=last), X.contiguous(memory_format=last))
 
 
 @pytest.mark.parametrize("causal", [False, True])
