@@ -47,8 +47,9 @@ def partition_program(job: Mapping[str, Any]) -> None:
 
     module = parse_module(Path(job["program"]).read_bytes())
     if "arguments" in job:
-        outputs = {int(out): number for out, number in job["outputs"].items()}
-        module = with_shardings(module, job["arguments"], outputs, job["devices"])
+        texts = job["arguments"]
+        outputs = {int(out): texts[number] for out, number in job["outputs"].items()}
+        module = with_shardings(module, texts, outputs, job["devices"])
     Path(job["dump"]).mkdir(parents=True, exist_ok=True)
     try:
         compile_module(module, 1, job["devices"], dump_flags(job["dump"]))

@@ -309,15 +309,14 @@ def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
 
 
 def with_shardings(
-    module: ir.Module, arguments: Sequence[str], outputs: Mapping[int, int], count: int
+    module: ir.Module, arguments: Sequence[str], results: Mapping[int, str], count: int
 ) -> ir.Module:
     """A copy of a module of one device whose arguments are cut over several.
 
     Args:
         module: StableHLO with a function ``main``.
         arguments: Sharding of each argument, as XLA writes it.
-        outputs: Results that are cut as an argument is: number of the argument by that of the
-            result. The partitioner decides about the others.
+        results: Sharding of results, by number. The partitioner decides about the others.
         count: Devices.
     """
     copy = copy_module(module)
@@ -328,10 +327,9 @@ def with_shardings(
             if op.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
         ]
         kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
-        texts = {number: arguments[own] for number, own in outputs.items()}
         for side, total, known in (
             ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
-            ("res_attrs", len(kind.results), texts),
+            ("res_attrs", len(kind.results), results),
         ):
             old: Any = main.attributes[side] if side in main.attributes else [None] * total
             new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]

@@ -348,6 +348,12 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
     if given is not None and not given["error"]:
         ratio = _number(given, "latency_us") / _number(best, "latency_us")
         notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")
+    twice = search.program.kept_twice
+    if parameters and twice > parameters / 2:
+        notes.append(
+            f"nothing is donated, so {size(twice)} of parameters and state are there twice in a "
+            "step: donate_argnums of jax.jit frees them"
+        )
     if search.program.note:
         notes.append(search.program.note)
     own = best["notes"]

@@ -246,8 +246,17 @@ class _Reader:
                     looks[colour].add((step.op.opcode, *kinds, axis.operands, axis.results))
                     work[colour] += flops
         numbers: dict[frozenset[tuple[object, ...]], int] = {}
-        for colour, own in looks.items():
-            number = numbers.setdefault(frozenset(own), len(numbers) + 1)
+        kinds_of = dict.fromkeys(frozenset(own) for own in looks.values())
+        # The first layer has no gradient of its input: it looks like the others but for that.
+        wholes = {
+            own: min(
+                (o for o in kinds_of if own < o and len(o) < 2 * len(own)), key=len, default=own
+            )
+            for own in kinds_of
+        }
+        for colour, some in looks.items():
+            own = wholes[frozenset(some)]
+            number = numbers.setdefault(own, len(numbers) + 1)
             found.classes[colour] = number
             found.work[number] = found.work.get(number, 0.0) + work[colour]
 

@@ -168,7 +168,8 @@ class PlannedProgram:
     def annotated(self, plan: Plan) -> bytes:
         """The program with a plan's shardings, in GSPMD's form, as MLIR bytecode.
 
-        Arguments, and the results that take their places, are cut as the plan says. Parameters
+        Arguments, and the results that take their places, are cut as the plan says, the other
+        results as their dimensions are. Parameters
         that ``fsdp`` cuts are gathered where they are used, and results of products with the batch
         keep their cuts, since XLA's partitioner otherwise chooses by operand sizes.
         """
@@ -180,7 +181,9 @@ class PlannedProgram:
             sharding_text(self.argument_spec(own, plan), len(own.classes), sizes)
             for own in self.arguments
         ]
-        outputs = {own.output: n for n, own in enumerate(self.arguments) if own.output >= 0}
+        outputs = {
+            n: sharding_text(cut, len(cut), sizes) for n, cut in enumerate(self._result_specs(plan))
+        }
         operands, results = self._constraints(plan)
         module = constrained(
             self.source.module,
@@ -189,6 +192,40 @@ class PlannedProgram:
             self._calls(plan),
         )
         return write_bytecode(with_shardings(module, arguments, outputs, plan.devices))
+
+    @cached_property
+    def kept_twice(self) -> int:
+        """Bytes of parameters and state whose updates are results, but do not take their place."""
+        taken = {own.output for own in self.arguments}
+        kept = (a for a in self.arguments if a.role in ("parameter", "state"))
+        left = [own.type for own in kept if own.output < 0]
+        entry, total = self.source.program.entry_computation, 0
+        root = entry.root_op
+        for number, place in enumerate(root.operands if root.opcode == "tuple" else ()):
+            kind = entry.ops[place].type
+            if number not in taken and kind in left and kind.shape:
+                left.remove(kind)
+                total += kind.nbytes
+        return total
+
+    def _result_specs(self, plan: Plan) -> list[Spec]:
+        """How results lie: updated state, donated or not, as it came."""
+        entry, cuts = self.source.program.entry_computation, self.space.cuts(plan)
+        root = entry.root_op
+        places = root.operands if root.opcode == "tuple" else (entry.root,)
+        taken = {own.output: own for own in self.arguments if own.output >= 0}
+        kept = [own for own in self.arguments if own.role in ("parameter", "state")]
+        left = [own for own in kept if own.output < 0]
+        specs = []
+        for number, place in enumerate(places):
+            value = ((entry.name, place), 0)
+            kind, classes = self.found.types[value], self.found.value_classes(value)
+            same = (own for own in left if (own.type, own.classes) == (kind, classes))
+            own = taken.get(number) or next(same, None)
+            if own in left:
+                left.remove(own)
+            specs.append(self.argument_spec(own, plan) if own else assign(classes, cuts))
+        return specs
 
     def _calls(self, plan: Plan) -> dict[int, CallSplit]:
         """How calls of attention are cut, by the numbers of the ops."""
