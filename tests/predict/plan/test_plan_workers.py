@@ -93,36 +93,69 @@ def rows_of(path):
     return json.loads(path.read_text())["rows"] if path.exists() else {}
 
 
-def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
-    (tmp_path / "step.mlir").write_text(program)
-    command = [
-        sys.executable, "-m", "opcast.cli", "plan", str(tmp_path / "step.mlir"), "--json",
+def command_of(folder, program, *more):
+    """A search of three plans whose results are in a folder."""
+    (folder / "step.mlir").write_text(program)
+    return [
+        sys.executable, "-m", "opcast.cli", "plan", str(folder / "step.mlir"), "--json",
         "--cluster", "h100-sxm-x4", "--lowering", "fused", "--model", "roofline",
-        "--axes", "data,fsdp,tensor", "--compiles", "3", "--out", str(tmp_path / "plans"),
+        "--axes", "data,fsdp,tensor", "--compiles", "3", "--out", str(folder / "plans"), *more,
     ]  # fmt: skip
-    known = tmp_path / "plans" / "plan.json"
+
+
+def stopped(command, folder, stop):
+    """Start a search and send it a signal once a plan is known; returns its exit status."""
+    known = folder / "plans" / "plan.json"
     for _ in range(4):
-        with (tmp_path / "first.json").open("w") as out:
+        with (folder / "first.json").open("w") as out:
             running = subprocess.Popen(command, stdout=out, start_new_session=True)
             end = time.monotonic() + 300.0
             # The first row is that of one device.
             while len(rows_of(known)) < 2 and running.poll() is None and time.monotonic() < end:
                 time.sleep(0.01)
             # To all of its processes, as a terminal sends it.
-            os.killpg(running.pid, signal.SIGINT)
-            assert running.wait(120) == 130
+            os.killpg(running.pid, stop)
+            status = running.wait(120)
         if len(rows_of(known)) < 4:
             break
-        # The interrupt came too late: the last plan was compiled before it.
+        # The signal came too late: the last plan was compiled before it.
         known.unlink()
+    return status
+
+
+def goes_on(command, folder, here):
+    """The same command compiles the plans that are left, and those alone; the rows known before."""
+    kept = rows_of(folder / "plans" / "plan.json")
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    second = json.loads(again.stdout)
+    # To the last bit: with the time that compiling took then.
+    assert all(row == kept[row["key"]] for row in second["rows"] if row["key"] in kept)
+    times = [(row["key"], row["latency_us"]) for row in second["rows"]]
+    assert times == [(row["key"], row["latency_us"]) for row in here.rows]
+    return kept
+
+
+def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
+    command = command_of(tmp_path, program)
+    assert stopped(command, tmp_path, signal.SIGINT) == 130
     first = json.loads((tmp_path / "first.json").read_text())
     assert 1 <= len(first["rows"]) < 3
     assert any("the search was stopped" in note for note in first["notes"])
-    kept = rows_of(known)
+    kept = goes_on(command, tmp_path, here)
     assert set(kept) == {row["key"] for row in [*first["rows"], first["one_device"]]}
-    # The same command compiles the others, and those alone.
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
-    second = json.loads(again.stdout)
-    assert [row for row in second["rows"] if row["key"] in kept] == first["rows"]
-    times = [row["latency_us"] for row in second["rows"]]
-    assert times == [row["latency_us"] for row in here.rows]
+
+
+# Ray's own processes are other programs, which JAX's warning of forks does not concern.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_search_on_ray_goes_on_after_its_driver_died(program, here, tmp_path):
+    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        command = command_of(tmp_path, program, "--ray", nodes.address)
+        assert stopped(command, tmp_path, signal.SIGKILL) == -signal.SIGKILL
+        assert len(goes_on(command, tmp_path, here)) in (2, 3)
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
