@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -35,6 +37,25 @@ class Interval(NamedTuple):
     def around(cls, value: float, below: float, above: float) -> Interval:
         """Make the interval of an estimate from its half-widths; the lower end stays positive."""
         return cls(value, max(value - below, LEAST_SHARE * value), value + above)
+
+    def chance_below(self, limit: float) -> float:
+        """How likely the true value is at most a limit.
+
+        Logarithms are taken for normal on each side of the estimate, with 5 % beyond each end.
+
+        Args:
+            limit: In the unit of the interval; may be infinite.
+        """
+        if limit <= 0.0 or self.value <= 0.0:
+            return float(self.value <= limit)
+        end = self.hi if limit >= self.value else self.lo
+        if limit == float("inf") or end <= 0.0 or end == self.value:
+            return float(self.value <= limit)
+        away = log(limit / self.value) / abs(log(end / self.value))
+        return _NORMAL.cdf(_NORMAL.inv_cdf(0.95) * away)
+
+
+_NORMAL = NormalDist()
 
 
 class InSeconds:

@@ -197,6 +197,9 @@ class _Served(_Powered):
     prefix_hit_tokens: int
     cache_tokens: int
     queued_share: float
+    overload_probability: float = Field(
+        description="How likely an open load is more than the engines serve."
+    )
     memory_bytes_per_device: dict[str, float]
     known: str = Field(description="What intervals rest on: model, framework, architecture …")
     framework: str

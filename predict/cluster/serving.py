@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.effects import Context
+from ...models.serving.model import METRICS as MODEL_METRICS
 from ...models.serving.model import (
     REQUEST_TIME,
     SATURATED,
@@ -35,6 +37,7 @@ from ...simulate.serving.latencies import (
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.memory import gave_way
 from ...simulate.serving.policies import framework_defaults
+from ...simulate.serving.saturation import capacity
 from ..devices import generation_note
 from ..operator.serving_operators import weight_only
 from .deployment import Deployment
@@ -51,6 +54,11 @@ from .serving_table import ServingRow
 
 #: Rates that differ by less are taken for equal.
 RATE_TIE = 0.02
+#: Share of what they serve at most up to which engines count as keeping up: queues at it have a
+#: length that does not grow with the run. Engineering choice.
+KEPT = 0.9
+#: Chance from which something is within the 90 % interval: 5 % lie beyond each of its ends.
+LIKELY = 0.05
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class ServingPrediction:
         notes: What lies outside of what was measured.
         states: Means over time of caches, queues and batches; empty without histories.
         energy: Joules of all devices over the run; ``None`` where a power limit is not known.
+        overload: How likely an open load is more than the engines serve, so that queues grow
+            without end.
     """
 
     deployment: Deployment
@@ -93,6 +103,7 @@ class ServingPrediction:
     notes: tuple[str, ...] = ()
     states: Mapping[str, float] = field(default_factory=dict)
     energy: Interval | None = None
+    overload: float = 0.0
 
     def dollars(self, price: float) -> dict[str, Interval]:
         """Of a million output tokens and of a request: an hour of all devices over those in it.
@@ -168,6 +179,7 @@ class ServingPrediction:
             "prefix_hit_tokens": run.hit_tokens,
             "cache_tokens": self.cache_tokens,
             "queued_share": self.queued,
+            "overload_probability": self.overload,
             "memory_bytes_per_device": dict(self.memory),
             "known": self.known,
             "framework": self.deployment.framework,
@@ -237,18 +249,13 @@ class ServingPredictor:
         queued = queued_share(load, run)
         seen = served(load, run, first)
         count, tokens = len(load.prompts), float(load.outputs.sum())
-        if spec.kind in ("trace", "open-poisson") and not load.concurrency:
-            factors = [
-                self.model.interval(metric, tier, queued, context)
-                for metric in ("ttft", "tpot", "per_token")
-            ]
-            # Faster engines do not make more requests arrive, and slower ones let queues grow.
-            others = [self._run(row, load, stations, weights, end, False) for end in factors[2]]
-            spans = [run.makespan, *(other.makespan for other in others)]
-            ends = [
-                wider(served(load, run, first * one, more), served(load, o, first), side)
-                for side, (one, more, o) in enumerate(zip(*factors[:2], others, strict=True))
-            ]
+        overload = 0.0
+        if is_open(spec, load):
+            factors = {m: self.model.interval(m, tier, queued, context) for m in MODEL_METRICS}
+            room = capacity(load, *stations) / (spec.rate or load.rate)
+            ends, spans, overload = self._open(
+                row, load, stations, weights, run, first, room, factors
+            )
         else:
             ends, spans = self._tied(load, run, seen, tier, queued, context)
         figures = {}
@@ -260,6 +267,9 @@ class ServingPredictor:
         rates = [1.0 / span for span in spans]
         low, high = min(rates), max(rates)
         good = [each.good(slo) for each in (seen, *ends)]
+        if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
+            # The longer the load lasts, the fewer of its requests are in time.
+            good.append(0.0)
         memory = engine_memory(row, row.engine)
         return ServingPrediction(
             deployment=deployment,
@@ -283,7 +293,46 @@ class ServingPredictor:
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
+            overload=overload,
         )
+
+    def _open(
+        self,
+        row: ServingRow,
+        load: Load,
+        stations: Sequence[Station],
+        weights: np.ndarray,
+        run: Run,
+        first: float,
+        room: float,
+        factors: Mapping[str, tuple[float, float]],
+    ) -> tuple[list[Served], list[float], float]:
+        """Latencies of an open load at both ends, how long its run takes, and overload's chance.
+
+        Faster engines do not make more requests arrive, and slower ones let queues grow: those that
+        are too slow for the load without end, so that the upper ends are of engines that keep up.
+
+        Args:
+            row: What is asked for.
+            load: The requests.
+            stations: The engines.
+            weights: Of the classes and of a request.
+            run: Of the estimate.
+            first: Factor on times to the first token.
+            room: What the engines serve at most over what is offered.
+            factors: Ends by metric.
+        """
+        fast, slow = factors["per_token"]
+        ends, spans = [], [run.makespan]
+        for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):
+            other = self._run(row, load, stations, weights, slower, False)
+            times = factors["ttft"][side], factors["tpot"][side]
+            own = served(load, run, first * times[0], times[1])
+            ends.append(wider(own, served(load, other, first), side))
+            spans.append(other.makespan)
+        # Engines that do not keep up need as long as they take for all requests.
+        spans.append(max(spans[2], slow / room * float(load.arrivals.max())))
+        return ends, spans, 1.0 - Interval(1.0, fast, slow).chance_below(room)
 
     def _tied(
         self, load: Load, run: Run, seen: Served, tier: str, queued: float, context: Context
@@ -334,6 +383,11 @@ class ServingPredictor:
         )
 
 
+def is_open(spec: LoadSpec, load: Load) -> bool:
+    """Whether requests come at times of their own, over some time."""
+    return spec.kind in ("trace", "open-poisson") and load.rate > 0.0
+
+
 def load_of(deployment: Deployment, load: Load) -> Load:
     """A load as a deployment sees it, with what its cache has already of each prompt.
 
@@ -374,7 +428,7 @@ def load_of(deployment: Deployment, load: Load) -> Load:
 
 def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
     """What a rate over the whole run says of an open load that is kept up with."""
-    if spec.kind not in ("trace", "open-poisson") or not load.rate:
+    if not is_open(spec, load):
         return ()
     count, last = len(load.prompts), float(load.arrivals.max())
     offered, seen = spec.rate or load.rate, count / run.makespan

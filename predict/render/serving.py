@@ -14,7 +14,7 @@ from ...common.units import duration, plain, quantity, size
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ..cluster.deployment import Deployment
-from ..cluster.serving import ServingPrediction
+from ..cluster.serving import LIKELY, ServingPrediction
 from ..cluster.serving_plan import Planned, ServingPlans
 from .parts import headline, print_notes
 
@@ -78,6 +78,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
             f"goodput {plain(rate.value * good.value)} requests/s",
             highlight=False,
         )
+    if prediction.overload > LIKELY:
+        console.print(_overload(prediction), style="yellow", highlight=False)
     apart = "" if own.prefill is None else _APART
     console.print(f"interval: {_KNOWN[prediction.known]}{apart}", highlight=False)
     _print_costs(console, prediction, price)
@@ -95,6 +97,12 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         memory.add_row(Text(name), size(value), f"{value / capacity:.1%}")
     console.print(memory)
     print_notes(console, prediction.notes)
+
+
+def _overload(prediction: ServingPrediction) -> str:
+    """How likely queues grow without end, and what then becomes of the upper ends."""
+    said = f"the load may saturate the engines: {prediction.overload:.0%} likely"
+    return f"{said}; queues then grow without end, and upper ends are of engines that keep up"
 
 
 def _print_costs(console: Console, prediction: ServingPrediction, price: float) -> None:

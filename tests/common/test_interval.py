@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from opcast.common.interval import LATENCY_KEYS, Interval, latency_fields, latency_of, step_fields
 from opcast.predict.operator.predict import OpEstimate
@@ -21,6 +22,18 @@ def test_a_step_has_its_other_name_beside():
 def test_an_interval_around_an_estimate_stays_positive():
     assert Interval.around(10.0, 3.0, 4.0) == (10.0, 7.0, 14.0)
     assert Interval.around(10.0, 30.0, 4.0) == (10.0, 0.5, 14.0)
+
+
+def test_a_limit_is_kept_as_often_as_the_interval_says():
+    found = Interval(10.0, 5.0, 40.0)
+    assert [found.chance_below(x) for x in (0.0, 5.0, 10.0, 40.0)] == pytest.approx(
+        [0.0, 0.05, 0.5, 0.95]
+    )
+    # Half way to the upper end in logarithms: 1.645 / 2 standard deviations.
+    assert found.chance_below(20.0) == pytest.approx(0.7946, abs=1e-4)
+    assert found.chance_below(float("inf")) == 1.0
+    # An end at the estimate leaves no doubt on its side.
+    assert Interval(10.0, 10.0, 40.0).chance_below(9.9) == 0.0
 
 
 def test_results_that_hold_the_keys():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -133,6 +134,32 @@ def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredict
     assert f"last {whole - last:.3g} of {whole:.3g} s are the tail" in note
     closed = predictor.predict(PLAIN, SPEC)
     assert not any("offered" in note for note in closed.notes)
+
+
+def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:
+    # 90 % of engines take between half and twice the estimated time.
+    two = float(np.log(2.0))
+    known = {f"{metric}/vendor": (-two, two) for metric in ("tpot", "per_token")}
+    sure = {f"{metric}/vendor": (-0.1, 0.1) for metric in ("ttft", "ttft-queued")}
+    model = ServingModel(ends=known | sure, provenance={"vendors": []})
+    predictor = ServingPredictor(None, model)
+    own = replace(PLAIN, max_batch=8)
+    most = predictor.predict(own, LoadSpec(prompt="256", output="64", count=960)).requests_per_s
+    # At 70 % of what they serve, engines that take 1 / 0.7 of the time do not keep up.
+    spec = LoadSpec(prompt="256", output="64", rate=0.7 * most.value, count=1000)
+    short, long = (predictor.predict(own, replace(spec, count=n)) for n in (1000, 8000))
+    likely = 1.0 - NormalDist().cdf(1.645 * np.log(1.0 / 0.7) / np.log(2.0))
+    assert short.overload == pytest.approx(likely, abs=0.03)
+    first, later = (each.figures["ttft/p90"] for each in (short, long))
+    # A queue that grows as long as requests come would be eight times as long.
+    assert later.hi < 2.5 * first.hi
+    # With an SLO on the queue it is not sure that any request keeps it.
+    kept = predictor.predict(own, spec, slo=Slo(ttft=100.0)).good
+    assert (kept.value, kept.lo) == (1.0, 0.0)
+    # Throughput of the slowest is what they serve, however little is offered beyond.
+    assert short.requests_per_s.lo == pytest.approx(most.value / 2.0, rel=0.1)
+    idle = predictor.predict(own, replace(spec, rate=0.1 * most.value), slo=Slo(ttft=100.0))
+    assert idle.overload < 0.01 and idle.good.lo == 1.0
 
 
 def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:

@@ -15,6 +15,7 @@ from opcast.simulate.serving.loop import Chunk
 from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.prefix import PrefixCache
+from opcast.simulate.serving.saturation import capacity
 
 #: Seconds of a pass: fixed, and for each token.
 FIXED, TOKEN = 1.0, 0.01
@@ -50,6 +51,18 @@ def test_routers_by_hand() -> None:
     assert run_fleet(asked, station(2), router="least-loaded").engine.tolist() == [0, 1, 1]
     with pytest.raises(PlanError, match="'random' is not known"):
         run_fleet(asked, station(2), router="random")
+
+
+def test_what_engines_serve_at_most_by_hand() -> None:
+    # Four prompts of 100 in a pass of 1 + 4 s, then ten passes of 1.04 s for four sequences each.
+    asked = load([100] * 4, [11] * 4, [0.0] * 4)
+    wave = 5.0 + 10 * 1.04
+    assert capacity(asked, station(max_batch=4)) == pytest.approx(4 / wave)
+    assert capacity(asked, station(2, max_batch=4)) == pytest.approx(8 / wave)
+    # Apart, prompts take 5 s and three engines decode faster than that: the slower decides.
+    ahead, behind = station(max_batch=4), station(3, max_batch=4)
+    assert capacity(asked, behind, ahead) == pytest.approx(4 / 5.0)
+    assert capacity(asked, replace(behind, count=1), ahead) == pytest.approx(4 / 10.4)
 
 
 def test_equal_engines_share_an_open_load_as_one_with_half_of_it() -> None:
