@@ -13,11 +13,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from typer._click import Command as ClickCommand
     from typer._click import Context, HelpFormatter
+
+
+#: Most options that a help lists without sections.
+MOST_TOGETHER = 10
+#: Sections of a long help, in order, with the parameters that they list.
+SECTIONS = {
+    "Model and data": (
+        *("workload", "hf", "settings", "weights", "experts", "activations", "kv_cache"),
+        *("linear_layers", "op", "train", "loss", "data", "power", "tiles", "blocks", "published"),
+    ),
+    "Device and plan": (
+        *("device", "cluster", "gpus", "plan", "replicas", "prefill", "prefill_replicas"),
+        *("transfer", "router", "together", "power_cap", "batch_dims", "axes", "remat"),
+        *("micro_batches", "grid", "jitter", "speed"),
+    ),
+    "Load": (
+        *("load", "requests", "concurrency", "batch", "rate", "offline", "burstiness", "count"),
+        *("prompt", "output", "slo"),
+    ),
+    "Framework": (
+        *("framework", "compiled", "max_batch", "token_budget", "chunked", "memory", "block"),
+        *("watermark", "preemption", "prefix_hits", "prefix_cache", "drafts", "accepted"),
+        *("draft", "eager"),
+    ),
+    "Estimates": (
+        *("model", "operators", "steps", "serving", "lowering", "fallback", "trip_count"),
+        *("strict", "neighbours", "kernel"),
+    ),
+    "Run": (
+        *("budget", "trials", "compiles", "workers", "ray", "seed", "threads", "timeout"),
+        *("folds", "objective", "study", "samples", "allocate", "limit", "split", "params"),
+        *("exclude_device", "max_rows", "join", "start", "final", "calibrate"),
+    ),
+    "Output": (
+        *("out", "register", "track", "top", "by", "price", "explain", "json_output"),
+        *("timeline", "html", "page", "plot", "scaling", "save_program"),
+    ),
+}
+SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
+ORDER = ("Arguments", *SECTIONS, "Options")
 
 
 @dataclass(frozen=True)
@@ -29,12 +69,14 @@ class Command:
         function: Name of the function in the module.
         help: One line for the list of commands: the first line of the function's docstring.
         settings: Click's context settings.
+        examples: Command lines that end its help.
     """
 
     module: str
     function: str
     help: str
     settings: Mapping[str, object] = field(default_factory=dict)
+    examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +151,28 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+class GroupedCommand(TyperCommand):
+    """A command whose help lists many options by what they are about."""
+
+    def format_options(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """List arguments, then the options, in sections where there are many."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        options = [p for p in self.get_params(ctx) if p.param_type_name == "option"]
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            title = "Options"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            elif len(options) > MOST_TOGETHER:
+                title = SECTION_OF.get(str(parameter.name), title)
+            sections.setdefault(title, []).append(record)
+        for title in sorted(sections, key=lambda own: ORDER.index(own)):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+
 class _LoadedCommands(Mapping[str, "ClickCommand"]):
     """Commands of a table, each imported when it is first looked up."""
 
@@ -139,7 +203,14 @@ def _load(name: str, entry: Command | Group) -> ClickCommand:
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
         function = getattr(import_module(f"{__package__}.{entry.module}"), entry.function)
-        app.command(name, context_settings=dict(entry.settings))(function)
+        # \b keeps the lines as they are, to be copied.
+        lines = "\n".join(("\b", "Examples:", *(f"  {one}" for one in entry.examples)))
+        app.command(
+            name,
+            cls=GroupedCommand,
+            context_settings=dict(entry.settings),
+            epilog=lines if entry.examples else None,
+        )(function)
     command = typer.main.get_command(app)
     command.name = name
     return command

@@ -20,7 +20,10 @@ REPORT = Group(
     "Write the page of a program, or figures on the models' accuracy.",
     {
         "program": Command(
-            "report", "program", "Write an HTML page that shows a program's prediction."
+            "report",
+            "program",
+            "Write an HTML page that shows a program's prediction.",
+            examples=("opcast report program step.mlir --device h100-sxm --lowering fused",),
         ),
         "accuracy": Command(
             "report", "accuracy", "Print every model's accuracy beside the label noise."
@@ -51,13 +54,25 @@ REPORT = Group(
 )
 COMMANDS: dict[str, Command | Group] = {
     "predict": Command(
-        "predict", "predict", "Predict a program's time and memory on a device or a cluster."
+        "predict",
+        "predict",
+        "Predict a program's time and memory on a device or a cluster.",
+        examples=(
+            "opcast predict step.mlir --device h100-sxm --lowering fused",
+            "opcast predict --op 'linear m=4096 n=4096 k=4096 dtype=fp8' --device l40s",
+        ),
     ),
     "tune-kernel": Command(
         "fidelities", "tune_kernel", "Rank implementations and tile configurations of kernels."
     ),
     "explain": Command(
-        "predict", "explain", "Explain the predicted time of a program's kernels or an operator."
+        "predict",
+        "explain",
+        "Explain the predicted time of a program's kernels or an operator.",
+        examples=(
+            "opcast explain step.mlir --device h100-sxm --lowering fused --top 1",
+            "opcast explain --op 'linear m=64 n=4096 k=4096 dtype=bf16' --device l4",
+        ),
     ),
     "check": Command(
         "calibrate",
@@ -65,11 +80,17 @@ COMMANDS: dict[str, Command | Group] = {
         "Compare predicted with measured times, kernel by kernel.",
     ),
     "report": REPORT,
-    "lower": Command("lower", "lower", "Lower a program to the kernels of a device."),
+    "lower": Command(
+        "lower",
+        "lower",
+        "Lower a program to the kernels of a device.",
+        examples=("opcast lower step.mlir --device h100-sxm --lowering fused",),
+    ),
     "partition": Command(
         "lower",
         "partition",
         "Partition a program over a mesh or along its own shardings, with explicit collectives.",
+        examples=("opcast partition step.mlir --mesh dp=4 --out step4.mlir",),
     ),
     "compilers": Group(
         "Manage compilers of devices that are not attached.",
@@ -82,9 +103,20 @@ COMMANDS: dict[str, Command | Group] = {
         "device", "profile", "Measure kernels and programs on a device into a dataset."
     ),
     "device": Command(
-        "device", "device", "Measure this device, or print a known device or the catalogue."
+        "device",
+        "device",
+        "Measure this device, or print a known device or the catalogue.",
+        examples=(
+            "opcast device h100-sxm",
+            "opcast device --list",
+        ),
     ),
-    "train": Command("train", "train", "Train a model, print its metrics, save and track it."),
+    "train": Command(
+        "train",
+        "train",
+        "Train a model, print its metrics, save and track it.",
+        examples=("opcast train --data data --model ridge --split random --register mine",),
+    ),
     "tune": Command("train", "tune", "Search for a model's hyperparameters by cross-validation."),
     "calibrate": Command(
         "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
@@ -100,28 +132,69 @@ COMMANDS: dict[str, Command | Group] = {
     "demo": Command(
         "train", "demo", "Predict for absent chips, calibrate to this machine, test, track."
     ),
-    "compare": Command("train", "compare", "Print tracked runs side by side."),
+    "compare": Command(
+        "train",
+        "compare",
+        "Print tracked runs side by side.",
+        examples=("opcast compare",),
+    ),
     "ui": Command("train", "ui", "Open MLflow's user interface on the runs tracked here."),
-    "models": Command("train", "models", "List the available models, or print a model card."),
+    "models": Command(
+        "train",
+        "models",
+        "List the available models, or print a model card.",
+        examples=(
+            "opcast models",
+            "opcast models gpu-operators",
+        ),
+    ),
     "simulate": Command(
-        "simulate", "simulate", "Predict one training step on a cluster: time, memory, efficiency."
+        "simulate",
+        "simulate",
+        "Predict one training step on a cluster: time, memory, efficiency.",
+        examples=(
+            "opcast simulate --workload llama-3-8b --set batch=16,seq=4096 \\\n"
+            "    --cluster dgx-h100-x16 --plan tp=8,dp=2",
+        ),
     ),
     "simulate-serving": Command(
         "serving",
         "simulate_serving",
         "Simulate LLM serving: latencies, throughput, memory, cache and queue.",
+        examples=(
+            "opcast simulate-serving --workload llama-3-8b --device h100-sxm \\\n"
+            "    --rate 4 --slo ttft=500ms,tpot=30ms",
+        ),
     ),
     "plan-serving": Command(
         "serving",
         "plan_serving",
         "Search engines, plans, batch limits and disaggregation for the best under an SLO.",
+        examples=(
+            "opcast plan-serving --model llama-3-8b --device h100-sxm --gpus 2 \\\n"
+            "    --load concurrency=16,prompt=512,output=64,count=64 --slo tpot=30ms",
+        ),
     ),
-    "sweep": Command("sweep", "sweep", "Evaluate many parallel plans and print the Pareto front."),
+    "sweep": Command(
+        "sweep",
+        "sweep",
+        "Evaluate many parallel plans and print the Pareto front.",
+        examples=(
+            "opcast sweep --workload llama-3-8b --set batch=64,seq=4096 \\\n"
+            "    --cluster dgx-h100-x16 --grid tp=4/8,pp=1/2 --out plans",
+        ),
+    ),
     "plan": Command(
         "sweep", "plan", "Search meshes and shardings of any program for the best on a cluster."
     ),
     "cluster": Command(
-        "cluster", "cluster", "Print a cluster: its network, collective times and sources."
+        "cluster",
+        "cluster",
+        "Print a cluster: its network, collective times and sources.",
+        examples=(
+            "opcast cluster dgx-h100-x16",
+            "opcast cluster dgx-h100-x16 --save mine.yaml",
+        ),
     ),
     "calibrate-collectives": Command(
         "cluster", "calibrate_collectives", "Fit the collective model to measurements."
@@ -130,13 +203,23 @@ COMMANDS: dict[str, Command | Group] = {
         "List and export the zoo's workloads.",
         {
             "list": Command("data", "zoo_list", "List the workload families and their settings."),
-            "export": Command("data", "zoo_export", "Write a workload as StableHLO."),
+            "export": Command(
+                "data",
+                "zoo_export",
+                "Write a workload as StableHLO.",
+                examples=("opcast zoo export mlp --set batch=64 --set mode=train --out step.mlir",),
+            ),
         },
     ),
     "data": Group(
         "Inspect, import and generate datasets.",
         {
-            "show": Command("data", "data_show", "Summarise a dataset: counts, ranges, noise."),
+            "show": Command(
+                "data",
+                "data_show",
+                "Summarise a dataset: counts, ranges, noise.",
+                examples=("opcast data show data",),
+            ),
             "import": Command(
                 "data", "data_import", "Convert published latency tables or traces into a dataset."
             ),
@@ -166,7 +249,13 @@ COMMANDS: dict[str, Command | Group] = {
                 "export", "export_chakra", "Write Chakra traces and ASTRA-sim's input files."
             ),
             "table": Command(
-                "export", "export_table", "Write latencies of operators and kernels as a table."
+                "export",
+                "export_table",
+                "Write latencies of operators and kernels as a table.",
+                examples=(
+                    "opcast export table --op 'linear m=1/64 n=4096 k=4096 dtype=bf16' \\\n"
+                    "    --device h100-sxm --device b200 --out table.csv",
+                ),
             ),
             "llmservingsim": Command(
                 "export", "export_llmservingsim", "Write LLMServingSim's table of layers."
@@ -175,7 +264,10 @@ COMMANDS: dict[str, Command | Group] = {
                 "export", "export_simai", "Write SimAI's workload of a training step."
             ),
             "calculon": Command(
-                "export", "export_calculon", "Write a cluster as Calculon's system."
+                "export",
+                "export_calculon",
+                "Write a cluster as Calculon's system.",
+                examples=("opcast export calculon --cluster dgx-h100-x16 --out system.json",),
             ),
             "xla-perf-table": Command(
                 "export",

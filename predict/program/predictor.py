@@ -16,7 +16,7 @@ from ...features.devices.identity import speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.kernels.kinds import is_attention
 from ...models.power.law import cap_share
-from ..devices import resolve_device
+from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .energy import capped_kernels, capped_total, program_energy
 from .notes import capped_note, model_notes, rematerialised
@@ -268,7 +268,8 @@ class Predictor:
                 *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,
             ),
-            standing=standing,
+            # What one's own device file could say is not a limit of the model.
+            standing=tuple(n for n in standing if n not in generation_note(device)),
             energy=program_energy(
                 lowered.kernels,
                 kernels.latency,
