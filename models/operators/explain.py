@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...common.units import size
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows
@@ -66,6 +67,9 @@ _ADDED = {
     "streams_base": "streams",
     "route_base": "routing",
 }
+#: Feature that says what share of an operator's traffic the last cache serves, and the least share
+#: that is told.
+_HELD, _SHOWN = "resident", 0.05
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def explain_op(
         baseline=baseline,
         contributions=ranked(parts, _ROUNDING),
         neighbours=() if measured is None else nearest(model, frame, features, measured, device, k),
-        notes=_notes(model, frame, measured, typical),
+        notes=(*_notes(model, frame, measured, typical), *_cached(features, device)),
         libraries=members,
     )
 
@@ -277,6 +281,18 @@ def nearest(
 
 
 _UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
+
+
+def _cached(features: OpFeatures, device: DeviceSpec) -> tuple[str, ...]:
+    """What the last cache is taken to serve, in words; nothing where it serves little."""
+    held = float(features.X[0, features.names.index(_HELD)]) if _HELD in features.names else 0
+    if held < _SHOWN:
+        return ()
+    return (
+        f"the cache of {size(device.cache_bytes)} serves {held:.0%} of what it reads and writes, "
+        "since the tables time a call again and again on the same tensors; a program that does not "
+        "find them there waits for main memory",
+    )
 
 
 def _notes(

@@ -53,7 +53,8 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
     place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
     if abs(place - 1.0) >= _SAME:
         console.print(
-            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place",
+            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place "
+            "(what caches hold of its operands, loops, kernels beside it)",
             highlight=False,
             markup=False,
         )

@@ -181,3 +181,14 @@ def test_what_an_operator_does_not_take_says_what_to_do(tmp_path, options, said)
 
 def test_an_operator_or_a_program():
     assert run("explain", "x.mlir", "--op", LINEAR).exit_code == 2
+
+
+def test_what_the_cache_serves_is_told():
+    pointwise = "elementwise rows={} cols=1024 n_in=2 op=add dtype=fp16"
+    model = OpModel.load(find_model("gpu-operators"), only=["kernel/elementwise"])
+    spec = find_device("rtx-4090")
+    for rows, held in ((4096, True), (1 << 20, False)):
+        found = explain_op(
+            model.families["kernel/elementwise"], parse_op(pointwise.format(rows)), spec
+        )
+        assert any("the cache of" in note for note in found.notes) == held
