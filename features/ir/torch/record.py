@@ -7,10 +7,11 @@ device's kernels is written down. So the backward pass is autograd's own, not a 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+#: What the line of a user's model says where it calls ``torch.utils.checkpoint`` or a wrapper of
+#: it. An export has what is computed there, but not that it is computed again.
+_CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Operators that launch nothing though they are no views.
 _HOST = (
     *("aten.empty", "aten.new_empty", "aten._local_scalar_dense", "aten.detach"),
@@ -61,6 +65,7 @@ class AtenCall:
         numbers: Arguments that are no tensors, in order.
         phase: ``forward``, ``backward`` or ``optimizer``.
         place: Where in the user's model it, or what it is the gradient of, belongs.
+        again: Whether a backward pass computes it again (activation checkpointing).
     """
 
     name: str
@@ -69,6 +74,7 @@ class AtenCall:
     numbers: tuple[object, ...]
     phase: str
     place: Place
+    again: bool = False
 
     def whole(self, at: int) -> int:
         """The whole number at a position of the numbers; from the end if it is negative."""
@@ -163,6 +169,8 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
             log.on, log.place = True, Place("", 0, "optimizer")
             optimizer.step()
     recording = log.recording
+    if train:
+        recording.calls = _computed_again(recording.calls)
     recording.parameter_bytes = sum(
         t.numel() * t.element_size() for t in {id(t): t for t in fakes.made.values()}.values()
     )
@@ -170,6 +178,29 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
     outputs = torch.utils._pytree.tree_leaves(found)
     recording.kept = {log.memory(t) for t in (*held, *outputs) if isinstance(t, torch.Tensor)}
     return recording
+
+
+def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
+    """Let the backward pass begin with what checkpointing computes again, into other memory.
+
+    PyTorch computes each region again when the backward pass comes to it, not all of them first;
+    that decides what they need of memory, not which kernels run.
+    """
+    repeated = [call for call in calls if call.again]
+    # Numbers below are taken; the memory of a region's own inputs is kept.
+    free = 1 + max((t.memory for call in calls for t in (*call.inputs, *call.outputs)), default=0)
+    moved = {t.memory: t.memory + free for call in repeated for t in call.outputs}
+
+    def elsewhere(uses: tuple[TensorUse, ...]) -> tuple[TensorUse, ...]:
+        return tuple(replace(t, memory=moved.get(t.memory, t.memory)) for t in uses)
+
+    def again(call: AtenCall, phase: str) -> AtenCall:
+        own = elsewhere(call.inputs), elsewhere(call.outputs)
+        return replace(call, inputs=own[0], outputs=own[1], phase=phase)
+
+    forward = [call for call in calls if call.phase == FORWARD]
+    others = [call for call in calls if call.phase != FORWARD]
+    return [*forward, *(again(c, BACKWARD) for c in repeated), *(again(c, c.phase) for c in others)]
 
 
 def _place_on_cpu(node: torch.fx.Node) -> None:
@@ -226,11 +257,12 @@ class _Recorder:
         place: Where in the model the next call belongs.
         phase: ``forward``, ``backward`` or ``optimizer``.
         on: Whether calls are written down.
+        again: Whether the backward pass computes them again.
     """
 
     def __init__(self) -> None:
         self.recording = Recording()
-        self.place, self.phase, self.on = Place(), FORWARD, True
+        self.place, self.phase, self.on, self.again = Place(), FORWARD, True, False
         # Held, so that no address is used again.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
@@ -263,6 +295,7 @@ class _Recorder:
                 numbers if name.startswith(_NUMBERED) else (),
                 self.phase,
                 self._place(),
+                self.again and self.phase == FORWARD,
             )
         )
 
@@ -333,6 +366,7 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
                 return super().run_node(node)
             place = place_of(node)
             log.place = place if place != Place() else log.place
+            log.again = bool(_CHECKPOINT.search(node.meta.get("stack_trace") or ""))
             found = super().run_node(node)
             for tensor in torch.utils._pytree.tree_leaves(found):
                 _mark(getattr(tensor, "grad_fn", None), log.place)

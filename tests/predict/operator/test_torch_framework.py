@@ -496,3 +496,36 @@ def test_products_of_amd_reach_half_of_the_peak():
     # The learned effect of training steps on products is within a third.
     assert (bare + 6e-6) * 1e6 == pytest.approx(product.latency_us, rel=0.34)
     assert 1.4 < product.hi_us / product.latency_us < 1.8
+
+
+class Saving(torch.nn.Module):
+    """Two layers, of which the first one's activations are computed again backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        x = torch.utils.checkpoint.checkpoint(self.hidden, x, use_reentrant=False)
+        return self.b(x)
+
+    def hidden(self, x):
+        return F.gelu(self.a(x))
+
+
+def test_checkpointed_regions_are_computed_again():
+    recording = record(TorchProgram(Saving(), (torch.zeros(4, 16),), train="sgd", loss="sum"))
+    found = [w for w in works(recording.calls) if w.name in ("addmm", "gelu")]
+    # Forward both layers, and the first one again before its gradients.
+    assert [(w.name, w.phase) for w in found] == [
+        ("addmm", "forward"),
+        ("gelu", "forward"),
+        ("addmm", "forward"),
+        ("addmm", "backward"),
+        ("gelu", "backward"),
+    ]
+    # Compiled, it may be fused with its gradient, but it is there.
+    compiled = [w.name for w in fused(recording)]
+    assert compiled.count("addmm") == 3 and sum("gelu" in name.split("+") for name in compiled) == 2
+    forward = record(TorchProgram(Saving(), (torch.zeros(4, 16),)))
+    assert sum(w.name == "addmm" for w in works(forward.calls)) == 2
