@@ -199,7 +199,8 @@ def predict_partitioned(
         source = source.with_program(optimise_collectives(own))
     lowered = lower_with(source, replace(options, device=spec))
     scheduled = lowered.lowering == "xla"
-    if not scheduled and _is_annotated(source):
+    split = _is_annotated(source)
+    if not scheduled and split:
         # The target's compiler would have partitioned it.
         parts = read_program(partition_annotated(source), trip_counts=options.trip_counts)
         source = parts.with_program(optimise_collectives(parts.program))
@@ -207,7 +208,7 @@ def predict_partitioned(
         whole = whole_notes(own, [])
         notes = [note for note in lowered.notes if note not in (*whole, *split.notes)]
         lowered = replace(split, notes=[*notes, *split.notes, _SPLIT])
-    _check_partitioned(lowered, devices, cluster, source.origin)
+    _check_partitioned(lowered, devices, cluster, source.origin, split=split)
     # Latencies do not depend on the cluster; only the simulation below is repeated for the
     # interval.
     # On a cluster of one the prediction is that of ``--device``: a program run once, or a few
@@ -362,7 +363,7 @@ def _is_annotated(source: SourceProgram) -> bool:
 
 
 def _check_partitioned(
-    lowered: LoweredProgram, devices: int, cluster: Cluster, origin: str
+    lowered: LoweredProgram, devices: int, cluster: Cluster, origin: str, *, split: bool
 ) -> None:
     if devices > cluster.size:
         raise ProgramError(
@@ -370,9 +371,10 @@ def _check_partitioned(
             where=origin,
             hint="take a cluster of as many devices as the program was partitioned for",
         )
-    # Annotated but unpartitioned modules say num_partitions = N, yet every device would run the
-    # whole program: the time would be wrong by about that factor.
-    if devices > 1 and not any(k.kind == "collective" for k in lowered.kernels):
+    # Unpartitioned modules may say num_partitions = N, yet every device would run the whole
+    # program: the time would be wrong by about that factor. One that was split along its shardings
+    # may need no collective: a forward pass whose batch is cut.
+    if devices > 1 and not split and not any(k.kind == "collective" for k in lowered.kernels):
         raise ProgramError(
             f"the program is for {devices} devices but has no collectives",
             where=origin,

@@ -97,7 +97,10 @@ class PlannedProgram:
             if change.remat > known:
                 raise PlanError(
                     f"{change.remat} layers cannot be rematerialised: "
-                    f"{known or 'no'} equal layers with a backward pass were found",
+                    f"{known} equal layers with a backward pass were found"
+                    if known
+                    else "nothing can be rematerialised: no equal layers with a backward pass were "
+                    "found",
                     where="--remat",
                     hint="layers are found where they are written one after the other, not in a "
                     "loop (scan); jax.checkpoint in the program works for any",

@@ -214,8 +214,8 @@ def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again
                 else:
                     kept.add(read)
         # In the order of the ops, so that layers stay equal and are compiled once.
-        in_order = (read for op in sorted(ops) for read in table.reads[op])
-        inputs = dict.fromkeys(read for read in in_order if read in kept)
+        ordered = (read for op in sorted(ops) for read in table.reads[op])
+        inputs = dict.fromkeys(read for read in ordered if read in kept)
         trigger = next(
             (
                 read

@@ -503,3 +503,13 @@ print(len(there["up"].sharding.device_set))
     )
     assert made.returncode == 0, made.stderr
     assert int(made.stdout) == first.best["devices"]
+
+
+@pytest.mark.slow
+def test_a_forward_pass_needs_no_collective():
+    """Its batch is cut, and nothing is exchanged."""
+    lowered = jax.jit(lambda w, x: jnp.tanh(x @ w["up"]) @ w["down"]).lower(WEIGHTS, X)
+    options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
+    found = plan(lowered, **options, axes=("data",), compiles=1)
+    assert found.best["plan"] == "data=4" and not found.best["collectives"]
+    assert found.best["moved_bytes"] == 0 and found.best["exposed_communication_us"] == 0
