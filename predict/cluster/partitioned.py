@@ -199,8 +199,8 @@ def predict_partitioned(
         source = source.with_program(optimise_collectives(own))
     lowered = lower_with(source, replace(options, device=spec))
     scheduled = lowered.lowering == "xla"
-    split = _is_annotated(source)
-    if not scheduled and split:
+    annotated = _is_annotated(source)
+    if not scheduled and annotated:
         # The target's compiler would have partitioned it.
         parts = read_program(partition_annotated(source), trip_counts=options.trip_counts)
         source = parts.with_program(optimise_collectives(parts.program))
@@ -208,7 +208,7 @@ def predict_partitioned(
         whole = whole_notes(own, [])
         notes = [note for note in lowered.notes if note not in (*whole, *split.notes)]
         lowered = replace(split, notes=[*notes, *split.notes, _SPLIT])
-    _check_partitioned(lowered, devices, cluster, source.origin, split=split)
+    _check_partitioned(lowered, devices, cluster, source.origin, split=annotated)
     # Latencies do not depend on the cluster; only the simulation below is repeated for the
     # interval.
     # On a cluster of one the prediction is that of ``--device``: a program run once, or a few
