@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, object]]] = {
     "remat-gpt": ("bert", {**LAYERS, "hidden": 4096, "seq": 512, "batch": 8}),
     "remat-vit": ("vit", {**LAYERS, "hidden": 4096, "batch": 32}),
     "micro-llama": ("llama", {**LAYERS, **LLAMA, "layers": 2, "batch": 16}),
+    "micro-vit": ("vit", {**LAYERS, "layers": 2, "hidden": 4096, "batch": 64}),
     "micro-mlp": ("mlp", {"width": 4096, "batch": 4096}),
 }
 

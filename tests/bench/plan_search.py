@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def main() -> None:
     for name in given.programs.split(","):
         family, settings = PROGRAMS[name]
         own = build(family, **{"batch": 8, "dtype": "bf16", **settings, "mode": "train"})
-        started = time.monotonic()
+        started, spent = time.monotonic(), _cpu()
         program = read_planned(own.mlir(platform="cuda"))
         cluster = find_cluster(given.cluster)
         axes = tuple(given.axes.split(","))
@@ -71,6 +72,10 @@ def main() -> None:
         picked = {search.key(plan) for plan in chosen}
         every = [s.plan for s in search.screened if s.plan.devices == cluster.size]
         wanted = list(dict.fromkeys([*chosen, *every]))
+        # Of a search that goes on it would be a part.
+        fresh = not (given.out / name / "plan.json").exists()
+        search.compile(chosen, given.budget)
+        cpu = round(_cpu() - spent, 1) if fresh else None
         rows = search.compile(wanted, given.budget)
         if search.left:
             print(f"{name}: {len(rows)} of {len(wanted)} plans are compiled", flush=True)
@@ -86,6 +91,7 @@ def main() -> None:
             "failed": len(rows) - len(made),
             "read_and_screen_s": round(screening, 1),
             "search_compile_s": round(sum(_seconds(r) for r in made if r["key"] in picked), 1),
+            "search_cpu_s": cpu,
             "all_compile_s": round(sum(map(_seconds, made)), 1),
             "best": best["plan"],
             "best_us": round(_time(best), 1),
@@ -97,6 +103,12 @@ def main() -> None:
             "rank_correlation": round(_spearman(screened, [_time(row) for row in made]), 3),
         }
         print(json.dumps(line), flush=True)
+
+
+def _cpu() -> float:
+    """Processor seconds of this process and of those that it waited for."""
+    sides = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(side)[:2]) for side in sides)
 
 
 def _by_hand(row: Row, known: space.Space) -> bool:
