@@ -180,6 +180,7 @@ def audit(
         wrote(out, f"{len(found.flagged)} rows")
     if json_output:
         figures = {"rows": found.rows, "flagged": rows, "impossible": found.impossible}
+        figures |= {"marked": found.marked, "marked_and_flagged": found.found}
         print_json({**figures, "reasons": counts.to_dict("records"), "notes": found.notes})
     else:
         console = make_console()
@@ -191,6 +192,14 @@ def audit(
             f"{found.rows} rows checked, {rows} flagged, {found.impossible} of them impossible",
             highlight=False,
         )
+        if found.marked:
+            others = found.rows - found.marked
+            share = found.alarms / max(others, 1)
+            console.print(
+                f"of {found.marked} rows that the table itself marks as wrong, {found.found} are "
+                f"flagged; of {others} others, {found.alarms} ({share:.2%})",
+                highlight=False,
+            )
     if found.impossible:
         raise typer.Exit(1)
 

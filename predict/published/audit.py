@@ -65,11 +65,15 @@ class Audit:
             what factor the row is off) and ``explanation`` (the figures, to check by hand). A row
             is listed once for each reason.
         rows: Rows that were checked.
+        marked: Those of them that their publisher marks as wrong (``suspect``, ``above_peak``).
+        found: Marked rows that are flagged.
         notes: What was not checked, and why.
     """
 
     flagged: pd.DataFrame
     rows: int
+    marked: int = 0
+    found: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,6 +81,11 @@ class Audit:
         """Number of impossible rows."""
         wrong = self.flagged[self.flagged["impossible"]]
         return len(wrong[["file", "row"]].drop_duplicates())
+
+    @property
+    def alarms(self) -> int:
+        """Number of flagged rows that are not marked."""
+        return len(self.flagged[["file", "row"]].drop_duplicates()) - self.found
 
     def counts(self) -> pd.DataFrame:
         """Rows by reason: ``reason``, ``verdict``, ``rows``, ``share`` and largest ``evidence``."""
@@ -102,6 +111,7 @@ def audit(path: Path) -> Audit:
     """
     tables, notes = read_audited(path)
     found: list[pd.DataFrame] = []
+    marks: list[pd.DataFrame] = []
     count = 0
     for rows, devices in tables:
         known = {name: name in devices or in_catalogue(name) for name in rows["device"].unique()}
@@ -120,6 +130,7 @@ def audit(path: Path) -> Audit:
         ]
         for part in parts:
             count += len(part.rows)
+            marks.append(part.rows.loc[part.rows["marked"].astype(bool), ["file", "row"]])
             for check in _CHECKS:
                 check(part)
         _groups([part for part in parts if part.key not in ESTIMATED])
@@ -127,7 +138,10 @@ def audit(path: Path) -> Audit:
     columns = ["file", "row", "id", "what", "device", "latency_us", "reason", "impossible"]
     columns += ["evidence", "explanation"]
     flagged = pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
-    return Audit(flagged[columns].astype({"impossible": bool}), count, notes)
+    flagged = flagged[columns].astype({"impossible": bool})
+    marked = pd.concat(marks, ignore_index=True) if marks else flagged[["file", "row"]]
+    hit = marked.merge(flagged[["file", "row"]].drop_duplicates(), on=["file", "row"])
+    return Audit(flagged, count, len(marked), len(hit), notes)
 
 
 def _described(rows: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

@@ -44,8 +44,8 @@ def read_audited(path: Path) -> tuple[Tables, list[str]]:
     Returns:
         For each table its rows and the devices that it describes itself, and notes on what is not
         checked. Rows have ``file``, ``row``, ``id``, ``key`` (:data:`KERNEL`, :data:`COLLECTIVE` or
-        a family of operators), ``device``, ``latency_us``, what the family needs, and the columns
-        that tell rows apart as ``is_…``.
+        a family of operators), ``device``, ``latency_us``, what the family needs, the columns that
+        tell rows apart as ``is_…``, and ``marked``, whether their publisher marks them as wrong.
 
     Raises:
         DatasetError: There is no such table, or one cannot be read.
@@ -122,13 +122,24 @@ def _rows(table: pd.DataFrame, path: Path) -> pd.DataFrame | None:
         raise DatasetError(f"column {error.args[0]!r} is missing", where=str(path)) from None
     except OpcastError as error:
         raise DatasetError(f"a row cannot be read: {error}", where=str(path)) from None
-    told = {f"is_{c}": table[c].to_numpy() for c in _TELLING if c in columns}
+    told: dict[str, np.ndarray] = {"marked": _marked(table)}
+    told |= {f"is_{c}": table[c].to_numpy() for c in _TELLING if c in columns}
     extra = {"origin": table["origin"].to_numpy()} if "origin" in columns else {}
     named = table["id"].astype(str).to_numpy() if "id" in columns else ""
     rows = rows.reset_index(drop=True).assign(**told, **extra, id=named)
     devices = {n: find_device(str(n)).name for n in rows["device"].unique() if in_catalogue(str(n))}
     known = rows["device"].map(devices).fillna(rows["device"])
     return rows.assign(file=path.name, row=np.arange(len(rows)), device=known)
+
+
+def _marked(table: pd.DataFrame) -> np.ndarray:
+    """Rows that their publisher marks as wrong, bool, shape ``(n,)``."""
+    marked = np.zeros(len(table), bool)
+    if "suspect" in table:
+        marked |= (table["suspect"].fillna("").astype(str) != "").to_numpy()
+    if "above_peak" in table:
+        marked |= (pd.to_numeric(table["above_peak"], errors="coerce") == 1).to_numpy()
+    return marked
 
 
 def _collectives(rows: pd.DataFrame) -> pd.DataFrame:
@@ -205,4 +216,4 @@ def _dataset(path: Path) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
         ) + [s.floor for s in specs]
         rows["id"] = frame["sample_id"]
     kept = rows.reset_index(drop=True)
-    return kept.assign(file=path.name, row=np.arange(len(kept))), devices
+    return kept.assign(file=path.name, row=np.arange(len(kept)), marked=False), devices

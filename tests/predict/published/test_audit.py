@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from opcast.cli import app
 from opcast.common.errors import DatasetError
 from opcast.models.operators.rows import faulty
 from opcast.predict.published.audit import audit
@@ -124,6 +126,20 @@ def test_rows_that_cannot_be_checked_are_counted_in_a_note(tmp_path):
     assert found.rows == 1
     assert "1 rows of devices in no catalogue were not checked: abacus" in found.notes
     assert any("no valid sizes" in note for note in found.notes)
+
+
+def test_marks_of_the_publisher_are_compared(tmp_path):
+    # Two above the peak, of which one is marked; a marked one that nothing contradicts.
+    table = products({4096: 100.0, 2048: 50.0, 64: 20.0, 128: 21.0})
+    table["suspect"] = ["above_peak", None, "group", None]
+    path = tmp_path / "t.csv"
+    table.to_csv(path, index=False)
+    found = audit(path)
+    assert (found.rows, found.marked, found.found, found.alarms) == (4, 2, 1, 1)
+    said = CliRunner().invoke(app, ["audit", str(path)])
+    assert said.exit_code == 1
+    assert "of 2 rows that the table itself marks as wrong, 1 are flagged" in said.output
+    assert "of 2 others, 1 (50.00%)" in said.output
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "latency_us\n1\n"])
