@@ -207,17 +207,18 @@ def export_vidur(
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
     from ..predict.devices import resolve_device
-    from ..predict.export.vidur import write_vidur
+    from ..predict.export.vidur import INSTEAD, write_vidur
     from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.workload import read_workload
 
     spec = resolve_device(device, {})
+    work = read_workload(workload, settings or [])
     rows = write_vidur(
         out,
         name or workload,
         spec.name,
-        read_workload(workload, settings or []),
+        work,
         tp or [1],
         max_tokens,
         OperatorLatency(spec, _operators(model)),
@@ -226,6 +227,8 @@ def export_vidur(
     )
     if cluster and not any("all_reduce" in file for file in rows):
         typer.echo("no all_reduce.csv: a single worker (--tp 1) reduces nothing", err=True)
+    if work.experts:
+        typer.echo(f"no mlp.csv: its columns hold no routed experts; {INSTEAD}", err=True)
 
 
 def export_llmservingsim(

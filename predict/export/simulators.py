@@ -26,7 +26,7 @@ from ...simulate.step.plan import Group, Plan
 from ...simulate.step.traffic import expert_calls, gradient_bytes, layer_held, tensor_calls
 from ...simulate.step.workload import Workload, layer_kinds
 from ..cluster.network import ClusterNetwork
-from .vidur import check_shards, sizes
+from .vidur import check_shards, refuse_experts, sizes
 
 #: Columns of LLMServingSim's table of layers.
 LAYER_COLUMNS = ("layer_name", "input", "kv_cache", "tp_size", "latency(ns)")
@@ -102,7 +102,8 @@ def llmservingsim_layers(
     Raises:
         PlanError: Workers do not divide heads, or the model has experts or no gate.
     """
-    check_shards(work, tensor_parallel, "LLMServingSim")
+    refuse_experts(work, "LLMServingSim's table of layers has")
+    check_shards(work, tensor_parallel)
     if not work.gated:
         raise PlanError("LLMServingSim's layers have a gate", where="workload", hint="gated=true")
     grid = [(tp, t, name) for tp in tensor_parallel for t in sizes(max_tokens) for name in LAYERS]

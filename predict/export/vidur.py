@@ -29,6 +29,11 @@ _PER_OCTAVE = 16
 #: decides and extrapolation is linear). Engineering estimates.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _MOST_BYTES = 2**28
+#: What serves and trains models whose tables cannot be written.
+INSTEAD = (
+    "a mixture of experts has opcast simulate-serving, and for training "
+    "opcast export simai and export chakra"
+)
 # Vidur's published profiles are in fp16.
 _DTYPE = "f16"
 _WIDTH = 2
@@ -53,7 +58,8 @@ def mlp_table(
     Raises:
         PlanError: Workers do not divide heads, or the model has experts.
     """
-    check_shards(work, tensor_parallel, "Vidur")
+    refuse_experts(work, "Vidur's table of layers has")
+    check_shards(work, tensor_parallel)
     grid = [(tp, n) for tp in tensor_parallel for n in sizes(max_tokens)]
     calls = [_layer_calls(work, tp, n) for tp, n in grid]
     table = pd.DataFrame(
@@ -81,9 +87,9 @@ def attention_table(
     """Make ``attention.csv``: prefill by chunk and cache, decoding by batch and cache.
 
     Raises:
-        PlanError: Workers do not divide heads, or the model has experts.
+        PlanError: Workers do not divide heads.
     """
-    check_shards(work, tensor_parallel, "Vidur")
+    check_shards(work, tensor_parallel)
     # 16 tokens are one block of the paged cache (``block_size``).
     chunks = [c for c in sizes(max_len, 4) if c >= 16]
     prefill = [(c, k, 1) for c in chunks for k in (0, *sizes(max_len, 2)) if c + k <= max_len]
@@ -151,7 +157,9 @@ def write_vidur(
     cluster: Cluster | None = None,
     progress: Callable[[Path, int], None] = lambda file, rows: None,
 ) -> dict[str, int]:
-    """Write the tables in Vidur's layout.
+    """Write the tables in Vidur's layout; of a model with experts all but ``mlp.csv``.
+
+    Its columns are those of one MLP that all tokens pass, and hold no routing.
 
     Args:
         out: Folder in place of Vidur's ``data/profiling``.
@@ -171,12 +179,12 @@ def write_vidur(
         PlanError: The model or its sizes do not fit Vidur.
     """
     compute = out / "compute" / device / name
-    tables: dict[Path, Callable[[], pd.DataFrame]] = {
-        compute / "mlp.csv": lambda: mlp_table(work, tensor_parallel, max_tokens, latency),
-        compute / "attention.csv": lambda: attention_table(
-            work, tensor_parallel, max_tokens, latency
-        ),
-    }
+    tables: dict[Path, Callable[[], pd.DataFrame]] = {}
+    if not work.experts:
+        tables[compute / "mlp.csv"] = lambda: mlp_table(work, tensor_parallel, max_tokens, latency)
+    tables[compute / "attention.csv"] = lambda: attention_table(
+        work, tensor_parallel, max_tokens, latency
+    )
     if cluster is not None:
         network = out / "network" / cluster.name
         # A single worker has nothing to reduce: without others there is no such table.
@@ -196,19 +204,26 @@ def write_vidur(
     return rows
 
 
-def check_shards(work: Workload, tensor_parallel: Sequence[int], simulator: str) -> None:
-    """Refuse models and degrees that a simulator's tables of layers cannot hold.
+def refuse_experts(work: Workload, whose: str) -> None:
+    """Refuse models with experts, for which a table has no columns.
+
+    Args:
+        work: The model.
+        whose: Subject and verb of the refusal.
 
     Raises:
-        PlanError: Workers do not divide heads, or the model has experts.
+        PlanError: The model has experts.
     """
     if work.experts:
-        raise PlanError(
-            f"{simulator}'s tables have no columns for experts",
-            where="workload",
-            hint="a mixture of experts has opcast simulate-serving, and for training "
-            "opcast export simai and export chakra",
-        )
+        raise PlanError(f"{whose} no columns for experts", where="workload", hint=INSTEAD)
+
+
+def check_shards(work: Workload, tensor_parallel: Sequence[int]) -> None:
+    """Refuse degrees by which a layer cannot be cut.
+
+    Raises:
+        PlanError: Workers do not divide heads.
+    """
     for tp in tensor_parallel:
         if tp < 1 or work.heads % tp or work.groups % tp or work.d_ff % tp:
             raise PlanError(

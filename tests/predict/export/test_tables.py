@@ -5,7 +5,9 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+from opcast.cli import app
 from opcast.common.errors import PlanError, ProgramError
 from opcast.common.parquet import write_table
 from opcast.features.devices.catalogue import find_device
@@ -13,7 +15,7 @@ from opcast.features.lowering.lower import lower
 from opcast.models.collectives.on_cluster import ClusterCollectives
 from opcast.predict.cluster.network import ClusterNetwork
 from opcast.predict.export.latency_table import expand_ops, kernel_table, operator_table
-from opcast.predict.export.vidur import sizes, write_vidur
+from opcast.predict.export.vidur import attention_table, mlp_table, sizes, write_vidur
 from opcast.predict.operator.step_operators import OperatorLatency
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.plan import Group
@@ -124,10 +126,33 @@ def test_collectives_are_those_of_steps(vidur):
             assert row[f"time_stats.{kind}.std"] == pytest.approx(deviation)
 
 
-def test_workers_that_do_not_divide_and_experts_are_refused(tmp_path):
-    device = find_device("h100-sxm")
-    latency = OperatorLatency(device, None)
-    for changes, tp in (({"heads": 8, "d_model": 1024}, 3), ({"experts": 4, "top_k": 1}, 1)):
-        work = make_workload("llama", changes)
-        with pytest.raises(PlanError):
-            write_vidur(tmp_path, "x", "h100", work, [tp], 64, latency)
+def test_workers_that_do_not_divide_are_refused(tmp_path):
+    latency = OperatorLatency(find_device("h100-sxm"), None)
+    work = make_workload("llama", {"heads": 8, "d_model": 1024})
+    with pytest.raises(PlanError, match="3 workers do not divide"):
+        write_vidur(tmp_path, "x", "h100", work, [3], 64, latency)
+
+
+def test_of_models_with_experts_vidur_gets_what_its_columns_hold(tmp_path):
+    latency = OperatorLatency(find_device("h100-sxm"), None)
+    sizes = {"layers": 2, "d_model": 1024, "heads": 8, "kv_heads": 8, "d_ff": 2816}
+    plain, mixed = (
+        make_workload("llama", {**sizes, **m}) for m in ({}, {"experts": 4, "top_k": 1})
+    )
+    rows = write_vidur(tmp_path, "x", "h100", mixed, [1], 64, latency)
+    assert list(rows) == ["compute/h100/x/attention.csv"]
+    # Attention is that of the same model without experts.
+    pd.testing.assert_frame_equal(
+        pd.read_csv(tmp_path / "compute/h100/x/attention.csv"),
+        attention_table(plain, [1], 64, latency).reset_index(drop=True),
+        check_dtype=False,
+    )
+    with pytest.raises(PlanError, match="no columns for experts"):
+        mlp_table(mixed, [1], 64, latency)
+    command = ["export", "vidur", "--workload", "moe", "--device", "h100-sxm", "--out"]
+    said = CliRunner().invoke(
+        app, [*command, str(tmp_path / "o"), "--max-tokens", "64", "--model", "roofline"]
+    )
+    assert said.exit_code == 0, said.output
+    assert "no mlp.csv: its columns hold no routed experts" in said.output
+    assert "simulate-serving" in said.output
