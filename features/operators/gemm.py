@@ -107,10 +107,12 @@ def gemm(table: OpTable) -> Physics:
     t_weights = stream_seconds(weights, resident, mc)
     t_memory = t_weights + stream_seconds(activations + out, small, mc)
     autotuned = table.family.startswith("xla/")
+    floor = floor_s(table, mc)
     # The tiles of an autotuned product and of a library know the latency of a step themselves.
-    t_depth, chosen = np.zeros(len(table)), {}
+    t_depth, kernels, chosen = np.zeros(len(table)), np.ones(len(table)), {}
     if autotuned:
-        t_tiles, waves, tile_use = autotuned_tiles(table, (b, m, n, k), peak, mc)
+        tuned = autotuned_tiles(table, (b, m, n, k), peak, mc, floor, t_memory)
+        t_tiles, waves, tile_use, kernels = tuned
     elif table.family.startswith(LIBRARY):
         tiling = library_tiles(table, (b, m, n, k), peak, mc)
         t_tiles, waves, tile_use = tiling.seconds, tiling.waves, tiling.use
@@ -125,11 +127,12 @@ def gemm(table: OpTable) -> Physics:
     t_power = np.zeros(len(table)) if autotuned else 2 * b * m * n * k / table.power_rate()
     t_peak = 2 * b * m * n * k / peak
     t_compute = np.maximum(t_peak, t_power)
-    floor = floor_s(table, mc)
     t_quant = _quantisation(table, b * m, k, small, mc)
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
     # than elsewhere. Depth and quantisation come before or after and add up.
-    base = floor + combine(t_tiles, t_memory, t_power, power=4.0) + t_depth + t_quant
+    # XLA's tool gives the median over the kernels of all runs, which of two is their mean: half of
+    # the call (README of the XLA pack).
+    base = floor + combine(t_tiles, t_memory, t_power, power=4.0) / kernels + t_depth + t_quant
     # At data-sheet rates, each operand once, from where it lies. Quantisation is left out, and so
     # is the power limit, which holds for seconds but not for a single call.
     t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
@@ -206,6 +209,7 @@ def gemm(table: OpTable) -> Physics:
         features,
         specific=("log_weights_cache", "log_activations_cache", "log_tile_cycles", "log_n_cores"),
         keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
+        kernels=kernels,
     )
 
 

@@ -58,6 +58,7 @@ class Physics:
         fixed_s: What a kernel costs whatever its size, seconds, shape ``(n,)``.
         flops: Operations, shape ``(n,)``.
         moved: Bytes that have to be read or written once, shape ``(n,)``.
+        kernels: Kernels of a call, of which the estimate is the mean, broadcasts to ``(n,)``.
     """
 
     base_s: np.ndarray
@@ -69,6 +70,7 @@ class Physics:
     features: dict[str, np.ndarray] = field(default_factory=dict)
     specific: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    kernels: np.ndarray = field(default_factory=lambda: np.ones(1))
 
 
 def log2(values: np.ndarray) -> np.ndarray:

@@ -20,7 +20,13 @@ import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
-from .operator_library import Operators, base_seconds, with_rate, without_memory
+from .operator_library import (
+    Operators,
+    base_seconds,
+    kernels_of_call,
+    with_rate,
+    without_memory,
+)
 from .route_answer import Answer, spread
 
 #: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which like XLA
@@ -223,7 +229,9 @@ class Products:
         base, cold = base_seconds(key, asked, self.device)
         # In a program kernels follow each other: a start from a replayed graph replaces the cold
         # one, and the ratio of prediction to physics is kept.
-        latency = prediction.latency * (base - cold + self.launch) / base
+        # Of a split reduction the table holds the mean of its two kernels.
+        kernels = kernels_of_call(key, asked, self.device)
+        latency = prediction.latency * (base - cold + self.launch) / base * kernels
         lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, LIBRARY)
         return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
 from ..adapt.gaussian_process import (
@@ -91,7 +92,13 @@ class DeviceErrors:
             made.params = fit_params(tasks)
         return made
 
-    def correct(self, prediction: FamilyPrediction, rows: OpRows, features: OpFeatures) -> None:
+    def correct(
+        self,
+        prediction: FamilyPrediction,
+        rows: OpRows,
+        features: OpFeatures,
+        devices: Mapping[str, DeviceSpec],
+    ) -> None:
         """Apply the corrections of calibrated devices to a prediction, in place."""
         device, library = rows.texts("device"), rows.texts("backend")
         left = np.ones(len(rows), bool)
@@ -105,7 +112,9 @@ class DeviceErrors:
             left[at] = False
             # The posterior knows the uncertainty around the corrected value: its interval replaces
             # the uncorrected one.
-            mean, half = self.corrections[name].apply(self.sites(rows.take(at), features.take(at)))
+            mean, half = self.corrections[name].apply(
+                self.sites(rows.take(at), features.take(at), devices)
+            )
             prediction.latency[at] *= np.exp(mean)
             prediction.lo[at] = prediction.latency[at] * np.exp(-half)
             prediction.hi[at] = prediction.latency[at] * np.exp(half)
@@ -124,12 +133,12 @@ class DeviceErrors:
         self.corrections[f"{device}{OF_LIBRARY}{library}" if library else device] = correction
         return correction
 
-    def sites(self, rows: OpRows, features: OpFeatures) -> Sites:
+    def sites(self, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]) -> Sites:
         """Sites of rows for the covariance of errors."""
         coarse, fine = codes(rows)
         sites = self.scale.sites(features, coarse, fine)
         table = self.unseen.table(features)
-        ratio = self.unseen.log_ratio(rows, features, table)
+        ratio = self.unseen.log_ratio(rows, features, table, devices)
         sites.share = self._with_likes(sites.share, self._likes(features, coarse), ratio, ())
         leaves = self.unseen.regressor.leaves(table)
         sites.leaves = leaves if leaves.shape[1] else None

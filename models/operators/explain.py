@@ -180,7 +180,7 @@ def explain_op(
     _, background = models.choose(others, np.repeat(like, len(others.X)))
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
     # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
-    factor = float(models.carried(asked_row, like)[0])
+    factor = float(models.carried(asked_row, like, specs)[0])
     baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
     groups = {name: value * factor for name, value in groups.items()}
     # What the calibration adds is the difference between predictions with and without it.

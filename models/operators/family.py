@@ -135,11 +135,25 @@ class FamilyModel:
         # Rows that mislead about other devices stay in the fit of known ones, where they are true.
         fit = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng)
         unseen, folds = fit.make(np.flatnonzero(~held))
+        unseen.vendors = self._native()
         self._judge(ratio, folds)
         chips = self.known_devices.chips
         errors = DeviceErrors.fit(known, unseen, chips, features, code, ratio, folds)
         self._models = Fitted(known, unseen, errors)
         return self
+
+    def _native(self) -> frozenset[str]:
+        """Vendors on whose devices what was learned of unseen ones holds; none if on all.
+
+        Where rows do not name a library, each vendor has its own, and the ratio of one says nothing
+        of another's: XLA's products are cuBLAS's on NVIDIA's chips and hipBLASLt's on AMD's
+        (docs/operators.md, "Products under XLA").
+        """
+        # Blocks have their libraries in columns of their own.
+        if self.named or self.family in BLOCKS:
+            return frozenset()
+        # Descriptions may leave the vendor open.
+        return frozenset({"", *self.known_devices.vendors.values()})
 
     def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
         """Rows held out of the fit, bool, shape ``(n,)``: whole groups, and some single rows."""
@@ -238,7 +252,7 @@ class FamilyModel:
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
         if corrected and models.errors.corrections:
-            models.errors.correct(prediction, rows, features)
+            models.errors.correct(prediction, rows, features, devices)
         prediction.hold_above(arithmetic_s(self.family, rows, features, devices))
         return prediction
 
@@ -314,7 +328,7 @@ class FamilyModel:
                 latency[at] = model.latency_s(some, part, proxy[at], dispatch(mine))
             else:
                 part = model.table(some)
-                latency[at] = some.base_s * np.exp(model.log_ratio(mine, some, part))
+                latency[at] = some.base_s * np.exp(model.log_ratio(mine, some, part, devices))
             domain = model.regressor.domain
             inside[at] = domain.contains(part) if domain is not None else True
         lo, hi = np.empty(len(rows)), np.empty(len(rows))
@@ -435,7 +449,7 @@ class FamilyModel:
         features, asked = self.features(rows, devices), OpRows.of(rows)
         latency = self._plain(asked, features, devices).latency
         errors = np.log(latency_s(rows)) - np.log(latency)
-        return self.fitted.errors.sites(asked, features), errors, latency
+        return self.fitted.errors.sites(asked, features, devices), errors, latency
 
     def _elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
         """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
@@ -482,6 +496,7 @@ class FamilyModel:
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         model.left_out = dict(manifest["left_out"])
         model._models = Fitted.load(family, path, manifest, model.known_devices.chips)
+        model._models.unseen.vendors = model._native()
         return model
 
 

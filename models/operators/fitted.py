@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...common.errors import ModelError
+from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
 from ...features.operators.features import ops_schema_hash
@@ -21,7 +22,7 @@ from .device_effects import DeviceEffects
 from .device_errors import DeviceErrors
 from .intervals import twins
 from .known import KnownModel
-from .rows import dispatch, libraries
+from .rows import dispatch
 from .unseen import Strategy, UnseenModel
 
 
@@ -67,10 +68,12 @@ class Fitted:
             return self.known.effects.parts(share, str(device[0]), str(library[0]))
         return {"mean of known devices": float(self.unseen.effects.unseen(share, library)[0])}
 
-    def carried(self, rows: OpRows, device: np.ndarray) -> np.ndarray:
+    def carried(
+        self, rows: OpRows, device: np.ndarray, devices: Mapping[str, DeviceSpec]
+    ) -> np.ndarray:
         """Share of the learned log-ratio that is kept, 1 on known devices, shape ``(n,)``."""
         known = np.isin(device, self.known.devices)
-        return np.where(known, 1.0, self.unseen.shrinkage(libraries(rows)))
+        return np.where(known, 1.0, self.unseen.kept(rows, devices))
 
     def save(self, path: Path) -> dict[str, object]:
         """Write both regressors below ``path``; returns what the manifest has to hold.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows, distinct
 from ..adapt.gaussian_process import time_shares
@@ -66,6 +67,7 @@ class UnseenModel:
         effects: Effects of the devices that it learned from.
         strategy: How it was fitted.
         seen: Number of chips on which it saw each library.
+        vendors: Vendors on whose devices its ratios hold; none if on all.
     """
 
     family: str
@@ -73,27 +75,43 @@ class UnseenModel:
     effects: DeviceEffects
     strategy: Strategy
     seen: dict[str, int]
+    vendors: frozenset[str] = frozenset()
 
     def table(self, features: OpFeatures) -> KernelTable:
         """What the regressor reads of rows."""
         return general_table(self.family, features)
 
-    def log_ratio(self, rows: OpRows, features: OpFeatures, table: KernelTable) -> np.ndarray:
+    def log_ratio(
+        self,
+        rows: OpRows,
+        features: OpFeatures,
+        table: KernelTable,
+        devices: Mapping[str, DeviceSpec],
+    ) -> np.ndarray:
         """Log-ratios of latency to the estimate on a device that was never seen, shape ``(n,)``.
 
         Args:
             rows: ``n`` rows of the family.
             features: Their features.
             table: From :meth:`table`.
+            devices: Descriptions by name.
         """
         linear = self.effects.unseen(time_shares(features), dispatch(rows))
         ratio = np.log(self.regressor.point(table) / features.base_s) + linear
-        return np.asarray(self.shrinkage(libraries(rows)) * ratio)
+        return np.asarray(self.kept(rows, devices) * ratio)
 
-    def shrinkage(self, library: np.ndarray) -> np.ndarray:
-        """Share of the learned log-ratio that is kept, by library of each row, shape ``(n,)``."""
+    def kept(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+        """Share of the learned log-ratio that is kept, shape ``(n,)``.
+
+        By the library of each row; none on devices of other vendors than :attr:`vendors`, where the
+        analytical estimate is left.
+        """
         # Power 0 gives 1: ratios stay as they are.
-        return shrinkage(library, self.seen) ** self.strategy.shrunk
+        share = shrinkage(libraries(rows), self.seen) ** self.strategy.shrunk
+        if not self.vendors:
+            return share
+        native = rows.where("device", lambda name: devices[name].vendor in self.vendors)
+        return np.asarray(share * native)
 
 
 #: By group of left-out devices, positions of their rows and the rows' log-ratios by a model of the

@@ -636,7 +636,24 @@ def test_an_autotuned_product_is_bound_by_its_slower_half() -> None:
     # Hopper's TF32 passes through registers; Blackwell's does not.
     ratio = {}
     for name in ("h100-sxm", "b200"):
-        both = pd.concat([rows.iloc[1:].assign(dtype=d, device=name) for d in ("bf16", "tf32")])
+        both = pd.concat(
+            [rows.iloc[1:].assign(k=1024, dtype=d, device=name) for d in ("bf16", "tf32")]
+        )
         base = op_features(both, "xla/linear", {name: find_device(name)}).base_s
         ratio[name] = base[1] / base[0]
     assert ratio["h100-sxm"] > 1.4 * ratio["b200"]
+
+
+def test_of_a_split_reduction_xlas_tool_gives_half() -> None:
+    rows = pd.DataFrame({"b": 1, "m": [256, 4096], "n": [256, 4096], "k": 4096, "op": "linear"})
+    rows = rows.assign(dtype="tf32", device="h100-sxm")
+    table = OpTable.of(
+        rows, "xla/linear", parameters_of("xla/linear"), {"h100-sxm": find_device("h100-sxm")}
+    )
+    found = gemm.gemm(table)
+    assert found.kernels.tolist() == [2.0, 1.0]
+    # 8 tiles of 128 x 64, each cut into 16: (128 + 64) rows of 4 bytes a step at 30 bytes a clock
+    # for 256 steps, a tile of f32 at 21 bytes a clock; then 16 parts are read and one is written.
+    tile = 256 * (128 + 64) * 4 / (30 * 1.98e9) + 128 * 64 * 4 / (21 * 1.98e9)
+    added = 256 * 256 * 4 * (16 + 1) / 3.35e12
+    assert found.base_s[0] == pytest.approx(10400 / 1.98e9 + (tile + added) / 2, rel=0.03)

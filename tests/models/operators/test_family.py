@@ -113,6 +113,21 @@ def test_an_unseen_device_uses_the_general_model(model, measured, chips):
     assert wide > np.log(known.hi / known.lo).mean()
 
 
+def test_where_no_library_is_named_another_vendors_ratio_does_not_count(model, op_rows, chips):
+    rows = op_rows(FAMILY, 60, 7).drop(columns=["backend", "kernel"], errors="ignore")
+    devices = {"new": chips["new"]}
+    devices["other"] = dataclasses.replace(chips["new"], name="other", vendor="Other")
+    base = {n: op_features(rows.assign(device=n), FAMILY, devices).base_s for n in devices}
+    found = {name: model.predict(rows.assign(device=name), devices) for name in devices}
+    assert model.named == ()
+    assert found["other"].latency == pytest.approx(base["other"])
+    assert (found["new"].latency > 1.05 * base["new"]).mean() > 0.5
+    assert (found["other"].scope == "unseen").all()
+    # Its calibration starts from the same estimate.
+    slow = rows.assign(device="other", latency_us=2e6 * base["other"])
+    assert model.site_errors(slow, devices)[1] == pytest.approx(np.log(2.0))
+
+
 def test_a_sibling_is_predicted_as_its_twin(model, measured, chips):
     rows = measured("a-twin", 400, 52)
     found = model.predict(rows, chips)

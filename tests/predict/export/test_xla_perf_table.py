@@ -13,18 +13,21 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import CompilerError, DeviceError, ProgramError
+from opcast.datagen.published.product_tables import product_rows
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.target_compiler.process import CompileSettings, compile_programs
 from opcast.features.lowering.target_compiler.target import target_of
 from opcast.models.collectives.model import CollectiveModel
-from opcast.models.operators import OpModel
+from opcast.models.operators import OpModel, rows_of_published
+from opcast.models.operators.model import default_settings
 from opcast.predict.export.xla_perf_table import (
     collective_table,
     keys_of,
     matmul_table,
     own_shapes,
+    product_seconds,
     program_shapes,
 )
 from opcast.predict.locate import OPERATOR_MODEL, find_model
@@ -218,3 +221,20 @@ def test_the_table_of_h100_is_that_of_xla(operators):
     said = entries(text)["figure"].to_numpy() / 1.98e9
     error = np.abs(said / (table["latency_us"].to_numpy() * 1e-6) - 1)
     assert error.mean() < 0.12
+
+
+@pytest.mark.slow
+def test_a_vendor_without_rows_takes_the_estimate_which_is_xlas_table():
+    """H100's table by a model that has seen MI300X alone, within 12 % in bf16."""
+    path, others = PACKS / "published-xla" / "matmul.csv.gz", PACKS / "published-kernels"
+    if not path.is_file() or not (others / "gemm.parquet").is_file():
+        pytest.skip(f"the packs are not at {PACKS} (OPCAST_PUBLISHED_DATA)")
+    amd = product_rows(pd.read_parquet(others / "gemm.parquet"))
+    amd = amd[(amd["source"] == "xla") & (amd["device"] == "mi300x") & (amd["dtype"] == "bf16")]
+    rows = rows_of_published(amd.reset_index(drop=True), find_device)
+    model = OpModel().fit(rows, {"mi300x": find_device("mi300x")}, default_settings())
+    table = pd.read_csv(path)
+    table = table[(table["current"] == 1) & (table["dtype_lhs"] == "bf16")]
+    shapes = [tuple(row) for row in table[["b", "m", "n", "k"]].assign(t="bf16").to_numpy()]
+    seconds = product_seconds(shapes, find_device("h100-sxm"), model)
+    assert np.abs(seconds / (table["latency_us"].to_numpy() * 1e-6) - 1).mean() < 0.12
