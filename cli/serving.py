@@ -356,7 +356,9 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
 def plan_serving(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="Device, such as h100-sxm, or its file.")],
-    gpus: Annotated[int, typer.Option(min=1, max=4096, help="Number of devices.")],
+    gpus: Annotated[
+        int, typer.Option(min=1, max=4096, help="Number of devices at most; fewer are tried too.")
+    ],
     load: Annotated[
         str,
         typer.Option(
@@ -397,6 +399,9 @@ def plan_serving(
     together: Annotated[
         bool, typer.Option("--together", help="Try no workers that run prompts alone.")
     ] = False,
+    all_gpus: Annotated[
+        bool, typer.Option("--all-gpus", help="Compare deployments on all of the devices alone.")
+    ] = False,
     operators: Annotated[
         str, typer.Option(help="Operator model; 'roofline' for the plain roofline.")
     ] = OPERATOR_MODEL,
@@ -405,9 +410,10 @@ def plan_serving(
     top: Annotated[int, typer.Option(min=1, help="Number of deployments to print.")] = 10,
     json_output: Json = False,
 ) -> None:
-    """Search engines, plans, batch limits and disaggregation for the best under an SLO.
+    """Search engines, plans, batch limits and disaggregation for the cheapest under an SLO.
 
-    Prints the Pareto front of throughput against latency, and the best with its launch commands.
+    Prints the Pareto front of throughput a device against latency, and the best with its launch
+    commands.
     """
     if together:
         refuse(context, "engines that run prompts themselves (--together)", {"transfer"})
@@ -417,7 +423,7 @@ def plan_serving(
     from ..predict.cluster.deployment import ServingQuery
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_load import parse_load, parse_slo
-    from ..predict.cluster.serving_plan import search
+    from ..predict.plan.serving_search import search
     from ..predict.render.serving import print_plans
     from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
@@ -458,6 +464,7 @@ def plan_serving(
             spec,
             asked,
             apart=not together,
+            fewer=not all_gpus,
             show=lambda done, of, what: tell(done, of),
         )
     checkpoint = find_checkpoint(workload or str(hf))

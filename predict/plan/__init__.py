@@ -1,1 +1,4 @@
-"""Search for the best way to run a program on a cluster: meshes, shardings, and what they cost."""
+"""Search for the best way to run a program on a cluster, or to serve a model on it.
+
+Meshes and shardings of programs, engines and their plans of served models, and what they cost.
+"""

@@ -12,10 +12,10 @@ from rich.text import Text
 from ...common.interval import Interval
 from ...common.units import duration, plain, quantity, size
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
-from ...simulate.serving.latencies import FREE, LEVELS, METRICS
+from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ..cluster.deployment import Deployment
 from ..cluster.serving import LIKELY, ServingPrediction
-from ..cluster.serving_plan import Planned, ServingPlans
+from ..plan.serving_answer import PERCENTILE, SURE, Planned, ServingPlans
 from .parts import headline, print_notes
 
 _NAMES = {
@@ -137,12 +137,17 @@ def print_plans(
         least = f": it takes at least {plans.fewest} devices" if plans.fewest else ""
         said = f"nothing fits{least}" if plans.nothing_fits else "no deployment keeps the SLO"
         console.print(Text(said, style="bold red"))
-        for line in plans.nearest():
+        for line in plans.misses():
             console.print(line, highlight=False)
     else:
-        rate = best.tokens_per_s_per_device
-        console.print(headline(_named(best), f"  {rate:,.0f} tokens/s a device"))
-        console.print(_formats(best.prediction.deployment), highlight=False)
+        rate, own = best.tokens_per_s_per_device, best.deployment
+        console.print(headline(best.text(), f"  {rate:,.0f} tokens/s a device"))
+        spare = f" of {plans.devices}" if own.devices < plans.devices else ""
+        console.print(
+            f"on {own.devices}{spare} x {own.spec.name}, {own.framework}; {_formats(own)}",
+            highlight=False,
+        )
+        _print_surety(console, plans, best, price)
         for line in plans.reasons():
             console.print(f"because {line}", highlight=False)
         _print_costs(console, best.prediction, price)
@@ -168,10 +173,19 @@ def print_plans(
     if left := sum(len(own) for own in list(alike.values())[top:]):
         console.print(f"{left} more do not fit (--top, --json)", highlight=False)
     if plans.judged:
-        table = _table("tokens/s a device", "TTFT", "TPOT", "keep the SLO", "deployment")
+        rate_of = "$/M tokens" if price else "tokens/s/dev"
+        names = (rate_of, f"TTFT p{PERCENTILE}", f"TPOT p{PERCENTILE}", "in SLO", "sure")
+        table = _table(*names)
+        table.add_column("deployment")
         for one in plans.front()[:top]:
-            table.add_row(*_cells(one))
+            for cells in _rows(one, plans.slo, price):
+                table.add_row(*cells)
         console.print(table)
+        console.print(
+            "in SLO: share of the requests; sure: how likely the latencies shown keep it; in grey: "
+            "90 % intervals",
+            highlight=False,
+        )
     if best is not None:
         print_notes(console, best.prediction.notes)
 
@@ -181,19 +195,65 @@ def _formats(own: Deployment) -> str:
     return ", ".join(f"{name} in {text}" for name, text in own.model.formats().items())
 
 
-def _cells(one: Planned) -> Sequence[str]:
-    return (
-        f"{one.tokens_per_s_per_device:,.0f}",
-        duration(one.ttft * 1e6),
-        duration(one.tpot * 1e6),
-        f"{one.good:.1%}",
-        _named(one),
+def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: float) -> None:
+    """Print how likely the best keeps the SLO, and what is surer where it may well not."""
+    if plans.slo == FREE:
+        return
+    sure = best.sure(plans.slo)
+    if sure >= SURE:
+        console.print(f"keeps the SLO: {sure:.0%} sure", highlight=False)
+        return
+    console.print(
+        f"keeps the SLO by its estimate only: {sure:.0%} sure, since intervals reach beyond it",
+        style="yellow",
+        highlight=False,
+    )
+    surest = plans.surest
+    if surest is None:
+        console.print("no deployment that was tried is clearly surer", highlight=False)
+        return
+    more = best.tokens_per_s_per_device / surest.tokens_per_s_per_device
+    cost = f"{more:.2g} times the price of a token"
+    if price:
+        cost = f"{plain(_token_price(surest, price).value)} $ a million output tokens"
+    console.print(
+        f"surer: {surest.text()} on {surest.deployment.devices}, {surest.sure(plans.slo):.0%}, at "
+        f"{cost}",
+        highlight=False,
     )
 
 
-def _named(one: Planned) -> str:
-    limit = one.deployment.max_batch
-    return one.deployment.text() + (f", {limit} sequences" if limit else "")
+def _token_price(one: Planned, price: float) -> Interval:
+    return one.prediction.dollars(price)["million_tokens"]
+
+
+def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]]:
+    """Two rows of the table: estimates, and below them their 90 % intervals."""
+    ttft, tpot, good = one.figure("ttft"), one.figure("tpot"), one.prediction.good
+    rate = one.prediction.tokens_per_s
+    count = one.deployment.devices
+    per = [end / count for end in rate]
+    texts = [f"{value:,.0f}" for value in per]
+    if price:
+        texts = [plain(dollars) for dollars in _token_price(one, price)]
+    sure = "" if slo == FREE else f"{one.sure(slo):.0%}"
+    named = f"{one.text()} on {count}"
+    # A queue that grows without end has no length.
+    grows = one.prediction.overload > 0.5
+    first = (
+        texts[0],
+        "grows" if grows else duration(ttft.value * 1e6),
+        duration(tpot.value * 1e6),
+        f"{good.value:.1%}",
+        sure,
+    )
+    second = (
+        f"{texts[1]}\u2013{texts[2]}",
+        "" if grows else _ends(ttft),
+        _ends(tpot),
+        f"{100 * good.lo:.0f}\u2013{good.hi:.0%}",
+    )
+    return (*first, named), tuple(Text(text, style="dim") for text in second)
 
 
 def _ends(seconds: Interval) -> str:

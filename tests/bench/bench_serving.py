@@ -9,9 +9,9 @@ from opcast.models.core.registry import OPERATOR_MODEL
 from opcast.predict.cluster.deployment import Deployment
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec
-from opcast.predict.cluster.serving_plan import search
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.operator.serving_operators import load_serving_operators
+from opcast.predict.plan.serving_search import search
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.workload import read_workload

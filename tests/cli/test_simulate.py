@@ -290,10 +290,19 @@ def test_planning_prints_the_best_and_its_commands():
         "2", "--slo", "ttft=1s", "--load", "concurrency=8,prompt=64,output=16,count=24",
         "--operators", "roofline",
     ]  # fmt: skip
-    text = CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+    narrow = {"COLUMNS": "80"}
+    text = CliRunner().invoke(app, arguments, catch_exceptions=False, env=narrow).stdout
     assert "vllm serve" in text and "trtllm-serve" in text and "because engines" in text
+    # How sure it is stands beside it, with intervals of what is compared, in 80 columns.
+    assert "on 1 of 2 x h100-sxm" in text and "keeps the SLO" in text and "sure" in text
+    table = text[text.index("TTFT p90") :]
+    assert "\u2013" in table and max(map(len, table.splitlines())) <= 80
     data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert data["best"]["keeps_slo"] and data["best"]["gpus"] == 2
+    assert data["best"]["keeps_slo"] and data["best"]["gpus"] == 1
+    assert 0.5 <= data["best"]["keeps_slo_probability"] <= 1.0
+    assert data["best"]["p90_ttft_ms_lo"] < data["best"]["p90_ttft_ms_hi"]
+    whole = json.loads(CliRunner().invoke(app, [*arguments, "--json", "--all-gpus"]).stdout)
+    assert whole["best"]["gpus"] == 2
 
 
 def test_planning_says_what_does_not_fit():
@@ -312,7 +321,9 @@ def test_planning_says_what_does_not_fit():
     assert none.exit_code == 1 and "nothing fits: it takes at least 2 devices" in none.output
     assert "GiB are missing" in none.output and "tokens/s a device" not in none.output
     some = planned("2")
-    assert some.exit_code == 0 and "2 x (tp=1) does not fit: weights of" in some.output
+    assert (
+        some.exit_code == 0 and "1 x (tp=1) does not fit (nor do 1 more): weights of" in some.output
+    )
     # The note that simulate-serving has on loads in lock-step.
     full = planned("2", "--load", "concurrency=64,prompt=1024,output=8,count=128")
     assert "give lengths a distribution" in full.output

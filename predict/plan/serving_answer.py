@@ -1,0 +1,338 @@
+"""What a search of deployments found: the best under an SLO, why it is, and what comes nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from ...common.interval import Interval
+from ...common.units import duration
+from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
+from ...simulate.serving.latencies import Slo
+from ..cluster.deployment import Deployment
+from ..cluster.serving import RATE_TIE, ServingPrediction
+from ..cluster.serving_launch import Launch, launches
+
+#: Percentile of the latencies that has to keep the SLO.
+PERCENTILE = 90
+#: Throughputs that differ by less are taken for equal.
+TIE = 0.01
+#: Chance from which a deployment counts as sure to keep the SLO: the upper ends of its 90 %
+#: intervals keep it; and by how much another one has to be likelier to be named.
+SURE, CLEARLY = 0.95, 0.1
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A simulated deployment.
+
+    Attributes:
+        deployment: What serves.
+        prediction: What it does.
+    """
+
+    deployment: Deployment
+    prediction: ServingPrediction
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Output tokens a second and device."""
+        return self.prediction.tokens_per_s.value / self.deployment.devices
+
+    @property
+    def good(self) -> float:
+        """Share of the requests that keep the SLO."""
+        return self.prediction.good.value
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token at :data:`PERCENTILE`, in seconds."""
+        return self.figure("ttft").value
+
+    @property
+    def tpot(self) -> float:
+        """Time of a further token at :data:`PERCENTILE`, in seconds."""
+        return self.figure("tpot").value
+
+    @property
+    def e2e(self) -> float:
+        """Time of a request at :data:`PERCENTILE`, in seconds."""
+        return self.figure("e2e").value
+
+    def text(self) -> str:
+        """The deployment with its limit of sequences, if it has one of its own."""
+        limit = self.deployment.max_batch
+        return self.deployment.text() + (f", {limit} sequences" if limit else "")
+
+    def keeps(self, slo: Slo) -> bool:
+        """Whether estimates at :data:`PERCENTILE` keep the SLO, and the load is kept up with."""
+        return self.miss(slo) <= 1.0 and self.prediction.overload <= 0.5
+
+    def sure(self, slo: Slo) -> float:
+        """How likely the latencies at :data:`PERCENTILE` keep the SLO and the load is kept up with.
+
+        Engines that are slower than thought are so in everything: the least likely part decides.
+        """
+        return min(
+            1.0 - self.prediction.overload,
+            *(self.figure(metric).chance_below(limit) for metric, limit in slo._asdict().items()),
+        )
+
+    def figure(self, metric: str) -> Interval:
+        """A latency at :data:`PERCENTILE`, in seconds."""
+        return self.prediction.figures[f"{metric}/p{PERCENTILE}"]
+
+    def miss(self, slo: Slo) -> float:
+        """How many times the worst latency is what the SLO allows."""
+        return max(over for _, over in self.misses(slo))
+
+    def misses(self, slo: Slo) -> list[tuple[str, float]]:
+        """By latency: how many times what the SLO allows."""
+        return [(m, self.figure(m).value / limit) for m, limit in slo._asdict().items()]
+
+
+@dataclass
+class ServingPlans:
+    """Deployments that were compared.
+
+    Attributes:
+        slo: What was asked.
+        judged: Simulated ones.
+        refused: Text of those that do not fit, with the reason.
+        pruned: Number of those that were left out, since others are sure to be better.
+        stopped: Whether the search was stopped before it ended.
+        fewest: Where nothing fits, devices of the smallest engine that does; 0 if none was found.
+        devices: How many there are.
+        open: Whether the load is open, so that its throughput is not the deployment's.
+        helps: Where none keeps the SLO: what of the nearest was changed, and what became of it.
+    """
+
+    slo: Slo
+    judged: list[Planned] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    pruned: int = 0
+    stopped: bool = False
+    fewest: int = 0
+    devices: int = 0
+    open: bool = False
+    helps: dict[str, Planned] = field(default_factory=dict)
+
+    @property
+    def nothing_fits(self) -> bool:
+        """Whether every deployment was refused."""
+        return bool(self.refused) and not (self.judged or self.pruned or self.stopped)
+
+    @property
+    def best(self) -> Planned | None:
+        """The cheapest token among those that keep the SLO; ``None`` if none does.
+
+        A token costs what its devices do, so that the most throughput a device wins. Where that is
+        the same, the one that is surest to keep the SLO does, then the largest share of requests
+        that keep it, then the shortest requests.
+        """
+        kept = [one for one in self.judged if one.keeps(self.slo)]
+        return self._cheapest(kept)
+
+    @property
+    def surest(self) -> Planned | None:
+        """Where the best keeps the SLO by its estimate only: the cheapest that is surest to.
+
+        That is the cheapest of those whose 90 % intervals keep it, or else of those that are nearly
+        as likely to keep it as any; ``None`` where none is clearly surer than the best.
+        """
+        best = self.best
+        if best is None or best.sure(self.slo) >= SURE:
+            return None
+        most = max(one.sure(self.slo) for one in self.judged)
+        if most < best.sure(self.slo) + CLEARLY:
+            return None
+        enough = min(SURE, most - CLEARLY / 2.0)
+        return self._cheapest([one for one in self.judged if one.sure(self.slo) >= enough])
+
+    def _cheapest(self, among: Sequence[Planned]) -> Planned | None:
+        most = max((one.tokens_per_s_per_device for one in among), default=0.0)
+        equal = [one for one in among if one.tokens_per_s_per_device >= (1.0 - self.tie) * most]
+        return min(
+            equal,
+            key=lambda one: (-round(one.sure(self.slo), 2), -one.good, one.e2e),
+            default=None,
+        )
+
+    @property
+    def tie(self) -> float:
+        """Throughputs that differ by less are taken for equal.
+
+        Of an open load they are the load's, and differ by the tail after the last request.
+        """
+        return RATE_TIE if self.open else TIE
+
+    def front(self) -> list[Planned]:
+        """Those that no other beats in throughput a device and both latencies."""
+
+        def beaten(one: Planned) -> bool:
+            own = (-one.tokens_per_s_per_device, one.ttft, one.tpot)
+            return any(
+                all(b <= a for a, b in zip(own, other, strict=True)) and other != own
+                for other in ((-o.tokens_per_s_per_device, o.ttft, o.tpot) for o in self.judged)
+            )
+
+        front = [one for one in self.judged if not beaten(one)]
+        return sorted(
+            front, key=lambda one: (not one.keeps(self.slo), -one.tokens_per_s_per_device)
+        )
+
+    @property
+    def nearest(self) -> Planned | None:
+        """What comes nearest to the SLO."""
+        return min(
+            self.judged,
+            key=lambda own: (own.prediction.overload > 0.5, own.miss(self.slo)),
+            default=None,
+        )
+
+    def misses(self) -> list[str]:
+        """What comes nearest to an SLO that none keeps, by how much it misses, and what helps."""
+        one = self.nearest
+        if one is None:
+            return []
+        said = [f"nearest is {one.text()}: {self._missed(one)}"]
+        for change, other in self.helps.items():
+            if other.keeps(self.slo):
+                sure = f"{other.sure(self.slo):.0%} sure"
+                said.append(f"{change} would keep it ({sure}): {self._figures(other)}")
+            else:
+                said.append(f"{change} would not do: {self._missed(other)}")
+        return said
+
+    def _missed(self, one: Planned) -> str:
+        """By which limits a deployment fails, and by how much."""
+        over = [
+            f"p{PERCENTILE} of {metric.upper()} is {duration(one.figure(metric).value * 1e6)}, "
+            f"{times:.3g} times the limit"
+            for metric, times in one.misses(self.slo)
+            if times > 1.0
+        ]
+        if one.prediction.overload > 0.5:
+            over.append("the load is more than the engines serve")
+        return "; ".join(over)
+
+    def _figures(self, one: Planned) -> str:
+        asked = [metric for metric, limit in self.slo._asdict().items() if limit < inf]
+        return f"p{PERCENTILE} of " + ", ".join(
+            f"{metric.upper()} {duration(one.figure(metric).value * 1e6)}" for metric in asked
+        )
+
+    def reasons(self) -> list[str]:
+        """Why the best wins: the best others that differ in one choice, and what they lose."""
+        best = self.best
+        if best is None:
+            return []
+        said = []
+        for name, of in _CHOICES.items():
+            own = of(best.deployment)
+            others = [
+                one
+                for one in self.judged
+                if of(one.deployment) != own
+                and all(
+                    f(one.deployment) == f(best.deployment)
+                    for n, f in _CHOICES.items()
+                    if n != name
+                )
+            ] or [one for one in self.judged if of(one.deployment) != own]
+            if not others:
+                continue
+            other = self._cheapest([one for one in others if one.keeps(self.slo)])
+            if other is not None:
+                if gain := self._gain(best, other):
+                    said.append(
+                        f"{name} {own}: {_with(name, of(other.deployment))}, {gain} "
+                        f"({other.deployment.text()})"
+                    )
+            else:
+                other = min(others, key=lambda one: one.miss(self.slo))
+                said.append(
+                    f"{name} {own}: {_with(name, of(other.deployment))}, {self._missed(other)}"
+                )
+        return said
+
+    def _gain(self, best: Planned, other: Planned) -> str:
+        """What another deployment does worse; empty if nothing that shows."""
+        less = 1.0 - other.tokens_per_s_per_device / best.tokens_per_s_per_device
+        if less >= (self.tie if self.open else TIE / 2.0):
+            if self.open:
+                # Throughput is the load's: what differs is how many devices it takes.
+                return f"a token takes {1.0 / (1.0 - less) - 1.0:.0%} more device time"
+            return f"throughput a device is {less:.0%} lower"
+        sure, surer = other.sure(self.slo), best.sure(self.slo)
+        if surer - sure >= 0.01:
+            return f"it keeps the SLO with {sure:.0%} chance, not {surer:.0%}"
+        if best.good - other.good >= 0.0005:
+            return f"{other.good:.1%} of the requests keep the SLO, not {best.good:.1%}"
+        if other.e2e > 1.005 * best.e2e:
+            return f"requests take {other.e2e / best.e2e - 1.0:.1%} longer"
+        return ""
+
+    def launches(self, model: Checkpoint = UNKNOWN) -> dict[str, Launch]:
+        """How the best deployment is launched, by framework; empty if none keeps the SLO."""
+        best = self.best
+        if best is None:
+            return {}
+        load = best.prediction.load
+        return launches(best.deployment, model, int((load.prompts + load.outputs).max()))
+
+    def to_dict(self, model: Checkpoint = UNKNOWN, price: float = 0.0) -> dict[str, object]:
+        """Plain data: the best, its reasons and commands, the front, and what does not fit.
+
+        Args:
+            model: Checkpoint for the commands.
+            price: Dollars of a device and hour; 0 for none.
+        """
+        best = self.best
+
+        def row(one: Planned) -> dict[str, object]:
+            return {
+                "deployment": one.deployment.text(),
+                "max_batch": one.deployment.max_batch,
+                "tokens_per_s_per_gpu": one.tokens_per_s_per_device,
+                "keeps_slo": one.keeps(self.slo),
+                "keeps_slo_probability": one.sure(self.slo),
+                **one.prediction.to_dict(price),
+            }
+
+        surest = self.surest
+        return {
+            "best": None if best is None else row(best),
+            "by_estimate_only": best is not None and best.sure(self.slo) < SURE,
+            "surest": None if surest is None else row(surest),
+            "nearest": [] if best else self.misses(),
+            "reasons": self.reasons(),
+            "commands": {name: one.command for name, one in self.launches(model).items()},
+            "launch": {name: one.rows() for name, one in self.launches(model).items()},
+            "front": [row(one) for one in self.front()],
+            "judged": len(self.judged),
+            "pruned": self.pruned,
+            "refused": self.refused,
+            "fewest_devices": self.fewest or None,
+            "stopped": self.stopped,
+        }
+
+
+def _with(name: str, choice: str) -> str:
+    """How a sentence names another choice: where prompts run is said by a preposition already."""
+    return choice if name == "prompts run" else f"with {choice}"
+
+
+#: What deployments differ in, for the reasons of the best.
+_CHOICES: dict[str, Callable[[Deployment], str]] = {
+    "engines are": lambda own: f"{own.engine.count} x {own.engine.plan.text()}",
+    "prompts run": lambda own: (
+        f"on {own.prefill.count} x {own.prefill.plan.text()} of their own"
+        if own.prefill
+        else "beside decoding"
+    ),
+    "the limit is": lambda own: (
+        f"{own.max_batch} sequences" if own.max_batch else "the framework's"
+    ),
+}
