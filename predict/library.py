@@ -79,7 +79,7 @@ def latency(
     return Latency(**times, device=spec.name, in_domain=bool(one.in_domain[0]))
 
 
-@dataclass
+@dataclass(repr=False)
 class Budget:
     """What :func:`budget` saw.
 
@@ -93,6 +93,11 @@ class Budget:
     device: DeviceSpec
     limit: float | None = None
     predictions: dict[str, Prediction] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # The description of a device and the kernels of a prediction fill pages.
+        times = {name: duration(found.latency_us) for name, found in self.predictions.items()}
+        return f"Budget(device={self.device.name!r}, limit={self.limit}, predictions={times})"
 
     def check(self) -> None:
         """Raise for the slowest function beyond the limit.
@@ -140,7 +145,8 @@ def budget(
 
     Raises:
         BudgetExceeded: A function is predicted to take longer than ``limit``.
-        OpcastError: The device is not known, or a function cannot be predicted.
+        OpcastError: The device is not known, a function cannot be predicted, or there is a limit
+            and none was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
     from .api import loaded, predict
@@ -151,6 +157,14 @@ def budget(
     result = Budget(spec, limit)
     with recorded_functions() as functions:
         yield result
+    if not functions:
+        # A limit that was compared with nothing must not pass for one that is kept.
+        unseen = "no jitted function was called for the first time inside the block"
+        why = "JAX compiles a function once for each shape: jax.clear_caches() before the block"
+        if limit is not None:
+            raise OpcastError(unseen, where="opcast.budget", hint=why)
+        if not quiet:
+            print(f"opcast.budget: {unseen} ({why})")
     # After the block: predicting compiles, which would be recorded too.
     for made in functions:
         times = sum(name.split("#")[0] == made.name for name in result.predictions)

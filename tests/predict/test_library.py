@@ -86,6 +86,21 @@ def test_a_budget_predicts_what_is_first_called_inside(capsys):
     assert "on h100-sxm" in lines[0]
 
 
+def test_a_budget_that_saw_nothing_is_not_kept(capsys):
+    double = jax.jit(lambda x: 2 * x)
+    x = jnp.ones(512)
+    double(x)
+    with (
+        pytest.raises(opcast.OpcastError, match=r"no jitted function .*clear_caches"),
+        opcast.budget(1e-9, device="h100-sxm", lowering="fused"),
+    ):
+        double(x)
+    with opcast.budget(device="h100-sxm", lowering="fused") as seen:
+        double(x)
+    assert "no jitted function was called for the first time" in capsys.readouterr().out
+    assert repr(seen) == "Budget(device='h100-sxm', limit=None, predictions={})"
+
+
 def test_a_function_beyond_its_budget_is_named():
     def slow(x, w):
         return layer(x, w)
