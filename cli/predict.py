@@ -327,6 +327,9 @@ def explain(
         typer.Option("--data", help="With --op: dataset to search for measured neighbours."),
     ] = None,
     power_cap: PowerCapOpt = None,
+    framework: TorchFrameworkOpt = "xla",
+    train: TrainOpt = "",
+    loss: LossOpt = "",
 ) -> None:
     """Explain the predicted time of a program's kernels or an operator."""
     if _one_of(program, op):
@@ -344,6 +347,21 @@ def explain(
         return
     assert program is not None
     refuse(context, "a program", {"data", "power_cap"})
+    if framework != "xla":
+        spare = {"lowering", "kernel", "neighbours", "trip_count"}
+        refuse(context, f"--framework {framework}", spare)
+        from ..predict.operator.torch_explain import explain_torch
+        from ..predict.operator.torch_framework import TorchPredictor
+        from ..predict.render.operator import print_torch_explanation
+
+        pytorch = TorchPredictor(framework, model)
+        own = torch_program_of(program_of(program), train, loss)
+        found = explain_torch(pytorch, own, device, top)
+        if json_output:
+            print_json(found.to_dict())
+        else:
+            print_torch_explanation(make_console(), found)
+        return
     if kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
     from ..predict.program.explain import explain as explain_program
@@ -353,7 +371,7 @@ def explain(
     place = measured_device(device, predictor.model.devices)
     explanation = explain_program(
         predictor,
-        program_of(program),
+        torch_program_of(program_of(program), train, loss),
         device=place,
         lowering=lowering,
         trip_counts=trips_of(trip_count),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, prod
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -37,6 +38,7 @@ from .step_operators import (
     ROOFLINE_FACTOR,
     TABLE_DTYPE,
     OperatorLatency,
+    op_row,
 )
 
 #: Families of calls timed alone, for f32.
@@ -243,17 +245,38 @@ class AtenPrices:
     def _of_calls(self, ops: Sequence[GraphOp]) -> tuple[np.ndarray, list[str]]:
         return self._of_rows([{"source": "neusight", **op_rows(op, "fp32")} for op in ops])
 
+    def row(self, work: Work) -> dict[str, Any] | None:
+        """What the model of operators is asked for a kernel; ``None`` where it is the roofline."""
+        if (op := self._timed_alone(work)) is not None:
+            return self._first({"source": "neusight", **op_rows(op, "fp32")})
+        if work.kind == CONVOLUTION:
+            own = self._conv_row(work)
+            return None if own is None else self._first(own)
+        batched = work.kind == PRODUCT and work.shape[0] > 1
+        call = self._call(work)
+        if self._latency.model is None or call.dtype not in TABLE_DTYPE or batched:
+            return None
+        return op_row(call, self._spec)
+
+    def _first(self, row: dict[str, object]) -> dict[str, Any]:
+        found = self._published([row]).iloc[0].to_dict()
+        return {str(name): value for name, value in found.items() if pd.notna(value)}
+
+    def _published(self, rows: Sequence[dict[str, object]]) -> pd.DataFrame:
+        """Rows of published tables as the model of operators takes them."""
+        frame = pd.DataFrame(rows).assign(device=self._spec.name)
+        names = ("b", "m", "rows", "cols", "n_in", *PARAMETERS["conv"], *PARAMETERS["conv_nd"])
+        whole = [c for c in names if c in frame]
+        frame = frame.astype(dict.fromkeys(whole, "Int64"))
+        return rows_of_published(frame, lambda _: self._spec)
+
     def _of_rows(self, rows: Sequence[dict[str, object]]) -> tuple[np.ndarray, list[str]]:
         """Times of rows of published tables within a stream of kernels, and their families."""
         assert self._alone is not None
         # The last one has almost no work: what it takes is the launch.
         least = {"source": "neusight", **op_rows(GraphOp("VECrelu", (1, 1024)), "fp32")}
-        frame = pd.DataFrame([*rows, least]).assign(device=self._spec.name)
-        names = ("b", "m", "rows", "cols", "n_in", *PARAMETERS["conv"], *PARAMETERS["conv_nd"])
-        whole = [c for c in names if c in frame]
-        frame = frame.astype(dict.fromkeys(whole, "Int64"))
+        table = self._published([*rows, least])
         self._alone.devices.setdefault(self._spec.name, self._spec)
-        table = rows_of_published(frame, lambda _: self._spec)
         said = self._alone.predict(table)
         seconds = np.stack([said.latency, said.lo, said.hi], axis=1)
         launch = float(seconds[-1, 0]) * 1e6

@@ -187,12 +187,12 @@ class TorchPredictor:
             )
         self.framework = framework
         self.model = OPERATOR_MODEL if str(model) == "default" else str(model)
-        self._bundle = operator_bundle(model)
+        self.bundle = operator_bundle(model)
 
     @property
     def devices(self) -> dict[str, DeviceSpec]:
         """Devices that the model was trained on, by name."""
-        return dict(self._bundle.devices) if self._bundle else {}
+        return dict(self.bundle.devices) if self.bundle else {}
 
     def checked(self, program: object) -> TorchProgram:
         """Take a program of PyTorch as it is.
@@ -227,7 +227,7 @@ class TorchPredictor:
 
         own = self.checked(program)
         # Before the recording, which may take long.
-        spec = self._gpu(device)
+        spec = self.gpu(device)
         return self.price(record(own), spec, strict=strict)
 
     def price(
@@ -240,12 +240,17 @@ class TorchPredictor:
             DeviceError: The device is not known, or no GPU.
             StrictError: As for :meth:`predict`.
         """
-        found = price(recording, self._gpu(device), self.framework, self._bundle)
+        found = price(recording, self.gpu(device), self.framework, self.bundle)
         if strict:
             _require_learned(found)
         return found
 
-    def _gpu(self, device: str | Path | DeviceSpec) -> DeviceSpec:
+    def gpu(self, device: str | Path | DeviceSpec) -> DeviceSpec:
+        """Find the device.
+
+        Raises:
+            DeviceError: It is not known, or no GPU.
+        """
         if device == "local":
             check_gpu_here()
         spec = resolve_device(device, self.devices)
@@ -341,13 +346,17 @@ def price_works(
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
 
+def works_of(recording: Recording, framework: str) -> list[Work]:
+    """Kernels that a framework launches for a recording, in order."""
+    return fused(recording) if framework == "torch-compiled" else works(recording.calls)
+
+
 def price(
     recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
 ) -> TorchPrediction:
     """Price what a program launches; see :class:`TorchPredictor`."""
-    compiled = framework == "torch-compiled"
     check_priced(recording.calls)
-    found = fused(recording) if compiled else works(recording.calls)
+    found = works_of(recording, framework)
     if not found:
         raise ProgramError("the program launches no kernels", hint="it only views its inputs")
     priced = price_works(found, spec, framework, bundle, recording.kept)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...models.operators.explain import OpExplanation
     from ...models.operators.mixture import Member
+    from ..operator.torch_explain import TorchExplanation
     from ..operator.torch_framework import AtenEstimate, TorchPrediction
 
 #: Number of reasons for being outside the training domain to print.
@@ -143,6 +144,34 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
             ]
         )
     return fitted_table(width, _TORCH_COLUMNS, rows)
+
+
+def print_torch_explanation(console: Console, explained: TorchExplanation) -> None:
+    """Print the time of a program as PyTorch runs it, and what its costliest operators are."""
+    p = explained.prediction
+    console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device} by {p.framework}"))
+    console.print(
+        f"{duration(p.device_us)} on the device, launches {duration(p.host_us)} on the host: the "
+        "run takes the longer of both",
+        highlight=False,
+    )
+    for own in explained.operators:
+        one = own.estimate
+        phase = "" if one.phase == "forward" else f" ({one.phase})"
+        shape = "×".join(map(str, one.shape)) or size(one.bytes)
+        console.print()
+        console.print(
+            f"{one.module}{phase} {one.name} {shape} {one.dtype}: {own.share:.1%} of the "
+            f"operators' time, {own.count} of {duration(one.latency_us)} "
+            f"({duration(one.lo_us)} to {duration(one.hi_us)}), {line_of(one.source_line)}".strip(),
+            highlight=False,
+        )
+        if own.explanation is None:
+            console.print(f"  by the roofline of its {size(one.bytes)}", highlight=False)
+            continue
+        console.print(f"  × {own.factor:.2f} in this program, of the operator alone:")
+        print_op_explanation(console, own.explanation)
+    print_notes(console, p.notes)
 
 
 def print_op_explanation(console: Console, estimate: OpExplanation) -> None:

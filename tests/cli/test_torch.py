@@ -213,3 +213,25 @@ def test_a_module_is_saved_as_stablehlo(folder, tmp_path):
         torch.nn.Linear(8, 4), torch.zeros(2, 8), path=tmp_path / "m.mlir", device="h100-sxm"
     )
     assert read_program(path).platforms == ("cuda",)
+
+
+def test_what_pytorch_runs_is_explained_operator_by_operator(folder):
+    path, words = str(folder / "net.pt2"), ("--device", "a100-sxm-80gb", "--framework")
+    asked = ("explain", path, *words, "torch-eager", "--top", "2")
+    found = json.loads(opcast(*asked, "--json").stdout)
+    whole = json.loads(opcast("predict", path, *words, "torch-eager", "--json").stdout)
+    assert found["latency_us"] == pytest.approx(whole["latency_us"])
+    first, second = found["operators"]
+    assert first["share"] >= second["share"] and first["name"] == "addmm"
+    own = first["explanation"]
+    assert own["family"] == "eager/linear"
+    assert first["latency_us"] == pytest.approx(own["latency_us"] * first["factor"])
+    parts = own["baseline"] + sum(c["log_ratio"] for c in own["contributions"])
+    assert parts == pytest.approx(own["log_ratio"], abs=0.02)
+    told = opcast(*asked).stdout
+    assert "in this program, of the operator alone" in told and "net.py:10" in told
+    refused = opcast(*asked, "--kernel", "addmm")
+    assert refused.returncode == 2 and "--framework torch-eager" in refused.stderr
+    # The same file under XLA, whose kernels it has otherwise.
+    under = opcast("explain", path, "--device", "h100-sxm", "--lowering", "fused", "--top", "1")
+    assert under.returncode == 0 and "lowering fused" in under.stdout

@@ -247,3 +247,14 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
     assert "none of MyCo was measured" in said("vendor: MyCo\n")
     assert said("architecture: hopper\n") == ""
     assert predict_op("linear m=64 n=4096 k=4096 dtype=bf16", "h100-sxm").notes == ()
+
+
+def test_an_operator_that_the_cache_keeps_says_what_main_memory_would_take():
+    """An addition of 1024 × 4096 in fp16 reads and writes 2 · 8 MiB: 5.01 µs at 3.35 TB/s."""
+    asked = "kernel/elementwise op=add rows=1024 cols=4096 dtype=fp16"
+    found = predict_op(asked, "h100-sxm")
+    assert found.latency_us < 16 * 2**20 / 3.35e12 * 1e6
+    assert "16.0 MiB" in found.notes[0] and "5.01 µs" in found.notes[0]
+    assert any("5.01 µs" in note for note in explain_operator(asked, "h100-sxm").notes)
+    # Beyond the cache there is nothing to say.
+    assert predict_op(asked.replace("1024", "65536"), "h100-sxm").notes == ()
