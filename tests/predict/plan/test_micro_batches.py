@@ -127,6 +127,9 @@ def test_random_numbers_of_rows_stay_the_same():
     )
     program = planned(dropped, args, donate=(0, 1))
     assert [a.role for a in program.arguments] == ["parameter", "parameter", "other", "batch"]
+    # The code says what becomes of the key.
+    plan = Plan((("data", 2),), change=Change(0, 2))
+    assert "# key: no part of the batch" in code_of(program.changed(plan.change), plan)
     made = {
         parts: execute(
             compile_module(program.changed(Change(0, parts)).source.module, 1, 1), list(args), 1

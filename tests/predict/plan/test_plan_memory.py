@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from typer.testing import CliRunner
 
+from opcast.cli import app
 from opcast.common.errors import PlanError
 from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.plan.answer import plan
@@ -169,3 +171,17 @@ def test_why_nothing_could_be_changed(judge):
     told = "\n".join(found.notes)
     assert "no equal layers to rematerialise were found" in told
     assert "rows of the batch depend on each other" in told
+
+
+def test_the_status_says_that_nothing_fits(judge, tmp_path):
+    lowered = jax.jit(lambda w, x: x @ w).lower(
+        jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+        jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32),
+    )
+    (tmp_path / "step.mlir").write_text(lowered.as_text())
+    words = ["plan", tmp_path / "step.mlir", "--cluster", "h100-sxm-x4", "--model", "roofline"]
+    words += ["--axes", "data", "--out", tmp_path / "plans"]
+    for memory, status in (("9GiB", 0), ("1MiB", 1)):
+        result = CliRunner().invoke(app, list(map(str, [*words, "--memory", memory])))
+        assert result.exit_code == status
+        assert ("no plan fits" in result.output) == bool(status)
