@@ -32,7 +32,7 @@ class DeviceReportSettings(Settings):
 
     Attributes:
         programs: Names of programs; none for all.
-        devices: Names or device files; none for ``DEVICES`` of :mod:`.reports.devices`.
+        devices: Names or device files; none for ``DEVICES`` of :mod:`.devices`.
         lowering: Lowering of all programs.
         out: File for the figures: Markdown if it ends in ``.md``, else JSON.
     """
@@ -51,7 +51,7 @@ class ClusterReportSettings(Settings):
     Attributes:
         published: Folder with measured collectives; ``None`` omits them.
         out: JSON file for the figures; plots and parts go into a folder of its name.
-        models: Names of ``MODELS`` of :mod:`.reports.clusters`; none for all.
+        models: Names of ``MODELS`` of :mod:`.clusters`; none for all.
         scaling: Numbers of devices; none for ``SCALING``.
         grid: Axes of the search for the best plan; ``None`` for ``GRID``.
         workers: Processes of the searches.
