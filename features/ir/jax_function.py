@@ -219,7 +219,12 @@ def load_function(text: str) -> FunctionCall:
         module = _imported(path, text)
         function = getattr(module, name, None)
         if not callable(function):
-            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            names = [
+                n
+                for n, v in vars(module).items()
+                if callable(v) and not isinstance(v, type) and not n.startswith("_")
+            ]
+            names = [n for n in names if n not in (ARGUMENTS, KEYWORDS)]
             raise ProgramError(
                 f"{path.name} has no function {name!r}",
                 where=text,

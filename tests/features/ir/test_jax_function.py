@@ -393,3 +393,13 @@ def test_calls_are_programs():
     assert read_program(call, platform=Platform("tpu")).origin == "mine"
     with pytest.raises(ProgramError, match=r"mine: the function cannot be lowered.*TypeError"):
         read_program(FunctionCall(sorted_on_cpus, (), origin="mine"))
+
+
+def test_a_missing_function_is_told_those_that_are_there(tmp_path):
+    module = tmp_path / "att.py"
+    module.write_text(
+        "import jax, jax.numpy as jnp\nS, bf = jax.ShapeDtypeStruct, jnp.bfloat16\n"
+        "def step(x): return x\ndef example_args(): return (S((2,), bf),)\n"
+    )
+    with pytest.raises(ProgramError, match=r"no function 'stop' \(it has: step\)$"):
+        load_function(f"{module}:stop")
