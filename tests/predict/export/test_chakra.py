@@ -107,6 +107,33 @@ def bytes_put_in(path):
     return found
 
 
+ANNOTATED = """module @m attributes {mhlo.num_partitions = 4 : i32, mhlo.num_replicas = 1 : i32} {
+  sdy.mesh @mesh = <["data"=4]>
+  func.func public @main(
+      %x: tensor<4096x1024xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"data"}, {}]>},
+      %y: tensor<4096x2048xf32> {sdy.sharding = #sdy.sharding<@mesh, [{"data"}, {}]>})
+      -> (tensor<1024x2048xf32> {sdy.sharding = #sdy.sharding<@mesh, [{}, {}]>}) {
+    %0 = stablehlo.dot_general %x, %y, contracting_dims = [0] x [0]
+      : (tensor<4096x1024xf32>, tensor<4096x2048xf32>) -> tensor<1024x2048xf32>
+    return %0 : tensor<1024x2048xf32>
+  }
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["op", "fused"])
+def test_a_program_with_shardings_alone_is_partitioned_and_exported(lowering, tmp_path):
+    cluster = find_cluster("h100-sxm-x4")
+    found = predict_partitioned(ANNOTATED, cluster, None, LoweringOptions(lowering))
+    said = export_chakra(found, cluster, find_device(found.device), tmp_path)
+    # Each device sums over its 1024 rows; the partial products are added up over all four.
+    assert said["collectives"] == {"all_reduce": {"count": 1, "bytes": 1024 * 2048 * 4}}
+    summary = run_traces(*read_folder(tmp_path)).summary()
+    assert len(read_folder(tmp_path)[0]) == 4
+    assert exposed_there(tmp_path, summary) == pytest.approx(found.run.exposed * 1e6, rel=0.1)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "mesh", "cluster"),
