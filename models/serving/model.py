@@ -130,7 +130,7 @@ class ServingModel:
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
             ends = self.ends_of(kind, tier, here)
-            return np.exp(own.get(kind, ends) if isinstance(own, dict) else ends)
+            return np.exp(own.get(shared_kind(kind), ends) if isinstance(own, dict) else ends)
 
         low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
         return float(low), float(high)
@@ -179,7 +179,9 @@ class ServingModel:
             tier: What is known of the row, one of :data:`TIERS`.
             measured_on: Whether runs of its machines were measured.
         """
-        near = [f"{name}/{tier}" for name in (kind, kind.removesuffix("-apart"))]
+        shared = shared_kind(kind)
+        names = dict.fromkeys((kind, shared, shared.removesuffix("-apart")))
+        near = [f"{name}/{tier}" for name in names]
         if not measured_on:
             near = [f"{name}{ELSEWHERE}" for name in near] + near
         return next((self.ends[name] for name in near if name in self.ends), UNCALIBRATED)
@@ -235,9 +237,25 @@ def kind_of(metric: str, queued: float, context: Context) -> str:
     """Metric that an interval is of.
 
     Waiting makes times to the first token another one, workers that run prompts alone all times.
+    How long these take to hand a request over is the framework's own: without a column that says
+    why, TensorRT-LLM takes seconds on some machines, which says nothing of the others.
     """
-    apart = "-apart" if context.get("spread") == APART else ""
-    return ("ttft-queued" if metric == "ttft" and queued > SATURATED else metric) + apart
+    if context.get("spread") != APART:
+        return "ttft-queued" if metric == "ttft" and queued > SATURATED else metric
+    if metric != "ttft":
+        return f"{metric}{_APART}"
+    named = context.get("framework", "")
+    first = "ttft-queued" if queued > SATURATED else metric
+    return f"{first}{_APART}" + (f"-{named}" if named else "")
+
+
+#: What kinds of workers that run prompts alone end with, but for the framework.
+_APART = "-apart"
+
+
+def shared_kind(kind: str) -> str:
+    """The kind that all frameworks have in common."""
+    return kind[: kind.index(_APART) + len(_APART)] if _APART in kind else kind
 
 
 def own_ends(
@@ -294,7 +312,8 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
     """Ends of intervals from errors of rows that were left out."""
     parts: dict[tuple[str, str, bool], list[Score]] = {}
     for score in scores:
-        parts.setdefault((score.kind, score.tier, score.measured_on), []).append(score)
+        for kind in {score.kind, shared_kind(score.kind)}:
+            parts.setdefault((kind, score.tier, score.measured_on), []).append(score)
     ends = {
         f"{kind}/{tier}{'' if here else ELSEWHERE}": _quantiles(own, tier, here)
         for (kind, tier, here), own in parts.items()
@@ -309,6 +328,11 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
                 ends[f"{kind}/vendor{place}"] = (FOREIGN * widest[0], FOREIGN * widest[1])
         for tier in TIERS:
             _widen(ends, f"{kind}/{tier}{ELSEWHERE}", f"{kind}/{tier}")
+    for name, (low, high) in ends.items():
+        kind, _, rest = name.partition("/")
+        # One framework's runs are some of all, so that they do not tell of more that may be.
+        shared = ends.get(f"{shared_kind(kind)}/{rest}", (low, high))
+        ends[name] = (max(low, shared[0]), min(high, shared[1]))
     return ends
 
 

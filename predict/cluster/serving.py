@@ -481,6 +481,8 @@ def _notes(
         own = f"request/handover/{row.framework}|"
         if not any(key.startswith(own) for key in handovers):
             said += ", none of them under this framework"
+        if row.framework != "sglang":
+            said += "; TensorRT-LLM on H100 took seconds to hand requests over, unexplained"
         notes.append(f"{said}: on other machines predictions err by factors")
     spec, model = read_device(row.cluster.device), row.model
     formats = {model.weights, model.attention_format, model.expert_weights}

@@ -23,6 +23,7 @@ from ...models.serving.model import (
     group_key,
     kind_of,
     own_ends,
+    shared_kind,
 )
 from ...predict.cluster.serving_runs import ServingRuns, memory_share, row_context
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
@@ -125,10 +126,11 @@ def _known(
     errors: dict[str, list[float]] = {}
     mine = [at for at, row in enumerate(seen.rows) if contexts[row]["cluster"] == cluster]
     for at in mine:
-        kind = kind_of(str(seen.metrics[at]), float(seen.queued[at]), contexts[seen.rows[at]])
+        context, queued = contexts[seen.rows[at]], float(seen.queued[at])
+        kind = shared_kind(kind_of(str(seen.metrics[at]), queued, context))
         errors.setdefault(kind, []).append(float(left[at]))
         if at in whole:
-            kind = kind_of(REQUEST_TIME, float(seen.queued[at]), contexts[seen.rows[at]])
+            kind = kind_of(REQUEST_TIME, queued, context)
             errors.setdefault(kind, []).append(whole[at])
     runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
     tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])

@@ -211,6 +211,14 @@ def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
     apart = {"spread": "disaggregated"}
     assert kind_of("ttft", 0.9, {}) == "ttft-queued"
     assert kind_of("ttft", 0.9, apart) == "ttft-queued-apart"
+    # Handing a request over is the framework's own, as long as enough of its runs were measured.
+    known = {**apart, "framework": "sglang"}
+    assert kind_of("ttft", 0.9, known) == "ttft-queued-apart-sglang"
+    assert kind_of("tpot", 0.9, known) == "tpot-apart"
+    first = ServingModel(ends={"ttft-apart/model": (-1.0, 5.0), "ttft-apart-sglang/model": (-1, 1)})
+    assert first.interval("ttft", "model", 0.0, known)[1] == pytest.approx(np.exp(1.0))
+    other = {**apart, "framework": "vllm"}
+    assert first.interval("ttft", "model", 0.0, other)[1] == pytest.approx(np.exp(5.0))
     model = ServingModel(ends={"tpot/model": (-0.1, 0.1), "tpot-apart/model": (-0.4, 0.3)})
     assert model.interval("tpot", "model", 0.0, apart) == pytest.approx(np.exp([-0.4, 0.3]))
     # Too few runs calibrate nothing of their own: those of all workers are taken.

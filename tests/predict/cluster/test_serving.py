@@ -12,6 +12,7 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, on_cluster
+from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
 from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
 from opcast.predict.cluster.serving_runs import cache_transfer
@@ -160,6 +161,15 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:
     assert short.requests_per_s.lo == pytest.approx(most.value / 2.0, rel=0.1)
     idle = predictor.predict(own, replace(spec, rate=0.1 * most.value), slo=Slo(ttft=100.0))
     assert idle.overload < 0.01 and idle.good.lo == 1.0
+
+
+def test_a_first_token_of_workers_apart_is_known_within_a_factor_of_five() -> None:
+    model = served_by_name("deepseek-v3", {}, Formats())
+    eight = Workers(EnginePlan(tp=8, moe_tp=8))
+    own = Deployment(model, "h200-sxm", framework="sglang", engine=eight, prefill=eight)
+    spec = LoadSpec(prompt="2048", output="512", rate=4.0, count=150)
+    first = ServingPredictor(None).predict(own, spec).figures["ttft/mean"]
+    assert first.value / 5.0 < first.lo < first.value < first.hi < 5.0 * first.value
 
 
 def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
