@@ -45,7 +45,8 @@ class Allocation(StrEnum):
 def calibrate(
     context: typer.Context,
     device: Annotated[
-        str | None, typer.Option(help="Device to adapt to; local for this machine.")
+        str | None,
+        typer.Option(help="Device to adapt to; with --budget this machine by default (local)."),
     ] = None,
     data: Annotated[
         list[Path] | None,
@@ -107,8 +108,13 @@ def calibrate(
         chosen = StepSettings(steps, out or Path("steps-adapted.json"), model)
         run_calibrate_steps(make_console(), chosen)
         return
+    # What is measured here is of this machine.
+    device = device or ("local" if budget is not None else None)
     if device is None:
-        raise typer.BadParameter("give --device, or --steps or --serving for a cluster")
+        raise typer.BadParameter(
+            "give --budget 3m to measure this machine; --device and --data of another; or --steps "
+            "or --serving of a cluster"
+        )
     if bool(data) == (budget is not None):
         raise typer.BadParameter("give either --data or --budget")
 
@@ -208,7 +214,12 @@ def check(
         else:
             print_trace_check(make_console(), found, top)
         return
-    refuse(context, "running the program here", {"device", "device_index"})
+    refuse(context, "running the program here", {"device_index"})
+    if device not in (None, "local"):
+        raise typer.BadParameter(
+            "the program runs on this machine; --device names what a --trace ran on, and opcast "
+            "predict --device predicts for another"
+        )
     if program is None:
         raise typer.BadParameter("give a PROGRAM to run, or --trace")
     from ..predict.program.predictor import load_for_programs

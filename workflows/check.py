@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: Seconds of whole executions of each program, so many that the two speeds of a shared processor,
 #: which alternate within seconds, average out. Engineering estimate.
 _WALL_SECONDS = 2.0
+#: Factor between a run and the sum of its kernels from which the difference is told: what the CPU
+#: adds between kernels, and kernels without an event of their own, are below half of a program.
+_BUSY = 1.5
 
 
 @dataclass(frozen=True)
@@ -245,4 +248,16 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     console.print(
         compared_total(predicted, "measured", result.measured_us * 1e-6, result.error, span)
     )
-    print_notes(console, p.notes)
+    print_notes(console, [*p.notes, *_beyond_kernels(result)])
+
+
+def _beyond_kernels(result: CheckResult) -> list[str]:
+    """Say so where a run took much longer than the kernels that were measured one by one."""
+    inside = sum(k.measured_us * k.runs for k in result.kernels if np.isfinite(k.measured_us))
+    if not result.kernels or result.measured_us < _BUSY * inside:
+        return []
+    factor = result.measured_us / inside if inside else math.inf
+    return [
+        f"a run took {factor:.1f} times the sum of its kernels, each measured alone: other work on "
+        "the machine, or a slower spell of it, unless the program waits for its host; check again"
+    ]

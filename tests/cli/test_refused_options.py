@@ -60,6 +60,10 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("calibrate", "--device", "local", "--budget", "5m", "--samples", "9"), "--samples"),
     (("calibrate", "--device", "local", "--budget", "5m", "--plot", "p.png"), "--plot"),
     (("calibrate", "--device", "local", "--budget", "5m", "--allocate", "time"), "--allocate"),
+    # This machine is the device of what is measured here: no need to name it.
+    (("calibrate", "--budget", "5m", "--samples", "9"), "--samples"),
+    (("calibrate", "--data", "d"), "--budget"),
+    (("check", "p", "--device", "h100-sxm"), "--device"),
     (("cluster", "h100-sxm-x4", "--list"), "NAME"),
     (("cluster", "--list", "--save", "c.yaml"), "--save"),
     (("cluster", "--list", "--astra", "c.yaml"), "--astra"),
