@@ -98,7 +98,6 @@ def _print_cluster(cluster: Cluster) -> None:
             f"{', '.join(whole)}: no efficiency below 1 is given, so that collectives reach all of "
             "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69",
             highlight=False,
-            soft_wrap=True,
         )
     # One size for each range of a collective: latency-bound, intermediate, bulk
     # (docs/collectives.md).

@@ -30,8 +30,11 @@ KEPT = {
 }
 #: For all others, which lower programs at most.
 _KEPT_ELSE = "programs that were compiled stay in the cache"
-#: Seconds that a command gets to end in order after Ctrl-C: compilers do not look for it.
-GRACE_S = 1.0
+#: Seconds that a command gets to end in order after Ctrl-C, which compilers do not look for: what
+#: `plan` has found takes a second to print, and longer on a busy machine.
+GRACE_S = 3.0
+#: Signals that the parent waits for.
+_AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 # Signals by which native code fails: bad memory accesses, aborts, illegal instructions, arithmetic.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
@@ -51,8 +54,11 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
         command()
         return
     parent = os.getpid()
+    # Blocked before there is a child, and taken from the queue: none that comes early is lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent(parent)
         command()
         return
@@ -71,21 +77,23 @@ def is_guarded(arguments: Sequence[str]) -> bool:
 
 
 def _wait(child: int, arguments: Sequence[str]) -> int:
-    """Exit status for the parent, once the child has ended."""
-    stopped = False
-
-    def interrupt(*_: object) -> None:
-        nonlocal stopped
-        stopped = True
-        # Ctrl-C reaches the child as well, which ends in order unless native code holds it.
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-    signal.signal(signal.SIGINT, interrupt)
-    # SIGTERM reaches this process alone, so it is passed on.
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
-    _, status = os.waitpid(child, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    """Exit status for the parent, once the child has ended; signals awaited are blocked."""
+    stopped, ended = False, 0
+    while not ended:
+        if not stopped:
+            got = signal.sigwait(_AWAITED)
+        elif left := signal.sigtimedwait(_AWAITED, GRACE_S):
+            got = left.si_signo
+        else:
+            os.kill(child, signal.SIGKILL)
+            continue
+        if got == signal.SIGINT:
+            # Ctrl-C reaches the child as well, which ends in order unless native code holds it.
+            stopped = True
+        elif got == signal.SIGTERM:
+            # SIGTERM reaches this process alone, so it is passed on.
+            os.kill(child, signal.SIGTERM)
+        ended, status = os.waitpid(child, os.WNOHANG)
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     number = os.WTERMSIG(status)

@@ -169,7 +169,7 @@ COMMANDS: dict[str, Command | Group] = {
     "plan-serving": Command(
         "serving",
         "plan_serving",
-        "Search engines, plans, batch limits and disaggregation for the best under an SLO.",
+        "Search engines, plans, batches and disaggregation for the cheapest under an SLO.",
         examples=(
             "opcast plan-serving --model llama-3-8b --device h100-sxm --gpus 2 \\\n"
             "    --load concurrency=16,prompt=512,output=64,count=64 --slo tpot=30ms",

@@ -410,7 +410,7 @@ def plan_serving(
     top: Annotated[int, typer.Option(min=1, help="Number of deployments to print.")] = 10,
     json_output: Json = False,
 ) -> None:
-    """Search engines, plans, batch limits and disaggregation for the cheapest under an SLO.
+    """Search engines, plans, batches and disaggregation for the cheapest under an SLO.
 
     Prints the Pareto front of throughput a device against latency, and the best with its launch
     commands.

@@ -56,6 +56,7 @@ class OpFeatures:
         flops: Operations, shape ``(n,)``.
         moved: Compulsory bytes, shape ``(n,)``.
         bound: What limits it: ``compute``, ``memory`` or ``latency``, shape ``(n,)``.
+        kernels: Kernels of a call, of which all seconds are the mean, shape ``(n,)``.
         general: Which features say nothing but how the kernel lies on its device, bool ``(d,)``.
         keys: Positions of the features that span the domain.
         irs: Texts of the kernels, object, shape ``(n,)``, if they were asked for.
@@ -69,6 +70,7 @@ class OpFeatures:
     flops: np.ndarray
     moved: np.ndarray
     bound: np.ndarray
+    kernels: np.ndarray
     general: np.ndarray
     keys: np.ndarray
     irs: np.ndarray | None = None
@@ -84,6 +86,7 @@ class OpFeatures:
             self.flops[rows],
             self.moved[rows],
             self.bound[rows],
+            self.kernels[rows],
             self.general,
             self.keys,
             None if self.irs is None else self.irs[rows],
@@ -132,6 +135,7 @@ def op_features(
         moved=physics.moved,
         # More than half of the time is a fixed cost: neither peak matters much.
         bound=np.where(physics.fixed_s > 0.5 * physics.base_s, "latency", limited).astype(object),
+        kernels=np.broadcast_to(physics.kernels, len(table)),
         general=general,
         keys=keys,
         irs=np.array(op_texts(table.rows.frame(), family), object) if texts else None,

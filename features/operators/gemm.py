@@ -136,7 +136,8 @@ def gemm(table: OpTable) -> Physics:
     # At data-sheet rates, each operand once, from where it lies. Quantisation is left out, and so
     # is the power limit, which holds for seconds but not for a single call.
     t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
-    roofline = np.maximum(t_peak, t_least)
+    # Of the same mean of kernels as the estimate.
+    roofline = np.maximum(t_peak, t_least) / kernels
     logs = _logs(
         tiles_base=t_tiles / base,
         memory_base=t_memory / base,

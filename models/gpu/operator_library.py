@@ -13,10 +13,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from ...features.devices.catalogue import find_device, in_catalogue, same_figures
 from ...features.devices.device import DeviceSpec, MemoryLevel
-from ...features.operators import op_features
-from ...features.operators.columns import OpTable
-from ...features.operators.gemm import gemm
-from ...features.operators.schema import parameters_of
+from ...features.operators import OpFeatures, op_features
 from ..core.registry import OPERATOR_MODEL, PRETRAINED
 from ..core.store import predicts_operators, read_manifest
 from ..operators.family import FamilyModel
@@ -110,16 +107,9 @@ def canonical(device: DeviceSpec) -> DeviceSpec:
     )
 
 
-def base_seconds(key: str, rows: pd.DataFrame, device: DeviceSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Analytical estimate of rows of a family and the fixed cost in it, seconds, ``(n,)`` each."""
-    features = op_features(rows.assign(device=device.name), key, {device.name: device})
-    return features.base_s, features.floor_s
-
-
-def kernels_of_call(key: str, rows: pd.DataFrame, device: DeviceSpec) -> np.ndarray:
-    """Kernels of each product of which a family holds the mean, shape ``(n,)``."""
-    named = rows.assign(device=device.name)
-    return gemm(OpTable.of(named, key, parameters_of(key), {device.name: device})).kernels
+def physics_of(key: str, rows: pd.DataFrame, device: DeviceSpec) -> OpFeatures:
+    """Analytical estimate of ``n`` rows of a family on a device, whatever they name as theirs."""
+    return op_features(rows.assign(device=device.name), key, {device.name: device})
 
 
 def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:

@@ -22,8 +22,7 @@ from ...features.devices.device import DeviceSpec
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
 from .operator_library import (
     Operators,
-    base_seconds,
-    kernels_of_call,
+    physics_of,
     with_rate,
     without_memory,
 )
@@ -226,12 +225,12 @@ class Products:
     def _by_xla(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
         asked = rows[list(_DIMS)].assign(op=key.split("/")[1], dtype=_XLA_FORMATS[rate])
         prediction = self.operators.predict(key, asked, self.device)
-        base, cold = base_seconds(key, asked, self.device)
+        physics = physics_of(key, asked, self.device)
         # In a program kernels follow each other: a start from a replayed graph replaces the cold
         # one, and the ratio of prediction to physics is kept.
         # Of a split reduction the table holds the mean of its two kernels.
-        kernels = kernels_of_call(key, asked, self.device)
-        latency = prediction.latency * (base - cold + self.launch) / base * kernels
+        started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
+        latency = prediction.latency * started * physics.kernels
         lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, LIBRARY)
         return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
 
@@ -273,8 +272,9 @@ class Products:
         prediction = self.operators.predict(key, asked, self.device)
         # The ratio of prediction to physics is kept; in the physics a graph-replayed launch takes
         # the place of the host's 26 to 47 µs.
-        base, host = base_seconds(key, asked, self.device)
-        latency = prediction.latency * (base - host + self.launch) / base
+        physics = physics_of(key, asked, self.device)
+        started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
+        latency = prediction.latency * started
         lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
         return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
 
@@ -283,9 +283,9 @@ class Products:
         prediction = self.operators.predict("graph/linear", asked, self.device)
         # Published fp8 times include the quantisation of the activations (docs/operators.md), which
         # XLA compiles to a kernel of its own, priced as a pass.
-        whole, _ = base_seconds("graph/linear", asked, self.device)
+        whole = physics_of("graph/linear", asked, self.device).base_s
         # Kernel timing has the same physics without the quantisation.
-        alone, _ = base_seconds("kernel/linear", asked, self.device)
+        alone = physics_of("kernel/linear", asked, self.device).base_s
         lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
         latency = prediction.latency * alone / whole
         return Answer.around(latency, lower, upper, "learned:graph/linear", prediction.in_domain)
@@ -299,11 +299,11 @@ class Products:
             rate, shape = name.split("/")
             key = f"graph/{shape}"
             asked, device = self._alike(shape, rate, rows.iloc[at])
-            base, floor = base_seconds(key, asked, device)
+            physics = physics_of(key, asked, device)
             # With endless bandwidth the physics holds arithmetic and launch alone.
-            bare, bare_floor = base_seconds(key, asked, without_memory(device))
-            ratio[at] = latency[at] / (base - floor + self.launch)
-            tiles[at] = bare - bare_floor
+            bare = physics_of(key, asked, without_memory(device))
+            ratio[at] = latency[at] / (physics.base_s - physics.floor_s + self.launch)
+            tiles[at] = bare.base_s - bare.floor_s
         return ratio, tiles
 
 

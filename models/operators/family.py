@@ -96,7 +96,7 @@ class FamilyModel:
 
     @property
     def corrections(self) -> dict[str, ErrorPosterior]:
-        """Corrections by what they are for: :attr:`.DeviceErrors.corrections`."""
+        """Corrections by what they are for: those of :class:`.device_errors.DeviceErrors`."""
         return self.fitted.errors.corrections
 
     # Fitting

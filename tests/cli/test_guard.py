@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_compile_at_once_and_says_what_is_kept(command: str, kept:
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=30) == 128 + signal.SIGINT
-        # The grace of a second, and a busy machine.
+        # The grace of three seconds, and a busy machine.
         assert time.monotonic() - start < 15
         said = process.stderr.read()
     assert said.startswith("opcast: stopped: ")

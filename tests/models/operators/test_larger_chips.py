@@ -144,13 +144,16 @@ def test_physics_of_no_operator_is_slower(family: str, gpus: dict[str, DeviceSpe
     found = op_features(frame, family, gpus)
     shape = (len(gpus), len(rows))
     for axes in GROWN:
-        assert growth(found.roofline_s.reshape(shape), gpus, axes).max() <= 1 + 1e-9, axes
+        least = found.roofline_s * found.kernels
+        assert growth(least.reshape(shape), gpus, axes).max() <= 1 + 1e-9, axes
         # An algorithm of more launches may be the fastest on the larger chip.
         if FAMILIES[family] != "conv_nd":
             assert growth(found.floor_s.reshape(shape), gpus, axes).max() <= 1 + 1e-9, axes
         bounds = {"cores": MORE_CORES, ALL: MORE_OF_ALL}.get(axes, {})
         bound = bounds.get(family, 1.0)
-        assert growth(found.base_s.reshape(shape), gpus, axes).max() <= bound + 1e-9, axes
+        # XLA's table holds the mean of a call's kernels, which halves where a reduction is split.
+        call = found.base_s * found.kernels
+        assert growth(call.reshape(shape), gpus, axes).max() <= bound + 1e-9, axes
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_the_command_exports_a_step(tmp_path):
     def run(*arguments, code=0):
         result = CliRunner().invoke(app, ["export", "chakra", *map(str, arguments)])
         assert result.exit_code == code, result.output
-        return result.output
+        return result.output if code else result.stdout
 
     options = ("--cluster", "dgx-h100-x16", "--model", "roofline", "--out", tmp_path)
     step = ("--workload", "llama", "--set", "layers=2,batch=16", "--plan", "dp=16")

@@ -237,7 +237,7 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
     def said(extra):
         path = tmp_path / "own.yaml"
         path.write_text(f"name: own\n{extra}{OWN}")
-        asked = "linear m=64 n=4096 k=4096 dtype=bf16"
+        asked = "linear m=64 n=16384 k=8192 dtype=bf16"
         return " ".join(predict_op(asked, str(path)).notes)
 
     assert "a GPU of NVIDIA of no known generation" in said("")
