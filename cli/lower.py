@@ -22,6 +22,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
+    from ..features.ir.reader import SourceProgram
     from ..features.kernels.kernel import LoweredProgram
     from ..features.lowering.target_compiler.process import CompileSettings
 
@@ -219,6 +220,18 @@ def _flag_value(text: str) -> str | int | bool | float:
     return text
 
 
+def _batch_found(source: SourceProgram) -> list[int] | None:
+    """Numbers of the arguments that begin with the batch, by what products read; says which."""
+    from ..predict.plan.program import read_planned
+
+    own = read_planned(source).arguments
+    found = [n for n, argument in enumerate(own) if argument.batch == 0]
+    if found:
+        names = ", ".join(own[n].name for n in found)
+        typer.echo(f"the batch is taken to be {names}; --batch-args names others", err=True)
+    return found or None
+
+
 def partition(
     program: Annotated[
         Path, typer.Argument(help="StableHLO program for one device, or with shardings.")
@@ -232,7 +245,7 @@ def partition(
     ] = "",
     batch_args: Annotated[
         str,
-        typer.Option(help="Indices of the batch arguments, as 3,4; default: those not donated."),
+        typer.Option(help="Indices of the batch arguments, as 3,4; default: those found."),
     ] = "",
     format: Annotated[str, typer.Option(help="text or bytecode.")] = "text",
     device: Annotated[
@@ -265,6 +278,9 @@ def partition(
         write_bytes(out, partition_annotated(source, format))
         wrote(out, f"{out.stat().st_size} bytes")
         return
+    if chosen is None and not source.program.aliases and "fsdp" not in mesh:
+        # Nothing is donated, which would tell state from the batch.
+        chosen = _batch_found(source)
     written = partition_program(source, mesh, out, chosen, format)
     wrote(out, f"{out.stat().st_size} bytes")
     parameters = f"; parameters {size(written.parameter_bytes)}" if written.parameter_bytes else ""

@@ -132,3 +132,29 @@ def test_the_documented_candidates_are_ranked(width, monkeypatch):
     places = [line.split()[:1] + re.findall(r"  (\d)  +[\d.]+ ms", line) for line in lines]
     assert [p for p in places if p[0] == "h100-sxm"] == [["h100-sxm", "1"], ["h100-sxm", "2"]]
     assert next(p for p in places if p[0] == "tpu-v6e") == ["tpu-v6e", "1"]
+
+
+UNDONATED = """
+import jax
+import jax.numpy as jnp
+
+def step(p, x, y):
+    def loss(p):
+        return jnp.mean((jax.nn.gelu(x @ p["w1"]) @ p["w2"] - y) ** 2)
+    value, found = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 1e-3 * b, p, found), value
+
+shape = jax.ShapeDtypeStruct
+w = {"w1": shape((256, 512), "float32"), "w2": shape((512, 256), "float32")}
+example_args = (w, shape((64, 256), "float32"), shape((64, 256), "float32"))
+"""
+
+
+def test_the_batch_of_a_step_that_donates_nothing_is_found(tmp_path):
+    (tmp_path / "own.py").write_text(UNDONATED)
+    out = tmp_path / "step8.mlir"
+    said = invoke("partition", f"{tmp_path / 'own.py'}:step", "--mesh", "dp=8", "--out", str(out))
+    assert "the batch is taken to be x, y" in said
+    # Gradients of both parameters, 2 · 256 · 512 of 4 bytes, and the loss.
+    assert "collectives move 1.0 MiB a run" in said
+    assert "num_partitions = 8" in out.read_text() and "tensor<8x256xf32>" in out.read_text()
