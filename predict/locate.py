@@ -41,8 +41,12 @@ def available() -> dict[str, Path]:
     }
 
 
-def find_model(model: str | Path) -> Path:
+def find_model(model: str | Path, platform: str = "") -> Path:
     """Find the folder of a model given by name or path.
+
+    Args:
+        model: Name or folder.
+        platform: ``cpu``, ``gpu`` or ``tpu``, whose model ``default`` stands for.
 
     Raises:
         ModelError: Neither a model folder nor a known name; the message lists the names.
@@ -51,7 +55,8 @@ def find_model(model: str | Path) -> Path:
     if (folder / "manifest.json").is_file():
         return folder
     # A folder takes precedence over a name, so that a local model cannot be shadowed.
-    name = DEFAULT if str(model) == "default" else str(model)
+    default = PLATFORM_DEFAULTS.get(platform, DEFAULT)
+    name = default if str(model) == "default" else str(model)
     # Listing all models takes longer than a prediction.
     for root in (registered(), SHIPPED) if folder.name == str(model) else ():
         if (root / name / "manifest.json").is_file():

@@ -322,13 +322,15 @@ def run_calibrate_budget(
         DeviceError: The device is not the one at hand.
         ProfileError: Nothing could be measured within the budget.
     """
+    import jax
+
     from ..common.tables_text import print_frame
     from ..models.cost_model import CostModel
     from ..predict.locate import find_model
     from .calibrate_from_dataset import save_adapted
 
     started = time.monotonic()
-    model = CostModel.load(find_model(settings.model))
+    model = CostModel.load(find_model(settings.model, jax.default_backend()))
     spec = _remeasured(local_device(settings.device, model), model)
     probed = time.monotonic() - started
     run = Calibration(model, spec, settings, probed)

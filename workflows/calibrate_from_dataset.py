@@ -6,7 +6,7 @@ baseline.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -142,11 +142,12 @@ def run_calibrate_kernels(
     from ..models.adapt.device_correction import DeviceCorrection
     from ..models.cost_model import CostModel
     from ..models.operators.curves import COUNTS, error_curve
-    from ..predict.locate import find_model
+    from ..predict.locate import find_model, trained_devices
 
-    model = CostModel.load(find_model(settings.model))
     samples, seed = settings.samples, settings.seed
-    described = _described(dataset, settings.device, model)
+    given = None if settings.model == "default" else CostModel.load(find_model(settings.model))
+    described = _described(dataset, settings.device, given.devices if given else trained_devices())
+    model = given or CostModel.load(find_model("default", described.platform))
     rows = _kernel_rows(dataset, described.name, samples)
     # Another machine of a trained device's name does not take its place in the model.
     spec = identified(described, model.devices)
@@ -164,13 +165,13 @@ def run_calibrate_kernels(
     return curves
 
 
-def _described(dataset: Dataset, device: str, model: CostModel) -> DeviceSpec:
+def _described(dataset: Dataset, device: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
     """The device as described by the dataset's runs, else as found by name."""
     from ..predict.devices import resolve_device
 
     own = dataset.devices
     # The dataset's runs hold the ceilings under which its labels were taken.
-    return own[device] if device in own else resolve_device(device, {**model.devices, **own})
+    return own[device] if device in own else resolve_device(device, {**known, **own})
 
 
 def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
@@ -183,6 +184,9 @@ def _kernel_rows(dataset: Dataset, device: str, samples: int) -> pd.DataFrame:
     median = own.groupby("kernel_hash")["latency_us_p50"].median()
     rows = own.drop_duplicates("kernel_hash")[["kernel_hash", "kernel_ir", "program"]]
     # Half of the kernels are kept for testing.
+    if not len(rows):
+        held = ", ".join(sorted(frame["device"].unique()))
+        raise DatasetError(f"no kernels of {device}", hint=f"its devices are {held}: --device")
     if len(rows) < 2 * samples:
         raise DatasetError(
             f"only {len(rows)} kernels of {device}, {2 * samples} are needed to learn from "

@@ -166,6 +166,8 @@ _OPERATORS: Mapping[str, tuple[str, _Make]] = {
         for name, op in {
             "add": "add", "sub": "add", "mul": "mul", "div": "div", "pow": "pow",
             "gelu": "gelu", "relu": "relu", "tanh": "tanh",
+            # Passes over the same bytes with as much arithmetic, of which tables have no name.
+            "silu": "gelu", "sigmoid": "tanh", "exp": "tanh",
         }.items()
         for suffix in ("", "_")
     },

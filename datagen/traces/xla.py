@@ -14,8 +14,8 @@ from ...features.ir.program import Program
 from ...features.ir.reader import read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower
-from ..profile.trace import Executed, expected
-from .trace import DeviceTrace, RunTime, Trace, by_run, chosen, run_time
+from ..profile.trace import Event, Executed, expected
+from .trace import DeviceTrace, RunTime, Trace, TraceKernel, by_run, chosen, run_time
 
 #: Instructions whose events span those of the computations that they call.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
@@ -123,18 +123,24 @@ def _unknown(trace: Trace, modules: list[str], given: bool) -> DatasetError:
 
 
 def _named(device: DeviceTrace, programs: Sequence[_Known]) -> DeviceTrace:
-    """Name instructions by the names of GPU kernels, which are made of them."""
+    """Name instructions by the names of GPU kernels, which are made of them.
+
+    Kernels of libraries have other names: they keep them, as part of the program that ran before
+    them, so that their time is not lost.
+    """
     kernels = {
         _REPLACED.sub("_", k.name): (str(number), k.name)
         for number, program in enumerate(programs)
         for k in program.lowered.kernels
         if k.takes_time
     }
-    events = [
-        replace(e, module=kernels[name][0], op=kernels[name][1])
-        for e in device.executed.events
-        if (name := _REPLACED.sub("_", e.name)) in kernels
-    ]
+    found = [kernels.get(_REPLACED.sub("_", e.name)) for e in device.executed.events]
+    module = next((own[0] for own in found if own), "")
+    events: list[Event] = []
+    for event, own in zip(device.executed.events, found, strict=True):
+        module = own[0] if own else module
+        if own or (module and not (isinstance(event, TraceKernel) and event.copy)):
+            events.append(replace(event, module=module, op=own[1] if own else event.name))
     return DeviceTrace(device.index, Executed(device.executed.platform, events))
 
 

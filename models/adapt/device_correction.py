@@ -17,7 +17,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
-from ..trust.conformal import Ends, ends, including_zero
+from ..trust.conformal import Ends, conformal_size, ends, including_zero
 from .gaussian_process import (
     MAX_SAMPLES,
     MIN_OWN,
@@ -52,7 +52,7 @@ class DeviceCorrection:
     Attributes:
         correction: The Gaussian process.
         stretch: Interval ends in units of the model's own half-width, from the errors of samples
-            predicted from those of other programs; (-1, 1) if there are too few of them.
+            predicted from those of other programs.
     """
 
     correction: ErrorPosterior
@@ -169,6 +169,9 @@ def _dtypes(table: KernelTable) -> np.ndarray:
 
 def _stretch(own: ErrorPosterior, half: np.ndarray, programs: np.ndarray | None) -> Ends:
     """Conformal ends of left-out errors over the model's half-widths."""
+    scores = left_out_errors(own.inverse, own.weights, programs) / half
     if own.count < MIN_OWN:
-        return -1.0, 1.0
-    return including_zero(ends(left_out_errors(own.inverse, own.weights, programs) / half))
+        # Too few for both tails: by their size alone, and never narrower than the model's.
+        size = max(1.0, conformal_size(scores))
+        return -size, size
+    return including_zero(ends(scores))

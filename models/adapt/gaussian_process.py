@@ -25,7 +25,7 @@ from itertools import product
 import numpy as np
 
 from ...features.operators import OpFeatures
-from ..trust.conformal import COVERAGE, ends
+from ..trust.conformal import COVERAGE, conformal_size, ends
 from .shared_leaves import cautious_params, leaf_variants, shared_leaves
 
 #: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
@@ -226,9 +226,10 @@ def left_out_errors(
     Args:
         inverse: Inverse covariance of the samples, shape ``(n, n)``.
         weights: Its product with their errors, shape ``(n,)``.
-        groups: Group of each, shape ``(n,)``; each by itself by default.
+        groups: Group of each, shape ``(n,)``; each by itself by default, and where all are in one,
+            such as the kernels of a single trace, which would leave nothing to predict from.
     """
-    if groups is None:
+    if groups is None or len(np.unique(groups)) == 1:
         return np.asarray(weights / np.diag(inverse))
     left_out = np.empty(len(weights))
     for group in np.unique(groups):
@@ -374,11 +375,9 @@ class ErrorPosterior:
         left_out = left_out_errors(self.inverse, self.weights)
         deviation = left_out * np.sqrt(np.diag(self.inverse))
         if len(errors) < MIN_OWN:
-            # Too few for tails of their own: the split-conformal quantile of the sizes alone (Lei
-            # et al., Distribution-Free Predictive Inference for Regression, 2018), never narrower
-            # than what the process says.
-            place = min(int(np.ceil((len(errors) + 1) * COVERAGE)), len(errors))
-            return float(max(1.0, np.sort(np.abs(deviation))[place - 1] / _NORMAL_90))
+            # Too few for tails of their own: by their size alone, and never narrower than what the
+            # process says.
+            return max(1.0, conformal_size(deviation) / _NORMAL_90)
         lo, hi = ends(deviation, COVERAGE)
         # One factor for both ends, the larger one: the process is symmetric.
         return float(max(-lo, hi) / _NORMAL_90)

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ EXPERIMENT = "opcast"
 COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
 #: Column of a table of runs that holds the id of the parent run (MLflow's tag for nested runs).
 PARENT = "tags.mlflow.parentRunId"
+#: What names of metrics must not hold (mlflow.utils.validation).
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 #: Seconds that SQLite waits for a lock that another process holds on the store.
 WAIT_S = 60
 
@@ -290,11 +293,13 @@ def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Name metrics so that MLflow, which sorts them, shows those of the whole first.
 
     Those of parts (``kind:gemm/mape``) become ``parts/…``: a section of their own below. Metrics
-    that are not numbers are left out.
+    that are not numbers are left out. Characters that MLflow's names must not have, such as the
+    ``~`` of a machine that was measured, become ``_``.
     """
+    plain = {_NOT_IN_NAMES.sub("_", name): value for name, value in metrics.items()}
     return {
         f"parts/{name}" if ":" in name.split("/")[0] else name: float(value)
-        for name, value in metrics.items()
+        for name, value in plain.items()
         if value == value
     }
 

@@ -131,6 +131,19 @@ def ends(scores: np.ndarray, level: float = COVERAGE) -> Ends:
     return float(ordered[n - rank]), float(ordered[rank - 1])
 
 
+def conformal_size(scores: np.ndarray, level: float = COVERAGE) -> float:
+    """Split-conformal quantile of the sizes of scores, the ``ceil((n + 1) level)``-th smallest.
+
+    For scores that are too few for :func:`ends` of both sides (Lei et al., 2018, as there).
+
+    Args:
+        scores: Shape ``(n,)``, at least one.
+        level: Share of new scores that are not larger.
+    """
+    place = min(int(np.ceil((len(scores) + 1) * level)), len(scores))
+    return float(np.sort(np.abs(scores))[place - 1])
+
+
 def ends_or(scores: np.ndarray, fallback: Ends) -> Ends:
     """:func:`ends` of the scores, or ``fallback`` if there are fewer than :data:`MIN_SCORES`."""
     return ends(scores) if len(scores) >= MIN_SCORES else fallback

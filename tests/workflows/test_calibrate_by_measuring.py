@@ -54,6 +54,20 @@ def test_a_kernel_dataset_calibrates(twice_as_slow, tmp_path):
     assert np.median(correction.errors) == pytest.approx(np.log(2), abs=0.35)
 
 
+def test_a_gpu_calibrates_the_model_of_gpus(twice_as_slow, tmp_path):
+    data, _ = twice_as_slow
+    dataset = Dataset.load(data)
+    frame = dataset.frame.sample(60, random_state=0).assign(device="h100-sxm")
+    Dataset(frame, dataset.runs).save(tmp_path / "d")
+    out = tmp_path / "m"
+    result = run("calibrate", "--device", "h100-sxm", "--data", tmp_path / "d",
+                 "--samples", 20, "--out", out)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert (
+        CostModel.load(out).estimator.name == CostModel.load(find_model("gpu-xla")).estimator.name
+    )
+
+
 def test_another_machine_of_a_trained_name_does_not_take_its_place(twice_as_slow, tmp_path):
     data, device = twice_as_slow
     dataset = Dataset.load(data)

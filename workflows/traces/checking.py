@@ -29,6 +29,9 @@ _COLLECTIVE, _COMMUNICATION = "collective", "communication"
 #: Share of the kernels' time that has to be matched for the comparison to go without a note.
 #: Engineering estimate.
 _MATCHED = 0.9
+#: Log of a common factor from which on it is said: shared machines and clocks drift by less from
+#: one run to the next. Engineering estimate.
+_COMMON = 0.1
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,13 @@ def _check_program(
         notes.append(f"this is of {own.module}; the trace also holds {others[:200]}")
     absent = _names(lowered) - named
     if absent:
-        notes.append(f"{len(absent)} predicted kernels are not in the trace: they count as 0 there")
+        notes.append(
+            f"{len(absent)} predicted kernels are not in the trace by name and count as 0 there"
+            + (
+                "; they may be among those that are not predicted, such as a library's"
+                * bool(spent)
+            )
+        )
         pairs += _pairs(lowered, prediction, {name: [0.0] for name in absent})
     step = typical(runs) if runs else None
     latency = (prediction.latency_us, prediction.lo_us, prediction.hi_us)
@@ -165,7 +174,7 @@ def _compared(
     matched = labelled / ((labelled + lost) or 1.0)
     if matched < _MATCHED:
         notes.append(f"only {matched:.0%} of the kernels' time is of kernels that are predicted")
-    if factor != 1.0:
+    if abs(np.log(factor)) > _COMMON:
         notes.append(
             f"three quarters of the kernels' time took {factor:.2f} x of the prediction or "
             f"{'more' if factor > 1 else 'less'}: another clock, a shared machine, or a model that "

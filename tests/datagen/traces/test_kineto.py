@@ -84,6 +84,7 @@ def test_import_is_anonymous_repeatable_and_learnable(tmp_path: Path) -> None:
     [
         ("aten::bmm", [[8, 64, 32], [8, 32, 16]], (), {"family": "bmm", "b": 8, "m": 64, "n": 16}),
         ("aten::mul", [[64, 32], []], (), {"op": "mulu", "rows": 64, "cols": 32, "n_in": 1}),
+        ("aten::silu", [[4, 8, 32]], (), {"op": "gelu", "rows": 32, "cols": 32, "n_in": 1}),
         ("aten::_softmax", [[4, 8, 128], [], []], ("", "-1", "False"), {"rows": 32, "cols": 128}),
         (
             "aten::_scaled_dot_product_flash_attention",

@@ -108,6 +108,21 @@ def test_tables_of_nsys_stats(tmp_path: Path) -> None:
     assert found.runs == []
 
 
+def test_a_librarys_kernels_in_a_table_count_as_not_matched(tmp_path: Path) -> None:
+    """Of two runs of 15 us, 9 are of a kernel that no instruction of the program is named as."""
+    rows = ["Start (ns),Duration (ns),CorrId,Strm,Device,Name"]
+    for start in (0, 100_000):
+        rows += [f"{start},4000,1,7,H100 (0),loop_tanh_fusion_1",
+                 f"{start + 5000},9000,2,7,H100 (0),sm90_xmma_gemm_bf16"]  # fmt: skip
+    (tmp_path / "t.csv").write_text("\n".join(rows) + "\n")
+    trace = read_nsys_csv(tmp_path / "t.csv")
+    (found,) = traced_programs(trace, [program()])
+    assert found.unmatched == {"sm90_xmma_gemm_bf16": pytest.approx(18e-6)}
+    assert [run.span for run in found.runs] == pytest.approx([14e-6, 14e-6])
+    result = import_trace(trace, tmp_path / "out", find_device("h100-sxm"), given=[program()])
+    assert result.matched == pytest.approx(4 / 13)
+
+
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     whole = nsys_sqlite(tmp_path / "t.sqlite", [RUN] * 200).read_bytes()
     cut = tmp_path / "cut.sqlite"

@@ -86,6 +86,33 @@ def test_a_calibrated_model_is_saved_explained_and_read_again(measured, slower, 
     assert total == pytest.approx(explained.log_ratio, abs=1e-4)
 
 
+def test_a_factor_is_learned_from_the_kernels_of_one_program(measured):
+    """None is left to predict them from if all of the program's are left out at once."""
+    kernels, device, model = measured
+    few, rest = kernels[:20], kernels[20:60]
+    plain = model.estimator.predict(few, device)
+    truth = plain.latency * 1.5
+    one = np.array(["step"] * len(few))
+    table = kernel_table(few, device)
+    own = DeviceCorrection.fit(table, device, plain, truth, one)
+    found = own.correct(model.estimator.predict(rest, device), rest, device)
+    ratio = found.latency / model.estimator.predict(rest, device).latency
+    # Most of the way: the process expects errors to be smaller.
+    assert 0.6 * np.log(1.5) < np.median(np.log(ratio)) <= np.log(1.5)
+
+
+def test_few_samples_that_err_more_than_the_interval_widen_it(measured):
+    kernels, device, model = measured
+    few = kernels[:20]
+    plain = model.estimator.predict(few, device)
+    half = 0.5 * np.log(plain.hi / plain.lo)
+    # Three times as far as the interval reaches, up and down in turn: nothing can be learned.
+    truth = plain.latency * np.exp(3 * half * np.where(np.arange(20) % 2, 1, -1))
+    own = DeviceCorrection.fit(kernel_table(few, device), device, plain, truth)
+    found = own.correct(plain, few, device)
+    assert ((truth >= found.lo) & (truth <= found.hi)).mean() >= 0.9
+
+
 def test_few_samples_keep_the_models_own_intervals(measured):
     kernels, device, model = measured
     few = kernels[:12]

@@ -47,9 +47,22 @@ def test_runs_are_told_apart_and_name_their_data(tmp_path):
 
 def test_metrics_of_the_whole_come_before_those_of_parts():
     shown = shown_metrics(
-        {"mape": 0.1, "kind:gemm/mape": 0.2, "program/mape": 0.3, "bias": float("nan")}
-    )
-    assert shown == {"mape": 0.1, "parts/kind:gemm/mape": 0.2, "program/mape": 0.3}
+        {"mape": 0.1, "kind:gemm/mape": 0.2, "program/mape": 0.3, "bias": float("nan"),
+         "device:cpu-2c~130gf/mape": 0.4}
+    )  # fmt: skip
+    assert shown == {
+        "mape": 0.1,
+        "parts/kind:gemm/mape": 0.2,
+        "program/mape": 0.3,
+        "parts/device:cpu-2c_130gf/mape": 0.4,
+    }
+
+
+def test_figures_of_a_machine_that_was_measured_are_logged(tmp_path):
+    name = "device:cpu-amd-epyc-2c~130gf-28.4gbs/n"
+    log_run(RunLog("run", {}, {name: 3.0}), root=tmp_path / "mlruns")
+    (table,) = [runs(root=tmp_path / "mlruns")]
+    assert table["metrics.parts/device:cpu-amd-epyc-2c_130gf-28.4gbs/n"].tolist() == [3.0]
 
 
 def registered(tmp_path, folder):
