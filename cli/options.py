@@ -60,9 +60,12 @@ def bytes_of(text: str) -> float:
     """Parse an amount of memory such as ``60GiB`` or ``80GB`` into bytes.
 
     Raises:
-        typer.BadParameter: It is not a positive, finite amount.
+        typer.BadParameter: It is not a finite amount of a MiB or more.
     """
-    return _quantity(text, _BYTES, "memory size", "60GiB or 64GB")
+    value = _quantity(text, _BYTES, "memory size", "60GiB or 64GB")
+    if value < _BYTES["MiB"]:
+        raise typer.BadParameter(f"{text!r} is less than 1 MiB: write a unit, as in 60GiB")
+    return value
 
 
 def watts_of(text: str) -> float:

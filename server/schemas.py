@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+)
 
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
 #: folder; names that end like files are refused where they are used.
@@ -157,13 +165,20 @@ class ProgramQuery(ProgramOptions):
 
 _Format = Annotated[str, Field(pattern=_FORMAT)]
 _Plan = Annotated[str, Field(max_length=200, pattern=_SETTINGS)]
-_Lengths = Annotated[str, Field(max_length=60, pattern=_TOKENS)]
+# Most people's lengths are numbers.
+_Lengths = Annotated[
+    str,
+    Field(max_length=60, pattern=_TOKENS),
+    BeforeValidator(lambda given: str(given) if type(given) is int else given),
+]
 
 
 class SimulateQuery(Body):
     """A training step on a cluster, as ``opcast simulate`` takes it."""
 
-    workload: Literal["llama", "moe", "gpt", "bert"]
+    workload: Checkpoint = Field(
+        description="A family (llama, moe, gpt, bert), or a model by name: llama-3-8b."
+    )
     cluster: Name = Field(description="Such as dgx-h100-x128.")
     plan: str = Field("", max_length=200, pattern=_SETTINGS)
     settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(

@@ -166,10 +166,11 @@ class Sheet:
         profile = memory_over_time(lowered.module) if lowered.module is not None else None
         peak = max(profile.bytes, default=0.0) - profile.resident if profile else 0.0
         self.activations = max(peak, 0.0)
-        weights: Counter[tuple[int, ...]] = Counter()
+        weights: Counter[tuple[tuple[int, ...], bool]] = Counter()
         for step in self.found.steps:
             for leaf, kind in enumerate(step.op.results):
-                weights[self.found.value_classes((step.place, leaf))] += kind.nbytes
+                key = self.found.value_classes((step.place, leaf)), step.place in self.tails
+                weights[key] += kind.nbytes
         total = sum(weights.values()) or 1
         self.values = [(key, weight / total) for key, weight in weights.items()]
 
@@ -334,7 +335,12 @@ class Sheet:
             if fsdp_dimension(own, cuts, sizes) >= 0:
                 parts *= sizes["fsdp"]
             total += own.type.nbytes / parts
-        share = sum(w / _parts(assign(classes, cuts), sizes) for classes, w in self.values)
+        # Gradients of parameters are scattered as these are.
+        fsdp = sizes.get("fsdp", 1)
+        share = sum(
+            weight / (_parts(assign(classes, cuts), sizes) * (fsdp if tail else 1))
+            for (classes, tail), weight in self.values
+        )
         return total + self.activations * share
 
 

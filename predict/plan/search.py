@@ -32,8 +32,8 @@ from .space import AXES, Change, Plan
 COMPILES = 12
 #: Of these, plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
 _SAME_MESH = 3
-#: The screening overstates memory, by 1.3 to 2 times for two decoders on eight H100: plans up to
-#: this many times the device's may fit. At most half of what is compiled are such plans.
+#: The screening overstates memory, by up to 1.7 times for two decoders: plans up to this many
+#: times the device's may fit. At most half of what is compiled are such plans.
 _MEMORY_SLACK = 2.0
 #: Least seconds of a compilation: shorter limits would refuse every plan near the budget's end.
 _LEAST_S = 30.0
@@ -194,9 +194,14 @@ class PlanSearch:
             if own.plan.devices < self.cluster.size:
                 fewer.setdefault(own.plan.devices, own)
         least = min(full or ordered, key=lambda s: s.memory)
-        # What most people do first, over as many devices as the batch can be cut for.
-        pure = [s for s in fit if [axis for axis, _ in s.plan.mesh] == ["data"]]
-        data = [max(pure, key=lambda s: (s.plan.devices, -s.seconds)).plan] if pure else []
+        # What most people do first, over as many devices as the batch and a box have.
+        pure: dict[str, list[Screened]] = {"data": [], "tensor": []}
+        for own in fit:
+            if len(own.plan.mesh) == 1 and own.plan.mesh[0][0] in pure:
+                pure[own.plan.mesh[0][0]].append(own)
+        simple = [
+            max(of, key=lambda s: (s.plan.devices, -s.seconds)).plan for of in pure.values() if of
+        ]
         meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
         plans: list[Plan] = []
         doubtful = 0
@@ -207,8 +212,8 @@ class PlanSearch:
                 meshes[kind] += 1
                 doubtful += doubts
                 plans.append(own.plan)
-        room = max(most - 1 - len(data) - min(len(fewer), 2), 1)
-        picked = [*plans[:room], *data, least.plan, *(s.plan for s in islice(fewer.values(), 2))]
+        room = max(most - 1 - len(simple) - min(len(fewer), 2), 1)
+        picked = [*plans[:room], *simple, least.plan, *(s.plan for s in islice(fewer.values(), 2))]
         return list(dict.fromkeys([*picked, *plans[room:]]))[:most]
 
     def _may_fit(self, own: Screened) -> bool:

