@@ -208,7 +208,8 @@ def check(
         from ..workflows.traces.checking import CheckOptions, check_trace, print_trace_check
 
         options = CheckOptions(device, model, device_index)
-        found = check_trace(trace, program, options, lambda what: typer.echo(what, err=True))
+        ran = None if program is None else program_of(program)
+        found = check_trace(trace, ran, options, lambda what: typer.echo(what, err=True))
         if json_output:
             print_json(found.to_dict())
         else:

@@ -32,6 +32,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..features.devices.catalogue import Design
+    from ..features.devices.device import DeviceSpec
     from ..models.operators import OpModel
 
 
@@ -188,6 +189,17 @@ def export_table(
     wrote(out, f"{len(table)} rows")
 
 
+def _say_of_rooflines(spec: DeviceSpec) -> None:
+    """Say on which devices operators are not those of ``predict --op``."""
+    if not spec.runs_cuda:
+        typer.echo(
+            f"note: {spec.name} runs no CUDA, whose kernels the model of operators knows best: "
+            "operators are rooflines at the shares that tuned kernels reach, as in simulate; "
+            "predict --op may differ by more than its interval",
+            err=True,
+        )
+
+
 def export_vidur(
     workload: Workload,
     device: Annotated[str, typer.Option(help="Device name or file.")],
@@ -213,6 +225,7 @@ def export_vidur(
     from ..simulate.step.workload import read_workload
 
     spec = resolve_device(device, {})
+    _say_of_rooflines(spec)
     work = read_workload(workload, settings or [])
     rows = write_vidur(
         out,
@@ -251,7 +264,9 @@ def export_llmservingsim(
     from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.step.workload import read_workload
 
-    latency = OperatorLatency(resolve_device(device, {}), _operators(model))
+    spec = resolve_device(device, {})
+    _say_of_rooflines(spec)
+    latency = OperatorLatency(spec, _operators(model))
     work = read_workload(workload, settings or [])
     table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
     write_table(table, out)

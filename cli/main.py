@@ -7,6 +7,7 @@ process is forked (:mod:`.guard`) before anything heavy is loaded.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated, NoReturn
 
@@ -15,6 +16,9 @@ import typer
 from .guard import guarded, stopped_text
 from .lazy import Command, Group, lazy_app
 from .options import one_line
+
+#: Status of a command that Ctrl-C ended, as shells report it.
+_STOPPED = 128 + signal.SIGINT
 
 REPORT = Group(
     "Write the page of a program, or figures on the models' accuracy.",
@@ -336,8 +340,12 @@ def _main() -> NoReturn:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write(stopped_text(sys.argv[1:]))
-        # 128 + SIGINT, as shells report it.
-        raise SystemExit(130) from None
+        raise SystemExit(_STOPPED) from None
+    except SystemExit as end:
+        # Typer ends a command so on Ctrl-C, without a word.
+        if end.code == _STOPPED:
+            sys.stderr.write(stopped_text(sys.argv[1:]))
+        raise
     except Exception as error:
         if os.environ.get("OPCAST_TRACEBACK"):
             raise

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import uvicorn
 
+from ..models.core.store import read_manifest
+from ..predict.locate import find_model, is_untrained
 from .app import create_app
 from .settings import ServeError, ServerSettings
 
@@ -26,6 +28,9 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
         ServeError: The address cannot be bound.
         ModelError: A model is missing or damaged.
     """
+    for name in settings.models:
+        if not is_untrained(name):
+            read_manifest(find_model(name))
     # Bound before the models load, so that a taken port is reported at once.
     with bound(settings) as listener:
         address, port = listener.getsockname()[:2]

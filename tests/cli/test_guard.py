@@ -97,6 +97,40 @@ def test_a_command_in_a_child_ends_as_it_would_by_itself() -> None:
     assert done.stderr.startswith("opcast: error: ") and "no-such" in done.stderr
 
 
+#: A command that stops at Ctrl-C by itself, under the name of one that keeps its results.
+OBEDIENT = """
+import importlib, sys, time
+import typer
+from opcast import cli
+
+probe = typer.Typer()
+
+@probe.command()
+def sweep():
+    print("here", flush=True)
+    time.sleep(60)
+
+importlib.import_module("opcast.cli.main").app = lambda **options: probe([], **options)
+sys.argv = ["opcast", "sweep"]
+cli.main()
+"""
+
+
+@linux
+def test_ctrl_c_of_a_command_that_obeys_it_says_what_is_kept() -> None:
+    """Typer would end it without a word."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OBEDIENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "here\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        said = process.stderr.read()
+    assert "finished plans are kept in --out" in said and "Traceback" not in said
+
+
 #: A command whose native code does not look for Ctrl-C, as a compiler's.
 DEAF = """
 import os, signal, sys, time

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from opcast.common.errors import ProgramError
+from opcast.common.errors import ModelError, ProgramError
 from opcast.server.batching import BATCH_ROWS, MicroBatcher
 from opcast.server.cache import LruCache
 from opcast.server.guard import Guard
 from opcast.server.metrics import Metrics
+from opcast.server.run import serve
 from opcast.server.settings import ServeError, ServerSettings
 
 
@@ -169,3 +170,10 @@ def test_the_token_is_asked_for_but_of_health(shown, status):
     known, none, health = asyncio.run(ask())
     assert (known[0], none[0], health[0]) == (status, 401, 200)
     assert none[1]["www-authenticate"] == "Bearer"
+
+
+def test_a_model_that_is_missing_is_said_before_anything_starts() -> None:
+    said: list[str] = []
+    with pytest.raises(ModelError, match="no model 'nope'"):
+        serve(ServerSettings(models=("default", "nope"), port=0), said.append)
+    assert said == []

@@ -114,6 +114,18 @@ def test_an_export_of_nsys_beside_a_program(tmp_path: Path) -> None:
     assert "--program" in run("check", "--trace", trace, status=1)
 
 
+def test_a_program_beside_a_trace_may_be_a_function(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import jax\nimport jax.numpy as jnp\n\ndef step(x):\n    return jnp.tanh(x @ x)\n\n"
+        "example_args = (jax.ShapeDtypeStruct((256, 256), 'float32'),)\n"
+    )
+    kernels = [("dot.2", "gemm", 9000)]
+    trace = nsys_sqlite(tmp_path / "t.sqlite", [kernels] * 4)
+    # Its kernels have other names; it is read, not taken for a file.
+    text = run("check", f"{tmp_path / 'own.py'}:step", "--trace", trace, status=1)
+    assert "no kernel of the trace has the name" in text
+
+
 def test_operators_of_a_trace_train_and_calibrate(tmp_path: Path) -> None:
     trace = Kineto()
     for m in (64, 256, 1024, 4096, 16384):
@@ -165,6 +177,8 @@ def test_a_profile_of_jax_beside_the_prediction(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text(HLO)
     assert "leave PROGRAM out" in run(arguments[0], other, *arguments[1:], status=1)
+    text = run(*arguments[:3], "--device", "h100-sxm", status=1)
+    assert "kernels of a host's CPU alone, and h100-sxm is none" in text
 
 
 def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
@@ -174,7 +188,9 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     text = run("data", "import", "published", tmp_path, "--out", tmp_path, "--keep-names", status=2)
     assert "--keep-names" in text
     assert "choose: published, trace" in run("data", "import", "x", trace, "--out", "y", status=2)
-    assert "is a cpu" in run("check", "--trace", trace, "--device", "cpu-amd-epyc-2c", status=1)
+    assert "kernels of an accelerator" in run(
+        "check", "--trace", trace, "--device", "cpu-amd-epyc-2c", status=1
+    )
     assert "leave the program out" in run("check", "x.mlir", "--trace", trace, status=1)
     unnamed = Kineto(device="")
     unnamed.operator("aten::mm", [[8, 8], [8, 8]], [("k", 1.0)])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...datagen.traces.aten import Row, TracedOperator
     from ...datagen.traces.trace import RunTime, Trace
     from ...features.devices.device import DeviceSpec
+    from ...features.ir.jax_function import FunctionCall
     from ...features.kernels.kernel import LoweredProgram
     from ...predict.operator.aten_work import Work
     from ...predict.program.predictor import Prediction
@@ -51,7 +52,7 @@ class CheckOptions:
 
 def check_trace(
     path: Path,
-    program: Path | None,
+    program: Path | FunctionCall | None,
     options: CheckOptions,
     tell: Callable[[str], None] = lambda what: None,
 ) -> TraceCheck:
@@ -75,7 +76,7 @@ def check_trace(
 
 
 def _check_program(
-    trace: Trace, program: Path | None, spec: DeviceSpec, options: CheckOptions
+    trace: Trace, program: Path | FunctionCall | None, spec: DeviceSpec, options: CheckOptions
 ) -> TraceCheck:
     from ...datagen.traces.trace import host_seconds, typical
     from ...datagen.traces.xla import traced_programs

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...datagen.traces.importer import ImportedTrace
     from ...datagen.traces.trace import Trace
     from ...features.devices.device import DeviceSpec
+    from ...features.ir.jax_function import FunctionCall
     from ...features.kernels.kernel import LoweredProgram
 
 #: Shares of the time by name that are printed of what has no label.
@@ -70,9 +71,17 @@ def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> 
     from ...features.devices.catalogue import find_device
     from ...predict.devices import resolve_device
 
-    if device is not None and device != "local":
-        return resolve_device(device, _trained())
     on_host = trace.devices[0].executed.platform == "cpu"
+    if device is not None and device != "local":
+        spec = resolve_device(device, _trained())
+        if on_host != (spec.platform == "cpu"):
+            held = "of a host's CPU alone" if on_host else "of an accelerator"
+            raise DeviceError(
+                f"the trace holds kernels {held}, and {spec.name} is none",
+                where=trace.path,
+                hint="record on the device itself, or leave --device out",
+            )
+        return spec
     if device == "local" or on_host:
         # The machine is not in the trace: its ceilings are those of the one at hand.
         from ..device import local_device
@@ -98,7 +107,9 @@ def _trained() -> dict[str, DeviceSpec]:
     return dict(load("default").devices)
 
 
-def lowered_programs(paths: Sequence[Path], device: DeviceSpec) -> list[LoweredProgram]:
+def lowered_programs(
+    paths: Sequence[Path | FunctionCall], device: DeviceSpec
+) -> list[LoweredProgram]:
     """Lower programs that a trace may be of, for its device; optimised HLO is taken as it is."""
     from ...features.ir.platforms import platform_of
     from ...features.ir.reader import read_program
