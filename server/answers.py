@@ -129,7 +129,7 @@ class StepAnswer(_Powered):
     operators_us: dict[str, float]
     scope_share: dict[str, float]
     notes: list[str]
-    samples: StepSamples | None = Field(None, description="With jitter or speeds.")
+    samples: StepSamples | None = Field(None, description="With jitter.")
     terms: list[StepTerm] | None = Field(None, description="If explain is asked for.")
     learned_of_the_whole: dict[str, float] | None = Field(
         None, description="If explain is asked for."

@@ -61,7 +61,7 @@ class StepPrediction:
         peak_format: That format; a wider one where the device has no rate for it.
         operators: Seconds of operators of the busiest stage, by name.
         scopes: Share of the operators' time by scope of the estimate (``known``, ``unseen`` …).
-        spread: Sampled steps with jitter and stragglers, if requested.
+        spread: Sampled steps with jitter, if requested.
         framework: Framework that runs the step; empty for an average one.
         known: What is known of such steps, one of :data:`opcast.models.steps.model.TIERS`.
         terms: Terms of the step, if requested.
@@ -226,19 +226,22 @@ class StepPredictor:
             plan: Parallel plan.
             jitter: Standard deviation of the logarithm of a task's time on one device.
             speeds: Relative speeds of devices by rank; 1 where omitted.
-            draws: Number of samples, taken if ``jitter`` or ``speeds`` is given.
+            draws: Number of samples, taken if ``jitter`` is given.
             seed: Random seed of the samples.
             remedy: Whether to search for the smallest change if the plan does not fit into memory.
             explain: Whether to take the step apart into its terms.
             price: Of a device for an hour, for the cost of the step.
 
         Raises:
-            PlanError: The plan does not fit the model or the cluster.
+            PlanError: The plan does not fit the model or the cluster, or a speed is not one of its
+                ranks or goes with ``explain``.
         """
         plan = resolved(workload, plan, self.cluster.size)
         context = self._learn(workload)
         known = self.learned.tier(context)
-        step = step_time(workload, plan, self._costs)
+        # What is learned is of steps on devices of one speed.
+        even = step_time(workload, plan, self._costs)
+        step = step_time(workload, plan, self._costs, speeds=speeds) if speeds else even
         counts = operator_counts(workload, plan, step.worst)
         # Already priced while the step was composed; nothing is predicted again.
         own = self._costs
@@ -251,12 +254,18 @@ class StepPredictor:
         if remedy and not fit.fits:
             fit = find_fit(workload, plan, fit.capacity, self._seconds(workload), self._memory)
         spread = None
-        if jitter or speeds:
-            spread = sample_steps(workload, plan, step, jitter, speeds, draws, seed)
+        if jitter:
+            spread = sample_steps(workload, plan, step, jitter, draws, seed)
+        if explain and speeds:
+            raise PlanError(
+                "terms are those of a step on devices of one speed",
+                where="speeds",
+                hint="leave --explain or --speed out",
+            )
         table = self.learned.table
-        own_terms = Waterfall(workload, plan, own, counts, step, table, context)
+        own_terms = Waterfall(workload, plan, own, counts, even, table, context)
         low, high = np.exp(
-            step_interval(self.learned, context, workload, plan, own, step, self.latency)
+            step_interval(self.learned, context, workload, plan, own, even, self.latency)
         )
         if self.cap < 1.0:
             # Every operator that the cap slows has the law's error, all of them the same way.

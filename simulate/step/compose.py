@@ -7,7 +7,7 @@ last. Devices of a stage do the same work, so one of each stage stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .calls import OpCall
@@ -15,7 +15,7 @@ from .costs import Costs
 from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
 from .memory import stage_held
 from .pipeline import PipelineRun, run_pipeline
-from .placement import kind_counts
+from .placement import kind_counts, stage_speeds
 from .plan import Plan
 from .schedules import FORWARD, WEIGHTS, Order, Task, forward_orders, orders
 from .stage_times import StageCost, StageTimes
@@ -64,7 +64,11 @@ class StepTime:
 
 
 def step_time(
-    workload: Workload, plan: Plan, costs: Costs, most_tasks: int = MOST_TASKS
+    workload: Workload,
+    plan: Plan,
+    costs: Costs,
+    most_tasks: int = MOST_TASKS,
+    speeds: Mapping[int, float] | None = None,
 ) -> StepTime:
     """Time of a step.
 
@@ -73,6 +77,11 @@ def step_time(
         plan: Resolved by :func:`~.placement.resolved`.
         costs: Times of calls.
         most_tasks: Tasks of a pipeline up to which every one is placed; fewer are faster.
+        speeds: Relative speed of devices by rank, 1 where omitted. A stage computes at that of its
+            slowest device, for which its collectives wait.
+
+    Raises:
+        PlanError: A rank is not part of the plan, or a speed is not positive.
     """
     # One batched request: the operator model is vectorised, and a call costs more than a row.
     costs.prepare(c for s in range(plan.pp) for c in operator_counts(workload, plan, s))
@@ -85,6 +94,9 @@ def step_time(
         if key not in known:
             known[key] = StageCost(workload, plan, costs, stage).times()
         stages.append(known[key])
+    if speeds:
+        own = stage_speeds(plan, speeds)
+        stages = [s.slowed(1.0 / speed) for s, speed in zip(stages, own, strict=True)]
     hop = costs.link(hop_call(workload, plan))
     wait = costs.effects.hop_s if plan.pp > 1 else 0.0
     stages = [s.with_hop(wait) for s in stages]

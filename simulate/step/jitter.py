@@ -1,4 +1,4 @@
-"""Stragglers and jitter: samples of the step time with devices of different speed.
+"""Jitter: samples of the step time with devices whose tasks vary.
 
 All devices of a stage wait for one another in their collectives, and all replicas at the end of the
 step. The slowest of ``n`` devices with independent normal log errors is drawn directly: if ``U`` is
@@ -8,7 +8,6 @@ statistics). So no device is drawn by itself, and cost does not depend on their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,40 +41,11 @@ class StepSpread:
         }
 
 
-def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
-    """Return the speed of each stage, which is that of its slowest device.
-
-    Args:
-        plan: Gives the ranks of a stage, its outermost index.
-        speeds: Relative speed by rank; 1 for ranks that are left out.
-
-    Raises:
-        PlanError: A rank is not part of the plan, or a speed is not positive.
-    """
-    per_stage = plan.devices // plan.pp
-    slowest_speeds = [1.0] * plan.pp
-    named: dict[int, set[int]] = {}
-    for rank, speed in speeds.items():
-        if not 0 <= rank < plan.devices or not speed > 0:
-            raise PlanError(
-                f"speed {speed} of rank {rank}",
-                where="speeds",
-                hint=f"ranks are 0 to {plan.devices - 1}, speeds positive",
-            )
-        named.setdefault(rank // per_stage, set()).add(rank)
-    for stage, ranks in named.items():
-        # Devices that are not named run at speed 1, which may be the slowest of the stage.
-        rest = [1.0] if len(ranks) < per_stage else []
-        slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
-    return slowest_speeds
-
-
 def sample_steps(
     workload: Workload,
     plan: Plan,
     step: StepTime,
     jitter: float,
-    speeds: Mapping[int, float] | None = None,
     draws: int = 1000,
     seed: int = 0,
 ) -> StepSpread:
@@ -84,20 +54,17 @@ def sample_steps(
     Args:
         workload: The model.
         plan: Resolved.
-        step: Its step without jitter.
+        step: Its step without jitter, stragglers included.
         jitter: Standard deviation of the logarithm of a task's time on one device.
-        speeds: Relative speeds of devices by rank; the slowest of a stage counts.
         draws: Number of samples.
         seed: Seed of the random numbers.
 
     Raises:
-        PlanError: The jitter is negative, there are no draws, or ``speeds`` are not those of the
-            plan's ranks.
+        PlanError: The jitter is negative, or there are no draws.
     """
     if jitter < 0 or draws < 1:
         raise PlanError(f"jitter={jitter}, draws={draws}", hint="jitter is not negative")
     rng = np.random.default_rng(seed)
-    slower = 1.0 / np.array(stage_speeds(plan, speeds or {}))
     # Tensor and context collectives synchronise their ranks within every task. ZeRO 3 gathers
     # parameters in every layer, which adds the data-parallel ranks; otherwise these only meet when
     # gradients are reduced, once a step.
@@ -115,12 +82,10 @@ def sample_steps(
     # A task ends with the slowest of its synchronised devices; tasks vary independently.
     def duration(stage: int, task: Task) -> np.ndarray:
         factor = np.exp(jitter * slowest(rng, partners, draws)) if jitter else np.ones(draws)
-        return np.asarray(
-            task_seconds(plan, step.stages[stage], task.kind) * slower[stage] * factor
-        )
+        return np.asarray(task_seconds(plan, step.stages[stage], task.kind) * factor)
 
     run = run_pipeline(order, duration, step.hop, plan.virtual)
-    ends = [run.end(i) + s.tail * slower[i] for i, s in enumerate(step.stages)]
+    ends = [run.end(i) + s.tail for i, s in enumerate(step.stages)]
     one = np.maximum.reduce(ends)
     return StepSpread(_slowest_replica(rng, one, replicas))
 

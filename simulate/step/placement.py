@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import isqrt
 
 from ...common.errors import PlanError
@@ -114,3 +115,31 @@ def _divisors(number: int) -> list[int]:
     """All divisors, in order."""
     low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
+
+
+def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
+    """Return the speed of each stage, which is that of its slowest device.
+
+    Args:
+        plan: Gives the ranks of a stage, its outermost index.
+        speeds: Relative speed by rank; 1 for ranks that are left out.
+
+    Raises:
+        PlanError: A rank is not part of the plan, or a speed is not positive.
+    """
+    per_stage = plan.devices // plan.pp
+    slowest_speeds = [1.0] * plan.pp
+    named: dict[int, set[int]] = {}
+    for rank, speed in speeds.items():
+        if not 0 <= rank < plan.devices or not speed > 0:
+            raise PlanError(
+                f"speed {speed} of rank {rank}",
+                where="speeds",
+                hint=f"ranks are 0 to {plan.devices - 1}, speeds positive",
+            )
+        named.setdefault(rank // per_stage, set()).add(rank)
+    for stage, ranks in named.items():
+        # Devices that are not named run at speed 1, which may be the slowest of the stage.
+        rest = [1.0] if len(ranks) < per_stage else []
+        slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
+    return slowest_speeds

@@ -76,6 +76,12 @@ class StageTimes:
         """All passes of one micro-batch."""
         return self.forward + self.backward + self.weights
 
+    def slowed(self, factor: float) -> StageTimes:
+        """The stage on a device that computes ``factor`` times as long; its links are the same."""
+        parts = (self.forward, self.backward, self.weights, self.update)
+        slower = [replace(part, compute=part.compute * factor) for part in parts]
+        return StageTimes(*slower[:3], reduction=self.reduction, update=slower[3])
+
     def with_hop(self, seconds: float) -> StageTimes:
         """The stage with time in which the host hands every micro-batch on."""
         if not seconds:

@@ -8,10 +8,10 @@ from opcast.simulate.step.calls import Estimate
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import Costs
 from opcast.simulate.step.fitting import find_fit, memory_of
-from opcast.simulate.step.jitter import sample_steps, slowest, stage_speeds
+from opcast.simulate.step.jitter import sample_steps, slowest
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
-from opcast.simulate.step.placement import resolved
+from opcast.simulate.step.placement import resolved, stage_speeds
 from opcast.simulate.step.plan import Plan, parse_plan
 from opcast.simulate.step.trace import step_events, step_trace
 from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls
@@ -41,10 +41,10 @@ def small(**changes):
     return make_workload("llama", sizes)
 
 
-def step(workload, text):
+def step(workload, text, speeds=None):
     plan = parse_plan(text)
     plan = resolved(workload, plan, plan.devices)
-    return plan, step_time(workload, plan, Costs(ops_at_peak, ring_network))
+    return plan, step_time(workload, plan, Costs(ops_at_peak, ring_network), speeds=speeds)
 
 
 def test_one_device_takes_the_model_flops():
@@ -210,8 +210,9 @@ def test_stragglers_slow_their_stage():
     plan, found = step(w, "pp=4,dp=2,microbatches=8")
     exact = sample_steps(w, plan, found, jitter=0.0, draws=1)
     assert exact.samples.tolist() == [pytest.approx(found.total)]
-    slow = sample_steps(w, plan, found, jitter=0.0, speeds={7: 0.5}, draws=1)
-    assert found.total * 1.3 < slow.samples[0] < found.total * 2
+    _, slow = step(w, "pp=4,dp=2,microbatches=8", speeds={7: 0.5})
+    assert found.total * 1.3 < slow.total < found.total * 2
+    assert slow.worst == 3 and slow.communication == found.communication
     assert stage_speeds(plan, {7: 0.5}) == [1.0, 1.0, 1.0, 0.5]
     with pytest.raises(PlanError, match="rank 8"):
         stage_speeds(plan, {8: 0.5})

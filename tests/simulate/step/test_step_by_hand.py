@@ -36,10 +36,11 @@ def wire(kind, size, group):
     return Estimate(seconds, seconds, seconds)
 
 
-def step(text, contention=0.0):
+def step(text, contention=0.0, speeds=None):
     plan = parse_plan(text)
     plan = resolved(WORK, plan, plan.devices)
-    return plan, step_time(WORK, plan, Costs(at_peak, wire, HOST, contention))
+    costs = Costs(at_peak, wire, HOST, contention)
+    return plan, step_time(WORK, plan, costs, speeds=speeds)
 
 
 def test_offloaded_optimiser_state_crosses_the_link_to_the_host():
@@ -87,12 +88,22 @@ def test_zero_bubble_by_hand():
 
 
 def test_a_stage_of_slower_devices_takes_its_share_longer():
-    plan, found = step("pp=2,microbatches=1,schedule=gpipe")
-    one, two = (s.micro.total for s in found.stages)
-    exact = sample_steps(WORK, plan, found, jitter=0.0, speeds={1: 0.5}, draws=1)
-    assert exact.samples[0] == pytest.approx(one + two / 0.5 + 2 * found.hop)
-    both = sample_steps(WORK, plan, found, jitter=0.0, speeds={0: 0.8, 1: 0.5}, draws=1)
-    assert both.samples[0] == pytest.approx(one / 0.8 + two / 0.5 + 2 * found.hop)
+    text = "pp=2,microbatches=1,schedule=gpipe"
+    found = step(text)[1]
+    one, two = (s.micro.compute for s in found.stages)
+    rest = found.total - one - two
+    slow = step(text, speeds={1: 0.5})[1]
+    # Stage 1 ends last; what it does after its micro-batch takes its share longer, too.
+    tail = found.stages[1].update.compute
+    assert slow.total == pytest.approx(one + two / 0.5 + rest + tail)
+    both = step(text, speeds={0: 0.8, 1: 0.5})[1]
+    assert both.total == pytest.approx(one / 0.8 + two / 0.5 + rest + tail)
+
+
+def test_collectives_take_no_longer_beside_a_slow_device():
+    even, slow = step("tp=4")[1], step("tp=4", speeds={2: 0.5})[1]
+    assert even.exposed > 0 and slow.exposed == pytest.approx(even.exposed)
+    assert slow.total == pytest.approx(even.total + even.compute)
 
 
 @pytest.mark.parametrize("text", ["dp=4", "fsdp=4", "dp=2,zero=2,microbatches=2"])
