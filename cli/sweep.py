@@ -131,8 +131,12 @@ def plan(
         str, typer.Option(help="Memory that a device may use, such as 60GiB; default: all.")
     ] = "",
     axes: Annotated[
-        str, typer.Option(help="Axes of the mesh: data,fsdp,sequence,expert,tensor.")
-    ] = "data,fsdp,sequence,expert,tensor",
+        str,
+        typer.Option(
+            help="Axes of the mesh: pipeline,data,fsdp,sequence,expert,tensor; default: all, "
+            "pipeline over several boxes or where nothing else fits."
+        ),
+    ] = "",
     compiles: Annotated[int, typer.Option(min=1, help="Most plans to compile.")] = 12,
     remat: Annotated[
         str, typer.Option(help="Layers to compute again in the backward pass: auto, all, a number.")
@@ -177,7 +181,7 @@ def plan(
             batch_dims=parse_batch_dims(batch_dims) if batch_dims else None,
             budget_s=limit,
             memory=most,
-            axes=tuple(axis.strip() for axis in axes.split(",")),
+            axes=tuple(axis.strip() for axis in axes.split(",")) if axes else None,
             compiles=compiles,
             remat=remat,
             micro_batches=micro_batches,
@@ -191,8 +195,9 @@ def plan(
     write_text(out / "shardings.py", answer.code)
     wrote(out / "shardings.py", "the best plan as code of JAX")
     if save_program is not None:
-        answer.save(save_program)
-        wrote(save_program, "the program with its shardings")
+        written = answer.save(save_program)
+        said = f"the first of {len(answer.stages)} stages" if answer.stages else "the program"
+        wrote(written, f"{said} with its shardings")
     if json_output:
         print_json(answer.to_dict())
     else:

@@ -17,11 +17,11 @@ from ...features.ir.platforms import platform_of
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
-from .code import code_of
+from .code import code_of, pipeline_code
 from .judge import Row
 from .program import read_planned
 from .search import AS_GIVEN, COMPILES, PlanSearch
-from .space import AXES, UNCHANGED
+from .space import AXES, PIPELINE, UNCHANGED, Plan
 
 if TYPE_CHECKING:
     from ..program.predictor import Predictor
@@ -43,12 +43,14 @@ class PlanAnswer:
         front: Rows that no other one beats in time, memory, devices and energy.
         screened: Number of plans that were screened.
         code: The best plan as code of JAX.
-        program: The program with the best plan's shardings, as MLIR bytecode.
+        program: The program with the best plan's shardings, as MLIR bytecode; of a pipeline the
+            first stage's.
         reasons: Why the best plan is ahead of the others.
         notes: What should be known about the answer.
         cluster: Name of the cluster.
         stopped: Whether Ctrl-C ended the search before its end.
         alone: Row of the program as it is on one device; ``None`` if it does not fit there.
+        stages: The program of each stage, if the best plan is a pipeline.
     """
 
     best: Row
@@ -62,6 +64,7 @@ class PlanAnswer:
     cluster: str
     stopped: bool = False
     alone: Row | None = None
+    stages: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
         """Plan and time; the fields would fill pages."""
@@ -70,17 +73,27 @@ class PlanAnswer:
     def save(self, path: str | Path) -> Path:
         """Write the program with the best plan's shardings: text for ``.mlir``, else bytecode.
 
-        ``opcast predict --cluster`` and ``opcast partition`` take it.
+        ``opcast predict --cluster`` and ``opcast partition`` take it. A pipeline is a file for each
+        stage, ``best.stage0.mlir`` and so on, for one micro-batch and the optimiser.
+
+        Returns:
+            The file, of a pipeline that of its first stage.
         """
         from ...features.ir.jax_compat import parse_module
 
         target = Path(path)
-        data = self.program
-        if target.suffix in (".mlir", ".txt"):
-            module = parse_module(data)
-            data = str(module.operation.get_asm(enable_debug_info=True)).encode()
-        write_bytes(target, data)
-        return target
+        named = [(target, self.program)]
+        if self.stages:
+            named = [
+                (target.with_suffix(f".stage{n}{target.suffix}"), data)
+                for n, data in enumerate(self.stages)
+            ]
+        for file, data in named:
+            if file.suffix in (".mlir", ".txt"):
+                module = parse_module(data)
+                data = str(module.operation.get_asm(enable_debug_info=True)).encode()
+            write_bytes(file, data)
+        return named[0][0]
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast plan --json`` prints it."""
@@ -104,7 +117,7 @@ def plan(
     batch_dims: Mapping[str, int] | None = None,
     budget_s: float = float("inf"),
     memory: float = 0.0,
-    axes: Sequence[str] = AXES,
+    axes: Sequence[str] | None = None,
     compiles: int = COMPILES,
     remat: int | str = "auto",
     micro_batches: int | str = "auto",
@@ -128,7 +141,8 @@ def plan(
             of arguments that are neither donated nor parameters.
         budget_s: Seconds after which no further plan is compiled.
         memory: Bytes that a device may use; by default all that it has.
-        axes: Axes of the mesh to use, of :data:`~opcast.predict.plan.space.AXES`.
+        axes: Axes of the mesh to use, of :data:`~opcast.predict.plan.space.AXES` and ``pipeline``;
+            by default all, ``pipeline`` where there are several boxes or nothing else may fit.
         compiles: Plans to compile, the best by our own reckoning.
         remat: Layers of the forward pass that are computed again in the backward pass, the first
             ones; ``all``, or ``auto`` to search where the fastest plan may not fit. 0 forbids it.
@@ -149,12 +163,13 @@ def plan(
     """
     from ..api import _call, loaded
 
-    unknown = [axis for axis in axes if axis not in AXES]
-    if unknown or not axes:
+    used = tuple(axes if axes is not None else AXES)
+    unknown = [axis for axis in used if axis not in (PIPELINE, *AXES)]
+    if unknown or not used:
         raise PlanError(
             f"{unknown[0] if unknown else ''!r} is no axis of a plan",
             where="--axes",
-            hint=f"axes are {', '.join(AXES)}",
+            hint=f"axes are {', '.join((PIPELINE, *AXES))}",
         )
     layers = _asked(remat, "--remat", 0, {"auto": None, "all": -1})
     parts = _asked(micro_batches, "--micro-batches", 1, {"auto": None})
@@ -167,8 +182,9 @@ def plan(
     with tempfile.TemporaryDirectory(prefix="opcast-plan-") as scratch:
         folder = Path(out) if out is not None else Path(scratch)
         search = PlanSearch(
-            read, where, folder, model, lowering, workers, ray, tuple(axes), memory, layers, parts
+            read, where, folder, model, lowering, workers, ray, used, memory, layers, parts
         )
+        search.pipelines = PIPELINE in used if axes is not None else None
         search.screen()
         started = time.monotonic()
         alone = search.compile_alone(budget_s) if budget_s > 0 else None
@@ -225,19 +241,34 @@ def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None)
     fitting = [row for row in own if row["fits"]]
     best = fitting[0] if fitting else min(own, key=lambda r: _number(r, "memory_bytes_per_device"))
     plan = search.plan_of(best)
+    code, programs = _written(search, plan)
     return PlanAnswer(
         best,
         [*made, *(row for row in rows if row["error"])],
         _front(sorted([*fitting, *([alone] if alone else [])], key=_latency)),
         len(search.screened),
-        code_of(search.program.changed(plan.change), plan),
-        search.program.changed(plan.change).annotated(plan),
-        (*_why_changed(search, best), *_reasons(best, [r for r in fitting if r is not best])),
+        code,
+        programs[0],
+        (
+            *_why_changed(search, best),
+            *_why_staged(best),
+            *_reasons(best, [r for r in fitting if r is not best]),
+        ),
         tuple(_notes(search, best, fitting, alone)),
         search.cluster.name,
         search.stopped,
         alone,
+        tuple(programs) if plan.stages > 1 else (),
     )
+
+
+def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
+    """A plan as code, and the program with its shardings: of a pipeline those of its stages."""
+    if plan.stages > 1:
+        own, _ = search.pipeline(plan.stages, plan.change)
+        return pipeline_code(own, plan), [one.data for one in own.annotated(plan)]
+    program = search.program.changed(plan.change)
+    return code_of(program, plan), [program.annotated(plan)]
 
 
 def _front(rows: Sequence[Row]) -> list[Row]:
@@ -257,7 +288,7 @@ def _front(rows: Sequence[Row]) -> list[Row]:
 def _why_changed(search: PlanSearch, best: Row) -> list[str]:
     """Say what the best plan would need if its program were not changed."""
     plan = search.plan_of(best)
-    if plan.change == UNCHANGED:
+    if plan.change == UNCHANGED or plan.stages > 1:
         return []
     made = [
         (_number(row, "memory_bytes_per_device"), _number(row, "latency_us"), "")
@@ -280,6 +311,20 @@ def _why_changed(search: PlanSearch, best: Row) -> list[str]:
     ]
 
 
+def _why_staged(best: Row) -> list[str]:
+    """Say what the best plan loses to being a pipeline."""
+    stages = best.get("stages")
+    if not isinstance(stages, list):
+        return []
+    counts = ", ".join(str(stage["layers"]) for stage in stages)
+    idle = _number(best, "bubble_us") / max(_latency(best), 1e-9)
+    return [
+        f"its stages have {counts} layers; waiting for one another takes {idle:.0%} of the time "
+        f"({duration(_number(best, 'bubble_us'))}), transfers between them "
+        f"{duration(_number(best, 'sends_us'))}"
+    ]
+
+
 def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
     """Say what the next plans lose their time with, beside the best one."""
     found = []
@@ -294,6 +339,7 @@ def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
             "waiting for collectives": _number(row, "exposed_communication_us")
             - _number(best, "exposed_communication_us"),
             "computing": _number(row, "compute_us") - _number(best, "compute_us"),
+            "waiting for other stages": _number(row, "bubble_us") - _number(best, "bubble_us"),
         }
         parts = [
             f"{duration(abs(us))} {'more' if us > 0 else 'less'} {what}"

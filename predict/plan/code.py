@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .program import PlannedProgram, Spec
 from .space import Plan
+from .stages import StagedProgram
 
 #: Gradient accumulation. Part k holds rows k, k + parts …, so that a cut batch stays in place.
 _MICRO = '''
@@ -92,6 +93,31 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
         keys = ", ".join(own.name for own in program.arguments if own.is_key)
         lines += _KEYS.format(keys=keys).splitlines() if keys else []
     return "\n".join(lines) + "\n"
+
+
+def pipeline_code(pipeline: StagedProgram, plan: Plan) -> str:
+    """A plan with stages as code of JAX: which layers they have, and the shardings inside."""
+    layers, each = pipeline.cut.layers, plan.inside.devices
+    lines = [f"# A pipeline of {plan.stages} stages over {each} devices each, in order:"]
+    for stage in range(plan.stages):
+        own = [n for n, at in enumerate(layers) if at == stage]
+        line = pipeline.layers_at[stage]
+        ends = ["what comes before them"] if stage == 0 else []
+        ends += ["what comes behind them, and the loss"] if stage == plan.stages - 1 else []
+        lines.append(
+            f"#   stage {stage}: layers {own[0]} to {own[-1]} of {len(layers)}"
+            + (f", which begin at {line}" if line else "")
+            + "".join(f", {text}" for text in ends)
+        )
+    lines += [
+        f"# The batch goes through them in {plan.change.micro} micro-batches, as 1F1B orders them; "
+        "gradients are",
+        "# added up, and each stage updates its own parameters.",
+    ]
+    if each == 1:
+        return "\n".join([*lines, "# Nothing is cut inside of a stage."]) + "\n"
+    lines.append(f"# Below: the mesh of the first stage; stage s has devices s * {each} and on.")
+    return "\n".join(lines) + "\n" + code_of(pipeline.program, plan.inside)
 
 
 def _spec(cut: Spec) -> str:

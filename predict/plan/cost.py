@@ -10,11 +10,12 @@ compiled (``search.py``), so this only has to put them in order.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -39,6 +40,10 @@ _HIDDEN = 0.6
 #: Bytes up to which XLA's combiner passes join collectives, as in
 #: ``simulate/program/collective_passes.py``.
 _COMBINED = 30 * 2**20
+
+
+#: Name of a part of a program, such as the number of a stage.
+Part = TypeVar("Part", bound=Hashable)
 
 
 class Event(NamedTuple):
@@ -131,12 +136,10 @@ class Sheet:
         self.cluster, self.device = cluster, cluster_device(cluster, predictor.devices)
         self.tails = _tails(found, space)
         self._kernels(source, predictor.model_for(self.device))
-        self.records: dict[_Record, float] = defaultdict(float)
         merged = self._merged()
-        for step in found.steps:
-            record = self._record(step, reduces=step.place not in merged)
-            if record is not None:
-                self.records[record] += step.times
+        made = ((s, self._record(s, reduces=s.place not in merged)) for s in found.steps)
+        self._recorded = [(step, record) for step, record in made if record is not None]
+        self._sum(self._timed, self._recorded)
         # Times of collectives by mesh, which plans over the same mesh share.
         self._time = lru_cache(maxsize=None)(self._seconds)
 
@@ -151,18 +154,13 @@ class Sheet:
         for step in self.found.steps:
             if step.op.source is not None:
                 first.setdefault(step.op.source.index, step)
-        groups: dict[tuple[tuple[int, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._timed: list[tuple[Step | None, float, float]] = []
         for kernel, own in zip(lowered.kernels, seconds.tolist(), strict=True):
             steps = [first[s.index] for s in kernel.sources if s.index in first]
             main = max(steps, key=self._weight) if steps else None
-            # What updates a parameter runs where its part lies.
-            update = main is not None and main.op.opcode not in PRODUCTS
-            update = update and main is not None and main.place in self.tails
-            group = groups[self._classes(main) if main else (), update]
             floor = min(own, self.device.floor)
-            group[0] += (own - floor) * kernel.multiplicity
-            group[1] += floor * kernel.multiplicity
-        self.groups = dict(groups)
+            times = kernel.multiplicity
+            self._timed.append((main, (own - floor) * times, floor * times))
         profile = memory_over_time(lowered.module) if lowered.module is not None else None
         peak = max(profile.bytes, default=0.0) - profile.resident if profile else 0.0
         self.activations = max(peak, 0.0)
@@ -173,6 +171,48 @@ class Sheet:
                 weights[key] += kind.nbytes
         total = sum(weights.values()) or 1
         self.values = [(key, weight / total) for key, weight in weights.items()]
+
+    def _sum(
+        self,
+        timed: Iterable[tuple[Step | None, float, float]],
+        recorded: Iterable[tuple[Step, _Record]],
+    ) -> None:
+        """Sum kernels and collectives up by the classes that decide what they cost."""
+        groups: dict[tuple[tuple[int, ...], bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for main, work, floor in timed:
+            # What updates a parameter runs where its part lies.
+            update = main is not None and main.op.opcode not in PRODUCTS
+            update = update and main is not None and main.place in self.tails
+            group = groups[self._classes(main) if main else (), update]
+            group[0] += work
+            group[1] += floor
+        self.groups = dict(groups)
+        self.records: dict[_Record, float] = defaultdict(float)
+        for step, record in recorded:
+            self.records[record] += step.times
+
+    def parts(
+        self, of: Callable[[Step | None], Part], arguments: Mapping[Part, Sequence[Argument]]
+    ) -> dict[Part, Sheet]:
+        """The sheet taken apart; its parts share the times of collectives.
+
+        Args:
+            of: Part of an op; of ``None`` that of kernels whose ops are not known.
+            arguments: Arguments that each part holds, by part: all parts that there are.
+        """
+        timed: dict[Part, list[tuple[Step | None, float, float]]] = defaultdict(list)
+        for own in self._timed:
+            timed[of(own[0])].append(own)
+        recorded: dict[Part, list[tuple[Step, _Record]]] = defaultdict(list)
+        for found in self._recorded:
+            recorded[of(found[0])].append(found)
+        made = {}
+        for part, held in arguments.items():
+            sheet = copy(self)
+            sheet.arguments = held
+            sheet._sum(timed[part], recorded[part])
+            made[part] = sheet
+        return made
 
     def _weight(self, step: Step) -> tuple[float, int]:
         own = step.op.opcode in PRODUCTS
@@ -239,7 +279,7 @@ class Sheet:
         cuts, sizes = self.space.cuts(plan), plan.sizes
         compute = 0.0
         for (classes, update), (work, floors) in self.groups.items():
-            parts = _parts(assign(classes, cuts), sizes)
+            parts = cut_parts(assign(classes, cuts), sizes)
             compute += work / (parts * sizes.get("fsdp", 1) if update else parts) + floors
         waiting = 0.0
         later: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
@@ -282,7 +322,7 @@ class Sheet:
                     value = use.step.operands[use.operand]
                     classes = self.found.value_classes(value)
                     size = self.found.types[value].nbytes / sizes["fsdp"]
-                    size /= _parts(assign(classes, cuts), sizes)
+                    size /= cut_parts(assign(classes, cuts), sizes)
                     where = use.step.op.source
                     line = f"{where.file}:{where.line}" if where and where.file else own.name
                     event = Event("all_gather", ("fsdp",), size, True, line)
@@ -300,7 +340,7 @@ class Sheet:
                 place = next((n for n, at in enumerate(record.at) if (k, d) in at), -1)
                 moved = tuple(a for a in axes if place < 0 or a not in loop[place])
                 if moved:
-                    local = own.nbytes / _parts(cut, sizes)
+                    local = own.nbytes / cut_parts(cut, sizes)
                     other = {
                         a
                         for n, at in enumerate(record.at)
@@ -311,7 +351,7 @@ class Sheet:
                     found.append(Event(kind, moved, local, record.tail, record.where))
         partial = tuple(a for axes in loop[record.results :] for a in axes)
         if partial and record.nbytes:
-            local = record.nbytes / _parts(loop[: record.results], sizes)
+            local = record.nbytes / cut_parts(loop[: record.results], sizes)
             if record.tail and "fsdp" in partial:
                 # Its parameter lies cut: each device keeps its part of the gradient.
                 found.append(Event("reduce_scatter", ("fsdp",), local, True, record.where))
@@ -331,14 +371,14 @@ class Sheet:
         cuts, sizes = self.space.cuts(plan), plan.sizes
         total = 0.0
         for own in self.arguments:
-            parts = _parts(assign(own.classes, cuts), sizes)
+            parts = cut_parts(assign(own.classes, cuts), sizes)
             if fsdp_dimension(own, cuts, sizes) >= 0:
                 parts *= sizes["fsdp"]
             total += own.type.nbytes / parts
         # Gradients of parameters are scattered as these are.
         fsdp = sizes.get("fsdp", 1)
         share = sum(
-            weight / (_parts(assign(classes, cuts), sizes) * (fsdp if tail else 1))
+            weight / (cut_parts(assign(classes, cuts), sizes) * (fsdp if tail else 1))
             for (classes, tail), weight in self.values
         )
         return total + self.activations * share
@@ -360,7 +400,8 @@ def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
     return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)
 
 
-def _parts(cut: Sequence[Sequence[str]], sizes: dict[str, int]) -> int:
+def cut_parts(cut: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
+    """Devices among which something is divided, by the axes that cut each of its dimensions."""
     return prod(sizes[axis] for axes in cut for axis in axes)
 
 

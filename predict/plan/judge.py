@@ -63,10 +63,14 @@ def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> Rows:
 
 def judge_alone(job: PlanJob, program: bytes) -> Row:
     """The row of a program of one device, predicted as ``predict --device`` does."""
-    network = Topology((Dimension("switch", 1, 1.0),))
-    alone = Cluster(job.cluster.device, job.cluster.device, network)
-    (row,) = judge_plans(replace(job, cluster=alone), [("", program)])
+    (row,) = judge_plans(replace(job, cluster=alone(job.cluster)), [("", program)])
     return row
+
+
+def alone(cluster: Cluster) -> Cluster:
+    """One device of a cluster."""
+    network = Topology((Dimension("switch", 1, 1.0),))
+    return Cluster(cluster.device, cluster.device, network)
 
 
 def _judged(job: PlanJob, program: bytes) -> Row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd, prod
@@ -26,6 +26,7 @@ from .space import UNCHANGED, Change, Cuts, Plan, Space, assign, space_of
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
+    from ...features.ir.mlir.micro_batches import Accumulation
     from ...features.lowering.repeated_layers.remat import Layers
     from ...simulate.clusters.topology import Cluster
     from ..program.predictor import Predictor
@@ -60,6 +61,7 @@ class PlannedProgram:
     change: Change = UNCHANGED
     layers_at: str = ""
     _changed: dict[Change, PlannedProgram] = field(default_factory=dict)
+    _parts: dict[int, PlannedProgram] = field(default_factory=dict)
 
     @property
     def plain(self) -> bytes:
@@ -108,38 +110,67 @@ class PlannedProgram:
             assert self.layers is not None
             module = rematerialised(self.source.module, self.layers, change.remat)
             made = self._with(module, Change(change.remat))
-            made.layers_at = self._line_of(self.layers)
+            made.layers_at = self.line_of(self.layers.start)
         if change.micro > 1:
-            rows = gcd(
-                *(own.type.shape[own.batch] for own in self.arguments if own.role == "batch")
-            )
-            if change.micro * 2 > rows:
+            if change.micro * 2 > self.rows:
                 raise PlanError(
-                    f"{change.micro} micro-batches of a batch of {rows} leave nothing to cut",
+                    f"{change.micro} micro-batches of a batch of {self.rows} leave nothing to cut",
                     where="--micro-batches",
                     hint="each must have a row for each of two devices; or give 1",
                 )
-            parts = accumulation_of(made.source.program, made.found, made.arguments)
-            try:
-                module = in_micro_batches(made.source.module, parts, change.micro)
-            except ValueError as error:
-                raise PlanError(
-                    f"the step cannot be done in micro-batches: {error}",
-                    where="--micro-batches",
-                    hint="a number that divides the batch, or 1",
-                ) from None
+            module = made._divided(in_micro_batches, change.micro)
             at, made = made.layers_at, made._with(module, change)
             made.layers_at = at
         return made
 
-    def _line_of(self, layers: Layers) -> str:
-        """Source line of the first op of some layers; empty if it is not known."""
+    @cached_property
+    def rows(self) -> int:
+        """Rows of the batch: what divides those of all its arguments."""
+        return gcd(*(own.type.shape[own.batch] for own in self.arguments if own.role == "batch"))
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """What is done for each micro-batch.
+
+        Raises:
+            PlanError: Micro-batches would be another program.
+        """
+        return accumulation_of(self.source.program, self.found, self.arguments)
+
+    def _divided(
+        self, divide: Callable[[ir.Module, Accumulation, int], ir.Module], parts: int
+    ) -> ir.Module:
+        try:
+            return divide(self.source.module, self.accumulation, parts)
+        except ValueError as error:
+            raise PlanError(
+                f"the step cannot be done in micro-batches: {error}",
+                where="--micro-batches",
+                hint="a number that divides the batch, or 1",
+            ) from None
+
+    def micro_batch(self, parts: int) -> PlannedProgram:
+        """The step for one of equal parts of its batch, its ops numbered alike.
+
+        Raises:
+            PlanError: Micro-batches would be another program.
+        """
+        from ...features.ir.mlir.micro_batches import one_micro_batch
+
+        if parts not in self._parts:
+            made = self._with(self._divided(one_micro_batch, parts), self.change)
+            made.layers_at = self.layers_at
+            self._parts[parts] = made
+        return self._parts[parts]
+
+    def line_of(self, position: int) -> str:
+        """Source line of an op of ``main``, counted from 0; empty if it is not known."""
         from ...features.ir.mlir.locations import user_line
         from ...features.lowering.repeated_layers.mlir_excise import main_function
 
         main = main_function(self.source.module)
         assert main is not None  # layers were found in it
-        first = list(main.regions[0].blocks[0].operations)[layers.start]
+        first = list(main.regions[0].blocks[0].operations)[position]
         place = user_line(str(first.operation.location), self.source.origin)
         return f"{place.file}:{place.line}" if place.line else ""
 
@@ -185,14 +216,14 @@ class PlannedProgram:
             for own in self.arguments
         ]
         outputs = {
-            n: sharding_text(cut, len(cut), sizes) for n, cut in enumerate(self._result_specs(plan))
+            n: sharding_text(cut, len(cut), sizes) for n, cut in enumerate(self.result_specs(plan))
         }
-        operands, results = self._constraints(plan)
+        operands, results = self.constraints(plan)
         module = constrained(
             self.source.module,
             {at: sharding_text(cut, len(cut), sizes) for at, cut in operands.items()},
             {at: sharding_text(cut, len(cut), sizes) for at, cut in results.items()},
-            self._calls(plan),
+            self.calls(plan),
         )
         return write_bytecode(with_shardings(module, arguments, outputs, plan.devices))
 
@@ -211,7 +242,7 @@ class PlannedProgram:
                 total += kind.nbytes
         return total
 
-    def _result_specs(self, plan: Plan) -> list[Spec]:
+    def result_specs(self, plan: Plan) -> list[Spec]:
         """How results lie: updated state, donated or not, as it came."""
         entry, cuts = self.source.program.entry_computation, self.space.cuts(plan)
         root = entry.root_op
@@ -230,7 +261,7 @@ class PlannedProgram:
             specs.append(self.argument_spec(own, plan) if own else assign(classes, cuts))
         return specs
 
-    def _calls(self, plan: Plan) -> dict[int, CallSplit]:
+    def calls(self, plan: Plan) -> dict[int, CallSplit]:
         """How calls of attention are cut, by the numbers of the ops."""
         cuts, found = self.space.cuts(plan), {}
         for step in self.found.steps:
@@ -245,7 +276,7 @@ class PlannedProgram:
                     )
         return found
 
-    def _constraints(self, plan: Plan) -> tuple[dict[tuple[int, int], Spec], dict[int, Spec]]:
+    def constraints(self, plan: Plan) -> tuple[dict[tuple[int, int], Spec], dict[int, Spec]]:
         """Cuts of operands and results by the numbers of the ops."""
         cuts: Cuts = self.space.cuts(plan)
         operands: dict[tuple[int, int], Spec] = {}
@@ -270,7 +301,7 @@ class PlannedProgram:
         """Cuts of products' results by source line, where a program of JAX would state them."""
         found: dict[str, Spec] = {}
         by_index = {s.op.source.index: s.op.source for s in self.found.steps if s.op.source}
-        for number, cut in self._constraints(plan)[1].items():
+        for number, cut in self.constraints(plan)[1].items():
             source = by_index[number]
             if source.file and any(cut):
                 found.setdefault(f"{source.file}:{source.line}", cut)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
@@ -24,9 +24,11 @@ from ...simulate.clusters.topology import Cluster
 from ..api import loaded
 from ..sweep.workers import run_here, run_processes, run_ray
 from .cost import Screened, Sheet
-from .judge import Annotated, PlanJob, Row, judge_alone, judge_plans
+from .judge import Annotated, PlanJob, Row, alone, judge_alone, judge_plans
+from .pipeline import StageSheets, pipeline_row, screen_pipeline, stage_sheets
 from .program import PlannedProgram, activation_bytes
-from .space import AXES, Change, Plan
+from .space import AXES, PIPELINE, UNCHANGED, Change, Plan
+from .stages import StagedProgram, staged_program
 
 #: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
 COMPILES = 12
@@ -40,12 +42,25 @@ _LEAST_S = 30.0
 #: Most micro-batches that are looked for. Engineering choice: a plan that needs more is better off
 #: with more devices; ``micro`` takes any number.
 _MOST_MICRO = 16
+#: Micro-batches of a pipeline for each of its stages: with more, the bubble is below a tenth, and
+#: their kernels are small. Engineering choice.
+_MICRO_PER_STAGE = (1, 2, 4)
+#: Share of the compiled plans that may be pipelines: each has two to four programs of its own.
+_PIPELINES = 1 / 3
 _PLANS = "plan.json"
 
 #: What stands for a plan in the row of a program with its own shardings.
 AS_GIVEN = "as given"
 #: What stands for a plan in the row of the program on a single device.
 ONE_DEVICE = "one device"
+
+
+#: A program in stages, and what they are screened with.
+_Staged = tuple[StagedProgram, StageSheets]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _devices(source: SourceProgram) -> int:
@@ -68,8 +83,11 @@ class PlanSearch:
         memory: Bytes that a device may use; 0 for the device's own.
         remat: Layers to rematerialise, -1 for all; ``None`` to search.
         micro: Number of micro-batches; ``None`` to search.
+        pipelines: Whether to search pipelines; ``None`` where there are several boxes, or nothing
+            else may fit.
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
+        stages: What was compiled of stages of pipelines, by key.
         activations: Bytes of activations on one device, by change of the program.
         left: Chosen plans that the search ended before, of ``wanted``.
         stopped: Whether Ctrl-C ended it.
@@ -87,13 +105,19 @@ class PlanSearch:
     memory: float = 0.0
     remat: int | None = None
     micro: int | None = None
+    pipelines: bool | None = None
     screened: list[Screened] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
+    stages: dict[str, Row] = field(default_factory=dict)
     activations: dict[Change, float] = field(default_factory=dict)
     left: int = 0
     wanted: int = 0
     stopped: bool = False
     refused: list[str] = field(default_factory=list)
+    _sheets: dict[Change, Sheet] = field(default_factory=dict)
+    _pipelines: dict[tuple[int, Change], tuple[StagedProgram, StageSheets]] = field(
+        default_factory=dict
+    )
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
@@ -116,7 +140,74 @@ class PlanSearch:
         sheet = self._screen(first)
         if not self._fits(self.screened):
             self._screen_changes(first)
+        if self.pipelines is None:
+            self.pipelines = bool(self.cluster.box) or not self._fits(self.screened)
+        if self.pipelines:
+            self._screen_pipelines(first.remat)
+        if not self.screened:
+            raise self._nothing()
         return sheet
+
+    def _screen_pipelines(self, remat: int) -> None:
+        """Look at stages of layers, with micro-batches of ever fewer rows."""
+        program, total = self.program, self.cluster.size
+        layers = program.layers
+        try:
+            most = max((n for n in _divisors(total) if layers and n <= layers.count), default=2)
+            if layers is None or most < 2:
+                staged_program(program, 2, UNCHANGED)  # which says why not
+            self._screen_stages(remat, most)
+        except PlanError as error:
+            self.refused.append(str(error))
+            return
+        if layers and self.remat is None and not self._fits(self.screened):
+            self._screen_stages(layers.count, most)
+
+    def _screen_stages(self, remat: int, most: int) -> None:
+        found: list[Screened] = []
+        for stages in _divisors(self.cluster.size):
+            if not 1 < stages <= most:
+                continue
+            micros = [self.micro] if self.micro else [k * stages for k in _MICRO_PER_STAGE]
+            for micro in micros:
+                if micro < 2 or self.program.rows % micro:
+                    continue
+                change = Change(remat, micro)
+                pipeline, sheets = self.pipeline(stages, change)
+                each = self.cluster.size // stages
+                inside = min(self.cluster.box or each, each)
+                for own in pipeline.program.space.plans(each, self.axes, inside):
+                    mesh = ((PIPELINE, stages), *own.mesh)
+                    plan = Plan(mesh, own.tensor, change)
+                    found.append(screen_pipeline(pipeline, sheets, plan, self.cluster))
+        self.screened = sorted([*self.screened, *found], key=lambda s: s.seconds)
+
+    def pipeline(self, stages: int, change: Change) -> _Staged:
+        """The program in stages, and what they are screened with.
+
+        Raises:
+            PlanError: It cannot be cut so.
+        """
+        key = stages, change
+        if key not in self._pipelines:
+            made = staged_program(self.program, stages, change)
+            if change not in self._sheets:
+                sheet = made.program.sheet(self.cluster, loaded(self.model))
+                if change.remat:
+                    plain = self.program.micro_batch(change.micro)
+                    own = plain.sheet(self.cluster, loaded(self.model)).activations
+                    share = activation_bytes(made.program) / max(activation_bytes(plain), 1.0)
+                    sheet.activations = share * own
+                self._sheets[change] = sheet
+                self.memory = self.memory or sheet.device.memory_bytes
+            self._pipelines[key] = made, stage_sheets(made, self._sheets[change])
+        return self._pipelines[key]
+
+    def planned(self, plan: Plan) -> PlannedProgram:
+        """The program that a plan's other axes cut: of a pipeline, a micro-batch."""
+        if plan.stages > 1:
+            return self.pipeline(plan.stages, plan.change)[0].program
+        return self.program.changed(plan.change)
 
     def _screen_changes(self, first: Change) -> None:
         """Look for changes that need less memory: layers again, then ever smaller micro-batches."""
@@ -172,16 +263,20 @@ class PlanSearch:
             plans += program.space.plans(count, self.axes, inside)
             # Halves: boxes have powers of two devices, or few odd ones.
             count = count // 2 if count % 2 == 0 else 1
-        if not plans and not self.screened:
-            known = ", ".join(self.program.space.axes())
-            raise PlanError(
-                f"no mesh of {self.cluster.size} devices divides the program's sizes",
-                where=self.program.source.origin,
-                hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
-            )
+        if not plans and not self.screened and self.pipelines is False:
+            raise self._nothing()
         made = (sheet.cost(replace(plan, change=change)) for plan in plans)
         self.screened = sorted([*self.screened, *made], key=lambda s: s.seconds)
         return sheet
+
+    def _nothing(self) -> PlanError:
+        known = ", ".join(self.program.space.axes())
+        told = "".join(f"; {reason}" for reason in self.refused)
+        return PlanError(
+            f"no mesh of {self.cluster.size} devices divides the program's sizes{told}",
+            where=self.program.source.origin,
+            hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
+        )
 
     def chosen(self, most: int = COMPILES) -> list[Plan]:
         """Plans that are worth compiling: the fastest, and the best over fewer devices."""
@@ -205,9 +300,14 @@ class PlanSearch:
         meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
         plans: list[Plan] = []
         doubtful = 0
+        staged = int(least.plan.stages > 1)
         for own in full:
             doubts = bool(self.memory) and own.memory > self.memory
             kind = own.plan.mesh, own.plan.change
+            if own.plan.stages > 1 and own is not least:
+                if staged >= max(int(_PIPELINES * most), 1):
+                    continue
+                staged += 1
             if meshes[kind] < _SAME_MESH and not (doubts and 2 * doubtful > most):
                 meshes[kind] += 1
                 doubtful += doubts
@@ -221,8 +321,11 @@ class PlanSearch:
 
     def key(self, plan: Plan | str) -> str:
         """Name of a plan's files: by the program, the plan and what it is for."""
-        text = f"{self.program.source.content_hash} {plan} {self.cluster} {self.model} "
-        return hashlib.sha256((text + self.lowering).encode()).hexdigest()[:16]
+        return self._named(f"{self.program.source.content_hash} {plan}")
+
+    def _named(self, text: str) -> str:
+        own = f"{text} {self.cluster} {self.model} {self.lowering}"
+        return hashlib.sha256(own.encode()).hexdigest()[:16]
 
     def compile_alone(self, budget_s: float = float("inf")) -> Row | None:
         """The row of the program as it is on one device; ``None`` if it does not fit there.
@@ -279,8 +382,7 @@ class PlanSearch:
         screened = {s.plan: s for s in self.screened}
         count = len(by_key) - len(left)
         try:
-            programs = [(key, self._annotated(by_key[key])) for key in left]
-            for row in self._judged(programs, started, budget_s):
+            for row in self._made({key: by_key[key] for key in left}, started, budget_s):
                 plan = by_key[str(row["key"])]
                 known = screened.get(plan)
                 self.rows[str(row["key"])] = {
@@ -303,8 +405,48 @@ class PlanSearch:
         self.left = sum(key not in self.rows for key in by_key)
         return [self.rows[key] for key in by_key if key in self.rows]
 
+    def _made(self, plans: Mapping[str, Plan], started: float, budget_s: float) -> Iterator[Row]:
+        """Rows of plans as they come: a pipeline's when all its stages are there."""
+        whole: list[Annotated] = []
+        alike: list[Annotated] = []
+        single: list[Annotated] = []
+        waiting: dict[str, list[str]] = {}
+        for key, plan in plans.items():
+            if plan.stages == 1:
+                whole.append((key, self._annotated(plan)))
+                continue
+            waiting[key] = []
+            for own in self.pipeline(plan.stages, plan.change)[0].annotated(plan):
+                # Equal stages, of other plans as well, are compiled once.
+                name = self._named(own.key)
+                waiting[key].append(name)
+                queue = alike if own.several else single
+                if name not in self.stages and all(name != known for known, _ in queue):
+                    queue.append((name, own.data))
+        # Programs of stages on one device are for a cluster of one.
+        jobs = (([*whole, *alike], self.cluster), (single, alone(self.cluster)))
+        yield from self._staged(plans, waiting)
+        for programs, cluster in jobs:
+            for row in self._judged(programs, started, budget_s, cluster):
+                if row["key"] in plans:
+                    yield row
+                else:
+                    self.stages[str(row["key"])] = row
+                    yield from self._staged(plans, waiting)
+
+    def _staged(self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]) -> Iterator[Row]:
+        """Rows of pipelines whose stages are all there; they no longer wait."""
+        ready = [key for key, names in waiting.items() if all(n in self.stages for n in names)]
+        for key in ready:
+            plan = plans[key]
+            own, sheets = self.pipeline(plan.stages, plan.change)
+            rows = [self.stages[name] for name in waiting.pop(key)]
+            seconds = sum(float(str(row["seconds"])) for row in rows)
+            made = pipeline_row(own, sheets, plan, self.cluster, rows, self.memory)
+            yield {"key": key, **made, "seconds": seconds}
+
     def _text(self, plan: Plan) -> str:
-        return plan.text(self.program.changed(plan.change).space.labels)
+        return plan.text(self.planned(plan).space.labels)
 
     def _annotated(self, plan: Plan) -> bytes:
         given = self.program.given
@@ -313,7 +455,7 @@ class PlanSearch:
         return data.encode() if isinstance(data, str) else data
 
     def _judged(
-        self, programs: Sequence[Annotated], started: float, budget_s: float
+        self, programs: Sequence[Annotated], started: float, budget_s: float, cluster: Cluster
     ) -> Iterator[Row]:
         """Rows as they come; pieces are handed out as long as there is time."""
         size = len(programs) if self.ray or budget_s == float("inf") else max(self.workers, 1)
@@ -322,7 +464,7 @@ class PlanSearch:
             if left <= 0:
                 return
             limit = min(max(left, _LEAST_S), 3600.0)
-            job = PlanJob(self.cluster, self.model, self.lowering, limit)
+            job = PlanJob(cluster, self.model, self.lowering, limit)
             pieces = [[own] for own in programs[first : first + size]]
             if self.ray:
                 made = run_ray(judge_plans, job, pieces, self.ray, left)
@@ -354,8 +496,11 @@ class PlanSearch:
                 "holds plans of another program", where=str(path), hint="give another folder"
             )
         self.rows |= known
+        told = data.get("stages", {}).items()
+        self.stages |= {key: row for key, row in told if not row["error"]}
 
     def _save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         data = {"program": self.program.source.content_hash, "rows": self.rows}
+        data |= {"stages": self.stages} if self.stages else {}
         write_text(self.folder / _PLANS, json.dumps(data, indent=1))

@@ -2,7 +2,9 @@
 
 Axes are named by what they cut: ``data`` the batch; ``fsdp`` the batch and, while they are not
 used, parameters and state; ``sequence`` positions; ``expert`` the experts of a mixture;
-``tensor`` dimensions of products. Only meshes and cuts that divide the sizes are plans.
+``tensor`` dimensions of products. ``pipeline`` cuts no dimension: its stages are programs of their
+own (``pipeline.py``), over which the other axes go. Only meshes and cuts that divide the sizes are
+plans.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from .dimensions import Dimensions
 #: Axes of a mesh in rank order, outermost first: what communicates most often is innermost, where
 #: links are fastest.
 AXES = ("data", "fsdp", "sequence", "expert", "tensor")
+#: The axis of stages, outside of all others: what communicates least.
+PIPELINE = "pipeline"
 #: Classes of dimensions that ``tensor`` may cut, in all combinations. Engineering choice: a
 #: decoder has heads, feed-forward, embedding and projection to the vocabulary.
 MOST_CLASSES = 4
@@ -73,9 +77,24 @@ class Plan:
         """Number of devices."""
         return prod(size for _, size in self.mesh)
 
+    @property
+    def stages(self) -> int:
+        """Stages of its pipeline; 1 for none."""
+        return self.sizes.get(PIPELINE, 1)
+
+    @property
+    def inside(self) -> Plan:
+        """The plan of one stage of its pipeline, for one micro-batch."""
+        mesh = tuple(own for own in self.mesh if own[0] != PIPELINE)
+        return Plan(mesh, self.tensor, Change(self.change.remat))
+
     def text(self, labels: Mapping[int, str] | None = None) -> str:
         """Return the plan as ``data=2,tensor=4 (ff, heads)``."""
         axes = ",".join(f"{axis}={size}" for axis, size in self.mesh) or "one device"
+        if self.stages > 1:
+            axes += f",micro={self.change.micro}"
+            own = ", ".join((labels or {}).get(c, str(c)) for c in self.tensor)
+            return (f"{axes} ({own})" if own else axes) + Change(self.change.remat).text()
         cut = ", ".join((labels or {}).get(c, str(c)) for c in self.tensor)
         return (f"{axes} ({cut})" if cut else axes) + self.change.text()
 

@@ -60,6 +60,29 @@ def in_micro_batches(module: ir.Module, plan: Accumulation, parts: int) -> ir.Mo
     return copy
 
 
+def one_micro_batch(module: ir.Module, plan: Accumulation, parts: int) -> ir.Module:
+    """A copy of a step for one of equal parts of its batch, optimiser included.
+
+    Ops keep their numbers. Rows are numbered from 0: random numbers are those of a smaller batch.
+
+    Args:
+        module: StableHLO, its calls inlined.
+        plan: What is done for each part.
+        parts: Number of micro-batches; divides all dimensions that are the batch.
+
+    Raises:
+        ValueError: An op does not fit a part of the batch.
+    """
+    from jaxlib.mlir import ir
+
+    copy = copy_module(module)
+    with copy.context, ir.Location.unknown():
+        _Writer(copy, plan, parts).shrink()
+        if not copy.operation.verify():
+            raise ValueError("an op of the step does not fit a part of the batch")
+    return copy
+
+
 class _Writer:
     """State while the loop is written; the module's context and a location are entered."""
 
@@ -132,6 +155,27 @@ class _Writer:
             elif self.numbers[op] not in self.plan.free:
                 raise ValueError(f"{op.name} of the batch is read outside of its micro-batch")
 
+    def shrink(self) -> None:
+        """Give the whole function the sizes of a part of the batch."""
+        from jaxlib.mlir import ir
+
+        for number, value in enumerate(self.block.arguments):
+            if number in self.plan.arguments:
+                own = ir.RankedTensorType(value.type)
+                shape = list(own.shape)
+                at = self.plan.arguments[number]
+                shape[at] = self._divided(shape[at])
+                value.set_type(ir.RankedTensorType.get(shape, own.element_type))
+        for number in self.plan.body:
+            for offset, inner in enumerate(nested_ops(self.ops[number])):
+                self._shrink(inner, number + offset)
+                _fit_regions(inner)
+        kind = ir.FunctionType(ir.TypeAttr(self.main.attributes["function_type"]).value)
+        inputs = [value.type for value in self.block.arguments]
+        self.main.attributes["function_type"] = ir.TypeAttr.get(
+            ir.FunctionType.get(inputs, kind.results)
+        )
+
     def _condition(self, block: ir.Block) -> None:
         from jaxlib.mlir import ir
 
@@ -189,12 +233,7 @@ class _Writer:
                 if value in known:
                     inner.operands[n] = known[value]
             self._shrink(inner, number + offset)
-            if inner.name == "stablehlo.while":
-                for region in inner.regions:
-                    for argument, value in zip(
-                        region.blocks[0].arguments, inner.operands, strict=True
-                    ):
-                        argument.set_type(value.type)
+            _fit_regions(inner)
 
     def _rows(self, op: ir.Operation, dimensions: Sequence[int], place: ir.InsertionPoint) -> Any:
         """Numbers of a part's rows in the whole batch, so that random numbers stay the same."""
@@ -266,6 +305,14 @@ class _Writer:
         if extent % self.parts:
             raise ValueError(f"{self.parts} micro-batches do not divide a batch of {extent}")
         return extent // self.parts
+
+
+def _fit_regions(op: ir.Operation) -> None:
+    """Give the arguments of a loop's regions the types of its operands."""
+    if op.name == "stablehlo.while":
+        for region in op.regions:
+            for argument, value in zip(region.blocks[0].arguments, op.operands, strict=True):
+                argument.set_type(value.type)
 
 
 def _along(op: ir.Operation) -> int:

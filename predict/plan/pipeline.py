@@ -1,0 +1,265 @@
+"""Pipelines: a step in stages of layers, which micro-batches go through one after the other.
+
+Each stage is a program of its own, for one micro-batch, over its own devices. What it takes is
+composed as 1F1B orders micro-batches (``simulate/step/schedules.py``), with the sends between
+stages; the optimiser, and gradients that are all-reduced, come once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import hypot
+from typing import NamedTuple
+
+from ...common.interval import Interval
+from ...simulate.clusters.topology import Cluster
+from ...simulate.step.pipeline import run_pipeline
+from ...simulate.step.schedules import FORWARD, Task, orders
+from ..cluster.network import xla_time
+from ..cluster.spread import COMPOSITION_ERROR
+from .cost import Screened, Sheet
+from .space import Plan
+from .stages import SCHEDULE, StagedProgram
+
+#: What stages are screened with, by stage and pass.
+StageSheets = Mapping[tuple[int, str], Sheet]
+
+
+class StageSeconds(NamedTuple):
+    """What a stage takes.
+
+    Attributes:
+        forward: Seconds of a micro-batch.
+        backward: Seconds of its backward pass.
+        once: Seconds of a step behind the last micro-batch.
+    """
+
+    forward: float
+    backward: float
+    once: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of one micro-batch and what comes once: a run of the stage's program."""
+        return sum(self)
+
+
+class Sends(NamedTuple):
+    """What a stage hands to others.
+
+    Attributes:
+        hop: Seconds of a micro-batch from one stage to the next.
+        once: Seconds of a step for what is sent once, such as sums over all gradients.
+    """
+
+    hop: float
+    once: float
+
+
+class Composed(NamedTuple):
+    """A step of a pipeline; seconds.
+
+    Attributes:
+        total: Time of the step.
+        busy: Time of the stage that is busy longest.
+        sends: Share of the time that transfers between stages add.
+        bubble: The rest: waiting for other stages.
+        worst: The stage that is busy longest.
+    """
+
+    total: float
+    busy: float
+    sends: float
+    bubble: float
+    worst: int
+
+
+def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> Composed:
+    """Time of a step whose micro-batches go through stages as 1F1B orders them.
+
+    Args:
+        stages: What each stage takes.
+        sends: What transfers between stages take.
+        micro: Number of micro-batches.
+    """
+    order = orders(SCHEDULE, len(stages), micro)
+
+    def duration(stage: int, task: Task) -> float:
+        return stages[stage].forward if task.kind == FORWARD else stages[stage].backward
+
+    def end(hop: float) -> float:
+        run = run_pipeline(order, duration, hop)
+        return max(float(run.end(n)) + own.once for n, own in enumerate(stages))
+
+    free, total = end(0.0), end(sends.hop) + sends.once
+    busy = [micro * (own.forward + own.backward) + own.once for own in stages]
+    worst = max(range(len(stages)), key=lambda n: busy[n])
+    return Composed(total, busy[worst], total - free, free - busy[worst], worst)
+
+
+def stage_sheets(staged: StagedProgram, sheet: Sheet) -> dict[tuple[int, str], Sheet]:
+    """A sheet of the step by stage and pass: forward, backward, and what comes once."""
+    count = len(staged.cut.stages)
+    kinds = ("forward", "backward", "once")
+    # Gathers of parameters and the state's memory are counted once.
+    parts = {
+        (n, kind): staged.held(n) if kind == "backward" else []
+        for n in range(count)
+        for kind in kinds
+    }
+    made = sheet.parts(staged.part, parts)
+    saved = [staged.saved_bytes(n, Plan()) for n in range(count)]
+    total = sum(saved) or 1.0
+    for (stage, _), own in made.items():
+        own.activations = sheet.activations * saved[stage] / total
+    return made
+
+
+def _stage_seconds(sheets: StageSheets, plan: Plan) -> list[StageSeconds]:
+    """What each stage takes by our own reckoning."""
+    inside, found = plan.inside, []
+    for stage in range(plan.stages):
+        forward, backward, once = (
+            sheets[stage, kind].cost(inside) for kind in ("forward", "backward", "once")
+        )
+        first = forward.compute + forward.waiting
+        later = backward.compute + backward.waiting
+        tail = once.compute + once.waiting
+        # Collectives that could hide but have too little to hide behind.
+        rest = sum(own.seconds - own.compute - own.waiting for own in (forward, backward, once))
+        if "fsdp" in inside.sizes:
+            later += rest  # gathers and scatters of each micro-batch
+        else:
+            tail += rest
+        found.append(StageSeconds(first, later, tail))
+    return found
+
+
+def _sends(staged: StagedProgram, plan: Plan, cluster: Cluster, side: int = 0) -> Sends:
+    """What transfers between stages take; at ``side`` 1 and 2 the ends of the interval."""
+
+    def seconds(pair: tuple[int, int], sent: float) -> float:
+        # All devices of a stage send at once, each to its own of the other stage.
+        ranks = sorted(n * plan.inside.devices for n in pair)
+        return xla_time("send_recv", float(round(sent)), ranks, cluster)[side]
+
+    each, once = staged.sent_bytes(plan)
+    hop = max((seconds(pair, sent) for pair, sent in each.items()), default=0.0)
+    ways: dict[bool, float] = defaultdict(float)
+    for pair, sent in once.items():
+        # Sums go to one stage, and from there to the others.
+        ways[pair[0] < pair[1]] = max(ways[pair[0] < pair[1]], seconds(pair, sent))
+    return Sends(hop, sum(ways.values()))
+
+
+def screen_pipeline(
+    staged: StagedProgram, sheets: StageSheets, plan: Plan, cluster: Cluster
+) -> Screened:
+    """Reckon the time and memory of a plan."""
+    own = _stage_seconds(sheets, plan)
+    made = compose(own, _sends(staged, plan, cluster), plan.change.micro)
+    memory = max(
+        sheets[n, "backward"].memory(plan.inside) + staged.more_memory(n, plan)
+        for n in range(plan.stages)
+    )
+    return Screened(plan, made.total, made.busy, made.total - made.busy, 0.0, memory)
+
+
+def pipeline_row(
+    staged: StagedProgram,
+    sheets: StageSheets,
+    plan: Plan,
+    cluster: Cluster,
+    stages: Sequence[Mapping[str, object]],
+    memory: float,
+) -> dict[str, object]:
+    """The row of a plan from those of its stages' programs.
+
+    Args:
+        staged: The step in stages.
+        sheets: Parts of the sheet: which part of a stage's program is forward, and which comes
+            once, is taken from our own reckoning.
+        plan: The plan.
+        cluster: The cluster.
+        stages: The row of each stage's program.
+        memory: Bytes that a device may use; 0 if not known.
+    """
+    for number, row in enumerate(stages):
+        if row["error"]:
+            return {"error": f"stage {number}: {row['error']}"}
+    known = _stage_seconds(sheets, plan)
+    micro = plan.change.micro
+
+    def split(key: str) -> list[StageSeconds]:
+        return [
+            StageSeconds(*(_number(row, key) * 1e-6 * part / own.total for part in own))
+            for own, row in zip(known, stages, strict=True)
+        ]
+
+    sends, seconds = _sends(staged, plan, cluster), split("latency_us")
+    made = compose(seconds, sends, micro)
+    widths = []
+    for side, key in ((1, "lo_us"), (2, "hi_us")):
+        # All stages err alike, as their kernels do; transfers and composition for themselves.
+        kernels = compose(split(key), sends, micro).total - made.total
+        wire = compose(seconds, _sends(staged, plan, cluster, side), micro).total - made.total
+        widths.append(hypot(kernels, wire, COMPOSITION_ERROR * made.total))
+    interval = Interval.around(made.total, *widths)
+    needs = [
+        _number(row, "memory_bytes_per_device") + staged.more_memory(n, plan)
+        for n, row in enumerate(stages)
+    ]
+    # Runs of each stage's program to which its time in a step amounts.
+    runs = [(micro * (own.forward + own.backward) + own.once) / own.total for own in seconds]
+    worst, times = stages[made.worst], runs[made.worst]
+    energies = [row.get("energy_j") for row in stages]
+    joules = (
+        None
+        if None in energies
+        else sum(_number(r, "energy_j") * t for r, t in zip(stages, runs, strict=True))
+    )
+    waits = worst["waits"]
+    assert isinstance(waits, list)
+    exposed = _number(worst, "exposed_communication_us") * times
+    return {
+        "latency_us": interval.value * 1e6,
+        "lo_us": interval.lo * 1e6,
+        "hi_us": interval.hi * 1e6,
+        "compute_us": made.busy * 1e6 - exposed,
+        "communication_us": _number(worst, "communication_us") * times + made.sends * 1e6,
+        "exposed_communication_us": exposed + made.sends * 1e6,
+        "bubble_us": made.bubble * 1e6,
+        "sends_us": made.sends * 1e6,
+        "memory_bytes_per_device": max(needs),
+        "fits": not memory or max(needs) <= memory,
+        "lowering": worst["lowering"],
+        "collectives": worst["collectives"],
+        "moved_bytes": _number(worst, "moved_bytes") * times,
+        "waits": [{**own, "us": own["us"] * times, "bytes": own["bytes"] * times} for own in waits],
+        "stages": [
+            {
+                "layers": staged.cut.layers.count(n),
+                "forward_us": own.forward * 1e6,
+                "backward_us": own.backward * 1e6,
+                "once_us": own.once * 1e6,
+                "memory_bytes_per_device": need,
+            }
+            for n, (own, need) in enumerate(zip(seconds, needs, strict=True))
+        ],
+        "notes": [
+            *dict.fromkeys(n for row in stages for n in _listed(row["notes"])),
+            *staged.notes(),
+        ],
+        "energy_j": joules,
+        "error": "",
+    }
+
+
+def _number(row: Mapping[str, object], key: str) -> float:
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _listed(value: object) -> list[str]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,237 @@
+"""Pipelines: what they take and need, when they are searched, and what the answer says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.common.errors import PlanError
+from opcast.features.ir.jax_compat import module_counts, parse_module
+from opcast.predict.api import loaded
+from opcast.predict.plan.answer import plan
+from opcast.predict.plan.pipeline import Sends, StageSeconds, compose
+from opcast.predict.plan.program import read_planned
+from opcast.predict.plan.search import PlanSearch
+from opcast.predict.plan.space import Change, Plan
+from opcast.predict.plan.stages import staged_program
+from opcast.simulate.clusters.catalogue import find_cluster
+
+BATCH, WIDTH, LAYERS = 512, 64, 4
+OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline"}
+#: Two stages over two devices each, four micro-batches.
+PLAN = Plan((("pipeline", 2), ("data", 2)), (), Change(0, 4))
+
+
+def step(params, x):
+    def loss(params):
+        y = x
+        for p in params:
+            y = y + jnp.tanh(y @ p["up"]) @ p["down"]
+        return jnp.mean(y * y)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def lowered_of(step):
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+    layers = [{"up": up, "down": down}] * LAYERS
+    return jax.jit(step, donate_argnums=0).lower(layers, x)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return lowered_of(step)
+
+
+@pytest.fixture(scope="module")
+def staged(lowered):
+    return staged_program(read_planned(lowered), 2, Change(0, 4))
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    """A compiler by which a stage's program takes 100 µs and 1 GiB; returns what it was given."""
+    asked = {}
+
+    def judged(job, programs):
+        rows = []
+        for key, program in programs:
+            asked[key] = program, job.cluster
+            rows.append(
+                {
+                    "key": key,
+                    "latency_us": 100.0,
+                    "lo_us": 90.0,
+                    "hi_us": 120.0,
+                    "compute_us": 100.0,
+                    "communication_us": 0.0,
+                    "exposed_communication_us": 0.0,
+                    "memory_bytes_per_device": 2.0**30,
+                    "fits": True,
+                    "moved_bytes": 0.0,
+                    "lowering": "fused",
+                    "collectives": {},
+                    "energy_j": 1.0,
+                    "waits": [],
+                    "notes": [],
+                    "error": "",
+                    "seconds": 1.0,
+                }
+            )
+        return rows
+
+    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: {"error": "none"})
+    return asked
+
+
+def test_a_pipeline_by_hand():
+    equal = [StageSeconds(1.0, 2.0, 0.5)] * 2
+    # 1F1B: (m + p - 1) times a micro-batch, then the optimiser.
+    made = compose(equal, Sends(0.0, 0.0), 4)
+    assert made.total == pytest.approx((4 + 2 - 1) * 3.0 + 0.5)
+    assert (made.busy, made.sends) == (4 * 3.0 + 0.5, 0.0)
+    assert made.bubble == pytest.approx(3.0)
+    # One micro-batch goes there and back; single numbers are sent once.
+    one = compose(equal, Sends(0.25, 0.125), 1)
+    assert one.total == pytest.approx(1.0 + 0.25 + 1.0 + 2.0 + 0.25 + 2.0 + 0.5 + 0.125)
+    assert one.sends == pytest.approx(0.625)
+    # The slower stage decides: it waits for one forward pass, and then for one backward pass.
+    slow = compose([StageSeconds(1.0, 1.0, 0.0), StageSeconds(2.0, 2.0, 0.0)], Sends(0.0, 0.0), 8)
+    assert slow.total == pytest.approx(1.0 + 8 * 4.0 + 1.0)
+    assert slow.worst == 1
+
+
+def test_what_is_sent_and_kept(staged):
+    # A device has 512 rows / 4 micro-batches / 2 devices.
+    rows = BATCH // 4 // 2
+    each, once = staged.sent_bytes(PLAN)
+    assert dict(each) == {(0, 1): 4 * rows * WIDTH, (1, 0): 4 * rows * WIDTH}
+    assert not once
+    # The first stage has one micro-batch more in flight. Of each layer JAX keeps tanh(u) and
+    # 1 - tanh(u) of 4 · WIDTH, and the second layer's input; the first one's is an argument.
+    # Gradients of both layers' parameters are summed up.
+    gradients = 2 * 2 * 4 * WIDTH * WIDTH * 4
+    assert staged.more_memory(0, PLAN) == (8 + 1 + 8) * WIDTH * rows * 4 + gradients
+    assert staged.more_memory(1, PLAN) == gradients
+
+
+def test_stages_are_programs_for_their_devices(staged):
+    made = staged.annotated(PLAN)
+    modules = [parse_module(own.data) for own in made]
+    assert [module_counts(own) for own in modules] == [(1, 2), (1, 2)]
+    assert all(f"tensor<{BATCH // 4}x{WIDTH}xf32>" in str(own) for own in modules)
+    alone = staged.annotated(Plan((("pipeline", 2),), (), Change(0, 4)))
+    assert [own.several for own in alone] == [False, False]
+
+
+def test_screening_adds_stages_up(staged):
+    """Equal stages take half of the step each; two micro-batches of half its rows take as long."""
+    from opcast.predict.plan.pipeline import screen_pipeline, stage_sheets
+
+    cluster = find_cluster("h100-sxm-x4")
+    sheet = staged.program.sheet(cluster, loaded("roofline"))
+    sheets = stage_sheets(staged, sheet)
+    alone = Plan((("pipeline", 2),), (), Change(0, 4))
+    whole = sheet.cost(Plan())
+    parts = sum(own.cost(Plan()).compute for own in sheets.values())
+    assert parts == pytest.approx(whole.compute)
+    found = screen_pipeline(staged, sheets, alone, cluster)
+    assert whole.compute < found.seconds < 5 * whole.compute
+
+
+def test_pipelines_are_searched_where_they_are_named(lowered, judge, tmp_path):
+    found = plan(lowered, **OPTIONS, axes=("pipeline", "data"), out=tmp_path / "plans")
+    staged = [row for row in found.rows if "pipeline" in row["mesh"]]
+    # At most a third of twelve.
+    assert 1 <= len(staged) <= 4
+    row = next(row for row in staged if row["mesh"] == {"pipeline": 2, "data": 2})
+    micro = row["micro_batches"]
+    assert row["plan"] == f"pipeline=2,data=2,micro={micro}"
+    assert [own["layers"] for own in row["stages"]] == [2, 2]
+    for own in row["stages"]:
+        assert own["forward_us"] + own["backward_us"] + own["once_us"] == pytest.approx(100.0)
+    assert row["lo_us"] < row["latency_us"] < row["hi_us"]
+    # Programs of stages over one device are for a cluster of one.
+    assert {cluster.size for _, cluster in judge.values()} == {1, 4}
+    before = len(judge)
+    again = plan(lowered, **OPTIONS, axes=("pipeline", "data"), out=tmp_path / "plans")
+    assert len(judge) == before and again.to_dict() == found.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "memory", "searched"),
+    [("h100-sxm-x4", 0.0, False), ("h100-sxm-x4", 1000.0, True), ("dgx-h100-x16", 0.0, True)],
+)
+def test_pipelines_are_searched_over_boxes_and_where_nothing_fits(
+    lowered, cluster, memory, searched, tmp_path
+):
+    search = PlanSearch(
+        read_planned(lowered), find_cluster(cluster), tmp_path, model="roofline", memory=memory
+    )
+    search.screen()
+    staged = [own.plan for own in search.screened if own.plan.stages > 1]
+    assert bool(staged) == searched
+    assert sum(own.stages > 1 for own in search.chosen(12)) <= 4
+    # Each micro-batch's rows are what the other axes divide.
+    assert all(BATCH // own.change.micro % own.sizes.get("data", 1) == 0 for own in staged)
+
+
+def test_the_answer_of_a_pipeline(lowered, judge, tmp_path):
+    found = plan(lowered, **OPTIONS, axes=("pipeline",), micro_batches=8)
+    assert found.best["plan"] == "pipeline=4,micro=8"
+    assert "stage 3: layers 3 to 3 of 4, which begin at" in found.code
+    assert "its stages have 1, 1, 1, 1 layers" in found.reasons[0]
+    first = found.save(tmp_path / "best.mlir")
+    assert first == tmp_path / "best.stage0.mlir"
+    names = [f"best.stage{n}.mlir" for n in range(4)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    # Both stages in the middle are the same program.
+    assert len(judge) == 3
+
+
+def test_a_stage_is_predicted(lowered, judge, tmp_path):
+    found = plan(lowered, **OPTIONS, axes=("pipeline",), micro_batches=8)
+    found.save(tmp_path / "best.mlir")
+    words = ["predict", str(tmp_path / "best.stage1.mlir"), "--device", "h100-sxm"]
+    result = CliRunner().invoke(app, [*words, "--model", "roofline", "--lowering", "fused"])
+    assert result.exit_code == 0, result.output
+
+
+def scanned(params, x):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+    def loss(stacked):
+        def layer(y, p):
+            return y + jnp.tanh(y @ p["up"]) @ p["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
+
+    grads = jax.grad(loss)(stacked)
+    return [
+        jax.tree.map(lambda p, g, n=n: p - 0.1 * g[n], own, grads) for n, own in enumerate(params)
+    ]
+
+
+def normalised(params, x):
+    def loss(params):
+        y = x
+        for p in params:
+            y = y + jnp.tanh((y - y.mean(0)) @ p["up"]) @ p["down"]
+        return jnp.mean(y * y)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [(scanned, "no pipeline of 2 stages: no equal layers"), (normalised, "rows of the batch")],
+)
+def test_why_there_is_no_pipeline(own, reason, judge):
+    found = plan(lowered_of(own), **OPTIONS, axes=("pipeline", "data"), batch_dims={"x": 0})
+    assert any(reason in note for note in found.notes)
+    with pytest.raises(PlanError, match=reason):
+        plan(lowered_of(own), **OPTIONS, axes=("pipeline",), batch_dims={"x": 0})
