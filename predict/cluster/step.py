@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...common.errors import PlanError
 from ...common.interval import Interval, step_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel

@@ -78,9 +78,17 @@ class StageTimes:
 
     def slowed(self, factor: float) -> StageTimes:
         """The stage on a device that computes ``factor`` times as long; its links are the same."""
-        parts = (self.forward, self.backward, self.weights, self.update)
-        slower = [replace(part, compute=part.compute * factor) for part in parts]
-        return StageTimes(*slower[:3], reduction=self.reduction, update=slower[3])
+
+        def slower(part: Part) -> Part:
+            return replace(part, compute=part.compute * factor)
+
+        return StageTimes(
+            slower(self.forward),
+            slower(self.backward),
+            slower(self.weights),
+            self.reduction,
+            slower(self.update),
+        )
 
     def with_hop(self, seconds: float) -> StageTimes:
         """The stage with time in which the host hands every micro-batch on."""

@@ -7,7 +7,6 @@ from opcast.simulate.step.calls import Estimate
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import Costs
 from opcast.simulate.step.fitting import memory_of
-from opcast.simulate.step.jitter import sample_steps
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.pipeline import run_pipeline
 from opcast.simulate.step.placement import resolved
