@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...common.errors import PlanError
+from ...features.ir.mlir.attention_calls import draws_numbers
 from ...features.ir.mlir.micro_batches import Accumulation
 from ...features.ir.program import Op, Program
 from .arguments import Argument
 from .dimensions import BARRIERS, Dimensions, Step
-from .op_axes import OPAQUE
+from .op_axes import OPAQUE, is_attention
 
 #: Ops of one operand through which a sum over rows stays one.
 _LINEAR = frozenset(("convert", "negate", "reshape", "transpose"))
@@ -160,7 +161,9 @@ class _Finder:
             )
             if not set(met) <= along or not set(made) <= over or numbered:
                 raise _refused(f"{step.op.opcode} at {_line(step.op)} mixes rows of the batch")
-            if (met or made) and step.op.opcode in OPAQUE:
+            # A library's attention knows no other rows, unless it draws random numbers for them.
+            known = is_attention(step.op) and not draws_numbers(step.op.config())
+            if (met or made) and step.op.opcode in OPAQUE and not known:
                 raise _refused(f"{step.op.opcode} at {_line(step.op)} may mix rows of the batch")
             summed = {at for axis in step.axes if axis.summed for at in axis.operands}
             if not summed & set(met):

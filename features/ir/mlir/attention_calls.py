@@ -129,6 +129,22 @@ def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
     )
 
 
+def draws_numbers(config: Mapping[str, Any]) -> bool:
+    """Whether a call of cuDNN's attention drops weights at random, by its configuration."""
+    return float(config.get(_CONFIG, {}).get("dropout_rate", 0.0)) > 0.0
+
+
+def divided_call(op: ir.Operation, parts: Sequence[int]) -> ir.Attribute:
+    """Configuration of a call with :func:`call_axes` of which batch and heads are divided."""
+    from jaxlib.mlir import ir
+
+    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
+    dimensions = config[_CONFIG]["intermediate_tensor_shape"]["dimensions"]
+    for n, own in enumerate(parts):
+        dimensions[n] = str(int(dimensions[n]) // own)
+    return ir.StringAttr.get(json.dumps(config))
+
+
 def split_call(op: ir.Operation, split: CallSplit) -> None:
     """Let each device call the library with its part; must be done within the op's context.
 
@@ -139,10 +155,6 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
     from jaxlib.mlir import ir
 
     axes = call_axes(op)
-    config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
-    dimensions = config[_CONFIG]["intermediate_tensor_shape"]["dimensions"]
-    for n, parts in enumerate(split.parts):
-        dimensions[n] = str(int(dimensions[n]) // parts)
     place = ir.InsertionPoint(op)
 
     def local(value: Any, number: int, side: int) -> Any:
@@ -174,7 +186,7 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
         given.append(told(whole, kind, "SPMDFullToShardShape", "{manual}"))
     manual = ", ".join(["{manual}"] * len(op.results))
     attributes = {name: op.attributes[name] for name in op.attributes}
-    attributes["backend_config"] = ir.StringAttr.get(json.dumps(config))
+    attributes["backend_config"] = divided_call(op, split.parts)
     attributes["mhlo.sharding"] = ir.StringAttr.get(f"{{{manual}}}")
     call = ir.Operation.create(
         "stablehlo.custom_call",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, walk_ops
+from .attention_calls import call_axes, divided_call
 from .inline import nested_ops
 
 if TYPE_CHECKING:
@@ -290,6 +291,8 @@ class _Writer:
             op.attributes["slice_sizes"] = ir.DenseI64ArrayAttr.get(op.results[0].type.shape)
         elif op.name == "stablehlo.gather":
             self._gather(op)
+        elif op.name == "stablehlo.custom_call" and dimensions and call_axes(op):
+            op.attributes["backend_config"] = divided_call(op, [self.parts])
 
     def _gather(self, op: ir.Operation) -> None:
         """Slices of a gather that span the batch span a part of it."""

@@ -8,6 +8,8 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.features.cost.totals import program_cost
 from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.platforms import Platform
+from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import peak_memory
 from opcast.features.lowering.fused_lowering import lower_fused
 from opcast.predict.devices import cluster_device
@@ -260,3 +262,42 @@ def test_the_code_does_the_same():
     np.testing.assert_allclose(loss / PARTS, whole, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one / PARTS, other, rtol=1e-4, atol=1e-7)
+
+
+def attention_step():
+    """A layer with cuDNN's attention: batch 8, 128 positions, 4 heads of 64."""
+    shape, bf16 = (8, 128, 4, 64), jnp.bfloat16
+
+    def train(weights, x):
+        def loss(weights):
+            q = (x @ weights["q"]).reshape(shape)
+            a = jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+            return jnp.mean((a.reshape(x.shape) @ weights["o"]).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    weights = {name: jax.ShapeDtypeStruct((256, 256), bf16) for name in ("q", "o")}
+    x = jax.ShapeDtypeStruct((8, 128, 256), bf16)
+    step = jax.jit(train, donate_argnums=0)
+    return read_program(step, weights, x, platform=Platform("cuda", 90))
+
+
+def test_a_librarys_attention_takes_a_part_of_the_batch():
+    program = read_planned(attention_step()).changed(Change(0, 4)).source.program
+    calls = [
+        ([c.ops[k].type.shape for k in op.operands], op.config("cudnn_fmha_backend_config"))
+        for c in program.computations.values()
+        for op in c.ops
+        if "fmha" in str(op.attrs.get("target", ""))
+    ]
+    own = (2, 128, 4, 64)
+    assert [shapes for shapes, _ in calls] == [[own] * 3, [*[own] * 3, (2, 4, 128), own, own]]
+    stated = [config["intermediate_tensor_shape"]["dimensions"] for _, config in calls]
+    assert [[int(n) for n in own] for own in stated] == [[2, 4, 128, 128]] * 2
+
+
+def test_random_weights_of_a_librarys_attention_are_not_drawn_again():
+    text = str(attention_step().module).replace("dropout_rate\\22: 0.0", "dropout_rate\\22: 0.1")
+    assert "0.1" in text
+    with pytest.raises(PlanError, match=r"custom-call .* may mix rows"):
+        read_planned(text).changed(Change(0, 4))
