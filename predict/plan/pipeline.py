@@ -116,10 +116,18 @@ def stage_sheets(staged: StagedProgram, sheet: Sheet) -> dict[tuple[int, str], S
     return made
 
 
-def _stage_seconds(sheets: StageSheets, plan: Plan) -> list[StageSeconds]:
-    """What each stage takes by our own reckoning."""
-    inside, found = plan.inside, []
+def _stage_costs(
+    staged: StagedProgram, sheets: StageSheets, plan: Plan
+) -> list[tuple[StageSeconds, float]]:
+    """What each stage takes and needs by our own reckoning; equal ones are reckoned once."""
+    inside, last = plan.inside, plan.stages - 1
+    known: dict[tuple[int, bool, bool], tuple[StageSeconds, float]] = {}
+    found = []
     for stage in range(plan.stages):
+        kind = staged.cut.layers.count(stage), stage == 0, stage == last
+        if kind in known:
+            found.append(known[kind])
+            continue
         forward, backward, once = (
             sheets[stage, kind].cost(inside) for kind in ("forward", "backward", "once")
         )
@@ -132,7 +140,8 @@ def _stage_seconds(sheets: StageSheets, plan: Plan) -> list[StageSeconds]:
             later += rest  # gathers and scatters of each micro-batch
         else:
             tail += rest
-        found.append(StageSeconds(first, later, tail))
+        known[kind] = StageSeconds(first, later, tail), backward.memory
+        found.append(known[kind])
     return found
 
 
@@ -157,12 +166,10 @@ def screen_pipeline(
     staged: StagedProgram, sheets: StageSheets, plan: Plan, cluster: Cluster
 ) -> Screened:
     """Reckon the time and memory of a plan."""
-    own = _stage_seconds(sheets, plan)
-    made = compose(own, _sends(staged, plan, cluster), plan.change.micro)
-    memory = max(
-        sheets[n, "backward"].memory(plan.inside) + staged.more_memory(n, plan)
-        for n in range(plan.stages)
-    )
+    costs = _stage_costs(staged, sheets, plan)
+    seconds = [own for own, _ in costs]
+    made = compose(seconds, _sends(staged, plan, cluster), plan.change.micro)
+    memory = max(held + staged.more_memory(n, plan) for n, (_, held) in enumerate(costs))
     return Screened(plan, made.total, made.busy, made.total - made.busy, 0.0, memory)
 
 
@@ -188,7 +195,7 @@ def pipeline_row(
     for number, row in enumerate(stages):
         if row["error"]:
             return {"error": f"stage {number}: {row['error']}"}
-    known = _stage_seconds(sheets, plan)
+    known = [own for own, _ in _stage_costs(staged, sheets, plan)]
     micro = plan.change.micro
 
     def split(key: str) -> list[StageSeconds]:

@@ -165,12 +165,14 @@ class PlanSearch:
 
     def _screen_stages(self, remat: int, most: int) -> None:
         found: list[Screened] = []
+        rows = self.program.rows
         for stages in _divisors(self.cluster.size):
             if not 1 < stages <= most:
                 continue
             micros = [self.micro] if self.micro else [k * stages for k in _MICRO_PER_STAGE]
             for micro in micros:
-                if micro < 2 or self.program.rows % micro:
+                # Of a single row it cannot be told which dimensions are the batch.
+                if micro < 2 or rows % micro or rows == micro:
                     continue
                 change = Change(remat, micro)
                 pipeline, sheets = self.pipeline(stages, change)
@@ -180,6 +182,13 @@ class PlanSearch:
                     mesh = ((PIPELINE, stages), *own.mesh)
                     plan = Plan(mesh, own.tensor, change)
                     found.append(screen_pipeline(pipeline, sheets, plan, self.cluster))
+        if not found:
+            raise PlanError(
+                f"no pipeline: a batch of {rows} rows cannot be cut into micro-batches of two rows "
+                "and more, as many as stages, and what the other axes divide",
+                where="--axes",
+                hint="a larger batch, fewer devices or other --micro-batches may do",
+            )
         self.screened = sorted([*self.screened, *found], key=lambda s: s.seconds)
 
     def pipeline(self, stages: int, change: Change) -> _Staged:

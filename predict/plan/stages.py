@@ -66,6 +66,7 @@ class StagedProgram:
         cut: Its stages.
         inside: Ops that are done for each micro-batch, by position.
         sums: Those of them that are added up over the micro-batches.
+        rows: Values that have the batch.
         layers_at: Source line of the first layer of each stage.
     """
 
@@ -76,6 +77,7 @@ class StagedProgram:
     cut: StepCut
     inside: frozenset[int]
     sums: frozenset[int]
+    rows: frozenset[Read]
     layers_at: tuple[str, ...]
 
     @cached_property
@@ -237,8 +239,8 @@ class StagedProgram:
         once: dict[tuple[int, int], float] = defaultdict(float)
         for pair, reads in self.cut.sends().items():
             for read in reads:
-                repeated = read[0] in self.inside and read[0] not in self.sums
-                (each if repeated else once)[pair] += self.local_bytes(read, inside)
+                # What has no rows is added up over the micro-batches before it is sent.
+                (each if read in self.rows else once)[pair] += self.local_bytes(read, inside)
         for number, argument in enumerate(self.program.arguments):
             if argument.role != "parameter":
                 continue
@@ -309,6 +311,7 @@ def staged_program(program: PlannedProgram, stages: int, change: Change) -> Stag
         cut,
         frozenset(numbers[n] for n in parts.body),
         frozenset(numbers[n] for n, _ in parts.sums),
+        frozenset((numbers[n], result) for n, result in parts.batch if n in numbers),
         tuple(program.line_of(at) for at in starts),
     )
 

@@ -119,6 +119,34 @@ def test_what_is_sent_and_kept(staged):
     assert staged.more_memory(1, PLAN) == gradients
 
 
+def test_a_shared_embedding_is_sent_once():
+    words = 96
+
+    def tied(params, table, x, target):
+        def loss(params, table):
+            y = table[x]
+            for p in params:
+                y = y + jnp.tanh(y @ p["up"]) @ p["down"]
+            return jnp.mean((y @ table.T - target) ** 2)
+
+        grads = jax.grad(loss, (0, 1))(params, table)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (params, table), grads)
+
+    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
+    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
+    table = jax.ShapeDtypeStruct((words, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    target = jax.ShapeDtypeStruct((BATCH, words), jnp.float32)
+    lowered = jax.jit(tied, donate_argnums=(0, 1)).lower(
+        [{"up": up, "down": down}] * LAYERS, table, x, target
+    )
+    staged = staged_program(read_planned(lowered), 2, Change(0, 4))
+    each, once = staged.sent_bytes(PLAN)
+    assert dict(each) == dict.fromkeys(((0, 1), (1, 0)), 4 * BATCH // 4 // 2 * WIDTH)
+    # Its gradient from the head to the first stage, which sends the updated one back.
+    assert dict(once) == dict.fromkeys(((0, 1), (1, 0)), 4 * words * WIDTH)
+
+
 def test_stages_are_programs_for_their_devices(staged):
     made = staged.annotated(PLAN)
     modules = [parse_module(own.data) for own in made]

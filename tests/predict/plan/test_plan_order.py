@@ -89,3 +89,53 @@ def test_plans_that_people_make_by_hand_are_found_or_beaten(tmp_path):
     ]
     found = min(float(str(row["latency_us"])) for row in search.compile(search.chosen(4)))
     assert [found <= float(str(row["latency_us"])) for row in search.compile(by_hand)] == [True] * 4
+
+
+#: Meshes over two boxes, and the micro-batches, with the plans that ``simulate`` knows them by.
+STAGED = {
+    ((("data", 16),), 1): "dp=16",
+    ((("fsdp", 16),), 1): "dp=16,zero=3",
+    ((("data", 2), ("tensor", 8)), 1): "tp=8,dp=2",
+    ((("pipeline", 2), ("data", 8)), 2): "pp=2,dp=8,microbatches=2",
+    ((("pipeline", 2), ("data", 8)), 4): "pp=2,dp=8,microbatches=4",
+    ((("pipeline", 2), ("tensor", 8)), 2): "pp=2,tp=8,microbatches=2",
+    ((("pipeline", 2), ("tensor", 8)), 8): "pp=2,tp=8,microbatches=8",
+    ((("pipeline", 4), ("data", 4)), 4): "pp=4,dp=4,microbatches=4",
+    ((("pipeline", 4), ("data", 4)), 8): "pp=4,dp=4,microbatches=8",
+}
+
+
+@pytest.mark.slow
+def test_the_order_of_pipelines_is_that_of_simulate(tmp_path):
+    cluster = find_cluster("dgx-h100-x16")
+    sizes = {**ZOO, "layers": 4, "batch": 64}
+    program = read_planned(
+        build("llama", dtype="bf16", mode="train", **sizes).mlir(platform="cuda")
+    )
+    search = PlanSearch(program, cluster, tmp_path)
+    search.screen()
+    cut = set(program.space.tensor)
+    screened = {
+        (own.plan.mesh, own.plan.change.micro): own.seconds
+        for own in search.screened
+        if set(own.plan.tensor) in (set(), cut)
+    }
+    predictor = StepPredictor(
+        cluster,
+        load_step_model(OPERATOR_MODEL),
+        framework="jax",
+        compiled=True,
+        learned=find_step_model("default"),
+    )
+    work = read_workload("llama", [*STEP[1:6], "layers=4", "batch=64", *STEP[7:]])
+    simulated = {
+        own: predictor.predict(work, parse_plan(text)).step.total for own, text in STAGED.items()
+    }
+    told = [
+        (one, other)
+        for one in STAGED
+        for other in STAGED
+        if simulated[one] > 1.05 * simulated[other]
+    ]
+    assert len(told) > 25
+    assert [pair for pair in told if screened[pair[0]] <= screened[pair[1]]] == []
