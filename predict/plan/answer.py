@@ -265,7 +265,7 @@ def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None)
 def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
     """A plan as code, and the program with its shardings: of a pipeline those of its stages."""
     if plan.stages > 1:
-        own, _ = search.pipeline(plan.stages, plan.change)
+        own, _ = search.pipelines_of.of(plan)
         return pipeline_code(own, plan), [one.data for one in own.annotated(plan)]
     program = search.program.changed(plan.change)
     return code_of(program, plan), [program.annotated(plan)]

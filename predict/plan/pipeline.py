@@ -12,16 +12,22 @@ from collections.abc import Mapping, Sequence
 from math import hypot
 from typing import NamedTuple
 
+from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.pipeline import run_pipeline
 from ...simulate.step.schedules import FORWARD, Task, orders
 from ..cluster.network import xla_time
 from ..cluster.spread import COMPOSITION_ERROR
+from ..program.predictor import Predictor
 from .cost import Screened, Sheet
-from .space import Plan
-from .stages import SCHEDULE, StagedProgram
+from .program import PlannedProgram, activation_bytes
+from .space import PIPELINE, UNCHANGED, Change, Plan
+from .stages import SCHEDULE, StagedProgram, staged_program
 
+#: Micro-batches for each stage. Engineering choice: with four the bubble is a fifth of the time at
+#: most, and with more the kernels get small.
+_MICRO_PER_STAGE = (1, 2, 4)
 #: What stages are screened with, by stage and pass.
 StageSheets = Mapping[tuple[int, str], Sheet]
 
@@ -171,6 +177,87 @@ def screen_pipeline(
     made = compose(seconds, _sends(staged, plan, cluster), plan.change.micro)
     memory = max(held + staged.more_memory(n, plan) for n, (_, held) in enumerate(costs))
     return Screened(plan, made.total, made.busy, made.total - made.busy, 0.0, memory)
+
+
+class Pipelines:
+    """A program in stages, in every way that was asked for.
+
+    Args:
+        program: The whole step.
+        cluster: The cluster.
+        predictor: Predicts the kernels of one device.
+    """
+
+    def __init__(self, program: PlannedProgram, cluster: Cluster, predictor: Predictor) -> None:
+        self.program, self.cluster, self.predictor = program, cluster, predictor
+        self._sheets: dict[Change, Sheet] = {}
+        self._made: dict[tuple[int, Change], tuple[StagedProgram, StageSheets]] = {}
+
+    def of(self, plan: Plan) -> tuple[StagedProgram, StageSheets]:
+        """The stages of a plan, and what they are screened with.
+
+        Raises:
+            PlanError: The program cannot be cut so.
+        """
+        return self._cut(plan.stages, plan.change)
+
+    def _cut(self, stages: int, change: Change) -> tuple[StagedProgram, StageSheets]:
+        key = stages, change
+        if key not in self._made:
+            made = staged_program(self.program, stages, change)
+            if change not in self._sheets:
+                self._sheets[change] = self._sheet(made.program, change)
+            self._made[key] = made, stage_sheets(made, self._sheets[change])
+        return self._made[key]
+
+    def _sheet(self, program: PlannedProgram, change: Change) -> Sheet:
+        sheet = program.sheet(self.cluster, self.predictor)
+        if change.remat:
+            # As for whole programs: the order of its ops says what is kept.
+            plain = self.program.micro_batch(change.micro)
+            own = plain.sheet(self.cluster, self.predictor).activations
+            share = activation_bytes(program) / max(activation_bytes(plain), 1.0)
+            sheet.activations = share * own
+        return sheet
+
+    def screened(self, remat: int, micro: int | None, axes: Sequence[str]) -> list[Screened]:
+        """Reckon the cost of all plans with stages over the whole cluster.
+
+        Args:
+            remat: Layers to compute again.
+            micro: Number of micro-batches; ``None`` to search.
+            axes: Axes to use inside of stages.
+
+        Raises:
+            PlanError: There is none.
+        """
+        total, rows = self.cluster.size, self.program.rows
+        layers = self.program.layers.count if self.program.layers else 0
+        if layers < 2:
+            staged_program(self.program, 2, UNCHANGED)  # says why not
+        found = []
+        for stages in range(2, min(total, layers) + 1):
+            if total % stages:
+                continue
+            each = total // stages
+            for parts in [micro] if micro else [k * stages for k in _MICRO_PER_STAGE]:
+                # Of a single row it cannot be told which dimensions are the batch.
+                if parts < 2 or rows % parts or rows == parts:
+                    continue
+                change = Change(remat, parts)
+                staged, sheets = self._cut(stages, change)
+                inside = min(self.cluster.box or each, each)
+                for own in staged.program.space.plans(each, axes, inside):
+                    plan = Plan(((PIPELINE, stages), *own.mesh), own.tensor, change)
+                    found.append(screen_pipeline(staged, sheets, plan, self.cluster))
+        if not found:
+            raise PlanError(
+                f"no pipeline: a batch of {rows} rows cannot be cut into micro-batches of two rows "
+                "and more, as many as stages, and what the other axes divide",
+                where="--axes",
+                hint="a larger batch, fewer devices or other --micro-batches may do",
+            )
+        return found
 
 
 def pipeline_row(

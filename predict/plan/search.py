@@ -10,8 +10,9 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -25,10 +26,9 @@ from ..api import loaded
 from ..sweep.workers import run_here, run_processes, run_ray
 from .cost import Screened, Sheet
 from .judge import Annotated, PlanJob, Row, alone, judge_alone, judge_plans
-from .pipeline import StageSheets, pipeline_row, screen_pipeline, stage_sheets
+from .pipeline import Pipelines, pipeline_row
 from .program import PlannedProgram, activation_bytes
-from .space import AXES, PIPELINE, UNCHANGED, Change, Plan
-from .stages import StagedProgram, staged_program
+from .space import AXES, Change, Plan
 
 #: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
 COMPILES = 12
@@ -42,9 +42,6 @@ _LEAST_S = 30.0
 #: Most micro-batches that are looked for. Engineering choice: a plan that needs more is better off
 #: with more devices; ``micro`` takes any number.
 _MOST_MICRO = 16
-#: Micro-batches of a pipeline for each of its stages: with more, the bubble is below a tenth, and
-#: their kernels are small. Engineering choice.
-_MICRO_PER_STAGE = (1, 2, 4)
 #: Share of the compiled plans that may be pipelines: each has two to four programs of its own.
 _PIPELINES = 1 / 3
 _PLANS = "plan.json"
@@ -53,14 +50,6 @@ _PLANS = "plan.json"
 AS_GIVEN = "as given"
 #: What stands for a plan in the row of the program on a single device.
 ONE_DEVICE = "one device"
-
-
-#: A program in stages, and what they are screened with.
-_Staged = tuple[StagedProgram, StageSheets]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _devices(source: SourceProgram) -> int:
@@ -114,10 +103,6 @@ class PlanSearch:
     wanted: int = 0
     stopped: bool = False
     refused: list[str] = field(default_factory=list)
-    _sheets: dict[Change, Sheet] = field(default_factory=dict)
-    _pipelines: dict[tuple[int, Change], tuple[StagedProgram, StageSheets]] = field(
-        default_factory=dict
-    )
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
@@ -150,72 +135,27 @@ class PlanSearch:
 
     def _screen_pipelines(self, remat: int) -> None:
         """Look at stages of layers, with micro-batches of ever fewer rows."""
-        program, total = self.program, self.cluster.size
-        layers = program.layers
+        own = self.pipelines_of
         try:
-            most = max((n for n in _divisors(total) if layers and n <= layers.count), default=2)
-            if layers is None or most < 2:
-                staged_program(program, 2, UNCHANGED)  # which says why not
-            self._screen_stages(remat, most)
+            self._add(own.screened(remat, self.micro, self.axes))
+            layers = self.program.layers
+            if layers and self.remat is None and not self._fits(self.screened):
+                self._add(own.screened(layers.count, self.micro, self.axes))
         except PlanError as error:
             self.refused.append(str(error))
-            return
-        if layers and self.remat is None and not self._fits(self.screened):
-            self._screen_stages(layers.count, most)
 
-    def _screen_stages(self, remat: int, most: int) -> None:
-        found: list[Screened] = []
-        rows = self.program.rows
-        for stages in _divisors(self.cluster.size):
-            if not 1 < stages <= most:
-                continue
-            micros = [self.micro] if self.micro else [k * stages for k in _MICRO_PER_STAGE]
-            for micro in micros:
-                # Of a single row it cannot be told which dimensions are the batch.
-                if micro < 2 or rows % micro or rows == micro:
-                    continue
-                change = Change(remat, micro)
-                pipeline, sheets = self.pipeline(stages, change)
-                each = self.cluster.size // stages
-                inside = min(self.cluster.box or each, each)
-                for own in pipeline.program.space.plans(each, self.axes, inside):
-                    mesh = ((PIPELINE, stages), *own.mesh)
-                    plan = Plan(mesh, own.tensor, change)
-                    found.append(screen_pipeline(pipeline, sheets, plan, self.cluster))
-        if not found:
-            raise PlanError(
-                f"no pipeline: a batch of {rows} rows cannot be cut into micro-batches of two rows "
-                "and more, as many as stages, and what the other axes divide",
-                where="--axes",
-                hint="a larger batch, fewer devices or other --micro-batches may do",
-            )
-        self.screened = sorted([*self.screened, *found], key=lambda s: s.seconds)
+    def _add(self, made: Iterable[Screened]) -> None:
+        self.screened = sorted([*self.screened, *made], key=lambda s: s.seconds)
 
-    def pipeline(self, stages: int, change: Change) -> _Staged:
-        """The program in stages, and what they are screened with.
-
-        Raises:
-            PlanError: It cannot be cut so.
-        """
-        key = stages, change
-        if key not in self._pipelines:
-            made = staged_program(self.program, stages, change)
-            if change not in self._sheets:
-                sheet = made.program.sheet(self.cluster, loaded(self.model))
-                if change.remat:
-                    plain = self.program.micro_batch(change.micro)
-                    own = plain.sheet(self.cluster, loaded(self.model)).activations
-                    share = activation_bytes(made.program) / max(activation_bytes(plain), 1.0)
-                    sheet.activations = share * own
-                self._sheets[change] = sheet
-                self.memory = self.memory or sheet.device.memory_bytes
-            self._pipelines[key] = made, stage_sheets(made, self._sheets[change])
-        return self._pipelines[key]
+    @cached_property
+    def pipelines_of(self) -> Pipelines:
+        """The program in stages."""
+        return Pipelines(self.program, self.cluster, loaded(self.model))
 
     def planned(self, plan: Plan) -> PlannedProgram:
         """The program that a plan's other axes cut: of a pipeline, a micro-batch."""
         if plan.stages > 1:
-            return self.pipeline(plan.stages, plan.change)[0].program
+            return self.pipelines_of.of(plan)[0].program
         return self.program.changed(plan.change)
 
     def _screen_changes(self, first: Change) -> None:
@@ -274,8 +214,7 @@ class PlanSearch:
             count = count // 2 if count % 2 == 0 else 1
         if not plans and not self.screened and self.pipelines is False:
             raise self._nothing()
-        made = (sheet.cost(replace(plan, change=change)) for plan in plans)
-        self.screened = sorted([*self.screened, *made], key=lambda s: s.seconds)
+        self._add(sheet.cost(replace(plan, change=change)) for plan in plans)
         return sheet
 
     def _nothing(self) -> PlanError:
@@ -425,7 +364,7 @@ class PlanSearch:
                 whole.append((key, self._annotated(plan)))
                 continue
             waiting[key] = []
-            for own in self.pipeline(plan.stages, plan.change)[0].annotated(plan):
+            for own in self.pipelines_of.of(plan)[0].annotated(plan):
                 # Equal stages, of other plans as well, are compiled once.
                 name = self._named(own.key)
                 waiting[key].append(name)
@@ -448,7 +387,7 @@ class PlanSearch:
         ready = [key for key, names in waiting.items() if all(n in self.stages for n in names)]
         for key in ready:
             plan = plans[key]
-            own, sheets = self.pipeline(plan.stages, plan.change)
+            own, sheets = self.pipelines_of.of(plan)
             rows = [self.stages[name] for name in waiting.pop(key)]
             seconds = sum(float(str(row["seconds"])) for row in rows)
             made = pipeline_row(own, sheets, plan, self.cluster, rows, self.memory)

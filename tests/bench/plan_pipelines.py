@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("--lowering", default="auto")
     given = parser.parse_args()
     cluster = find_cluster(CLUSTER)
-    program = read_planned(build("llama", dtype="bf16", mode="train", **SIZES).mlir("cuda"))
+    program = read_planned(
+        build("llama", dtype="bf16", mode="train", **SIZES).mlir(platform="cuda")
+    )
     search = PlanSearch(program, cluster, given.out, lowering=given.lowering, pipelines=True)
     started = time.process_time()
     search.screen()

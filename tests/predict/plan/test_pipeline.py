@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import PlanError
-from opcast.features.ir.jax_compat import module_counts, parse_module
+from opcast.features.ir.jax_compat import compile_module, execute, module_counts, parse_module
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.pipeline import Sends, StageSeconds, compose
@@ -145,6 +146,32 @@ def test_a_shared_embedding_is_sent_once():
     assert dict(each) == dict.fromkeys(((0, 1), (1, 0)), 4 * BATCH // 4 // 2 * WIDTH)
     # Its gradient from the head to the first stage, which sends the updated one back.
     assert dict(once) == dict.fromkeys(((0, 1), (1, 0)), 4 * words * WIDTH)
+
+
+def test_a_micro_batch_is_the_step_for_fewer_rows():
+    """Of a sum over rows: JAX's own step for a quarter of the batch."""
+
+    def summed(params, x):
+        def loss(params):
+            y = x
+            for p in params:
+                y = y + jnp.tanh(y @ p["up"]) @ p["down"]
+            return jnp.sum(y * y)
+
+        return jax.tree.map(lambda p, g: p - 1e-4 * g, params, jax.grad(loss)(params))
+
+    rng = np.random.default_rng(0)
+    shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    params = [
+        {name: rng.normal(size=shape).astype(np.float32) / 16 for name, shape in shapes.items()}
+        for _ in range(LAYERS)
+    ]
+    x = rng.normal(size=(BATCH // 4, WIDTH)).astype(np.float32)
+    part = read_planned(lowered_of(summed)).micro_batch(4)
+    flat = [*jax.tree.leaves(params), x]
+    found = execute(compile_module(part.source.module, 1, 1), flat, 1)
+    for one, other in zip(found, jax.tree.leaves(summed(params, x)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_stages_are_programs_for_their_devices(staged):
