@@ -386,7 +386,7 @@ def compare(
     if not names:
         # On a narrow terminal a run's name says model and split.
         spare = ("spearman", "split", "model", "noise_median_ape", "bias")
-        print_frame(make_console(), compare_runs(limit=limit), "runs", spare)
+        print_frame(make_console(), compare_runs(limit=limit), "runs (0.1 is 10 %)", spare)
         return
     refuse(context, "a comparison of named runs", {"limit"})
     if len(names) < 2:

@@ -157,7 +157,7 @@ class StepPrediction:
         # More than half of the time: a note about a few small operators would only distract.
         unknown = sum(v for k, v in self.scopes.items() if k == "roofline")
         if unknown > 0.5:
-            notes.append(f"no model knows operators of {self.device}: times are of its roofline")
+            notes.append(f"times of operators are of the roofline of {self.device}, not of a model")
         elif sum(v for k, v in self.scopes.items() if k == "unseen") > 0.5:
             notes.append(f"the model was not fitted to {self.device}: calibrate it with samples")
         return [*notes, *self.described]

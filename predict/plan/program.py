@@ -356,7 +356,8 @@ def read_planned(
         raise ProgramError(
             str(error),
             where=source.origin,
-            hint="give the function without shard_map; opcast predict --cluster takes it as it is",
+            hint="give the function without shard_map, or the program that was planned; opcast "
+            "predict --cluster takes it as it is",
         ) from None
     names = argument_names(source.module)
     made = _planned(module, source, names, batch)

@@ -97,7 +97,8 @@ def _divides(part: str, divisor: int, whole: str, number: int) -> None:
         raise PlanError(
             f"{part}={divisor} does not divide {whole}={number}",
             where="plan",
-            hint=f"divisors of {whole}: {', '.join(map(str, fits[-8:]))}",
+            hint=f"divisors of {whole}: {', '.join(map(str, fits[-8:]))}"
+            + ("; another batch: --set batch=…" if whole == "batch" else ""),
         )
 
 

@@ -17,9 +17,10 @@ def run(*arguments):
 
 def test_simulate_prints_json_and_writes_its_files(tmp_path):
     trace, page = tmp_path / "step.json", tmp_path / "step.html"
+    step = ("--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x4", "--json")
     result = run(
-        "--workload", "llama", "--set", SMALL, "--cluster", "h100-sxm-x4", "--plan", "tp=2,pp=2",
-        "--json", "--timeline", str(trace), "--html", str(page), "--speed", "1=0.9",
+        *step, "--plan", "tp=2,pp=2", "--timeline", str(trace), "--html", str(page), "--speed",
+        "1=0.9", "--jitter", "0.05",
     )  # fmt: skip
     assert result.exit_code == 0
     data = json.loads(result.stdout)
@@ -32,6 +33,8 @@ def test_simulate_prints_json_and_writes_its_files(tmp_path):
     ends = [e["ts"] + e["dur"] for e in json.loads(trace.read_text())["traceEvents"] if "ts" in e]
     assert abs(max(ends) - data["step_us"]) < 1e-3 * data["step_us"]
     assert page.read_text().startswith("<!doctype html>")
+    even = json.loads(run(*step, "--plan", "tp=2,pp=2").stdout)
+    assert data["step_us"] > even["step_us"] and "samples" not in even
 
 
 def test_simulate_takes_yaml_and_prints_a_table(tmp_path):

@@ -276,7 +276,10 @@ def without_shardings(module: ir.Module) -> ir.Module:
             call = "call_target_name" in op.attributes
             target = str(op.attributes["call_target_name"]).strip('"') if call else ""
             if op.name == "sdy.manual_computation" or target == "SPMDFullToShardShape":
-                raise ValueError("a part is written for each device, as shard_map does")
+                raise ValueError(
+                    "a part is written for each device, by shard_map or by a plan that was saved "
+                    "with cuts of cuDNN's attention"
+                )
             told = op.name == "stablehlo.custom_call" and target == "Sharding"
             if told or op.name == "sdy.sharding_constraint":
                 op.results[0].replace_all_uses_with(op.operands[0])
