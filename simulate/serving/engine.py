@@ -205,6 +205,8 @@ class Engine:
                 self._start(index)
                 continue
             self.hit_tokens += hit
+            if self.requests.made[index] == 0.0:
+                self.requests.found[index] = hit
             if self.prefixes is not None and self.requests.blocks:
                 self.prefixes.add(self.requests.blocks[index], self.taken.left)
             count = size if not policy.chunked else min(size, left)

@@ -235,6 +235,7 @@ class _Fleet:
             largest_batch=max(e.largest_batch for e in self.engines),
             largest_cache=max(e.largest_cache for e in self.engines),
             hit_tokens=sum(e.hit_tokens for e in self.engines),
+            found=np.array((self.prefiller or own).found),
             engine=np.array(own.engine),
             histories=self.histories,
         )

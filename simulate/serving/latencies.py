@@ -166,11 +166,11 @@ def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
 def queued_share(load: Load, run: Run) -> float:
     """Share of the mean time to the first token that is waiting for other requests.
 
-    Of the prompts of about one length (half an octave), the one that waited least was alone, or
-    nearly so.
+    Of the prompts of which about as many tokens had to be run (half an octave), the one that waited
+    least was alone, or nearly so. What a cache has of a prompt is not run.
     """
     waits = run.first - run.sent
-    bins = np.round(2.0 * np.log2(load.prompts)).astype(int)
+    bins = np.round(2.0 * np.log2(load.prompts - run.found)).astype(int)
     alone = np.full(bins.max() + 1, inf)
     np.minimum.at(alone, bins, waits)
     return max(0.0, 1.0 - float(alone[bins].mean()) / float(waits.mean()))

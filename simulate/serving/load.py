@@ -98,6 +98,7 @@ class Run:
         largest_batch: Most sequences in a pass.
         largest_cache: Most tokens in the cache of an engine.
         hit_tokens: Tokens of prompts that were found in a cache.
+        found: The same of each prompt, when it was first admitted.
         engine: Engine that decoded each.
         histories: Of each engine, where it was asked for.
     """
@@ -114,6 +115,7 @@ class Run:
     largest_batch: int = 0
     largest_cache: int = 0
     hit_tokens: int = 0
+    found: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     engine: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     histories: list[History] = field(default_factory=list)
 
@@ -132,6 +134,8 @@ class Requests:
         self.outputs: list[int] = load.outputs.astype(int).tolist()
         self.hits: list[int] = [0] * n if load.hits is None else load.hits.astype(int).tolist()
         self.blocks = load.blocks
+        #: Tokens of each prompt that a cache had when it was first admitted.
+        self.found = [0] * n
         self.sent = [0.0] * n
         self.first = [-1.0] * n
         self.finished = [0.0] * n

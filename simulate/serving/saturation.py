@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,8 +40,10 @@ def _of_one(load: Load, station: Station) -> float:
     asked = len(load.prompts)
     # Costs are known for batches of at most all requests.
     batch = min(station.policy.max_batch, asked)
-    # What prompts share says how many differ, so that such a load is not repeated.
-    count = asked if load.blocks else _FILLS * batch
+    count = _FILLS * batch
+    if load.blocks:
+        # The more requests, the more of them find what others left: none is dropped.
+        count = max(count, asked)
     at = np.arange(count) % asked
     many = replace(
         load,
@@ -49,8 +52,23 @@ def _of_one(load: Load, station: Station) -> float:
         arrivals=np.zeros(count),
         concurrency=0,
         hits=None if load.hits is None else load.hits[at],
+        blocks=_repeated(load.blocks, count),
     )
     one = replace(station, count=1, policy=replace(station.policy, max_batch=batch))
     # While the last batch runs empty there is no other request waiting.
     full = max(1, count - batch)
     return full / float(np.sort(run_fleet(many, one).finished)[full - 1])
+
+
+def _repeated(blocks: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+    """Blocks of a load that is repeated: those of each repetition have names of their own.
+
+    Prompts share what they share in the load itself, and find nothing of the repetition before:
+    that a request comes twice is no property of the load.
+    """
+    names = {block for own in blocks for block in own}
+    step = max(names, default=0) - min(names, default=0) + 1
+    return [
+        tuple(block + step * (at // len(blocks)) for block in blocks[at % len(blocks)])
+        for at in range(count if blocks else 0)
+    ]

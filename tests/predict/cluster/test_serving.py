@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -21,6 +22,7 @@ from opcast.predict.export.serving_timeline import serving_trace
 from opcast.predict.page.serving import serving_page
 from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo
+from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.workload import make_workload
@@ -135,6 +137,28 @@ def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredict
     assert f"last {whole - last:.3g} of {whole:.3g} s are the tail" in note
     closed = predictor.predict(PLAIN, SPEC)
     assert not any("offered" in note for note in closed.notes)
+
+
+def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_does_not() -> None:
+    # A small load of prompts of 1 to 8 blocks, a third of which begin alike, ten seconds apart.
+    known = {f"{m}/vendor": (-0.3, 0.3) for m in ("ttft", "ttft-queued", "tpot", "per_token")}
+    model = ServingModel(ends=known, provenance={"vendors": []})
+    predictor = ServingPredictor(None, model)
+    prompts = 512 * (1 + np.arange(60) % 8)
+    blocks = [
+        tuple((0 if i % 3 == 0 else 1000 * i) + j for j in range(n // 512))
+        for i, n in enumerate(prompts)
+    ]
+    plain = Load(prompts, np.full(60, 64), 10.0 * np.arange(60))
+    spec = LoadSpec(trace=Path("requests.jsonl"))
+    without = predictor.predict(PLAIN, spec, load=plain)
+    shared = predictor.predict(PLAIN, spec, load=replace(plain, blocks=blocks))
+    assert shared.run.hit_tokens > 0 and shared.figures["ttft/mean"] < without.figures["ttft/mean"]
+    for found in (without, shared):
+        assert found.overload < 0.01 and found.queued < 0.05
+        # Ends of what is served are those of the time until the last request is answered.
+        assert found.requests_per_s.lo > 0.97 * found.requests_per_s.value
+        assert not any("saturated" in note or "more than" in note for note in found.notes)
 
 
 def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:

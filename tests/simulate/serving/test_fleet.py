@@ -65,6 +65,34 @@ def test_what_engines_serve_at_most_by_hand() -> None:
     assert capacity(asked, replace(behind, count=1), ahead) == pytest.approx(4 / 10.4)
 
 
+def test_what_engines_serve_at_most_of_prompts_with_blocks() -> None:
+    # Blocks that differ change nothing: a load is served in waves as one without blocks, although
+    # as many requests as it has fit into one batch.
+    plain = load([100] * 4, [11] * 4, [0.0, 1.0, 2.0, 3.0])
+    apart = replace(plain, blocks=[(9,), (2,), (3,), (4,)], block_tokens=100)
+    assert capacity(apart, station(2)) == pytest.approx(8 / (5.0 + 10 * 1.04))
+    assert capacity(apart, station(2)) == pytest.approx(capacity(plain, station(2)))
+    # One block for all: the first of four runs 100 tokens, the others one each, in every wave.
+    alike = replace(plain, blocks=[(7,)] * 4, block_tokens=100)
+    assert capacity(alike, station()) == pytest.approx(4 / (1.0 + 1.03 + 10 * 1.04))
+    # Of workers apart, prompts take 2.03 s of every four and decoding 10.4 s.
+    assert capacity(alike, station(6), station()) == pytest.approx(4 / 2.03)
+    # More requests than four batches hold are looked at but for the last batch: two of 19 run all.
+    many = load([100] * 20, [1] * 20, [0.0] * 20)
+    shared = replace(many, blocks=[(8,)] + [(7,)] * 19, block_tokens=100)
+    assert capacity(shared, station(max_batch=1)) == pytest.approx(19 / (2 * 2.0 + 17 * 1.01))
+
+
+def test_a_run_says_what_its_cache_had_of_each_prompt() -> None:
+    asked = replace(
+        load([100] * 3, [2] * 3, [0.0, 10.0, 20.0]),
+        blocks=[(1, 2), (1, 3), (4, 2)],
+        block_tokens=50,
+    )
+    for front in (None, station()):
+        assert run_fleet(asked, station(), front).found.tolist() == [0, 50, 0]
+
+
 def test_equal_engines_share_an_open_load_as_one_with_half_of_it() -> None:
     rng = np.random.default_rng(1)
     arrivals = np.cumsum(rng.exponential(0.5, 200))

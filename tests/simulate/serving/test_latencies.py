@@ -5,9 +5,10 @@ from opcast.simulate.serving.latencies import FREE, Slo, queued_share, served
 from opcast.simulate.serving.load import Load, Run
 
 
-def case(prompts, first, finished, outputs=(2, 2, 2, 2)):
+def case(prompts, first, finished, outputs=(2, 2, 2, 2), found=(0, 0, 0, 0)):
     load = Load(np.array(prompts), np.array(outputs), np.zeros(len(prompts)))
-    return load, Run(sent=np.zeros(4), first=np.array(first), finished=np.array(finished))
+    times = {"sent": np.zeros(4), "first": np.array(first), "finished": np.array(finished)}
+    return load, Run(**times, found=np.array(found))
 
 
 def test_waiting_is_told_from_long_prompts():
@@ -17,6 +18,12 @@ def test_waiting_is_told_from_long_prompts():
     # One of each length waits for as long again: 9 of 27 seconds.
     load, run = case([100, 100, 800, 800], [1.0, 2.0, 8.0, 16.0], [20.0] * 4)
     assert queued_share(load, run) == pytest.approx(9 / 27)
+
+
+def test_waiting_is_told_from_prompts_that_a_cache_has_in_part():
+    # Four prompts of 800: two run in 8 s, two of which the cache has 700 tokens in 1 s.
+    load, run = case([800] * 4, [8.0, 8.0, 1.0, 1.0], [9.0] * 4, found=(0, 0, 700, 700))
+    assert queued_share(load, run) == 0.0
 
 
 def test_an_slo_counts_requests_and_one_token_has_no_time_per_further_token():
