@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .....common.errors import LoweringError
 from ....ir.program import Computation, Op, Program
 from ..dataflow.classify import is_consumer
 from ..dataflow.graph import Node
@@ -90,8 +91,13 @@ class ComputationWriter:
         return Computation(name, self.ops, outputs[0])
 
     def _scheduled(self) -> list[Cluster]:
-        """Order clusters so that each stands after what it reads."""
+        """Order clusters so that each stands after what it reads.
+
+        Raises:
+            LoweringError: Kernels were fused so that two wait for one another.
+        """
         done: set[int] = set()
+        begun: set[int] = set()
         order: list[Cluster] = []
         for start in self.clusters.all():
             stack = [(start, False)]
@@ -103,6 +109,13 @@ class ComputationWriter:
                     done.add(id(cluster))
                     order.append(cluster)
                     continue
+                if id(cluster) in begun:
+                    raise LoweringError(
+                        f"the fused kernel of {cluster.root.opcode} waits for its own result",
+                        where="--lowering fused",
+                        hint="--lowering xla, or op",
+                    )
+                begun.add(id(cluster))
                 # Depth first with a stack of its own: what a cluster reads is written before it.
                 stack.append((cluster, True))
                 # Reversed, since a stack gives back the last one first: the program's order stays.
