@@ -191,16 +191,20 @@ def merge_dots(graph: Graph) -> None:
             key = (id(node.operands[side]), side, attrs, node.type.dtype, other)
             groups.setdefault(key, []).append(node)
     replaced: dict[int, Node] = {}
+    merged: dict[int, list[Node]] = {}
     for (_, side, *_rest), dots in groups.items():
         # A product that was merged by its left operand is not merged again by its right one.
-        chosen = _independent([d for d in dots if id(d) not in replaced], position)
+        chosen = _independent([d for d in dots if id(d) not in replaced], position, merged)
         if len(chosen) > 1:
             _merge(chosen, side, replaced)
+            merged |= {id(dot): chosen for dot in chosen}
     if replaced:
         _replace(graph, nodes, replaced)
 
 
-def _independent(dots: list[Node], position: dict[int, int]) -> list[Node]:
+def _independent(
+    dots: list[Node], position: dict[int, int], merged: dict[int, list[Node]]
+) -> list[Node]:
     """Choose products that can be one: none reads another's result, and not all are large."""
     chosen: list[Node] = []
     for dot in dots:
@@ -208,7 +212,11 @@ def _independent(dots: list[Node], position: dict[int, int]) -> list[Node]:
         # DotMerger joins two if at least one is small: large ones fill the device alone.
         if chosen and not small and not any(_moved(c) <= MERGE_BYTES for c in chosen):
             continue
-        if not any(depends(dot, other, position) for other in chosen):
+        # By way of products that are merged already, the earlier one may need the later one.
+        if not any(
+            depends(dot, other, position, merged) or (merged and depends(other, dot, {}, merged))
+            for other in chosen
+        ):
             chosen.append(dot)
     return chosen
 
@@ -217,17 +225,29 @@ def _moved(dot: Node) -> int:
     return dot.nbytes + sum(o.nbytes for o in dot.operands)
 
 
-def depends(node: Node, other: Node, position: dict[int, int]) -> bool:
-    """Return whether ``node`` depends on ``other``, which stands before it in the order."""
-    limit = position[id(other)]
+def depends(
+    node: Node, other: Node, position: dict[int, int], merged: dict[int, list[Node]]
+) -> bool:
+    """Return whether ``node`` depends on ``other``.
+
+    Args:
+        node: Where the search starts.
+        other: What is looked for.
+        position: Places in the order, by which the search is cut short.
+        merged: Products that are one kernel, by each of them: it needs what any of them needs.
+    """
+    # What stands before ``other`` needs it only by way of merged products.
+    limit = -1 if merged else position[id(other)]
     stack, seen = [node], {id(node)}
     while stack:
-        for operand in stack.pop().operands:
-            if operand is other:
-                return True
-            if id(operand) not in seen and position.get(id(operand), -1) > limit:
-                seen.add(id(operand))
-                stack.append(operand)
+        found = stack.pop()
+        for one in merged.get(id(found), (found,)):
+            for operand in one.operands:
+                if operand is other:
+                    return True
+                if id(operand) not in seen and position.get(id(operand), limit + 1) > limit:
+                    seen.add(id(operand))
+                    stack.append(operand)
     return False
 
 

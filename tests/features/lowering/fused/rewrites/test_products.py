@@ -127,9 +127,26 @@ def test_products_that_wait_for_each_other_stay_apart() -> None:
     nodes = graph.nodes()
     first, second = [n for n in nodes if n.opcode == "dot"]
     position = {id(n): i for i, n in enumerate(nodes)}
-    assert depends(second, first, position)
+    assert depends(second, first, position, {})
     merge_dots(graph)
     assert [n for n in graph.nodes() if n.opcode == "dot"] == [first, second]
+
+
+def test_two_pairs_of_products_that_wait_for_each_other_are_not_both_merged() -> None:
+    """b needs a, and c needs d: (a, c) and (b, d) as one kernel each would wait for ever."""
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    graph = graph_of(
+        "x = f32[4,4] parameter(0)",
+        "y = f32[4,4] parameter(1)",
+        "w = f32[4,4] parameter(2)",
+        f"a = f32[4,4] dot(x, w), {dims}",
+        f"d = f32[4,4] dot(y, w), {dims.replace('{0}', '{1}')}",
+        f"b = f32[4,4] dot(y, a), {dims}",
+        f"c = f32[4,4] dot(x, d), {dims}",
+        "ROOT both = (f32[4,4], f32[4,4]) tuple(b, c)",
+    )
+    merge_dots(graph)
+    assert len([n for n in graph.nodes() if n.opcode == "dot"]) == 3
 
 
 @pytest.mark.parametrize(("rows", "products"), [(1024, 1), (2048, 2)])
