@@ -22,6 +22,7 @@ from ...models.serving.model import (
     shipped_serving,
 )
 from ...simulate.serving.fleet import ROUTERS, Station, run_fleet
+from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (
     FREE,
     LEVELS,
@@ -49,6 +50,7 @@ from .serving_runs import (
     engine_memory,
     row_context,
     row_delay,
+    row_floors,
 )
 from .serving_table import ServingRow
 
@@ -247,17 +249,18 @@ class ServingPredictor:
         stations = self._stations(row, load, weights)
         run = self._run(row, load, stations, weights, 1.0, record)
         queued = queued_share(load, run)
-        seen = served(load, run, first)
+        floor = row_floors(row, load.prompts, load.outputs, run.found)
+        seen = served(load, run, first, floor=floor)
         count, tokens = len(load.prompts), float(load.outputs.sum())
         overload = 0.0
         if is_open(spec, load):
             factors = {m: self.model.interval(m, tier, queued, context) for m in MODEL_METRICS}
             room = capacity(load, *stations) / (spec.rate or load.rate)
             ends, spans, overload = self._open(
-                row, load, stations, weights, run, first, room, factors
+                row, load, stations, weights, run, first, room, factors, floor
             )
         else:
-            ends, spans = self._tied(load, run, seen, tier, queued, context)
+            ends, spans = self._tied(load, run, seen, tier, queued, context, floor)
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
@@ -306,6 +309,7 @@ class ServingPredictor:
         first: float,
         room: float,
         factors: Mapping[str, tuple[float, float]],
+        floor: Floors,
     ) -> tuple[list[Served], list[float], float]:
         """Latencies of an open load at both ends, how long its run takes, and overload's chance.
 
@@ -321,21 +325,31 @@ class ServingPredictor:
             first: Factor on times to the first token.
             room: What the engines serve at most over what is offered.
             factors: Ends by metric.
+            floor: Least times of the requests of ``run``.
         """
         fast, slow = factors["per_token"]
         ends, spans = [], [run.makespan]
         for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):
             other = self._run(row, load, stations, weights, slower, False)
             times = factors["ttft"][side], factors["tpot"][side]
-            own = served(load, run, first * times[0], times[1])
-            ends.append(wider(own, served(load, other, first), side))
+            own = served(load, run, first * times[0], times[1], floor)
+            # Other queues may leave other prompts in the caches.
+            least = row_floors(row, load.prompts, load.outputs, other.found)
+            ends.append(wider(own, served(load, other, first, floor=least), side))
             spans.append(other.makespan)
         # Engines that do not keep up need as long as they take for all requests.
         spans.append(max(spans[2], slow / room * float(load.arrivals.max())))
         return ends, spans, 1.0 - Interval(1.0, fast, slow).chance_below(room)
 
     def _tied(
-        self, load: Load, run: Run, seen: Served, tier: str, queued: float, context: Context
+        self,
+        load: Load,
+        run: Run,
+        seen: Served,
+        tier: str,
+        queued: float,
+        context: Context,
+        floor: Floors,
     ) -> tuple[list[Served], list[float]]:
         """Latencies at both ends, and how long the run takes: estimate and ends."""
         first, whole = (seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
@@ -347,14 +361,12 @@ class ServingPredictor:
             (first, whole - first),
             REQUEST_TIME if closed else "per_token",
         )
-        ends = [
-            tied(seen, *(known[metric][side] for metric in ("ttft", "tpot", REQUEST_TIME)))
-            for side in (0, 1)
-        ]
+        sides = zip(known["ttft"], known["tpot"], known[REQUEST_TIME], strict=True)
+        ends = [tied(seen, one, later, both, floor) for one, later, both in sides]
         # Of a closed loop, what makes requests longer makes fewer of them come.
         longer = whole / float((run.finished - run.sent).mean()) if closed else 1.0
         span = run.makespan * longer
-        return ends, [span, *(span * factor for factor in known[REQUEST_TIME])]
+        return ends, [span, *(span * end.figure("e2e", "mean") / whole for end in ends)]
 
     def _stations(self, row: ServingRow, load: Load, weights: np.ndarray) -> list[Station]:
         longest = int((load.prompts + load.outputs).max())

@@ -15,6 +15,7 @@ from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.serving.model import APART, group_key
 from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.memory import (
     CacheLayout,
@@ -269,6 +270,29 @@ def row_delay(row: ServingRow, weights: np.ndarray) -> float:
         # Benchmarks of an engine alone hand it their requests without a server between.
         return 0.0
     return float(weights[-1]) * (HANDOVER if row.prefill is not None else 1.0)
+
+
+def row_floors(
+    row: ServingRow, prompts: np.ndarray, outputs: np.ndarray, found: np.ndarray
+) -> Floors:
+    """Least times of requests on the devices of a row, at the rates of their data sheets.
+
+    Args:
+        row: What is asked for.
+        prompts: Tokens of each prompt, shape ``(n,)``.
+        outputs: Tokens that each request makes.
+        found: Tokens of each prompt that a cache has already.
+    """
+    return floors(
+        row.model,
+        read_device(row.cluster.device),
+        row.engine.plan,
+        (row.prefill or row.engine).plan,
+        prompts,
+        outputs,
+        found,
+        row.accepted,
+    )
 
 
 def cache_transfer(row: ServingRow) -> Callable[[int], float]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .floor import NO_FLOOR, Floors
 from .load import Load, Run
 
 #: Percentiles of latencies, beside the mean.
@@ -83,7 +84,9 @@ def _weighted(values: np.ndarray, weights: np.ndarray, level: int | str) -> floa
     return float(np.sqrt(np.average((values - mean) ** 2, weights=weights)))
 
 
-def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Served:
+def served(
+    load: Load, run: Run, first: float = 1.0, slower: float = 1.0, floor: Floors = NO_FLOOR
+) -> Served:
     """Latencies of a run.
 
     Args:
@@ -91,9 +94,10 @@ def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Ser
         run: The run.
         first: Factor on times to the first token.
         slower: Factor on everything after it.
+        floor: Least times, below which no factor takes them.
     """
-    ttft = (run.first - run.sent) * first
-    after = (run.finished - run.first) * slower
+    ttft = np.maximum((run.first - run.sent) * first, floor.ttft)
+    after = np.maximum((run.finished - run.first) * slower, floor.e2e - floor.ttft)
     # One token has no time per further token.
     tpot = after / np.where(load.outputs > 1, load.outputs - 1.0, np.nan)
     gaps = [gap for history in run.histories for gap in history.gaps]
@@ -103,10 +107,13 @@ def served(load: Load, run: Run, first: float = 1.0, slower: float = 1.0) -> Ser
         known = np.isfinite(tpot)
         times, weights = tpot[known] / slower, (load.outputs - 1.0)[known]
     order = np.argsort(times)
-    return Served(ttft, tpot, ttft + after, times[order] * slower, weights[order])
+    between = np.maximum(times[order] * slower, floor.tpot.min())
+    return Served(ttft, tpot, ttft + after, between, weights[order])
 
 
-def tied(seen: Served, first: float, slower: float, whole: float) -> Served:
+def tied(
+    seen: Served, first: float, slower: float, whole: float, floor: Floors = NO_FLOOR
+) -> Served:
     """Latencies with factors of their own on whole requests, none of which is shorter than a part.
 
     Args:
@@ -114,12 +121,16 @@ def tied(seen: Served, first: float, slower: float, whole: float) -> Served:
         first: Factor on times to the first token.
         slower: Factor on times of a further token.
         whole: Factor on times of requests.
+        floor: Least times, below which no factor takes them.
     """
-    e2e = seen.e2e * whole
+    e2e = np.maximum(seen.e2e * whole, floor.e2e)
     return Served(
-        np.minimum(seen.ttft * first, e2e), seen.tpot * slower, e2e, seen.gaps * slower,
+        np.maximum(np.minimum(seen.ttft * first, e2e), floor.ttft),
+        np.maximum(seen.tpot * slower, floor.tpot),
+        e2e,
+        np.maximum(seen.gaps * slower, floor.tpot.min()),
         seen.weights,
-    )  # fmt: skip
+    )
 
 
 def wider(end: Served, other: Served, side: int) -> Served:

@@ -20,7 +20,7 @@ from ...models.serving.effects import Context, ServingEffects
 from ...models.serving.fit import Observe, Observed, adapt_serving
 from ...models.serving.model import METRICS, REQUEST_TIME, ServingModel, find_serving_model
 from ...models.tracking.mlflow_store import RunLog
-from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context
+from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context, row_floors
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..training import log_training
@@ -189,8 +189,9 @@ def _predicted(
     factor = model.effects.factor
     seconds = {m: run.latency(m).seconds * factor(context, m) for m in METRICS}
     ends = {m: model.interval(m, tier, run.queued, context) for m in METRICS}
+    floor = _floor(row)
     if row.load.trace or row.load.kind.startswith("open"):
-        return seconds, ends
+        return _at_least(seconds, ends, floor)
     steps = max(0.0, row.load.output - 1.0)
     parts = seconds["ttft"], seconds["tpot"] * steps
     closed = row.load.kind == "closed"
@@ -201,9 +202,35 @@ def _predicted(
     if closed:
         # Throughput is requests in flight over the time of one.
         before = run.ttft.seconds + run.tpot.seconds * steps
-        seconds["per_token"] = run.per_token.seconds * sum(parts) / before
+        whole = run.per_token.seconds / before
+        seconds["per_token"] = whole * sum(parts)
         ends["per_token"] = tied[REQUEST_TIME]
-    return seconds, ends
+        floor["per_token"] = whole * (floor["ttft"] + floor["tpot"] * steps)
+    return _at_least(seconds, ends, floor)
+
+
+def _floor(row: ServingRow) -> dict[str, float]:
+    """Least seconds of both parts of a mean request; 0 where a trace has the lengths.
+
+    A row does not say what a cache had of its prompts, which may be all but a token.
+    """
+    if row.load.trace:
+        return dict.fromkeys(METRICS, 0.0)
+    prompt = np.array([row.load.prompt])
+    found = row_floors(row, prompt, np.array([row.load.output]), np.maximum(prompt - 1.0, 0.0))
+    return {"ttft": float(found.ttft[0]), "tpot": float(found.tpot[0]), "per_token": 0.0}
+
+
+def _at_least(
+    seconds: dict[str, float], ends: dict[str, tuple[float, float]], floor: dict[str, float]
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Predictions of which neither estimates nor ends lie below what devices can do."""
+    at = {m: max(own, floor[m]) for m, own in seconds.items()}
+    for metric, own in seconds.items():
+        if own > 0.0:
+            low, high = (max(own * end, floor[metric]) / at[metric] for end in ends[metric])
+            ends[metric] = low, high
+    return at, ends
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:

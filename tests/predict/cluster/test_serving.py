@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, on_cluster
 from opcast.predict.cluster.served_row import served_by_name
@@ -68,6 +69,37 @@ def test_decoding_is_bound_by_reading_weights(predictor: ServingPredictor) -> No
     one = predictor.predict(PLAIN, LoadSpec(prompt="16", output="64", concurrency=1, count=1))
     least = 8_030_261_248 * 2 / 4 / 3.35e12
     assert one.figures["tpot/mean"].value > 0.9 * least
+
+
+def test_no_end_of_an_interval_is_below_the_data_sheet() -> None:
+    ends = {f"{m}/vendor": (-4.0, 1.0) for m in ("ttft", "ttft-queued", "tpot", "per_token", "e2e")}
+    wide = ServingModel(ends=ends, provenance={"vendors": []})
+    # Runs that took a fiftieth of the time of these engines teach nothing beyond the data sheet.
+    fast = replace(wide, effects=ServingEffects({"whole/engine/vllm now": -4.0}))
+    lone = LoadSpec(prompt="512", output="65", concurrency=1, count=4)
+    # Weights of all layers and the head on four devices that keep 50 MB each; two heads' cache.
+    weights = (8_030_261_248 - 128256 * 4096) * 2 / 4 - 50 * 2**20
+    least = (weights + (512 + 65 / 2) * 32 * 2 * 2 * 128 * 2) / 3.35e12
+    multiplied = 2 * (8_030_261_248 - 2 * 128256 * 4096) / 4 * 512
+    first = (multiplied + 32 * 8 * 4 * 128 * 512 * 513 / 2) / 989.4e12
+    for model in (wide, fast):
+        found = ServingPredictor(None, model).predict(PLAIN, lone)
+        tpot, ttft, whole = (found.figures[f"{m}/mean"] for m in ("tpot", "ttft", "e2e"))
+        assert tpot.lo == pytest.approx(least, rel=1e-3)
+        assert ttft.lo == pytest.approx(first, rel=1e-3)
+        assert whole.lo == pytest.approx(first + 64 * least, rel=1e-3)
+        assert found.figures["itl/p50"].lo == pytest.approx(least, rel=1e-3)
+        # One in flight over the shortest request are the most a second.
+        assert found.requests_per_s.hi * whole.lo == pytest.approx(1.0, rel=0.01)
+    # The last of them is the fast one.
+    assert (tpot.value, ttft.value) == pytest.approx((least, first), rel=1e-3)
+    # So has an open load; of prompts that a cache has, only the weights have to be read.
+    spec = LoadSpec(prompt="512", output="65", rate=0.1, count=20)
+    alone = ServingPredictor(None, fast).predict(PLAIN, spec)
+    assert alone.figures["tpot/mean"].lo == pytest.approx(least, rel=1e-3)
+    known = ServingPredictor(None, fast).predict(replace(PLAIN, hit_rate=0.9), spec)
+    assert alone.figures["ttft/mean"].lo == pytest.approx(first, rel=1e-3)
+    assert known.figures["ttft/mean"].lo == pytest.approx(weights / 3.35e12, rel=1e-3)
 
 
 def test_throughput_and_latencies_agree(predictor: ServingPredictor) -> None:

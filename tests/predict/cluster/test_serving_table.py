@@ -6,12 +6,19 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from opcast.common.errors import DatasetError, PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.predict.cluster.served_row import served_by_name
-from opcast.predict.cluster.serving_runs import ServingRuns, row_delay, row_load, row_policy
+from opcast.predict.cluster.serving_runs import (
+    ServingRuns,
+    row_delay,
+    row_floors,
+    row_load,
+    row_policy,
+)
 from opcast.predict.cluster.serving_table import (
     read_serving,
     read_serving_rows,
@@ -391,3 +398,19 @@ def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
     delays = [row_delay(serving_row({**DENSE, **more}), weights) for more in ({}, apart)]
     assert delays == pytest.approx([0.010, 0.2])
     assert row_delay(serving_row({**DENSE, "load": "static-batch"}), weights) == 0.0
+
+
+@pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
+def test_no_published_run_is_faster_than_the_data_sheet() -> None:
+    table = read_serving(TABLE)
+    rows = [r for r in read_serving_rows(table, TABLE.parent)[0] if r and not r.load.trace]
+    judged = {"ttft": 0, "tpot": 0}
+    for row in rows:
+        sizes = (np.array([length]) for length in (row.load.prompt, row.load.output, 0.0))
+        floor = row_floors(row, *sizes)
+        tpot = row.measured.get("tpot_ms", row.measured.get("itl_ms"))
+        for metric, measured in (("ttft", row.measured.get("ttft_ms")), ("tpot", tpot)):
+            if measured is not None:
+                judged[metric] += 1
+                assert measured > 1e3 * getattr(floor, metric)[0], (row.id, metric)
+    assert min(judged.values()) > 1000
