@@ -239,6 +239,7 @@ def simulate_serving(
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_load import LoadSpec, parse_lengths, parse_slo
     from ..predict.export.serving_timeline import serving_trace
+    from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
 
     for name, text in (("--prompt", prompt), ("--output", output)):
@@ -277,6 +278,7 @@ def simulate_serving(
         engine,
         lambda name: served_by_name(name, {}, Formats(), files=True),
     )
+    deployment = replace(deployment, context=find_checkpoint(chosen).context)
     spec = LoadSpec(
         prompt=prompt,
         output=output,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TypedDict
 
 from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
@@ -208,6 +208,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving import ServingPredictor
     from ..predict.cluster.serving_load import LoadSpec, parse_slo
+    from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
     from .schemas import SimulateServingQuery
 
@@ -231,6 +232,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
         framework,
         lambda name: served_by_name(name, {}, Formats()),
     )
+    deployment = replace(deployment, context=find_checkpoint(asked.workload).context)
     spec = LoadSpec(**{f.name: given[f.name] for f in fields(LoadSpec) if f.name != "trace"})
     name = task["model"]
     predictor = ServingPredictor(None if name == "roofline" else predictors[name].operators)

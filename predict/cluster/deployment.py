@@ -42,6 +42,7 @@ class Deployment:
         options: What else the engines are told.
         group: Name of the model among measured ones; empty to look it up by its sizes.
         cluster: Links of the engines; ``None`` for those of the device's usual machines.
+        context: Tokens of a sequence that the checkpoint allows; 0 if unknown.
     """
 
     model: ServedModel
@@ -57,6 +58,7 @@ class Deployment:
     options: EngineOptions = field(default_factory=EngineOptions)
     group: str = ""
     cluster: Cluster | None = None
+    context: int = 0
 
     def __post_init__(self) -> None:
         """Check what belongs together.

@@ -291,6 +291,7 @@ class ServingPredictor:
             notes=(
                 *_notes(row, tier, queued, load, effects.values, memory),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
+                *_context_note(deployment.context, load),
             ),
             states=states_of(run, stations[0].cache.tokens, deployment.engine.count),
             energy=serving_energy(
@@ -453,6 +454,19 @@ def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tupl
         f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
         f"the whole run, whose last {run.makespan - last:.3g} of {run.makespan:.3g} s are the tail "
         "after the last request was sent",
+    )
+
+
+def _context_note(context: int, load: Load) -> tuple[str, ...]:
+    """What a checkpoint of a known context does not take of a load."""
+    lengths = load.prompts + load.outputs
+    beyond = int((lengths > context).sum())
+    if not context or not beyond:
+        return ()
+    return (
+        f"{beyond} of {len(lengths)} requests are longer than the {context} tokens that the "
+        f"checkpoint allows (max_position_embeddings), the longest by {lengths.max() - context}: "
+        "engines refuse them",
     )
 
 

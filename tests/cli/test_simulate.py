@@ -287,6 +287,19 @@ def test_serving_takes_models_that_no_step_has():
     assert "take turns" in str(CliRunner().invoke(app, ["simulate", *step]).exception)
 
 
+def test_serving_says_which_requests_are_beyond_the_checkpoint(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+             "num_hidden_layers": 4, "num_key_value_heads": 8, "vocab_size": 1000}  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", **sizes, "max_position_embeddings": 100}))
+    load = ["--concurrency", "1", "--count", "4", "--output", "8", "--model", "roofline", "--json"]
+    for prompt, told in (("92", 0), ("93", 1)):
+        asked = ["--hf", str(file), "--device", "h100-sxm", "--prompt", prompt, *load]
+        said = CliRunner().invoke(app, ["simulate-serving", *asked], catch_exceptions=False).stdout
+        notes = [note for note in json.loads(said)["notes"] if "100 tokens" in note]
+        assert len(notes) == told
+
+
 def test_planning_prints_the_best_and_its_commands():
     arguments = [
         "plan-serving", "--workload", "llama", "--set", SMALL, "--device", "h100-sxm", "--gpus",

@@ -228,6 +228,16 @@ def test_a_first_token_of_workers_apart_is_known_within_a_factor_of_five() -> No
     assert first.value / 5.0 < first.lo < first.value < first.hi < 5.0 * first.value
 
 
+def test_requests_beyond_a_known_context_are_told(predictor: ServingPredictor) -> None:
+    # 576 tokens a request.
+    for context, told in ((0, 0), (576, 0), (575, 1)):
+        notes = predictor.predict(replace(PLAIN, context=context), SPEC).notes
+        found = [note for note in notes if "max_position_embeddings" in note]
+        assert len(found) == told
+    assert found[0].startswith("40 of 40 requests are longer than the 575 tokens")
+    assert "the longest by 1:" in found[0]
+
+
 def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
     found = predictor.predict(PLAIN, SPEC)
     ttft = (found.run.first - found.run.sent) * 1.0
