@@ -20,11 +20,12 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench --
 
 .PHONY: demo test test-all clients lint bench report clean compilers docs browser
 
+# Byte code of the few modules that are imported is written then: of all, it takes a minute.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	mkdir -p $(VENV)/typing && ln -sfn '$(CURDIR)' $(VENV)/typing/opcast
 	touch $@
 
@@ -62,7 +63,7 @@ clients: $(VENV)/.installed $(VENV)/.compilers
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p opcast
+	$(BIN)/mypy --num-workers 2 -p opcast
 
 ## Speed figures, each beside a baseline measured in the same run.
 bench: $(VENV)/.installed

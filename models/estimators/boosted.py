@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -291,10 +292,12 @@ class XGBoostEstimator(TabularEstimator):
         return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        stored = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
-        small = {n: data for n, data in files.items() if n.endswith(SUFFIX)}
+        whole = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
+        small = {n.removesuffix(SUFFIX): d for n, d in files.items() if n.endswith(SUFFIX)}
         self._covers = not small
-        stored |= {n.removesuffix(SUFFIX): expand(data) for n, data in small.items()}
+        # Expanded when they are asked: a process that predicts one kind of operator reads its own.
+        stored = {n: partial(bytes, d) for n, d in whole.items()}
+        stored |= {n: partial(expand, d) for n, d in small.items()}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         if self.ranks:
             self._score_map = _score_map(unpack(files[_MAP_FILE]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import lzma
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -125,12 +126,16 @@ class BoostedTrees:
 
     Args:
         booster: A booster that was grown here, or
-        stored: one that was saved, as UBJSON.
+        stored: what gives one that was saved, as UBJSON; it raises :class:`ValueError` where that
+            is damaged.
         threads: Threads of the latter.
     """
 
     def __init__(
-        self, booster: Booster | None = None, stored: bytes = b"", threads: int = 1
+        self,
+        booster: Booster | None = None,
+        stored: Callable[[], bytes] | None = None,
+        threads: int = 1,
     ) -> None:
         self._booster = booster
         self._stored = stored
@@ -148,17 +153,18 @@ class BoostedTrees:
         # In this order: another thread may replace the one by the other in between.
         stored, found = self._stored, self._booster
         if found is None:
+            assert stored is not None
             xgb = xgboost()
             loaded: Booster = xgb.Booster({"nthread": self._threads})
             try:
-                loaded.load_model(bytearray(stored))
+                loaded.load_model(bytearray(stored()))
             except ValueError as error:  # XGBoost's own error is one
                 raise ModelError(
                     f"trees of a model cannot be read: {str(error)[:200]}",
                     hint="copy the model again, or train it again",
                 ) from None
             self._booster = found = loaded
-            self._stored = b""
+            self._stored = None
         return found
 
     def few(self, values: np.ndarray) -> np.ndarray | None:
@@ -184,7 +190,7 @@ class BoostedTrees:
             return
         # Damaged trees are left to XGBoost, whose error names them.
         with suppress(ValueError):
-            self._trees = RowTrees.of(stored or bytes(self.booster.save_raw("ubj")))
+            self._trees = RowTrees.of(stored() if stored else bytes(self.booster.save_raw("ubj")))
 
 
 def _joined(trees: list[dict[str, object]], name: str, dtype: type[np.generic]) -> np.ndarray:

@@ -1,7 +1,10 @@
 """Corrections of a model on a device from a few samples."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from scipy.stats import multivariate_normal
 
 from opcast.features.operators import op_features
 from opcast.models.adapt.gaussian_process import (
@@ -12,6 +15,7 @@ from opcast.models.adapt.gaussian_process import (
     covariance,
     fit_params,
     left_out_errors,
+    negative_log_likelihood,
     noise_variance,
     start_params,
     time_shares,
@@ -117,6 +121,26 @@ def test_fitting_finds_where_the_errors_come_from(params):
     fitted = fit_params(tasks, iterations=8)
     assert fitted[0] > params[0]
     assert fitted[3] < params[3] and fitted[6] < params[6]
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.01])
+@pytest.mark.parametrize("by_leaves", [False, True])
+def test_the_likelihood_is_scipys_and_its_gradient_that_of_differences(params, noise, by_leaves):
+    rng = np.random.default_rng(1)
+    some = sites(40)
+    if by_leaves:
+        some = replace(some, leaves=rng.integers(0, 4, (40, 6)))
+    errors = rng.normal(scale=0.3, size=40)
+    at = params + rng.normal(scale=0.3, size=len(params))
+    at[6] = np.log(noise)  # the smaller is below the least, where the gradient is 0
+
+    value, gradient = negative_log_likelihood(at, some, errors)
+    matrix = covariance(some, some, at) + noise_variance(at) * np.eye(40)
+    exact = -multivariate_normal(cov=matrix).logpdf(errors)
+    assert value + 20 * np.log(2 * np.pi) == pytest.approx(exact)
+    for place, step in enumerate(1e-4 * np.eye(len(at))):
+        above, below = (negative_log_likelihood(at + way, some, errors)[0] for way in (step, -step))
+        assert gradient[place] == pytest.approx((above - below) / 2e-4, rel=1e-4, abs=1e-5)
 
 
 def test_left_out_errors_are_those_without_the_group(params):

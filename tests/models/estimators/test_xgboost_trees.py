@@ -1,12 +1,22 @@
 """Trees walked by single rows, against XGBoost's own answers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import xgboost as xgb
 
 from opcast.common.errors import ModelError
 from opcast.models.estimators.boosted import MANY, _predict
-from opcast.models.estimators.xgboost_trees import FEW, PATIENCE, BoostedTrees, RowTrees, read_ubj
+from opcast.models.estimators.xgboost_trees import (
+    FEW,
+    PATIENCE,
+    BoostedTrees,
+    RowTrees,
+    compact,
+    expand,
+    read_ubj,
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +61,7 @@ def test_few_rows_are_walked_once_that_has_been_asked_often(booster, rows):
 
 
 def test_few_rows_of_a_saved_booster_are_walked_at_once(booster, rows):
-    small = BoostedTrees(stored=saved(booster))
+    small = BoostedTrees(stored=partial(saved, booster))
     check_few(small, booster, rows)
     # What the trees leave to the booster is as before it was saved.
     expected = booster.inplace_predict(rows, validate_features=False)
@@ -84,10 +94,17 @@ def test_nodes_that_lead_nowhere_are_refused(booster, name, value):
 
 def test_a_damaged_booster_is_named_when_it_is_asked(booster, rows):
     for data in (saved(booster)[:-500], b"{}", b"no trees"):
-        damaged = BoostedTrees(stored=data)
+        damaged = BoostedTrees(stored=partial(bytes, data))
         assert damaged.few(rows[:1]) is None
         with pytest.raises(ModelError, match="cannot be read"):
             _ = damaged.booster
+
+
+def test_a_compressed_booster_that_is_cut_off_is_named_when_it_is_asked(booster, rows):
+    cut = BoostedTrees(stored=partial(expand, compact(booster)[:-40]))
+    assert cut.few(rows[:1]) is None
+    with pytest.raises(ModelError, match="cannot be read: a compressed booster is cut off"):
+        _ = cut.booster
 
 
 def test_what_is_more_than_trees_with_numeric_splits_is_left_to_xgboost(rows):

@@ -144,12 +144,12 @@ def test_published_convolutions_are_within_their_intervals():
         pytest.skip("the published latencies are not here")
     rows = pd.read_parquet(path)
     rows = rows[(rows["family"] == "conv") & (rows["split"] == "val") & (rows["latency_us"] > 300)]
-    errors, inside = [], []
+    errors, inside, bundle = [], [], operator_bundle("default")
     for row in rows.sample(40, random_state=0).itertuples():
         layer = torch.nn.Conv2d(row.cin, row.cout, 3, padding=1, bias=False, device="meta")
         given = torch.empty(row.batch, row.cin, row.insize, row.insize, device="meta")
         recording = record(TorchProgram(layer, (given,)))
-        found = price(recording, find_device(row.device), "torch-eager", operator_bundle("default"))
+        found = price(recording, find_device(row.device), "torch-eager", bundle)
         own = found.operators[0]
         errors.append(abs(own.latency_us / row.latency_us - 1))
         inside.append(own.lo_us <= row.latency_us <= own.hi_us)
