@@ -23,6 +23,9 @@ _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
 # ``devices=[2,4]<=[8]``, GSPMD's tiling; a last dimension of replicas counts as devices, too.
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
 
+#: Op of Shardy that a ``shard_map`` becomes: its body has the shapes of one device.
+_MANUAL = "sdy.manual_computation"
+
 
 def header_counts(source: SourceProgram) -> tuple[int, int]:
     """Return the replicas and partitions that a program's header sets, each 1 by default."""
@@ -58,6 +61,22 @@ def _annotated_in(module: ir.Module) -> int:
         elif op.name == "func.func" and "arg_attrs" in op.attributes:
             sizes += _tile_sizes(str(op.attributes["arg_attrs"]))
     return max(sizes)
+
+
+def manual_devices(module: ir.Module) -> int:
+    """Count the devices of the largest mesh that a ``shard_map`` runs over; 1 if there is none.
+
+    JAX writes one partition into the header where the mesh is an ``AbstractMesh``, though the body
+    has a single device's shapes.
+    """
+    from .jax_compat import walk_ops
+
+    ops = list(walk_ops(module))
+    used = " ".join(str(op.attributes["in_shardings"]) for op in ops if op.name == _MANUAL)
+    meshes = [op for op in ops if op.name == "sdy.mesh"]
+    sizes = {str(op.attributes["sym_name"]).strip('"'): op.attributes["mesh"] for op in meshes}
+    named = [_mesh_size(str(mesh)) for name, mesh in sizes.items() if f"@{name}," in used]
+    return max([1, *named])
 
 
 def _mesh_size(axes: str) -> int:

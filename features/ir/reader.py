@@ -248,11 +248,21 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
 
 
 def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
-    from .jax_compat import said_platforms
+    from .jax_compat import module_counts, said_platforms, with_partitions, write_bytecode
+    from .partitioning import manual_devices
     from .stablehlo_reader import parse
 
-    module = parse(data, origin)
-    return SourceProgram("stablehlo", origin, data, trip_counts, module, said_platforms(module))
+    module, note = parse(data, origin), ""
+    # Bytecode holds the names of ops verbatim, so that few modules have to be walked.
+    word = "manual_computation"
+    if (word in data if isinstance(data, str) else word.encode() in data) and (
+        module_counts(module) == (1, 1) and (count := manual_devices(module)) > 1
+    ):
+        module = with_partitions(write_bytecode(module), count)
+        data = write_bytecode(module)
+        note = f"its shard_map is over {count} devices: so many partitions were put in its header"
+    platforms = said_platforms(module)
+    return SourceProgram("stablehlo", origin, data, trip_counts, module, platforms, note)
 
 
 def _exported(data: bytes, origin: str) -> export.Exported:

@@ -62,9 +62,15 @@ class Compiler:
 
 
 def compilers_root() -> Path:
-    """Give where compilers are installed: ``$OPCAST_COMPILERS``, else in the user's data folder."""
+    """Give where compilers are installed.
+
+    ``$OPCAST_COMPILERS``; else ``compilers`` of this environment, if ``make`` put them there; else
+    in the user's data folder.
+    """
     if override := os.environ.get("OPCAST_COMPILERS"):
         return Path(override)
+    if (own := Path(sys.prefix) / "compilers").is_dir():
+        return own
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "opcast" / "compilers"
 

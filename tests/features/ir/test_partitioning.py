@@ -8,6 +8,7 @@ import pytest
 
 from opcast.common.errors import CompilerError, ProgramError
 from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.jax_compat import parse_module, write_bytecode
 from opcast.features.ir.partitioning import (
     annotated_devices,
     check_one_device,
@@ -75,6 +76,38 @@ def test_header_and_shardings_are_told_apart() -> None:
     )
     assert annotated_devices(read_program(mesh)) == 32
     assert annotated_devices(read_program("func.func @main() { return }")) == 1
+
+
+SHARD_MAP = """module {
+  sdy.mesh @other = <["z"=64]>
+  sdy.mesh @mesh = <["data"=2, "model"=4]>
+  func.func public @main(%x: tensor<512x256xf32>) -> tensor<512x256xf32> {
+    %0 = sdy.manual_computation(%x) in_shardings=[<@mesh, [{"data"}, {}]>]
+        out_shardings=[<@mesh, [{"data"}, {}]>] manual_axes={"data", "model"}
+        (%a: tensor<256x256xf32>) {
+      %y = stablehlo.add %a, %a : tensor<256x256xf32>
+      sdy.return %y : tensor<256x256xf32>
+    } : (tensor<512x256xf32>) -> tensor<512x256xf32>
+    return %0 : tensor<512x256xf32>
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("form", [str, bytes])
+def test_a_shard_map_is_for_its_mesh_though_the_header_says_one_partition(form: type) -> None:
+    """As JAX writes it over an ``AbstractMesh``; a mesh that nothing uses does not count."""
+    program = read_program(SHARD_MAP)
+    if form is bytes:
+        text = SHARD_MAP.replace("module {", "module attributes {mhlo.num_partitions = 1 : i32} {")
+        program = read_program(write_bytecode(parse_module(text)))
+    assert header_counts(program) == (1, 8)
+    assert "8 devices" in program.note and sharding_note(program) == ""
+    assert header_counts(read_program(program.compile_input)) == (1, 8)
+    with pytest.raises(ProgramError, match="for 8 devices"):
+        check_one_device(program, "h100-sxm")
+    alone = SHARD_MAP.replace('"data"=2, "model"=4', '"data"=1, "model"=1')
+    assert header_counts(read_program(alone.replace("256x256", "512x256"))) == (1, 1)
 
 
 @pytest.mark.parametrize("lowering", ["xla", "fused", "op"])

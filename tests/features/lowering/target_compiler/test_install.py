@@ -50,6 +50,16 @@ def fake_pip(monkeypatch, fail: str = "") -> list[list[str]]:
     return calls
 
 
+def test_compilers_of_this_environment_are_found_without_a_variable(monkeypatch, tmp_path) -> None:
+    """``make compilers`` puts them there, and users call the environment's ``opcast`` directly."""
+    monkeypatch.delenv("OPCAST_COMPILERS")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    assert compilers.compilers_root() == tmp_path / "data/opcast/compilers"
+    (tmp_path / "venv/compilers").mkdir(parents=True)
+    assert compilers.compilers_root() == tmp_path / "venv/compilers"
+
+
 def test_versions_fit_the_jaxlib_in_use() -> None:
     assert packages("gpu")[:2] == [f"jax-cuda13-plugin=={JAXLIB}", f"jax-cuda13-pjrt=={JAXLIB}"]
     assert packages("tpu")[0].startswith("libtpu")
