@@ -23,6 +23,9 @@ _NETWORK_OVER_PCIE = 0.78
 _L2_OVER_HBM = 1.5
 #: The same without knowing cores and clock: between P100 (2.2) and L40S (6).
 _L2_OVER_HBM_BLIND = 4.0
+#: FLOP of f32 in a clock of a core, 128 lanes of NVIDIA's multiprocessors since Ampere and of AMD's
+#: CDNA 3; most of bf16, of data-centre Blackwell's; and a usual clock.
+_LANES_FLOP, _MATRIX_FLOP, _USUAL_MHZ = 256.0, 8192.0, 1500.0
 #: Devices of a usual server: NVIDIA's HGX and AMD's OAM boards carry eight.
 _NODE = 8.0
 #: Power that memory, clocks and leakage take before arithmetic, in watts; engineering estimate.
@@ -245,6 +248,18 @@ def _f8(values: Values, _: Architecture) -> tuple[float, str] | None:
     return None if best is None else (values[best], f"as {best}: no unit of its own, converted")
 
 
+def _cores(values: Values, of: Architecture) -> tuple[float, str]:
+    mhz = values.get("boost_mhz", _USUAL_MHZ)
+    # A TPU has one or two cores a chip, whatever their rate.
+    if of.vendor == "Google":
+        return 1.0, "not known"
+    lanes = values.get("vector_tflops.f32", 0.0) / _LANES_FLOP
+    matrix = values.get("peak_tflops.bf16", 0.0) / _MATRIX_FLOP
+    # TFLOP/s over MHz.
+    count = max(1, round(max(lanes, matrix) * 1e6 / mhz))
+    return count, "at 256 FLOP of f32 or 8192 of bf16 a clock, as multiprocessors have"
+
+
 #: In this order, since later rules build on earlier ones.
 _RULES: dict[str, _Rule] = {
     "vector_tflops.f32": _first(_lanes, _as("peak_tflops.f32")),
@@ -271,9 +286,7 @@ _RULES: dict[str, _Rule] = {
         "pcie_gbps", "a network card for each device in a like slot", _NETWORK_OVER_PCIE
     ),
     "devices_per_node": _fixed(_NODE, "usual for a server"),
-    "core_count": _fixed(
-        1.0, "not known: operators take as many as an H100 has for this rate of bf16"
-    ),
+    "core_count": _cores,
 }
 
 

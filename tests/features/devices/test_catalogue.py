@@ -435,10 +435,24 @@ def test_what_a_bare_file_gets(tmp_path: Path) -> None:
     assert chip.peak_flops["f32"] == chip.peak_flops["bf16"] == 10e12
     assert chip.vector_flops["f16"] == 20e12  # a GPU of unknown generation has packed f16
     assert chip.floor == 2e-6
-    assert chip.core_count == 1
+    assert chip.core_count == 26  # 10 TFLOP/s of f32 on 128 lanes at 1.5 GHz
     assert chip.power_w == 0.0
     assert {"launch_floor_us", "peak_tflops.bf16", "core_count"} <= set(chip.defaulted)
     assert "power_w" not in chip.provenance
+
+
+def test_cores_of_a_bare_file_are_those_of_its_rates(tmp_path: Path) -> None:
+    """H100's own and MI300X's from their rates of f32; a TPU's core is no multiprocessor."""
+    text = "name: chip\nplatform: gpu\nhbm_bandwidth_gbps: 3350\nmemory_gb: 80\n"
+    h100 = "peak_tflops: {f32: 66.9, bf16: 989.4}\nboost_mhz: 1980\n"
+    assert load_device_file(write(tmp_path, text + h100)).core_count == 132
+    mi300 = "peak_tflops: {f32: 163.4, bf16: 1307.4}\nboost_mhz: 2100\n"
+    assert load_device_file(write(tmp_path, text + mi300)).core_count == 304
+    # Matrix units beside few lanes: 1200 TFLOP/s at 8192 a clock.
+    narrow = "peak_tflops: {f32: 5, bf16: 1200}\nboost_mhz: 1500\n"
+    assert load_device_file(write(tmp_path, text + narrow)).core_count == 98
+    tpu = text.replace("platform: gpu", "platform: tpu") + h100
+    assert load_device_file(write(tmp_path, tpu)).core_count == 1
 
 
 def test_rate_of_l2_from_cores_and_clock(tmp_path: Path) -> None:
