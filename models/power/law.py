@@ -40,6 +40,8 @@ _OFF_CHIP = 0.43
 #: Share of the clock below which the voltage falls no further, so that power falls with the
 #: frequency alone. Engineering estimate; the rows above reach down to 0.8.
 _LEAST_VOLTAGE = 0.6
+#: A tenth of the clock is below what boards run at (engineering estimate).
+_LEAST_CLOCK = 0.1
 #: Least cap, as a share of the limit: drivers allow 100 of an A100's 400 W and 200 of an H100's 700
 #: (from memory).
 LEAST_CAP = 0.25
@@ -137,15 +139,28 @@ class PowerLaw:
             work: Utilisations at the full clock.
             cap: Sustained power as a share of the limit.
         """
-        # Idle power and that of the memory itself come first; the chip's units share the rest.
-        fixed = self.idle + _OFF_CHIP * self.memory * work.memory
-        cores = np.maximum(self.demand(work) - fixed, 1e-9)
-        left = np.maximum(cap - fixed, 0.0) / cores
-        low = _LEAST_VOLTAGE**_CLOCK_EXPONENT
-        falling = left * _LEAST_VOLTAGE / low
-        found = np.where(left >= low, left ** (1 / _CLOCK_EXPONENT), falling)
-        # A tenth of the clock is below what boards run at (engineering estimate).
-        return np.asarray(np.clip(found, 0.1, 1.0))
+        # Power rises with the clock, so that halving brackets it: 2⁻³⁰ of the clock is exact.
+        low, high = np.full(len(work.matrix), _LEAST_CLOCK), np.ones(len(work.matrix))
+        for _ in range(30):
+            middle = (low + high) / 2
+            above = self._drawn(work, middle) > cap
+            low, high = np.where(above, low, middle), np.where(above, middle, high)
+        return np.where(self.demand(work) <= cap, 1.0, low)
+
+    def _drawn(self, work: Work, clock: np.ndarray) -> np.ndarray:
+        """Power as a share of the limit at a share of the clock.
+
+        A kernel that takes longer spreads the energy of its products and bytes over more time; that
+        of the clock itself is spent in every cycle. Energies in the cores go with the square of
+        their voltage, the memory's own stays.
+        """
+        voltage = np.maximum(clock, _LEAST_VOLTAGE) ** (_CLOCK_EXPONENT - 1.0)
+        active = np.where(work.attention, self.active[1], self.active[0]) * work.busy * clock
+        matrix = np.where(work.attention, self.matrix[1], self.matrix[0]) * work.matrix
+        memory = self.memory * work.memory
+        slower = _slower(work, clock)
+        cores = active + (matrix + (1.0 - _OFF_CHIP) * memory) / slower
+        return np.asarray(self.idle + _OFF_CHIP * memory / slower + cores * voltage)
 
     def slowdown(self, work: Work, cap: float) -> np.ndarray:
         """Times under a cap over those under the board's own limit, shape ``(n,)``, at least 1.
@@ -153,14 +168,32 @@ class PowerLaw:
         What a kernel needs of the memory does not slow down with the cores. Both overlap as in the
         physics of operators: the cube of a time is the sum of those of its parts.
         """
-        memory = np.minimum(work.memory, 1.0) ** 3
-        clock = self.clock(work, cap) / self.clock(work)
-        return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))
+        return _slower(work, self.clock(work, cap) / self.clock(work))
+
+    def error(self, cap: float) -> tuple[float, float]:
+        """Ends of the law's error in times under a cap, as logarithms.
+
+        What idles is spent whatever the clock, so that an error of the whole is a larger one of
+        what is left to the units; times go with the clock, a root of that as long as the voltage
+        falls with it.
+        """
+        left = cap - self.idle
+        root = (
+            _CLOCK_EXPONENT if left > (1.0 - self.idle) * _LEAST_VOLTAGE**_CLOCK_EXPONENT else 1.0
+        )
+        grown = cap / max(left, 0.1 * cap) / root
+        return self.ends[0] * grown, self.ends[1] * grown
 
     @property
     def waiting(self) -> float:
         """Share of a board that waits for others or for the network, whose cores poll."""
         return float(held(np.array(self.idle + _POLLING * self.active[0])))
+
+
+def _slower(work: Work, clock: np.ndarray) -> np.ndarray:
+    """Times at a share of the clock over those at the full one, shape ``(n,)``."""
+    memory = np.minimum(work.memory, 1.0) ** 3
+    return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))
 
 
 def pair(values: Sequence[float]) -> tuple[float, float]:
@@ -266,7 +299,7 @@ def cap_share(watts: float | None, spec: DeviceSpec) -> float:
 def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw | None = None) -> np.ndarray:
     """Times and ends of their intervals under a cap, shape ``(n, 3)``.
 
-    The error of the law widens intervals where the clock falls, by its share in the clock.
+    The error of the law widens intervals where the clock falls (:meth:`PowerLaw.error`).
 
     Args:
         times: Seconds and both ends without a cap, shape ``(n, 3)``.
@@ -278,14 +311,15 @@ def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw | None = Non
     slower = law.slowdown(work, cap)
     made = times * slower[:, None]
     ratios = made[:, 1:] / made[:, :1]
-    wide = np.stack([under_cap(low, high, law) for low, high in ratios])
+    wide = np.stack([under_cap(low, high, cap, law) for low, high in ratios])
     made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
     return np.asarray(made)
 
 
-def under_cap(low: float, high: float, law: PowerLaw | None = None) -> tuple[float, float]:
-    """Ends of an interval over its middle, with the law's error in the clock as well."""
-    law = law or shipped_law()
-    below = np.hypot(np.log(low), law.ends[0] / _CLOCK_EXPONENT)
-    above = np.hypot(np.log(high), law.ends[1] / _CLOCK_EXPONENT)
+def under_cap(
+    low: float, high: float, cap: float, law: PowerLaw | None = None
+) -> tuple[float, float]:
+    """Ends of an interval over its middle, with the law's error under a cap as well."""
+    down, up = (law or shipped_law()).error(cap)
+    below, above = np.hypot(np.log(low), down), np.hypot(np.log(high), up)
     return float(np.exp(-below)), float(np.exp(above))

@@ -270,7 +270,7 @@ class StepPredictor:
         )
         if self.cap < 1.0:
             # Every operator that the cap slows has the law's error, all of them the same way.
-            low, high = under_cap(float(low), float(high))
+            low, high = under_cap(float(low), float(high), self.cap)
         least = min(step.total * float(low), least_seconds(workload, step))
         interval = Interval(step.total, least, step.total * float(high))
         return StepPrediction(

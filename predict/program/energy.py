@@ -66,7 +66,7 @@ def capped_total(total: Interval, cap: float) -> Interval:
     """Widen a program's interval by the law's error, which all its kernels have the same way."""
     if cap >= 1.0 or not total.value:
         return total
-    low, high = under_cap(total.lo / total.value, total.hi / total.value)
+    low, high = under_cap(total.lo / total.value, total.hi / total.value, cap)
     return Interval(total.value, total.value * low, total.value * high)
 
 
