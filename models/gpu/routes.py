@@ -234,14 +234,16 @@ def traffic(row: np.ndarray) -> Traffic:
         for n in ("transposed", "strided", "gathered", "scattered")
     }
     # Reductions that keep the minor dimension read columns: coalesced, but with partial sums to
-    # combine.
+    # combine. A kernel may reduce less than it moves: one that adds up the parts of a split product
+    # as it writes them into a cache.
     column = (c("reduce_length") > 1) & (c("reduce_minor") == 0)
+    summed = np.minimum(c("reduce_length") * np.maximum(c("reduce_kept"), 1.0), elements)
     penalty = (
         1.0
         + TRANSPOSED * share["transposed"]
         + STRIDED * share["strided"]
         + GATHERED * share["gathered"]
-        + COLUMN_BYTES * column * elements / np.maximum(moved, 1.0)
+        + COLUMN_BYTES * column * summed / np.maximum(moved, 1.0)
         + SCATTERED * share["scattered"] * (c("scatter_combines") > 0)
     )
     # Integer work is index arithmetic for the most part, on units of its own since Volta.

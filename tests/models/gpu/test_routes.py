@@ -87,6 +87,43 @@ def test_reductions_over_the_slow_dimension_take_longer() -> None:
     assert fast == 1.0
 
 
+def test_a_cache_is_written_as_fast_though_parts_of_a_product_are_summed_on_the_way() -> None:
+    """A decoding step of a scan: four parts of a split product go into one layer of a cache."""
+    text = """HloModule m
+s {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT z = f32[] add(x, y)
+}
+f {
+  all = bf16[32,8,4096,1024] parameter(0)
+  layer = bf16[1,8,4096,1024] parameter(1)
+  parts = f32[4,8,1024] parameter(2)
+  i = s32[] parameter(3)
+  o = s32[] constant(0)
+  zero = f32[] constant(0)
+  sum = f32[8,1024] reduce(parts, zero), dimensions={0}, to_apply=s
+  new = bf16[8,1024] convert(sum)
+  token = bf16[1,8,1,1024] bitcast(new)
+  grown = bf16[1,8,4096,1024] dynamic-update-slice(layer, token, o, o, i, o)
+  ROOT out = bf16[32,8,4096,1024] dynamic-update-slice(all, grown, i, o, o, o)
+}
+ENTRY e {
+  all = bf16[32,8,4096,1024] parameter(0)
+  layer = bf16[1,8,4096,1024] parameter(1)
+  parts = f32[4,8,1024] parameter(2)
+  i = s32[] parameter(3)
+  ROOT r = bf16[32,8,4096,1024] fusion(all, layer, parts, i), kind=kLoop, calls=f
+}
+"""
+    found = traffic(describe([kernel_from_ir(text)], DEVICE).row)
+    layer, summed = 2 * 8 * 4096 * 1024, 4 * 8 * 1024
+    assert found.moved[0] == pytest.approx(2 * layer + 4 * summed, rel=1e-3)
+    # Of the sums alone: the cache has 2,000 times as many elements, and the stack 32 times those.
+    extra = COLUMN_BYTES * summed / (2 * layer)
+    assert found.penalty[0] - 1.0 == pytest.approx(extra, rel=0.01)
+
+
 def rows_of_scores(length: int) -> str:
     """A softmax's gradient: exponentials of rows, times a number for each row."""
     shape = f"bf16[64,{length}]"
