@@ -203,13 +203,17 @@ class _Schedule:
         trips = op.attrs.get("trip_count")
         if trips is not None:
             return int(trips)
-        origin = self._origin(op.source)
-        name = f"{origin[0].file}:{origin[0].line}" if origin and origin[0].line else op.name
+        name = self._place(op)
         self.notes.append(
             f"loop {op.name} has no known trip count and is counted once; give it with "
             f"trip_counts={{{name!r}: N}} or --trip-count {name}=N"
         )
         return 1
+
+    def _place(self, op: Op) -> str:
+        """An op as the user knows it: its source line, or its name where that is unknown."""
+        origin = self._origin(op.source)
+        return f"{origin[0].file}:{origin[0].line}" if origin and origin[0].line else op.name
 
     def _branch(self, op: Op, inputs: list[Value], times: float, scope: tuple[str, ...]) -> Value:
         # Only the predicate is needed to choose a branch.
@@ -221,7 +225,8 @@ class _Schedule:
         arguments = inputs[1:] if self.from_stablehlo else inputs[1 + taken : 2 + taken]
         if len(weights) > 1:
             self.notes.append(
-                f"conditional {op.name}: branch {taken}, the costliest of {len(weights)}, counts"
+                f"conditional {self._place(op)}: branch {taken}, the costliest of {len(weights)}, "
+                "counts"
             )
         body = self.program.computations[op.called[taken]]
         state = [merge(value, control) for value in arguments]
