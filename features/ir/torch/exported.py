@@ -1,12 +1,9 @@
-"""Exports of PyTorch modules: ``torch.export``, ``.pt2`` files, and their decomposed graphs."""
+"""Exports of PyTorch modules: ``torch.export`` and ``.pt2`` files."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 _NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
-#: Operators that decompose into simpler ones, but are priced, or fused by XLA, better as they are.
-_KEPT = (
-    "aten.scaled_dot_product_attention.default",
-    "aten.linear.default",
-    "aten.matmul.default",
-    "aten.einsum.default",
-    "aten.rms_norm.default",
-    # Of channels-last images its rule asks for strides, which JAX does not have.
-    "aten.adaptive_avg_pool2d.default",
-)
-#: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
-_ROUNDS = 4
 _DTYPES: dict[str, DTypeLike] = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,
@@ -101,7 +86,7 @@ def export(given: TorchProgram) -> Exported:
         raise
     except Exception as error:
         raise ProgramError(
-            f"torch.export cannot export the module: {type(error).__name__}: {_short(error)}",
+            f"torch.export cannot export the module: {type(error).__name__}: {shortened(error)}",
             where=name,
             hint="opcast reads what torch.export exports: no branches on values of tensors, no "
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
@@ -145,14 +130,14 @@ def _loaded(path: Path) -> torch.export.ExportedProgram:
         return torch.export.load(path)
     except Exception as error:
         raise ProgramError(
-            f"torch.export.load cannot read it: {type(error).__name__}: {_short(error)}",
+            f"torch.export.load cannot read it: {type(error).__name__}: {shortened(error)}",
             where=str(path),
             hint="write it by torch.export.save(torch.export.export(module, inputs), path), with "
             f"a PyTorch no newer than {torch.__version__}; the module's package must be importable",
         ) from error
 
 
-def _short(error: Exception) -> str:
+def shortened(error: Exception) -> str:
     """The first lines of a message: PyTorch's go on with whole graphs."""
     return " ".join(str(error).split())[:600]
 
@@ -174,115 +159,6 @@ def _checked(exported: Exported) -> Exported:
             hint="export it without dynamic_shapes, for the sizes that the time is wanted of",
         )
     return exported
-
-
-def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export.ExportedProgram:
-    """The export in core ATen, functional, but for what :data:`_KEPT` names.
-
-    Args:
-        exported: The export.
-        known: Whether an operator of a name has a translation; others are decomposed further where
-            PyTorch has a rule.
-
-    Raises:
-        ProgramError: PyTorch cannot decompose it.
-    """
-    import torch
-
-    table = torch.export.default_decompositions()
-    kept = {op for op in table if str(op) in _KEPT}
-    table = {op: rule for op, rule in table.items() if op not in kept}
-    try:
-        with warnings.catch_warnings(), _as_it_trains(exported.program.graph_module):
-            # PyTorch's about itself.
-            warnings.simplefilter("ignore")
-            found = exported.program.run_decompositions(table)
-            # Rules of operators that core ATen keeps whole, such as ``grid_sampler_2d``; what they
-            # are made of may have rules again.
-            for _ in range(_ROUNDS):
-                rules = torch._decomp.decomposition_table
-                targets = {n.target for g in _graphs(found.graph_module) for n in g.nodes}
-                left = {t for t in targets if _has_rule(t, rules) and not known(str(t))}
-                if not left:
-                    break
-                found = found.run_decompositions({t: rules[t] for t in left})
-            return found
-    except Exception as error:
-        raise ProgramError(
-            f"PyTorch cannot decompose the export: {type(error).__name__}: {_short(error)}",
-            where=exported.name,
-            hint="does exported.run_decompositions() work in PyTorch alone?",
-        ) from error
-
-
-def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
-    """Whether PyTorch has a rule by operators of ATen; its references use other primitives."""
-    return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
-
-
-@contextlib.contextmanager
-def _as_it_trains(module: torch.fx.GraphModule) -> Iterator[None]:
-    """Keep, while a graph is decomposed, what decomposing would drop of it.
-
-    Detached tensors and regions without gradients become calls of an operator that stays, and
-    autocast for other devices is one for the CPU, where the graph is traced.
-    """
-    import torch
-
-    stop = _stop_operator()
-    undo: list[Callable[[], object]] = []
-    for graph in _graphs(module):
-        for node in list(graph.nodes):
-            name = getattr(node.target, "__name__", "")
-            if node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
-                undo.append(partial(setattr, node, "target", node.target))
-                node.target = stop
-            elif name == "wrap_with_set_grad_enabled" and not node.args[0]:
-                for own in [a for a in node.args[2:] if _is_float(a)]:
-                    with graph.inserting_before(node):
-                        still = graph.call_function(stop, (own,))
-                    still.meta["val"] = own.meta["val"]
-                    node.replace_input_with(own, still)
-                    undo.append(partial(graph.erase_node, still))
-                    undo.append(partial(node.replace_input_with, still, own))
-            elif name == "wrap_with_autocast":
-                undo.append(partial(setattr, node, "args", node.args))
-                node.args = ("cpu", *node.args[1:])
-    modules = [m for m in module.modules() if hasattr(m, "recompile")]
-    for own in modules:
-        own.recompile()
-    try:
-        yield
-    finally:
-        for step in reversed(undo):
-            step()
-        for own in modules:
-            own.recompile()
-
-
-def _graphs(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
-    return [m.graph for m in module.modules() if hasattr(m, "graph")]
-
-
-def _is_float(value: object) -> bool:
-    own = getattr(value, "meta", {}).get("val")
-    dtype = getattr(own, "dtype", None)
-    return dtype is not None and bool(dtype.is_floating_point)
-
-
-@cache
-def _stop_operator() -> torch._ops.OpOverload:
-    """An operator of PyTorch that copies, and stands for the end of a gradient's way."""
-    import torch
-
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    name = "opcast::stop_gradient"
-    torch.library.define(name, "(Tensor x) -> Tensor")
-    torch.library.impl(name, "CompositeExplicitAutograd", copied)
-    torch.library.register_fake(name, copied)
-    return torch.ops.opcast.stop_gradient.default
 
 
 def jax_dtype(dtype: torch.dtype, where: str) -> DTypeLike:

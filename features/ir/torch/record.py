@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
+from .decomposition import WRAPPERS, Fakes, place_on_cpu
 from .exported import Exported, export
 from .program import Loss, TorchProgram
 from .translate import Place, place_of
 
 if TYPE_CHECKING:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 #: What the line of a user's model says where it calls ``torch.utils.checkpoint`` or a wrapper of
@@ -136,8 +136,8 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
     module = exported.program.module()
     for own in [m for m in module.modules() if hasattr(m, "graph")]:
         for node in own.graph.nodes:
-            _place_on_cpu(node)
-    fakes = _Fakes(FakeTensorMode(allow_non_fake_inputs=True))
+            place_on_cpu(node)
+    fakes = Fakes(FakeTensorMode(allow_non_fake_inputs=True))
     for own in module.modules():
         for held in (own._parameters, own._buffers):
             for name, tensor in list(held.items()):
@@ -146,7 +146,8 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
         for name, value in list(vars(own).items()):
             if isinstance(value, torch.Tensor):
                 setattr(own, name, fakes.of(value))
-    inputs = [fakes.input(node) for node in module.graph.nodes if node.op == "placeholder"]
+    given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    inputs = [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
     log = _Recorder()
     runner = _runner(module, log)
     train = bool(program.train)
@@ -201,52 +202,6 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
     forward = [call for call in calls if call.phase == FORWARD]
     others = [call for call in calls if call.phase != FORWARD]
     return [*forward, *(again(c, BACKWARD) for c in repeated), *(again(c, c.phase) for c in others)]
-
-
-def _place_on_cpu(node: torch.fx.Node) -> None:
-    """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
-    import torch
-
-    if getattr(node.target, "__name__", "") == "wrap_with_autocast":
-        node.args = ("cpu", *node.args[1:])
-
-    def placed(value: object) -> object:
-        return torch.device("cpu") if isinstance(value, torch.device) else value
-
-    node.args = torch.fx.node.map_aggregate(node.args, placed)
-    node.kwargs = torch.fx.node.map_aggregate(node.kwargs, placed)
-
-
-class _Fakes:
-    """Tensors without memory, one for each real one, so that ties stay."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self.made: dict[int, torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        if id(tensor) not in self.made:
-            with self.mode:
-                fake = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            if isinstance(tensor, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self.made[id(tensor)] = fake
-        return self.made[id(tensor)]
-
-    def input(self, node: torch.fx.Node) -> object:
-        import torch
-
-        value = node.meta.get("val")
-        if not hasattr(value, "dtype"):
-            return value
-        with self.mode:
-            return torch.empty_strided(
-                tuple(value.shape), value.stride(), dtype=value.dtype, device="cpu"
-            )
 
 
 class _Recorder:
@@ -382,6 +337,12 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
                 # Fused attention draws its dropout itself, at little cost.
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
                 kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
+            name = getattr(target, "__name__", "")
+            if name in WRAPPERS:
+                # Node by node, so that each has its own place.
+                at = WRAPPERS[name]
+                with _setting(name, args[:at]):
+                    return _runner(args[at], log).run(*args[at + 1 :])
             before = len(log.recording.calls)
             found = super().call_function(target, args, kwargs)
             if str(target).startswith(_RECURRENT):
@@ -394,6 +355,16 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
             return None if "guard" in str(target) else super().call_module(target, args, kwargs)
 
     return Runner(module, garbage_collect_values=False)
+
+
+def _setting(name: str, args: tuple[object, ...]) -> AbstractContextManager[object]:
+    """What a wrapped graph runs under, by its wrapper's name and what comes before the graph."""
+    import torch
+
+    if name == "wrap_with_set_grad_enabled":
+        return torch.set_grad_enabled(args[0])
+    device, dtype, enabled, cached = args
+    return torch.autocast(device, dtype, enabled, cached)
 
 
 def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:

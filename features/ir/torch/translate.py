@@ -18,7 +18,8 @@ from jax.extend import source_info_util
 from ....common.errors import ProgramError
 from ..mlir.locations import FRAMEWORK
 from . import elementwise, products, reductions, shapes
-from .exported import Exported, decomposed, jax_dtype
+from .decomposition import WRAPPERS, decomposed
+from .exported import Exported, jax_dtype
 from .table import Call, Result, find
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ _MODULES = (elementwise, products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Arguments that place a tensor in PyTorch and mean nothing in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
-#: Operators that wrap a graph, which their own arguments follow; and the wrapped graph's place.
-_WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ class Forward:
         unknown: dict[str, str] = {}
         for node in _nodes(self.graph.graph_module):
             name = _name(node)
-            known = find(name) or name in _WRAPPERS or node.target is operator.getitem
+            known = find(name) or name in WRAPPERS or node.target is operator.getitem
             if not known and not _is_assertion(name):
                 unknown.setdefault(name, str(place_of(node)))
         for spec in self._specs:
@@ -262,7 +261,7 @@ def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
     for node in module.graph.nodes:
         if node.op == "call_function":
             yield node
-            if _name(node) in _WRAPPERS:
+            if _name(node) in WRAPPERS:
                 for own in node.args:
                     if getattr(own, "op", "") == "get_attr":
                         yield from _nodes(getattr(module, own.target))
@@ -309,8 +308,8 @@ class _Run:
                 return parts[at]
             self._absent(node)
             return None
-        if name in _WRAPPERS:
-            inner = _WRAPPERS[name]
+        if name in WRAPPERS:
+            inner = WRAPPERS[name]
             return self.graph(args[inner], args[inner + 1 :])
         if _is_assertion(name):
             return None

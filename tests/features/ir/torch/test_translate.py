@@ -16,6 +16,7 @@ from opcast.features.ir.platforms import Platform  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
 from opcast.features.ir.torch.exported import export, to_numpy  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, as_torch_program  # noqa: E402
+from opcast.features.ir.torch.record import record  # noqa: E402
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
 
@@ -367,6 +368,57 @@ def test_autocast_casts():
                 return self.own(x)
 
     assert run(Cast(), torch.ones(2, 8))[1][0].dtype == jnp.bfloat16
+
+
+class Mixed(torch.nn.Module):
+    """Casts within its own forward pass, as mixed precision is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.own = torch.nn.Linear(8, 16)
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = self.own(self.norm(x))
+            with torch.no_grad():
+                scale = torch.ones(4, 1, device=x.device) * hidden.abs().mean(1, keepdim=True)
+            return hidden / scale
+
+
+def test_autocast_casts_alike_on_meta():
+    programs = []
+    for device in ("cpu", "meta"):
+        module, x = Mixed().to(device), torch.ones(4, 8, device=device)
+        program = torch.export.export(module, (x,))
+        code = program.graph_module.code
+        source = read_program(TorchProgram(program, train="sgd", loss="sum"))
+        programs.append(str(source.module.operation.get_asm(enable_debug_info=False)))
+        # The user's own export is as it was.
+        assert program.graph_module.code == code
+        assert {t.device.type for t in program.state_dict.values()} == {device}
+    assert "tensor<4x8xbf16>" in programs[0]
+    assert programs[0] == programs[1]
+
+
+def test_lines_of_regions_are_the_users():
+    module = Mixed()
+    program = torch.export.export(module, (torch.ones(4, 8),))
+    first = Mixed.forward.__code__.co_firstlineno
+    wanted = {
+        "aten.linear.default": first + 2,
+        "aten.mean.dim": first + 4,
+        "aten.div.Tensor": first + 5,
+    }
+    forward = Forward(export(TorchProgram(program)))
+    places = {str(n.target): place_of(n) for n in forward.graph.graph.nodes}
+    assert {name: places[name].line for name in wanted} == wanted
+    assert places["aten.linear.default"].modules == "Mixed/own"
+    # As PyTorch runs it, forward and backward.
+    calls = record(TorchProgram(program, train="sgd", loss="sum")).calls
+    lines = {(c.name, c.phase): c.place.line for c in calls}
+    assert lines["aten.addmm", "forward"] == lines["aten.mm", "backward"] == first + 2
+    assert lines["aten.mean", "forward"] == first + 4
 
 
 def test_lines_and_modules_are_the_users():

@@ -1,0 +1,237 @@
+"""Exports in core ATen: what PyTorch's rules make of a graph, on the CPU wherever it is from."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from ....common.errors import ProgramError
+from .exported import Exported, shortened
+
+if TYPE_CHECKING:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+#: Operators that decompose into simpler ones, but are priced, or fused by XLA, better as they are.
+_KEPT = (
+    "aten.scaled_dot_product_attention.default",
+    "aten.linear.default",
+    "aten.matmul.default",
+    "aten.einsum.default",
+    "aten.rms_norm.default",
+    # Of channels-last images its rule asks for strides, which JAX does not have.
+    "aten.adaptive_avg_pool2d.default",
+)
+#: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
+_ROUNDS = 4
+#: Operators that wrap a graph, which their own arguments follow; and the wrapped graph's place.
+WRAPPERS = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+
+
+def decomposed(exported: Exported, known: Callable[[str], bool]) -> torch.export.ExportedProgram:
+    """The export in core ATen, functional, but for what :data:`_KEPT` names.
+
+    Args:
+        exported: The export.
+        known: Whether an operator of a name has a translation; others are decomposed further where
+            PyTorch has a rule.
+
+    Raises:
+        ProgramError: PyTorch cannot decompose it.
+    """
+    import torch
+
+    table = torch.export.default_decompositions()
+    kept = {op for op in table if str(op) in _KEPT}
+    table = {op: rule for op, rule in table.items() if op not in kept}
+    program = exported.program
+    try:
+        with warnings.catch_warnings():
+            # PyTorch's about itself.
+            warnings.simplefilter("ignore")
+            with _prepared(program):
+                found = program.run_decompositions(table)
+            found.state_dict.update(program.state_dict)
+            found.constants.update(program.constants)
+            # Rules of operators that core ATen keeps whole, such as ``grid_sampler_2d``; what they
+            # are made of may have rules again.
+            for _ in range(_ROUNDS):
+                rules = torch._decomp.decomposition_table
+                targets = {n.target for g in _graphs(found.graph_module) for n in g.nodes}
+                left = {t for t in targets if _has_rule(t, rules) and not known(str(t))}
+                if not left:
+                    break
+                found = found.run_decompositions({t: rules[t] for t in left})
+            return found
+    except Exception as error:
+        raise ProgramError(
+            f"PyTorch cannot decompose the export: {type(error).__name__}: {shortened(error)}",
+            where=exported.name,
+            hint="does exported.run_decompositions() work in PyTorch alone?",
+        ) from error
+
+
+def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
+    """Whether PyTorch has a rule by operators of ATen; its references use other primitives."""
+    return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
+
+
+class Fakes:
+    """Tensors of the CPU without memory, one for each real one, so that ties stay.
+
+    Attributes:
+        mode: What they belong to.
+        made: Of real tensors, by their ``id``.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.made: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The one that stands for a tensor."""
+        import torch
+
+        if id(tensor) not in self.made:
+            fake = self.like(tensor)
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            self.made[id(tensor)] = fake
+        return self.made[id(tensor)]
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new one of the same shape, order in memory and type."""
+        import torch
+
+        with self.mode:
+            return torch.empty_strided(
+                tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            )
+
+
+def place_on_cpu(node: torch.fx.Node) -> None:
+    """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
+    import torch
+
+    if getattr(node.target, "__name__", "") == "wrap_with_autocast":
+        node.args = ("cpu", *node.args[1:])
+
+    def placed(value: object) -> object:
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    node.args = torch.fx.node.map_aggregate(node.args, placed)
+    node.kwargs = torch.fx.node.map_aggregate(node.kwargs, placed)
+
+
+@contextlib.contextmanager
+def _prepared(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """Let an export be as it is wanted while it is decomposed; afterwards it is as it was."""
+    undo: list[Callable[[], object]] = []
+    modules = [m for m in program.graph_module.modules() if hasattr(m, "recompile")]
+    try:
+        _move_to_cpu(program, undo)
+        _keep_gradients(program.graph_module, undo)
+        _keep_lines(modules, undo)
+        for own in modules:
+            own.recompile()
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+        for own in modules:
+            own.recompile()
+
+
+def _move_to_cpu(program: torch.export.ExportedProgram, undo: list[Callable[[], object]]) -> None:
+    """Let all tensors be the CPU's, those of other devices without memory.
+
+    Autocast casts by the device of its operands, and has none for ``meta``.
+    """
+    import torch
+
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in placeholders])
+    fakes = Fakes(mode or torch._subclasses.fake_tensor.FakeTensorMode())
+    tables = [program.state_dict, program.constants, *(n.meta for n in placeholders)]
+    for table in tables:
+        for name, value in list(table.items()):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                undo.append(partial(table.__setitem__, name, value))
+                table[name] = fakes.of(value)
+    for graph in _graphs(program.graph_module):
+        for node in graph.nodes:
+            undo += [partial(setattr, node, n, getattr(node, n)) for n in ("args", "kwargs")]
+            place_on_cpu(node)
+
+
+def _keep_gradients(module: torch.fx.GraphModule, undo: list[Callable[[], object]]) -> None:
+    """Let detached tensors and regions without gradients be calls of an operator that stays."""
+    import torch
+
+    stop = _stop_operator()
+    for graph in _graphs(module):
+        for node in list(graph.nodes):
+            name = getattr(node.target, "__name__", "")
+            if node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default):
+                undo.append(partial(setattr, node, "target", node.target))
+                node.target = stop
+            elif name == "wrap_with_set_grad_enabled" and not node.args[0]:
+                for own in [a for a in node.args[2:] if _is_float(a)]:
+                    with graph.inserting_before(node):
+                        still = graph.call_function(stop, (own,))
+                    still.meta["val"] = own.meta["val"]
+                    node.replace_input_with(own, still)
+                    undo.append(partial(graph.erase_node, still))
+                    undo.append(partial(node.replace_input_with, still, own))
+
+
+def _keep_lines(modules: Sequence[torch.fx.GraphModule], undo: list[Callable[[], object]]) -> None:
+    """Let wrapped graphs, such as regions of autocast, be run node by node.
+
+    Run as code, they would give the lines of that code, not those of the model.
+    """
+    import torch
+
+    class Run(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self, graph: torch.fx.GraphModule) -> None:
+            super().__init__()
+            self.graph_module = graph
+
+        def forward(self, *args: object) -> object:
+            return torch.fx.Interpreter(self.graph_module).run(*args)
+
+    for own in modules:
+        for node in own.graph.nodes:
+            at = WRAPPERS.get(getattr(node.target, "__name__", ""))
+            if at is not None:
+                name = node.args[at].target
+                undo.append(partial(setattr, own, name, getattr(own, name)))
+                setattr(own, name, Run(getattr(own, name)))
+
+
+def _graphs(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
+    return [m.graph for m in module.modules() if hasattr(m, "graph")]
+
+
+def _is_float(value: object) -> bool:
+    own = getattr(value, "meta", {}).get("val")
+    dtype = getattr(own, "dtype", None)
+    return dtype is not None and bool(dtype.is_floating_point)
+
+
+@cache
+def _stop_operator() -> torch._ops.OpOverload:
+    """An operator of PyTorch that copies, and stands for the end of a gradient's way."""
+    import torch
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    name = "opcast::stop_gradient"
+    torch.library.define(name, "(Tensor x) -> Tensor")
+    torch.library.impl(name, "CompositeExplicitAutograd", copied)
+    torch.library.register_fake(name, copied)
+    return torch.ops.opcast.stop_gradient.default
