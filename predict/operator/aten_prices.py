@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import AttentionUse
 from ...features.ir.torch.translate import Place
-from ...features.operators.attention.kernels import MADE_FOR
 from ...features.operators.physics import resident_share
 from ...features.operators.schema import PARAMETERS
 from ...models.gpu.attention import attention_answer, lacks_bf16
@@ -32,6 +32,7 @@ from .step_operators import (
     FAMILIES as STEP_FAMILIES,
 )
 from .step_operators import (
+    FLASH2,
     MATRIX_SHARE,
     MEMORY_SHARE,
     REACH,
@@ -40,6 +41,7 @@ from .step_operators import (
     OperatorLatency,
     op_row,
 )
+from .torch_attention import EFFICIENT, MATH, attention_backend
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
@@ -49,6 +51,9 @@ _CONVOLUTIONS = ("eager/conv", "tuned/conv")
 #: convolutions take 0.5 to 6 times the roofline on five chips (5 to 95 %), the latter those of few
 #: microseconds, whose launch is inside.
 _CONV_FACTOR = 2.5
+#: Time of memory-efficient attention over FlashAttention 2's, at most: that is 1.7 to 3 times as
+#: fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to 6).
+_EFFICIENT_FACTOR = 2.0
 #: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
 #: the same products, which libraries run by other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
@@ -176,6 +181,8 @@ class AtenPrices:
                 [_attention_call(found[i]) for i in own_kernel], self, self._spec
             )
             times[own_kernel] = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
+            longer = [_other_library(self._spec, found[i]) for i in own_kernel]
+            times[own_kernel, 2] = np.maximum(times[own_kernel, 2], answer.latency * longer)
             for i, source in zip(own_kernel, answer.source, strict=True):
                 sources[i] = str(source)
         done = {*at, *convolutions, *own_kernel}
@@ -346,17 +353,25 @@ class AtenPrices:
         return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
 
 
-def attention_library(spec: DeviceSpec, dtype: str) -> str:
-    """Whose fused attention PyTorch calls; empty if it is not known.
+def attention_library(spec: DeviceSpec, work: Work, *, cudnn: bool = True) -> str:
+    """Whose fused attention a kernel is; as :func:`~.torch_attention.attention_backend`."""
+    batch, heads, groups, size, queries, keys, causal = work.shape
+    query, key = (batch, heads, queries, size), (batch, groups, keys, size)
+    use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)
+    found = attention_backend(spec, use, cudnn=cudnn)
+    # What was recorded as one kernel is one.
+    return EFFICIENT if found == MATH else found
 
-    In the order of its sdp_utils.cpp: cuDNN's (from 9.15 on) on data-centre chips from Hopper on,
-    else FlashAttention 2, which needs 16 bits and Ampere or later, else the memory-efficient one.
+
+def _other_library(spec: DeviceSpec, work: Work) -> float:
+    """Time of attention in other releases of PyTorch, or of a slower library, over the estimate.
+
+    One query is bound by memory in all of them.
     """
-    if spec.vendor != "NVIDIA":
-        return ""
-    if dtype not in TABLE_DTYPE or lacks_bf16(spec):
-        return "memory-efficient"
-    return "cuDNN" if spec.architecture in MADE_FOR else "FlashAttention 2"
+    if work.shape[4] == 1 or work.dtype not in TABLE_DTYPE or lacks_bf16(spec):
+        return 1.0
+    last = attention_library(spec, work, cudnn=False) == EFFICIENT
+    return FLASH2.get(spec.architecture, 1.0) * (_EFFICIENT_FACTOR if last else 1.0)
 
 
 def _attention_call(work: Work) -> dict[str, int]:

@@ -90,6 +90,7 @@ class Work:
         conv: Of a convolution its direction (``op``) and sizes, as tables of operators have them
             (``conv_nd`` of features/operators/schema.py); ``None`` for transposed ones.
         uses: Memory that it reads and writes.
+        masked: Of attention whether it reads a mask.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Work:
     place: Place
     conv: Mapping[str, object] | None = None
     uses: tuple[Use, ...] = ()
+    masked: bool = False
 
 
 def check_priced(calls: Sequence[AtenCall]) -> None:
@@ -325,7 +327,9 @@ def _attention(call: AtenCall, base: Work) -> Work:
     scale = float(backward_ratio(np.array([q[-1]]))[0]) if backward else 1.0
     # Recorded on the CPU; a GPU has other kernels of the same name.
     name = "scaled_dot_product_attention" + "_backward" * backward
-    return replace(base, name=name, kind=ATTENTION, shape=shape, scale=scale)
+    # Backward also the result and the sums of its rows.
+    masked = len(call.inputs) > (6 if backward else 3)
+    return replace(base, name=name, kind=ATTENTION, shape=shape, scale=scale, masked=masked)
 
 
 def _row(call: AtenCall) -> int:

@@ -88,10 +88,8 @@ def explain_torch(
         ProgramError: The program is not PyTorch's, or cannot be exported.
         DeviceError: The device is not known, or no GPU.
     """
-    from ...features.ir.torch.record import record
-
     spec = predictor.gpu(device)
-    recording = record(predictor.checked(program))
+    recording = predictor.record(program, spec)
     prediction = predictor.price(recording, spec)
     found = works_of(recording, predictor.framework)
     groups: dict[tuple[object, ...], list[int]] = {}

@@ -10,7 +10,8 @@ as PyTorch's own, timed alone and composed as published op graphs are
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,10 @@ from .aten_work import (
     works,
 )
 from .step_operators import FLASH2
+from .torch_attention import CUDNN, MATH, attention_backend
 
 if TYPE_CHECKING:
-    from ...features.ir.torch.record import Recording
+    from ...features.ir.torch.record import AttentionUse, Recording
 
 #: Whose kernels a program of PyTorch is priced by, as ``--framework`` takes them.
 FRAMEWORKS = ("xla", "torch-eager", "torch-compiled")
@@ -56,6 +58,10 @@ _HOST_FACTOR = 1.6
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
 _CUDNN_STEPS = 10.0
+_PREFERRED = (
+    "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15.1, as in its "
+    "packages for CUDA 13; with an older one, or for CUDA 12, "
+)
 _RECURRENT_NOTE = (
     "recurrent layers are priced step by step, as written out; cuDNN, which PyTorch calls on GPUs, "
     "may be up to ten times faster, which the interval allows for"
@@ -223,12 +229,46 @@ class TorchPredictor:
             DeviceError: The device is not known, or no GPU.
             StrictError: ``strict`` is set and an operator has no learned estimate.
         """
-        from ...features.ir.torch.record import record
-
         own = self.checked(program)
         # Before the recording, which may take long.
         spec = self.gpu(device)
-        return self.price(record(own), spec, strict=strict)
+        return self.price(self.record(own, spec), spec, strict=strict)
+
+    def record(
+        self,
+        program: object,
+        device: str | Path | DeviceSpec,
+        before: Recording | None = None,
+    ) -> Recording:
+        """Record what a program launches on a device.
+
+        Args:
+            program: As of :meth:`predict`.
+            device: As of :meth:`predict`.
+            before: Of the same program on another device, which is the answer where the same
+                attention is fused.
+
+        Raises:
+            ProgramError: The program is not PyTorch's, or cannot be exported.
+            DeviceError: The device is not known, or no GPU.
+        """
+        from ...features.ir.torch.record import record
+
+        own, spec = self.checked(program), self.gpu(device)
+
+        def fused(use: AttentionUse, *, cudnn: bool = True) -> bool:
+            return attention_backend(spec, use, cudnn=cudnn) != MATH
+
+        def holds(found: Recording | None, *, cudnn: bool) -> bool:
+            known = found.attention.items() if found else ()
+            return found is not None and all(fused(u, cudnn=cudnn) == is_one for u, is_one in known)
+
+        found = before if before and holds(before, cudnn=True) else record(own, fused)
+        if holds(found, cudnn=False):
+            return replace(found, otherwise=None)
+        if holds(found.otherwise, cudnn=False):
+            return found
+        return replace(found, otherwise=record(own, partial(fused, cudnn=False)))
 
     def price(
         self, recording: Recording, device: str | Path | DeviceSpec, *, strict: bool = False
@@ -356,6 +396,7 @@ def price(
 ) -> TorchPrediction:
     """Price what a program launches; see :class:`TorchPredictor`."""
     check_priced(recording.calls)
+    older = price(recording.otherwise, spec, framework, bundle) if recording.otherwise else None
     found = works_of(recording, framework)
     if not found:
         raise ProgramError("the program launches no kernels", hint="it only views its inputs")
@@ -364,7 +405,7 @@ def price(
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
     return TorchPrediction(
-        **latency_fields(priced.seconds, lo, priced.hi),
+        **latency_fields(priced.seconds, lo, max(priced.hi, older.hi_us * 1e-6 if older else 0.0)),
         framework=framework,
         device=spec.name,
         device_us=priced.device_s * 1e6,
@@ -390,6 +431,7 @@ def price(
         parameter_bytes=recording.parameter_bytes,
         notes=(
             *_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
+            *_attention_notes(recording, spec, found, older),
             *((_RECURRENT_NOTE,) if recording.recurrent else ()),
             *generation_note(spec),
         ),
@@ -398,8 +440,45 @@ def price(
 
 def _named(work: Work, spec: DeviceSpec) -> str:
     """An operator's name, of attention with the library that PyTorch calls."""
-    library = attention_library(spec, work.dtype) if work.kind == ATTENTION else ""
+    library = attention_library(spec, work) if work.kind == ATTENTION else ""
     return f"{work.name} ({library})" if library else work.name
+
+
+def _attention_notes(
+    recording: Recording, spec: DeviceSpec, found: Sequence[Work], older: TorchPrediction | None
+) -> tuple[str, ...]:
+    """Whose attention is called, and what other releases of PyTorch call."""
+    notes = []
+    calls = [w for w in found if w.kind == ATTENTION]
+    by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
+    if older is not None:
+        notes.append(
+            f"{_PREFERRED}no fused kernel takes it (a mask rules FlashAttention out, grouped keys "
+            "the memory-efficient one): keys and values are repeated, the softmax goes over "
+            f"memory, and the program takes {older.latency_us / 1e3:.3g} ms, which the interval "
+            "reaches to; repeating keys and values in the model (repeat_interleave) avoids that"
+        )
+    elif by_cudnn:
+        plain = any(not w.masked for w in by_cudnn)
+        factor = FLASH2.get(spec.architecture, 1.0)
+        notes.append(
+            _PREFERRED
+            + "it is "
+            + (
+                "FlashAttention 2 (as with sdpa_kernel(SDPBackend.FLASH_ATTENTION)), about "
+                f"{factor:g} times as long over many queries"
+                if plain
+                else "the memory-efficient kernel, which takes a mask and is slower"
+            )
+        )
+    if any(not one for one in recording.attention.values()):
+        notes.append(
+            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch takes it on "
+            "this device: FlashAttention takes no mask, nor is_causal where there are other "
+            "numbers of queries and keys; the memory-efficient one takes no grouped keys "
+            "(enable_gqa); all need four dimensions and heads of a multiple of 8"
+        )
+    return tuple(notes)
 
 
 def _mostly_f32(found: Sequence[Work]) -> bool:
@@ -439,13 +518,6 @@ def _notes(
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:
         notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
-    called = {attention_library(spec, w.dtype) for w in found if w.kind == ATTENTION}
-    if "cuDNN" in called:
-        notes.append(
-            "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15; "
-            "with sdpa_kernel(SDPBackend.FLASH_ATTENTION), or in an older release, it is "
-            f"FlashAttention 2, about {FLASH2.get(spec.architecture, 1.0):g} times as long"
-        )
     wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
     if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
         notes.append(

@@ -204,7 +204,7 @@ def by_xla(
 
 
 def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
-    """Predict programs of PyTorch by its own kernels, recorded once for all devices.
+    """Predict programs of PyTorch by its own kernels, recorded once for devices of the same ones.
 
     Args:
         predictor: Loaded models.
@@ -214,12 +214,10 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
     last: list[tuple[object, Recording]] = []
 
     def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
-        from ...features.ir.torch.record import record
-
         try:
             program = opened()
-            if not last or last[0][0] is not program:
-                last[:] = [(program, record(predictor.checked(program)))]
+            before = last[0][1] if last and last[0][0] is program else None
+            last[:] = [(program, predictor.record(program, chip.designs[0].device, before))]
         except Exception as error:
             return [error] * len(chip.designs)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
 from .decomposition import WRAPPERS, Fakes, place_on_cpu
@@ -89,6 +89,35 @@ class AtenCall:
         return tuple(values)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """A call of ``scaled_dot_product_attention``, as PyTorch chooses a kernel for it.
+
+    Attributes:
+        query: Shape of the queries.
+        key: Shape of the keys.
+        value: Shape of the values.
+        dtype: Element type of the queries by PyTorch's name.
+        masked: Whether it has a mask as a tensor.
+        causal: Whether ``is_causal`` is set.
+        grouped: Whether ``enable_gqa`` is set.
+        dropout: Probability.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: str
+    masked: bool = False
+    causal: bool = False
+    grouped: bool = False
+    dropout: float = 0.0
+
+
+#: Whether one kernel does the attention of a call; else PyTorch's products and passes do.
+Fused: TypeAlias = Callable[[AttentionUse], bool]
+
+
 @dataclass
 class Recording:
     """What a program launches.
@@ -98,16 +127,25 @@ class Recording:
         kept: Memory that outlives the program: weights, gradients, outputs.
         parameter_bytes: Bytes of parameters and buffers.
         recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
+        attention: Its calls of attention, and whether each was taken to be one kernel.
+        otherwise: What it launches under releases of PyTorch that choose other kernels of
+            attention, where these are written out.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
     parameter_bytes: int = 0
     recurrent: int = 0
+    attention: dict[AttentionUse, bool] = field(default_factory=dict)
+    otherwise: Recording | None = None
 
 
-def record(program: TorchProgram) -> Recording:
+def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
     """Record the operators of a forward pass or a training step.
+
+    Args:
+        program: The program.
+        fused: Which attention is one kernel.
 
     Raises:
         ProgramError: The program cannot be exported or run without data, or has nothing to train.
@@ -117,7 +155,7 @@ def record(program: TorchProgram) -> Recording:
         with warnings.catch_warnings():
             # About tensors without data, which nobody asked for.
             warnings.simplefilter("ignore")
-            return _recorded(exported, program)
+            return _recorded(exported, program, fused)
     except ProgramError:
         raise
     except Exception as error:
@@ -129,7 +167,7 @@ def record(program: TorchProgram) -> Recording:
         ) from error
 
 
-def _recorded(exported: Exported, program: TorchProgram) -> Recording:
+def _recorded(exported: Exported, program: TorchProgram, fused: Fused) -> Recording:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -148,7 +186,7 @@ def _recorded(exported: Exported, program: TorchProgram) -> Recording:
                 setattr(own, name, fakes.of(value))
     given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     inputs = [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
-    log = _Recorder()
+    log = _Recorder(fused)
     runner = _runner(module, log)
     train = bool(program.train)
     # The caller's default device may be another one.
@@ -212,11 +250,12 @@ class _Recorder:
         place: Where in the model the next call belongs.
         phase: ``forward``, ``backward`` or ``optimizer``.
         on: Whether calls are written down.
+        fused: Which attention is one kernel.
         again: Whether the backward pass computes them again.
     """
 
-    def __init__(self) -> None:
-        self.recording = Recording()
+    def __init__(self, fused: Fused) -> None:
+        self.recording, self.fused = Recording(), fused
         self.place, self.phase, self.on, self.again = Place(), FORWARD, True, False
         # Held, so that no address is used again.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
@@ -300,6 +339,8 @@ _NUMBERED = (
     *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
     "aten.index_add",
 )
+#: Arguments of ``scaled_dot_product_attention`` in order.
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
 _RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
 
@@ -310,6 +351,7 @@ def _first_list(args: tuple[object, ...]) -> int:
 
 def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interpreter:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     aten = torch.ops.aten
 
@@ -334,9 +376,14 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
             if target is aten.dropout.default and args[2]:
                 return aten.native_dropout.default(*args)[0]
             if target is aten.scaled_dot_product_attention.default:
+                use = _attention_use(args, kwargs)
+                one = log.recording.attention.setdefault(use, log.fused(use))
                 # Fused attention draws its dropout itself, at little cost.
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
                 kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
+                if not one:
+                    with sdpa_kernel(SDPBackend.MATH):
+                        return super().call_function(target, args, kwargs)
             name = getattr(target, "__name__", "")
             if name in WRAPPERS:
                 # Node by node, so that each has its own place.
@@ -355,6 +402,26 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
             return None if "guard" in str(target) else super().call_module(target, args, kwargs)
 
     return Runner(module, garbage_collect_values=False)
+
+
+def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> AttentionUse:
+    """A call of attention by the operator's arguments."""
+    import torch
+
+    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+    query, key, value, mask, dropout, causal = (given.get(name) for name in _ATTENTION)
+    assert isinstance(query, torch.Tensor), "attention of no tensor"
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    return AttentionUse(
+        tuple(query.shape),
+        tuple(key.shape),
+        tuple(value.shape),
+        dtype=str(query.dtype).removeprefix("torch."),
+        masked=mask is not None,
+        causal=bool(causal),
+        grouped=bool(given.get("enable_gqa")),
+        dropout=dropout if isinstance(dropout, float) else 0.0,
+    )
 
 
 def _setting(name: str, args: tuple[object, ...]) -> AbstractContextManager[object]:

@@ -16,10 +16,15 @@ import torch.nn.functional as F  # noqa: E402
 from opcast.common.errors import DeviceError, ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
-from opcast.features.ir.torch.record import record  # noqa: E402
+from opcast.features.ir.torch.record import AttentionUse, record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.aten_work import fused, works  # noqa: E402
-from opcast.predict.operator.torch_framework import operator_bundle, price  # noqa: E402
+from opcast.predict.operator.torch_attention import attention_backend  # noqa: E402
+from opcast.predict.operator.torch_framework import (  # noqa: E402
+    TorchPredictor,
+    operator_bundle,
+    price,
+)
 
 from ...support.torch_models import GPT, examples  # noqa: E402
 
@@ -347,6 +352,92 @@ def test_attention_is_one_kernel_each_way():
     weights = sum(p.numel() for p in GPT().parameters())
     # AdamW over lists: 22 tensors of the weights' size, read and written.
     assert sum(w.bytes for w in updates) == pytest.approx(22 * 2 * weights, rel=0.1)
+
+
+class Attends(torch.nn.Module):
+    """A step of decoding with a cache of keys and values."""
+
+    def forward(self, query, key, value, mask=None):
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped)
+
+
+def decoding(groups, masked):
+    own = {"device": "meta", "dtype": torch.bfloat16}
+    cache = torch.zeros(64, groups, 2048, 128, **own)
+    mask = torch.zeros(1, 1, 1, 2048, dtype=torch.bool, device="meta")
+    inputs = (torch.zeros(64, 32, 1, 128, **own), cache, cache, *([mask] if masked else []))
+    return Attends(), inputs
+
+
+def test_masked_decoding_of_grouped_heads_is_written_out_without_cudnn():
+    module, inputs = decoding(8, masked=True)
+    found = predict(module, *inputs, device="a100-sxm-80gb", framework="torch-eager")
+    # In f32: keys and values are cast and repeated four times, the keys are scaled, all are read.
+    cache = 64 * 8 * 2048 * 128
+    passes = 2 * cache * (2 + 4) + 2 * cache * (4 + 16) + cache * (16 + 16)
+    moved = passes + 2 * cache * 16
+    alone = sum(own.latency_us for own in found.operators if own.kind == "pass")
+    assert 1.0 < alone * 1e-6 / (passes / 2.039e12) < 1.2
+    products = [own for own in found.operators if own.kind == "product"]
+    assert [own.dtype for own in products] == ["f32", "f32"]
+    assert found.latency_us * 1e-6 > moved / 2.039e12
+    assert not any(own.kind == "attention" for own in found.operators)
+    assert any("written out" in note for note in found.notes)
+    # cuDNN's takes it where PyTorch prefers that: the release decides by a factor of 20.
+    chosen = predict(module, *inputs, device="h100-sxm", framework="torch-eager")
+    names = [own.name for own in chosen.operators if own.kind != "pass"]
+    assert names == ["scaled_dot_product_attention (cuDNN)"]
+    assert chosen.hi_us * 1e-6 > moved / 3.35e12 > 10 * chosen.latency_us * 1e-6
+    assert any("repeat_interleave" in note for note in chosen.notes)
+    # Without a mask FlashAttention takes grouped heads, whatever the release.
+    module, inputs = decoding(8, masked=False)
+    plain = predict(module, *inputs, device="h100-sxm", framework="torch-eager")
+    assert plain.hi_us < 2 * plain.latency_us
+
+
+def test_the_kernel_of_attention_is_told_by_device():
+    module, inputs = decoding(8, masked=True)
+    predictor = TorchPredictor("torch-eager")
+    program = TorchProgram(module, inputs)
+    first = predictor.record(program, "h100-sxm")
+    assert predictor.record(program, "h200-sxm", first).calls is first.calls
+    second = predictor.record(program, "a100-sxm-80gb", first)
+    assert [c.name for c in second.calls].count("aten.bmm") == 2
+    for device, recording in (("h100-sxm", first), ("a100-sxm-80gb", second)):
+        alone = predict(module, *inputs, device=device, framework="torch-eager")
+        assert predictor.price(recording, device).latency_us == alone.latency_us
+
+
+Q, K, ONE = (2, 8, 256, 64), (2, 2, 256, 64), (2, 8, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("device", "use", "backend"),
+    [
+        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16"), "cuDNN"),
+        ("h100-sxm", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "cuDNN"),
+        # One query, but for dropout; never one key.
+        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16"), "cuDNN"),
+        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16", dropout=0.125), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, ONE, ONE, "bfloat16"), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16", dropout=0.1), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, Q, Q, "float32"), "memory-efficient"),
+        ("h100-sxm", AttentionUse(Q, K, K, "float32", grouped=True), "math"),
+        ("h100-sxm", AttentionUse(Q[1:], Q[1:], Q[1:], "bfloat16"), "math"),
+        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16"), "FlashAttention 2"),
+        ("a100-sxm-80gb", AttentionUse(Q, K, K, "bfloat16", grouped=True), "FlashAttention 2"),
+        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16", masked=True), "memory-efficient"),
+        ("a100-sxm-80gb", AttentionUse(ONE, Q, Q, "float16", causal=True), "memory-efficient"),
+        ("a100-sxm-80gb", AttentionUse(Q, K, K, "float16", masked=True, grouped=True), "math"),
+        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "float16"), "memory-efficient"),
+        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "bfloat16"), "math"),
+        ("mi300x", AttentionUse(Q, Q, Q, "bfloat16"), ""),
+        ("mi300x", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "math"),
+    ],
+)
+def test_attention_is_by_the_first_kernel_that_takes_it(device, use, backend):
+    assert attention_backend(find_device(device), use) == backend
 
 
 class MovedChannels(torch.nn.Module):

@@ -1,0 +1,97 @@
+"""Which kernel PyTorch chooses for an attention, by the checks of its ``sdp_utils.cpp``.
+
+The first of a list that takes the call runs it: cuDNN's where PyTorch prefers that, FlashAttention
+2, the memory-efficient one, and else its products and passes written out (``SDPBackend.MATH``).
+"""
+
+from __future__ import annotations
+
+from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import AttentionUse
+from ...features.operators.attention.kernels import MADE_FOR
+from ...models.gpu.attention import lacks_bf16
+
+CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"
+#: Widest heads of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch) and of
+#: FlashAttention 2.
+_CUDNN_HEAD, _FLASH_HEAD = 128, 256
+#: Elements that heads are a multiple of in kernels on matrix units, by bits of an element: 16 bytes
+#: of 16 bits, and four of f32.
+_ALIGNED = {16: 8, 32: 4}
+_NARROW = ("float16", "bfloat16", "f16", "bf16")
+
+
+def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True) -> str:
+    """Whose attention PyTorch calls; empty for fused kernels of another vendor than NVIDIA.
+
+    Args:
+        spec: A GPU.
+        use: The call.
+        cudnn: Whether PyTorch prefers cuDNN's on the chips that it does so for: with cuDNN 9.15.1
+            or later, as its packages for CUDA 13 have, and those for CUDA 12 have not.
+    """
+    if cudnn and _cudnn_takes(spec, use):
+        return CUDNN
+    if _flash_takes(spec, use):
+        found = FLASH
+    elif _efficient_takes(spec, use):
+        found = EFFICIENT
+    else:
+        return MATH
+    return found if spec.vendor == "NVIDIA" else ""
+
+
+def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
+    """Of one query it refuses dropout alone, and one key always (check_cudnn_tensor_shapes)."""
+    sizes = use.query[-1], use.value[-1]
+    drops = use.dropout > 0.0
+    return (
+        spec.vendor == "NVIDIA"
+        and spec.architecture in MADE_FOR
+        and use.dtype in _NARROW
+        and _plain(use, grouped=True)
+        and all(size <= _CUDNN_HEAD and size % 8 == 0 for size in sizes)
+        and use.key[-2] != 1
+        and not (drops and (use.query[-2] == 1 or use.dropout * 16 % 1))
+    )
+
+
+def _flash_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
+    """No mask as a tensor, and a causal one of a square alone."""
+    return (
+        use.dtype in _NARROW
+        and not (spec.vendor == "NVIDIA" and lacks_bf16(spec))
+        and _plain(use, grouped=True)
+        and not use.masked
+        and use.query[-1] == use.value[-1] <= _FLASH_HEAD
+        and not (use.causal and use.query[-2] != use.key[-2])
+    )
+
+
+def _efficient_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
+    """Any mask, but as many heads of keys as of queries (until releases of late 2026)."""
+    narrow, old = use.dtype in _NARROW, lacks_bf16(spec)
+    aligned = _ALIGNED[16] if narrow else 1 if old else _ALIGNED[32]
+    return (
+        not (old and use.dtype in ("bfloat16", "bf16"))
+        and (narrow or use.dtype in ("float32", "f32"))
+        and _plain(use, grouped=False)
+        and use.query[-1] % aligned == 0
+        and use.value[-1] % aligned == 0
+    )
+
+
+def _plain(use: AttentionUse, *, grouped: bool) -> bool:
+    """Whether tensors are (batch, heads, positions, size) of one batch, and heads fit.
+
+    Args:
+        use: The call.
+        grouped: Whether the kernel takes fewer heads of keys than of queries.
+    """
+    shapes = use.query, use.key, use.value
+    if any(len(s) != 4 for s in shapes) or len({s[0] for s in shapes}) > 1:
+        return False
+    heads, keys, values = (s[1] for s in shapes)
+    if heads == keys == values:
+        return True
+    return grouped and use.grouped and keys == values and heads % keys == 0
