@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory
+from ...simulate.step.peaks import arithmetic_seconds, as_multiplied, widened_note
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import PRODUCT_DTYPE, Workload
@@ -238,6 +239,8 @@ class StepPredictor:
                 ranks or goes with ``explain``.
         """
         plan = resolved(workload, plan, self.cluster.size)
+        widened = widened_note(workload, self.spec)
+        workload = as_multiplied(workload, self.spec)
         context = self._learn(workload)
         known = self.learned.tier(context)
         # What is learned is of steps on devices of one speed.
@@ -271,8 +274,14 @@ class StepPredictor:
         if self.cap < 1.0:
             # Every operator that the cap slows has the law's error, all of them the same way.
             low, high = under_cap(float(low), float(high), self.cap)
-        least = min(step.total * float(low), least_seconds(workload, step))
-        interval = Interval(step.total, least, step.total * float(high))
+        hidden = min(step.total * float(low), least_seconds(workload, step))
+        # A device that is faster than the data sheet (``speeds``) takes as much less.
+        fastest = max([1.0, *(speeds or {}).values()])
+        floor = arithmetic_seconds(workload, plan, self.spec) / fastest
+        high = max(step.total * float(high), floor)
+        if step.total < floor:
+            step = replace(step, total=floor, compute=step.compute + floor - step.total)
+        interval = Interval(step.total, max(hidden, floor), high)
         return StepPrediction(
             workload=workload,
             plan=plan,
@@ -282,7 +291,7 @@ class StepPredictor:
             interval=interval,
             fit=fit,
             peak_flops=self.spec.matrix_peak(PRODUCT_DTYPE[workload.product_dtype]),
-            peak_format=_peak_format(workload, self.spec),
+            peak_format=workload.product_dtype,
             operators=_by_name(seconds),
             scopes=self._scopes(seconds),
             spread=spread,
@@ -294,12 +303,12 @@ class StepPredictor:
                 seconds, counts, step.compute, interval, self.spec, plan.devices, self.cap
             ),
             price=price,
-            described=generation_note(self.spec),
+            described=(*generation_note(self.spec), *widened),
         )
 
     def costs(self, workload: Workload) -> Costs:
         """Times of operators and collectives as :meth:`predict` takes them for a workload."""
-        self._learn(workload)
+        self._learn(as_multiplied(workload, self.spec))
         return self._costs
 
     def _learn(self, workload: Workload) -> StepContext:
@@ -324,16 +333,6 @@ class StepPredictor:
 
     def _seconds(self, workload: Workload) -> Callable[[Plan], float]:
         return lambda plan: step_time(workload, plan, self._costs).total
-
-
-def _peak_format(workload: Workload, spec: DeviceSpec) -> str:
-    """The widest format at whose matrix rate a device multiplies a workload's operands."""
-    own = workload.product_dtype
-    # What a device has no unit for is converted to a wider format, and runs at its rate.
-    formats = [workload.dtype, *(("fp8",) if own in ("mxfp8", "nvfp4") else ()), own]
-    rate = spec.matrix_peak(PRODUCT_DTYPE[own])
-    same = (name for name in formats if spec.matrix_peak(PRODUCT_DTYPE[name]) == rate)
-    return str(next(same))
 
 
 def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:

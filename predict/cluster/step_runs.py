@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log2
 
 import numpy as np
@@ -25,6 +25,7 @@ from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
 from ...simulate.step.layer_ops import micro_tokens
 from ...simulate.step.memory import StageMemory
+from ...simulate.step.peaks import arithmetic_seconds, as_multiplied
 from ..operator.step_operators import OperatorLatency
 from .step import cluster_costs, step_interval
 from .step_table import FAULTS, StepRow, reason_of
@@ -68,10 +69,14 @@ class StepRuns:
         model: OpModel | None,
         show: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
-        self.rows, self.show, self.operators = list(rows), show, model
+        self.rows = [
+            replace(row, workload=as_multiplied(row.workload, find_device(row.cluster.device)))
+            for row in rows
+        ]
+        self.show, self.operators = show, model
         #: Tasks of a pipeline that are placed one by one.
         self.most_tasks = MOST_TASKS
-        self.contexts: list[StepContext] = [row_context(row) for row in rows]
+        self.contexts: list[StepContext] = [row_context(row) for row in self.rows]
         self._latency: dict[str, OperatorLatency] = {}
         self._ops: dict[str, dict[OpCall, np.ndarray]] = {}
         self._costs: dict[Cluster, Costs] = {}
@@ -179,10 +184,13 @@ class StepRuns:
             factor = float(answer.factor[place]) * self.rows[i].share
             seconds = step.total * factor
             low, high = intervals[i]
+            row = self.rows[i]
+            device = find_device(row.cluster.device)
+            floor = arithmetic_seconds(row.workload, row.plan, device) * row.share
             found[i] = RowPrediction(
-                seconds,
-                seconds * exp(low),
-                seconds * exp(high),
+                max(seconds, floor),
+                max(seconds * exp(low), floor),
+                max(seconds * exp(high), floor),
                 step,
                 factor,
                 memory[i],

@@ -21,6 +21,8 @@ from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
 from opcast.predict.page.step import step_data, step_page
 from opcast.predict.render.step import print_step
+from opcast.predict.sweep.job import SweepJob, judge
+from opcast.predict.sweep.space import Candidate
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.calls import OpCall
@@ -141,6 +143,59 @@ def test_mfu_is_of_the_peak_of_the_format_that_is_multiplied(cluster, products, 
     printed = StringIO()
     print_step(Console(file=printed, width=100), found)
     assert f"of its {format_} peak" in printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "plan", "passes"),
+    [
+        ("tpu-v5p-x8", 128, "fsdp=8", 3.0),
+        ("tpu-v5p-x64", 64, "fsdp=64", 3.0),
+        # The layers once more; the vocabulary's product is not run again.
+        ("tpu-v5p-x64", 64, "fsdp=64,recompute=full", 4.0),
+        ("tpu-v5p-x64", 64, "fsdp=16,pp=4,microbatches=4", 3.0),
+    ],
+)
+def test_no_step_is_shorter_than_its_arithmetic_at_the_peak(cluster, batch, plan, passes):
+    """A user's Llama 3 8B on v5p had a lower end below its FLOPs over 459 TFLOP/s."""
+    work = make_workload("llama-3-8b", {"batch": batch, "seq": 8192})
+    predictor = StepPredictor(cluster, None)
+    found = predictor.predict(work, parse_plan(plan), remedy=False)
+    # Products and attention over the visible pairs, as published for the model.
+    per_token = 2 * (8_030_261_248 - 128_256 * 4096) + 32 * 2 * 4096 * 8193
+    head = 2 * 128_256 * 4096
+    flops = batch * 8192 * (passes * (per_token - head) + 3 * head)
+    least = flops / found.plan.devices / 459e12
+    assert least < found.interval.lo <= found.interval.value <= found.interval.hi
+    # Attention's backward pass has five products where the model's FLOPs count four.
+    if "pp" not in plan:
+        assert found.interval.lo < 1.05 * least
+    # What sweeps write is the same.
+    row = judge(SweepJob(work, "roofline"), [Candidate(cluster, batch, parse_plan(plan))])[0]
+    assert row["lo_us"] == found.interval.lo * 1e6
+
+
+def test_formats_without_units_run_as_wider_ones(operators):
+    """An A100 has no fp8: what is simulated in it is never faster than bf16, and is told."""
+
+    def predicted(cluster, products):
+        work = make_workload("llama-3-8b", {"batch": 64, "seq": 8192, "products": products})
+        predictor = StepPredictor(cluster, operators)
+        return predictor.predict(work, parse_plan("fsdp=64"), remedy=False, explain=True)
+
+    plain = predicted("dgx-a100-x64", "")
+    for products in ("fp8", "mxfp8", "nvfp4"):
+        found = predicted("dgx-a100-x64", products)
+        assert found.interval == plain.interval
+        lessons = dict(next(t for t in found.terms if t.name == "matrix products").lessons)
+        assert "bits 16" in lessons
+        assert "bits 8" not in lessons
+        assert any(f"no units for {products}" in note for note in found.notes())
+    # Hopper has fp8 and widens nvfp4 to it.
+    fast, widened = predicted("dgx-h100-x64", "fp8"), predicted("dgx-h100-x64", "nvfp4")
+    assert not any("no units" in note for note in fast.notes())
+    assert fast.interval.value < predicted("dgx-h100-x64", "").interval.value
+    assert widened.interval == fast.interval
+    assert any("products run in fp8" in note for note in widened.notes())
 
 
 def test_prediction_adds_up_and_its_interval_holds_it(operators):

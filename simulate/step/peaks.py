@@ -1,0 +1,100 @@
+"""What a data sheet says of a step: formats that a device multiplies, and the least time of them.
+
+No step is shorter than its arithmetic at the dense peak of the formats that it multiplies (Williams
+et al., Roofline, 2009), whatever the kernels, and however well everything else is hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import REDUCED
+from .calls import OpCall
+from .compose import operator_counts
+from .layer_ops import ATTENTION_BACKWARD
+from .placement import kind_counts
+from .plan import Plan
+from .workload import PRODUCT_DTYPE, Workload
+
+#: Formats that are tried in turn where a device has no units for one.
+_WIDER = {"nvfp4": "fp8", "fp8": "bf16", "mxfp8": "bf16", "int8": "bf16"}
+#: Products of fused attention in the backward pass over those of the forward pass: five to two
+#: (Dao, FlashAttention-2, ICLR 2024), without the lower rate that its estimate assumes.
+_BACKWARD_PRODUCTS = 2.5
+
+
+def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
+    """Format in which a device multiplies the operands of a workload's layers.
+
+    What a device has no units for is widened and runs at the rate of the wider format, as it does
+    in frameworks that simulate narrow formats.
+
+    Args:
+        workload: The model.
+        spec: The device.
+
+    Returns:
+        A key of :data:`~.workload.PRODUCT_DTYPE`.
+    """
+    own = workload.product_dtype
+    while own in _WIDER:
+        # V100 and T4 multiply f16 alone on their matrix units; its rate is none of narrower types.
+        wider = max(spec.matrix_peak(PRODUCT_DTYPE[name]) for name in (_WIDER[own], "f16"))
+        if spec.matrix_peak(PRODUCT_DTYPE[own]) > wider:
+            return own
+        own = _WIDER[own]
+        if own == "bf16" and workload.dtype in ("f16", "f32"):
+            return workload.dtype
+    return own
+
+
+def as_multiplied(workload: Workload, spec: DeviceSpec) -> Workload:
+    """The workload with its products in the format that a device multiplies."""
+    own = multiplied_format(workload, spec)
+    if own == workload.product_dtype:
+        return workload
+    return replace(workload, products="" if own == workload.dtype else own)
+
+
+def widened_note(workload: Workload, spec: DeviceSpec) -> tuple[str, ...]:
+    """A note where a device has no units for the format of a workload's products."""
+    own = multiplied_format(workload, spec)
+    if own == workload.product_dtype:
+        return ()
+    return (
+        f"{spec.name} has no units for {workload.product_dtype} that are faster than those for "
+        f"{own}: products run in {own}",
+    )
+
+
+def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
+    """Least seconds of a step: the matrix products of its busiest stage at the dense peak.
+
+    What ``recompute`` runs again counts, as does what tensor-parallel ranks all do; passes over
+    memory, collectives and launches are free.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        spec: The devices.
+    """
+    known: dict[tuple[object, ...], float] = {}
+    for stage in range(plan.pp):
+        layers = tuple(kind_counts(workload, plan, stage).items())
+        key = (layers, stage == 0, stage == plan.pp - 1)
+        if key not in known:
+            counts = operator_counts(workload, plan, stage)
+            known[key] = sum(_least(call, spec) * count for call, count in counts.items())
+    return max(known.values())
+
+
+def _least(call: OpCall, spec: DeviceSpec) -> float:
+    flops = call.flops()
+    if not flops:
+        return 0.0
+    if call.op == "attention" and call.name.endswith("_dx"):
+        flops *= _BACKWARD_PRODUCTS / ATTENTION_BACKWARD
+    own = PRODUCT_DTYPE.get(call.dtype, call.dtype)
+    # Compilers may round f32 operands (TensorFloat-32, bf16 passes of TPUs).
+    return flops / spec.matrix_peak(REDUCED if own == "f32" else own)
