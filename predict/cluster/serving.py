@@ -33,6 +33,7 @@ from ...simulate.serving.latencies import (
     served,
     states_of,
     tied,
+    typical_wait,
     wider,
 )
 from ...simulate.serving.load import Load, Run
@@ -59,6 +60,9 @@ RATE_TIE = 0.02
 #: Share of what they serve at most up to which engines count as keeping up: queues at it have a
 #: length that does not grow with the run. Engineering choice.
 KEPT = 0.9
+#: Deviation of outputs over their mean up to which requests of a closed loop stay in step: at 3 %,
+#: 16 and 64 requests of Llama 3.1 70B wait 1.1 and 1.2 times as long as at 12 %, at 0 % four times.
+IN_STEP = 0.03
 #: Chance from which something is within the 90 % interval: 5 % lie beyond each of its ends.
 LIKELY = 0.05
 
@@ -289,7 +293,7 @@ class ServingPredictor:
             queued=queued,
             known=tier,
             notes=(
-                *_notes(row, tier, queued, load, effects.values, memory),
+                *_notes(row, tier, queued, load, run, effects.values, memory),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
                 *_context_note(deployment.context, load),
             ),
@@ -475,6 +479,7 @@ def _notes(
     tier: str,
     queued: float,
     load: Load,
+    run: Run,
     handovers: Iterable[str],
     memory: dict[str, float],
 ) -> tuple[str, ...]:
@@ -485,6 +490,7 @@ def _notes(
         tier: What is known of it.
         queued: Share of the time to the first token that is waiting.
         load: Its requests.
+        run: What became of them.
         memory: Bytes of a device by use.
         handovers: Names of the effects that were learned, those of handing over among them.
     """
@@ -518,12 +524,15 @@ def _notes(
         if weight_only(name, spec)
     ]
     notes += generation_note(spec)
-    if queued > SATURATED:
+    closed = load.concurrency > 0
+    if (typical_wait(load, run) if closed else queued) > SATURATED:
         notes.append("times to the first token are mostly waiting: the engines are saturated")
-    equal = np.ptp(load.prompts) == 0 and np.ptp(load.outputs) == 0
-    if load.concurrency > 1 and equal and queued > SATURATED:
+    mean = float(load.outputs.mean())
+    if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= IN_STEP * mean:
         notes.append(
-            "requests of equal lengths stay in step here, where those of real clients drift apart: "
-            "give lengths a distribution, such as uniform:900:1100"
+            "requests of a closed loop whose outputs are of (nearly) equal lengths end and begin "
+            "together here, whatever their prompts, where those of real clients drift apart: times "
+            "to the first token come out too long. Give the outputs a distribution, such "
+            f"as --output uniform:{round(0.8 * mean)}:{round(1.2 * mean)}"
         )
     return tuple(notes)

@@ -180,8 +180,25 @@ def queued_share(load: Load, run: Run) -> float:
     Of the prompts of which about as many tokens had to be run (half an octave), the one that waited
     least was alone, or nearly so. What a cache has of a prompt is not run.
     """
+    waits, alone = _waits(load, run)
+    return max(0.0, 1.0 - float(alone.mean()) / float(waits.mean()))
+
+
+def typical_wait(load: Load, run: Run) -> float:
+    """Share of the time to the first token that the median request waits for others.
+
+    Of a closed loop, requests after those that are sent at once when it begins: their burst ends,
+    however long the loop lasts.
+    """
+    waits, alone = _waits(load, run)
+    start = load.concurrency if load.concurrency < len(waits) else 0
+    return float(np.median(1.0 - alone[start:] / waits[start:]))
+
+
+def _waits(load: Load, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Times to first tokens, and those that requests alone would have; seconds, shape ``(n,)``."""
     waits = run.first - run.sent
     bins = np.round(2.0 * np.log2(load.prompts - run.found)).astype(int)
-    alone = np.full(bins.max() + 1, inf)
-    np.minimum.at(alone, bins, waits)
-    return max(0.0, 1.0 - float(alone[bins].mean()) / float(waits.mean()))
+    least = np.full(bins.max() + 1, inf)
+    np.minimum.at(least, bins, waits)
+    return waits, least[bins]

@@ -171,6 +171,34 @@ def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredict
     assert not any("offered" in note for note in closed.notes)
 
 
+def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
+    """Random prompts do not break the step, random outputs do: 64 in flight on tp=8, as a user."""
+    predictor = ServingPredictor(None, ServingModel())
+
+    def asked(prompt: str, output: str) -> ServingPrediction:
+        return predictor.predict(PLAIN, LoadSpec(prompt, output, concurrency=64, count=640))
+
+    for prompt, output in (
+        ("1000", "500"),
+        ("uniform:900:1100", "500"),
+        ("1000", "uniform:498:502"),
+    ):
+        found = asked(prompt, output)
+        (note,) = [note for note in found.notes if "equal lengths" in note]
+        assert "--output uniform:400:600" in note
+    stuck, loose = asked("uniform:900:1100", "500"), asked("uniform:900:1100", "uniform:400:600")
+    assert loose.figures["ttft/mean"].value < 0.5 * stuck.figures["ttft/mean"].value
+    assert not any("equal lengths" in note for note in loose.notes)
+    # The burst at the start alone waits, and decides the mean; half of the others hardly do.
+    assert loose.queued > 0.5
+    assert not any("saturated" in note for note in loose.notes)
+    assert any("saturated" in note for note in stuck.notes)
+    # One engine that takes 16 at a time leaves 48 of 64 in its queue, whatever the lengths.
+    full = replace(PLAIN, max_batch=16)
+    spec = LoadSpec("uniform:900:1100", "uniform:400:600", concurrency=64, count=640)
+    assert any("saturated" in note for note in predictor.predict(full, spec).notes)
+
+
 def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_does_not() -> None:
     # A small load of prompts of 1 to 8 blocks, a third of which begin alike, ten seconds apart.
     known = {f"{m}/vendor": (-0.3, 0.3) for m in ("ttft", "ttft-queued", "tpot", "per_token")}
