@@ -103,6 +103,11 @@ class Engine:
         #: Seconds that decoding sequences wait while prompts run before them.
         self.stalled = 0.0
         self.outstanding = 0
+        #: Tokens of prompts that have yielded no token yet, with those of them that are to be run.
+        self.ahead: dict[int, int] = {}
+        self.unrun = 0
+        #: These and the tokens of decoding requests when the last pass began.
+        self.held_before = 0.0
         self.iterations = self.evicted = self.largest_batch = self.largest_cache = 0
         self.hit_tokens = 0
 
@@ -110,6 +115,18 @@ class Engine:
     def busy(self) -> bool:
         """Whether it has any request."""
         return self.outstanding > 0
+
+    def load(self, time: float) -> float:
+        """Tokens of prompts that are to be run, and of what all of its requests keep.
+
+        Args:
+            time: When it is asked; what the last pass did counts once that has ended.
+        """
+        return self.held_before if time < self.now else self.unrun + self.cached
+
+    def uncached(self, index: int) -> int:
+        """Tokens of a prompt that the cache does not have."""
+        return self.requests.prompts[index] - self._hit(index)
 
     def send(self, index: int, time: float) -> None:
         """Take a request, which reached the engine's queue at ``time``.
@@ -133,6 +150,9 @@ class Engine:
         self.at_sent[index] = self.before + (self.clock - self.before) * share
         self.waiting.append(index)
         self.outstanding += 1
+        self.ahead[index] = own.prompts[index] + self.uncached(index)
+        self.unrun += self.ahead[index]
+        self.held_before += self.ahead[index]
 
     def next_end(self) -> float:
         """A time before which no request of the engine ends."""
@@ -247,6 +267,7 @@ class Engine:
         if own.first[index] < 0.0:
             own.first[index] = self.now
         self.at_first[index] = self.clock
+        self.unrun -= self.ahead.pop(index)
         own.waits += self.clock - self.at_sent.pop(index)
 
     def _token(self, index: int) -> None:
@@ -396,6 +417,7 @@ class Engine:
 
     def _advance(self, cost: np.ndarray, passes: int) -> None:
         self.before, self.clock = self.clock, self.clock + cost
+        self.held_before = self.unrun + self.cached
         self.began = self.now
         self.now += float(cost @ self.weights)
         self.iterations += passes

@@ -20,12 +20,9 @@ from .memory import CacheLayout
 from .policies import Policy
 from .prefix import PrefixCache
 
-#: Who gets the next request: each in turn; who has fewest; who knows most of its beginning.
+#: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
+#: request only what its cache does not know.
 ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
-#: A prompt goes where at least this share of it is known, and engines count as unbalanced where the
-#: fullest has so many requests more, and so many times as many, as the emptiest: the defaults of
-#: SGLang's cache-aware router (https://docs.sglang.ai, model gateway).
-_KNOWN_SHARE, _UNBALANCED, _UNBALANCED_TIMES = 0.3, 64, 1.5
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class _Fleet:
                     engine = one
             if self.events and (engine is None or self.events[0][0] <= engine.now):
                 time, _, index, after = heappop(self.events)
-                self._route(index, after).send(index, time)
+                self._route(index, after, time).send(index, time)
                 continue
             assert engine is not None
             until = self.events[0][0] if self.events else inf
@@ -168,37 +165,24 @@ class _Fleet:
             engine.step(until)
         return self._result()
 
-    def _route(self, index: int, after: bool) -> Engine:
+    def _route(self, index: int, after: bool, time: float) -> Engine:
         engines = self.decoders if after else self.fronts
         if len(engines) == 1:
             return engines[0]
+        places = range(len(engines))
         if self.router == "round-robin" and not after:
             place = self.turn % len(engines)
             self.turn += 1
+        elif self.router == "prefix-aware" and not after:
+            # NVIDIA Dynamo's KV router (https://docs.nvidia.com/dynamo, routing concepts), whose
+            # weights are 1: prompt tokens that no cache has, of the request and of those ahead of
+            # it, and tokens that the engine's requests keep.
+            place = min(places, key=lambda at: engines[at].load(time) + engines[at].uncached(index))
         else:
-            place = self._fewest(engines)
-            if self.router == "prefix-aware" and not after:
-                place = self._knowing(engines, index, place)
+            place = min(places, key=lambda at: engines[at].outstanding)
         if engines is self.decoders:
             self.requests.engine[index] = place
         return engines[place]
-
-    def _fewest(self, engines: list[Engine]) -> int:
-        return min(range(len(engines)), key=lambda place: engines[place].outstanding)
-
-    def _knowing(self, engines: list[Engine], index: int, fewest: int) -> int:
-        """The engine that knows most of a prompt's beginning, unless loads are unbalanced."""
-        if not self.load.blocks:
-            return fewest
-        most = max(engine.outstanding for engine in engines)
-        least = engines[fewest].outstanding
-        if most - least > _UNBALANCED and most > _UNBALANCED_TIMES * least:
-            return fewest
-        blocks = self.load.blocks[index]
-        known = [e.prefixes.match(blocks) if e.prefixes else 0 for e in engines]
-        best = int(np.argmax(known))
-        enough = known[best] >= _KNOWN_SHARE * self.requests.prompts[index]
-        return best if enough else fewest
 
     def _prompt_done(self, index: int, time: float) -> None:
         """A prompt was run by a worker of its own: its cache moves to one that decodes."""

@@ -342,7 +342,7 @@ def test_planning_says_what_does_not_fit():
     )
     # The note that simulate-serving has on loads in lock-step.
     full = planned("2", "--load", "concurrency=64,prompt=1024,output=8,count=128")
-    assert "give lengths a distribution" in full.output
+    assert "Give the outputs a distribution" in full.output
 
 
 def test_planning_takes_what_serving_takes():

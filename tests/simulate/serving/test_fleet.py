@@ -165,6 +165,41 @@ def test_prompts_that_begin_alike_are_run_once() -> None:
     assert run_fleet(asked, station(2)).hit_tokens == 0
 
 
+def test_a_router_weighs_what_is_known_against_what_is_queued() -> None:
+    # Prompts of 300 tokens of which 200 are known to engine 0 once it has begun the first. While
+    # that is running (300 to run, 300 to keep) the second costs 600 + 100 there and 300 elsewhere.
+    asked = replace(
+        load([300, 300, 300, 300], [1, 1, 50, 1], [0.0, 1.0, 20.0, 25.0]),
+        blocks=[(1, 2, 3), (1, 2, 4), (1, 2, 5), (9, 8, 7)],
+        block_tokens=100,
+    )
+    run = run_fleet(asked, station(2), router="prefix-aware")
+    # The third finds both engines idle and equal; the last avoids the one that decodes.
+    assert run.engine.tolist() == [0, 1, 0, 1]
+    assert run.found.tolist() == [0, 0, 200, 0]
+
+
+def test_a_prompt_that_all_share_keeps_no_engine_idle() -> None:
+    """A user's four engines behind one system prompt: the first that knew it got most of all."""
+    rng = np.random.default_rng(3)
+    count, common = 400, tuple(range(8))
+    arrivals = np.cumsum(rng.exponential(3.0, count))
+    asked = Load(
+        np.full(count, 1200),
+        np.full(count, 5),
+        arrivals,
+        blocks=[
+            (*common, 100 + 4 * i, 101 + 4 * i, 102 + 4 * i, 103 + 4 * i) for i in range(count)
+        ],
+        block_tokens=100,
+    )
+    turns = run_fleet(asked, station(4))
+    aware = run_fleet(asked, station(4), router="prefix-aware")
+    wait = [float((run.first - run.sent).mean()) for run in (turns, aware)]
+    assert np.bincount(aware.engine, minlength=4).min() > 0.15 * count
+    assert wait[1] < 1.1 * wait[0]
+
+
 def test_the_least_recently_used_blocks_are_forgotten() -> None:
     kept = PrefixCache(10)
     kept.add((1, 2), 100.0)
