@@ -112,6 +112,8 @@ class StepAnswer(_Powered):
     memory_bytes_per_device: float
     memory_bytes: dict[str, float]
     capacity_bytes: float | None
+    host_memory_bytes_per_box: float
+    host_capacity_bytes_per_box: float
     fits: bool
     change_to_fit: str
     tflops_per_device: float

@@ -22,9 +22,9 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import OpCall, OpLatency
 from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs
-from ...simulate.step.fitting import Fit, find_fit, memory_of
+from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
-from ...simulate.step.memory import StageMemory
+from ...simulate.step.memory import StageMemory, box_host
 from ...simulate.step.peaks import arithmetic_seconds, as_multiplied, widened_note
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
@@ -45,6 +45,10 @@ COLLECTIVE_CORES = 16
 #: stand against 830 that are predicted for as many H100.
 EXCHANGE_SHARE = 0.3
 EXCHANGE_SAVED = 0.7
+#: Bytes of a host's memory for each device under it, where no file says: 2 TB for the eight of a
+#: DGX H100 or H200 (NVIDIA's data sheets), 448 GB for the four of a TPU v5p host (Google Cloud,
+#: machine type ct5p-hightpu-4t, from memory).
+USUAL_HOST = {"gpu": 250e9, "tpu": 112e9}
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class StepPrediction:
             "memory_bytes_per_device": self.fit.worst.total,
             "memory_bytes": self.fit.worst.to_dict(),
             "capacity_bytes": self.fit.capacity if np.isfinite(self.fit.capacity) else None,
+            "host_memory_bytes_per_box": self.fit.offloaded,
+            "host_capacity_bytes_per_box": self.fit.host.capacity,
             "fits": self.fit.fits,
             "change_to_fit": self.fit.change,
             "tflops_per_device": self.flops_per_device / 1e12,
@@ -252,11 +258,18 @@ class StepPredictor:
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
         # A device file may omit the capacity; everything then fits rather than nothing.
-        fit = Fit(self._memory(workload, plan), capacity or np.inf)
+        host = host_of(self.cluster, self.spec)
+        fit = Fit(
+            self._memory(workload, plan),
+            capacity or np.inf,
+            offloaded=box_host(workload, plan, host.box),
+            host=host,
+        )
         # The search composes many neighbouring plans; sweeps turn it off, since they try them
         # anyway.
         if remedy and not fit.fits:
-            fit = find_fit(workload, plan, fit.capacity, self._seconds(workload), self._memory)
+            priced = self._seconds(workload)
+            fit = find_fit(workload, plan, fit.capacity, priced, self._memory, host)
         spread = None
         if jitter:
             spread = sample_steps(workload, plan, step, jitter, draws, seed)
@@ -400,6 +413,16 @@ def least_seconds(workload: Workload, step: StepTime) -> float:
     if wait <= EXCHANGE_SHARE * step.total:
         return step.total
     return step.total - EXCHANGE_SAVED * wait * step.total / (step.total - step.bubble)
+
+
+def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
+    """Memory of the host of a box: as the cluster's file says, or usual for so many devices."""
+    box = cluster.devices_per_node or cluster.size
+    if cluster.host_memory:
+        return Host(box, cluster.host_memory, "host_memory_gb of the cluster")
+    usual = USUAL_HOST.get(spec.platform, USUAL_HOST["gpu"])
+    said = f"{usual / 1e9:.0f} GB a device taken as usual; host_memory_gb of a cluster file says it"
+    return Host(box, usual * box, said)
 
 
 def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:

@@ -21,12 +21,14 @@ TOP = 8
 def print_step(console: Console, prediction: StepPrediction) -> None:
     """Print the step's time, where it goes, what the devices hold, and notes."""
     s, n = prediction.step, prediction.plan.devices
+    fit = prediction.fit
+    needed, most = fit.worst.total, fit.capacity
     console.print(
         headline(
             duration(s.total * 1e6),
             f" a step  {interval_text(prediction.interval)}  on {n} × {prediction.device}",
         )
-        + unfit(prediction.fit.worst.total, prediction.fit.capacity)
+        + (unfit(needed, most) if fit.host_fits else unfit(fit.offloaded, fit.host.capacity))
     )
     mfu = prediction.flops_per_device / prediction.peak_flops
     tokens = prediction.workload.batch * prediction.workload.seq / s.total
@@ -155,6 +157,11 @@ def _memory(prediction: StepPrediction) -> Table:
         says = f"of {size(prediction.fit.capacity)}" if name == "total" else ""
         share = f"{value / prediction.fit.capacity:.1%}"
         table.add_row(name, size(value), share, says)
+    fit = prediction.fit
+    if fit.offloaded:
+        share = f"{fit.offloaded / fit.host.capacity:.1%}"
+        says = f"of {size(fit.host.capacity)} of a box of {fit.host.box}"
+        table.add_row("host", size(fit.offloaded), share, says)
     return table
 
 

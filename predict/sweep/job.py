@@ -29,6 +29,7 @@ FIGURES = (
     "bubble_us",
     "host_us",
     "memory_bytes_per_device",
+    "host_memory_bytes_per_box",
     "fits",
     "tflops_per_device",
     "mfu",

@@ -131,9 +131,12 @@ def _reason(setting: str, best: pd.Series, other: pd.Series) -> tuple[float, str
     further = [f"{name}={other[name]}" for name in other["changes"] if name != setting]
     value = " and ".join([str(other[setting]), *further])
     if not other["fits"]:
-        need = other["memory_bytes_per_device"] / 2**30
+        need = f"{other['memory_bytes_per_device'] / 2**30:.1f} GiB"
+        # Folders from before hosts were counted have no such column.
+        host = other.get("host_memory_bytes_per_box", 0.0)
+        need += f" and {host / 2**30:.1f} GiB of the host of a box" if host > 0.0 else ""
         # Sorted first: without an alternative the setting is not a choice.
-        return float("inf"), f"{kept}: {value} does not fit, it needs {need:.1f} GiB"
+        return float("inf"), f"{kept}: {value} does not fit, it needs {need}"
     share = float(other["own_us"] / best["own_us"] - 1.0)
     told = _told(best, other)
     # Half of the last printed digit of a per cent.

@@ -8,7 +8,7 @@ through its switch takes two links.
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from ...common.errors import DeviceError
 from ...common.files import parse_yaml, write_text
 from .topology import Cluster, Dimension, Topology
 
-_TOP = ("name", "device", "devices_per_node", "dimensions", "sources", "notes")
+_TOP = (
+    "name", "device", "devices_per_node", "host_memory_gb", "dimensions", "sources", "notes",
+)  # fmt: skip
 #: Keys of a dimension: the field that each sets, its type, and its factor to SI units (0: no unit).
 _KEYS: dict[str, tuple[str, type, float]] = {
     "name": ("name", str, 0),
@@ -70,9 +72,14 @@ def cluster_of(data: dict[str, object], where: str) -> Cluster:
     per_node = data.get("devices_per_node", 0)
     if not isinstance(per_node, int) or per_node < 0:
         raise DeviceError("'devices_per_node' must be a whole number", where=where)
+    host = data.get("host_memory_gb", 0)
+    if isinstance(host, bool) or not isinstance(host, int | float) or not 0 <= host < inf:
+        raise DeviceError(
+            "'host_memory_gb' must be a number of GB, 1e9 bytes in the host of one box", where=where
+        )
     sources = _sources(data.get("sources", {}), where)
     name, notes = str(data.get("name", Path(where).stem)), str(data.get("notes", ""))
-    return Cluster(name, device, Topology(dims), per_node, sources, notes)
+    return Cluster(name, device, Topology(dims), per_node, sources, notes, host * 1e9)
 
 
 def cluster_data(cluster: Cluster) -> dict[str, object]:
@@ -84,6 +91,7 @@ def cluster_data(cluster: Cluster) -> dict[str, object]:
         "name": cluster.name,
         "device": cluster.device,
         "devices_per_node": cluster.devices_per_node,
+        "host_memory_gb": cluster.host_memory / 1e9,
         "dimensions": [_dimension_data(d) for d in cluster.topology.dims],
         "sources": sources,
         "notes": cluster.notes,

@@ -214,6 +214,7 @@ class Cluster:
         devices_per_node: Devices of one box; the whole cluster if it is a single box.
         sources: Source of each figure, by key (``nvlink.bandwidth_gbps``).
         notes: Free text.
+        host_memory: Bytes of memory of the host of one box; 0 where it is not known.
     """
 
     name: str
@@ -222,6 +223,7 @@ class Cluster:
     devices_per_node: int = 0
     sources: dict[str, str] = field(default_factory=dict, compare=False)
     notes: str = field(default="", compare=False)
+    host_memory: float = 0.0
 
     @property
     def size(self) -> int:

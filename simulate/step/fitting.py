@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
 
 from ...common.errors import PlanError
-from .memory import StageMemory, stage_memory
+from .memory import StageMemory, box_host, stage_memory
 from .placement import resolved
 from .plan import Plan
 from .workload import Workload
@@ -21,6 +23,24 @@ MOST_CHANGES = 3
 COMPARED = 24
 
 
+class Host(NamedTuple):
+    """Memory of the host of a box, which offloading fills.
+
+    Attributes:
+        box: Devices under it.
+        capacity: Bytes.
+        source: What says so, for messages.
+    """
+
+    box: int = 1
+    capacity: float = inf
+    source: str = ""
+
+
+#: A host of which nothing is known.
+ANY_HOST = Host()
+
+
 @dataclass(frozen=True)
 class Fit:
     """Memory of a plan.
@@ -31,12 +51,16 @@ class Fit:
         change: Settings that would make it fit, such as ``recompute=full``; empty if it fits, or
             if no change was found.
         plan: The plan with these settings; ``None`` where ``change`` is empty.
+        offloaded: Bytes that offloading keeps in the host of the fullest box.
+        host: That host.
     """
 
     memory: tuple[StageMemory, ...]
     capacity: float
     change: str = ""
     plan: Plan | None = None
+    offloaded: float = 0.0
+    host: Host = ANY_HOST
 
     @property
     def worst(self) -> StageMemory:
@@ -45,23 +69,42 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits."""
-        return self.worst.total <= self.capacity
+        """Whether every stage fits, and what it offloads."""
+        return self.worst.total <= self.capacity and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """Whether what is offloaded fits the memory of the host."""
+        return self.offloaded <= self.host.capacity
 
     def reason(self) -> str:
         """Explain what does not fit and what would help; empty if it fits."""
         if self.fits:
             return ""
-        # "reserved" is nothing that a user could reduce.
-        parts = {k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")}
-        largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
-        listed = " and ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in largest)
-        needed, most = self.worst.total / 2**30, self.capacity / 2**30
-        # Enough digits to tell the two apart, where a plan is short of a few MiB.
-        digits = 1 if f"{needed:.1f}" != f"{most:.1f}" else 3
-        over = f"needs {needed:.{digits}f} GiB of {most:.{digits}f} GiB"
+        told = []
+        if self.worst.total > self.capacity:
+            # "reserved" is nothing that a user could reduce.
+            parts = {
+                k: v for k, v in self.worst.to_dict().items() if k not in ("total", "reserved")
+            }
+            largest = sorted(parts.items(), key=lambda item: -item[1])[:2]
+            listed = " and ".join(f"{name} {value / 2**30:.1f} GiB" for name, value in largest)
+            told.append(f"needs {_against(self.worst.total, self.capacity)}: {listed}")
+        if not self.host_fits:
+            told.append(
+                f"offloading needs {_against(self.offloaded, self.host.capacity)} of the host's "
+                f"memory in a box of {self.host.box} ({self.host.source})"
+            )
         help_ = f"would fit with {self.change}" if self.change else "no small change would fit"
-        return f"{over}: {listed}; {help_}"
+        return "; ".join([*told, help_])
+
+
+def _against(needed: float, capacity: float) -> str:
+    """Bytes that are needed and that there are."""
+    needed, capacity = needed / 2**30, capacity / 2**30
+    # Enough digits to tell the two apart, where a plan is short of a few MiB.
+    digits = 1 if f"{needed:.1f}" != f"{capacity:.1f}" else 3
+    return f"{needed:.{digits}f} GiB of {capacity:.{digits}f} GiB"
 
 
 def memory_of(workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
@@ -75,6 +118,7 @@ def find_fit(
     capacity: float,
     seconds: Callable[[Plan], float],
     memory: MemoryOf = memory_of,
+    host: Host = ANY_HOST,
 ) -> Fit:
     """Determine a plan's memory and, if it does not fit, the smallest change that makes it fit.
 
@@ -86,12 +130,14 @@ def find_fit(
         capacity: Bytes of a device.
         seconds: Step time of a plan.
         memory: Memory of the stages of a plan.
+        host: Of each box.
     """
 
     def most(of: Plan) -> float:
         return max(stage.total for stage in memory(workload, of))
 
-    fit = Fit(memory(workload, plan), capacity)
+    offloaded = box_host(workload, plan, host.box)
+    fit = Fit(memory(workload, plan), capacity, offloaded=offloaded, host=host)
     if fit.fits:
         return fit
     seen, front = {plan}, [plan]
@@ -99,7 +145,11 @@ def find_fit(
         nearby = [p for old in front for p in _neighbours(workload, old)]
         front = [p for p in dict.fromkeys(nearby) if p not in seen]
         seen.update(front)
-        fitting = [p for p in front if most(p) <= capacity]
+        fitting = [
+            p
+            for p in front
+            if most(p) <= capacity and box_host(workload, p, host.box) <= host.capacity
+        ]
         if fitting:
             # Memory is much cheaper to evaluate than time, so it preselects.
             best = min(sorted(fitting, key=most)[:COMPARED], key=seconds)
@@ -133,7 +183,10 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
         # micro-batch keeps its size.
         fewer = {data: getattr(plan, data) // 2, "microbatches": plan.microbatches * 2}
         yield from ({**fewer, axis: getattr(plan, axis) * 2} for axis in ("tp", "pp", "cp"))
-    if plan.offload == "none":
+    if plan.offload != "none":
+        # The host's memory is short, too.
+        yield {"offload": "none"}
+    else:
         yield from ({"offload": what} for what in ("optimizer", "activations"))
 
 

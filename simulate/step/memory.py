@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from .layer_ops import micro_tokens
 from .placement import kind_counts
 from .plan import Plan
@@ -97,7 +99,7 @@ def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
         parameters=kept * workload.width,
         gradients=summed * gradient_bytes(workload, plan) * train,
         optimizer=own * OPTIMIZER_BYTES * (train and plan.offload != "optimizer"),
-        activations=_activations(workload, plan, stage) if train else 0.0,
+        activations=stage_activations(workload, plan, stage) if train else 0.0,
         temporary=_temporary(workload, plan, stage),
         buffers=_buffers(workload, plan),
     )
@@ -140,7 +142,32 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     return (2 * residual + normed + attention + fed + routed) * width + statistics
 
 
-def _activations(workload: Workload, plan: Plan, stage: int) -> float:
+def box_host(workload: Workload, plan: Plan, box: int) -> float:
+    """Count the bytes that offloading keeps in the memory of the host that holds most of them.
+
+    Args:
+        workload: The model.
+        plan: Resolved: ``microbatches`` is set.
+        box: Devices under one host.
+    """
+    if plan.offload == "none" or workload.mode != "train":
+        return 0.0
+    own = np.array([_stage_host(workload, plan, stage) for stage in range(plan.pp)])
+    # Stages are outermost in the order of ranks, which fill one box after the other.
+    ranks = np.repeat(own, plan.devices // plan.pp)
+    return float(np.add.reduceat(ranks, np.arange(0, len(ranks), box)).max())
+
+
+def _stage_host(workload: Workload, plan: Plan, stage: int) -> float:
+    """Bytes that a device of a stage keeps in its host's memory."""
+    if plan.offload == "optimizer":
+        return local_parameters(stage_held(workload, plan, stage), plan) * OPTIMIZER_BYTES
+    kept = stage_activations(workload, plan.changed(offload="none"), stage)
+    return max(0.0, kept - stage_activations(workload, plan, stage))
+
+
+def stage_activations(workload: Workload, plan: Plan, stage: int) -> float:
+    """Count the bytes of activations on one device of a stage, of all micro-batches in flight."""
     kinds = kind_counts(workload, plan, stage).items()
     layers = [(layer_activations(layer, plan), count) for layer, count in kinds]
     if plan.offload == "activations":

@@ -24,6 +24,7 @@ from opcast.predict.render.step import print_step
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.space import Candidate
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.calls import OpCall
 from opcast.simulate.step.fitting import Fit
@@ -311,6 +312,60 @@ def test_what_does_not_fit_says_what_would(operators):
     again = predictor.predict(found.workload, found.fit.plan)
     assert again.fit.fits
     assert any("would fit with" in note for note in found.notes())
+
+
+LLAMA_405B = {
+    "layers": 126, "d_model": 16384, "heads": 128, "kv_heads": 8, "d_ff": 53248, "vocab": 128256,
+    "seq": 16384, "batch": 256,
+}  # fmt: skip
+
+
+def test_what_is_offloaded_has_to_fit_the_host(tmp_path):
+    """A user's 405B parameters on 32 boxes: activations of eight devices are in one host."""
+    work = make_workload("llama", LLAMA_405B)
+    offloaded = parse_plan("fsdp=256,offload=activations")
+    found = StepPredictor("dgx-h100-x256", None).predict(work, offloaded)
+    # Of a layer: residuals and norms, attention, feed-forward, log-sum-exps; two layers stay.
+    tokens = 16384
+    layer = 2 * tokens * (4 * 16384 + 128 * (2 * 128 + 2 * 8) + 3 * 53248) + 4 * tokens * 128
+    host = 8 * 124 * layer
+    data = found.to_dict()
+    assert data["host_memory_bytes_per_box"] == pytest.approx(host) and host > 7 * 2**40
+    assert data["host_capacity_bytes_per_box"] == 2e12
+    assert found.fit.worst.total < found.fit.capacity and data["fits"] is False
+    assert any("of the host's memory in a box of 8" in note for note in found.notes())
+    printed = StringIO()
+    print_step(Console(file=printed, width=120), found)
+    assert "does NOT fit" in printed.getvalue() and "of a box of 8" in printed.getvalue()
+    # What helps fits the host, too: inputs of 124 layers are an eighth of that.
+    assert found.fit.plan.recompute == "full"
+    assert 8 * 126 * 2 * tokens * 16384 < 2e12
+    # A file says how large the hosts are.
+    own = tmp_path / "own.yaml"
+    save_cluster(replace(find_cluster("dgx-h100-x256"), host_memory=9e12), own)
+    large = StepPredictor(own, None).predict(work, offloaded)
+    assert large.fit.fits and not any("host" in note for note in large.notes())
+    own.write_text(own.read_text().replace("host_memory_gb: 9000", "host_memory_gb: many"))
+    with pytest.raises(DeviceError, match="host_memory_gb"):
+        find_cluster(own)
+    # Of a pipeline in one box, stages have fewer micro-batches in flight the later they are.
+    small = make_workload("llama", LLAMA | {"batch": 16})
+    piped = StepPredictor("h100-sxm-x4", None).predict(
+        small, parse_plan("pp=4,microbatches=16,offload=activations"), remedy=False
+    )
+    one = 2 * 8192 * (4 * 4096 + 128 * (2 * 32 + 2 * 8) + 3 * 14336) + 4 * 8192 * 32
+    assert piped.fit.offloaded == pytest.approx(one * (8 * (4 + 3 + 2 + 1) - 4 * 2))
+
+
+def test_advice_does_not_offload_what_the_host_has_no_room_for(tmp_path):
+    work = make_workload("llama", LLAMA | {"batch": 64})
+    plan = parse_plan("fsdp=64,microbatches=1")
+    cluster = replace(find_cluster("dgx-h100-x64"), host_memory=1e9)
+    spec = replace(find_device("h100-sxm"), memory_bytes=12e9)
+    roomy = replace(cluster, host_memory=1e15)
+    changes = [StepPredictor(c, None, spec).predict(work, plan).fit for c in (roomy, cluster)]
+    assert "offload=" in changes[0].change
+    assert "offload=" not in changes[1].change
 
 
 def test_a_plan_short_of_a_few_mebibytes_says_how_many():
