@@ -78,9 +78,10 @@ def simulate(
     from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.plan import Plan, parse_plan
     from ..simulate.step.trace import step_trace
-    from ..simulate.step.workload import read_workload
+    from ..simulate.step.workload import read_workload, workload_notes
 
-    work = read_workload(workload_of(workload, hf), settings or [])
+    named = workload_of(workload, hf)
+    work = read_workload(named, settings or [])
     where = find_cluster(cluster)
     # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
@@ -107,7 +108,9 @@ def simulate(
         write_text(html, step_page(prediction))
         wrote(html, "page; open it in a browser")
     if json_output:
-        print_json(prediction.to_dict())
+        # Said on standard error as well, which programs do not read.
+        notes = [*workload_notes(named), *prediction.notes()]
+        print_json({**prediction.to_dict(), "notes": notes})
         return
 
     from ..predict.render.step import print_step

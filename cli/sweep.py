@@ -88,7 +88,7 @@ def sweep(
     from ..workflows.settings import SweepSettings
     from ..workflows.sweep import run_sweep
 
-    run_sweep(
+    rows = run_sweep(
         make_console(),
         SweepSettings(
             workload=workload_of(workload, hf),
@@ -112,6 +112,9 @@ def sweep(
             scaling=scaling,
         ),
     )
+    if not rows["fits"].any():
+        # Said above; a script must see it, too.
+        raise typer.Exit(1)
 
 
 def plan(

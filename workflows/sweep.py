@@ -30,7 +30,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     from ..predict.render.parts import print_notes
     from ..predict.render.step import print_front
     from ..predict.sweep import run as sweeps
-    from ..predict.sweep.job import SweepJob
+    from ..predict.sweep.job import SweepJob, nearest_miss
     from ..predict.sweep.reasons import reasons
     from ..predict.sweep.space import parse_grid
     from ..simulate.clusters.catalogue import find_cluster
@@ -68,6 +68,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         plot_scaling(rows, settings.scaling)
         wrote(settings.scaling, "plot")
     print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
+    if missed := nearest_miss(own, rows):
+        console.print(missed, highlight=False, markup=False, soft_wrap=True)
     failed = rows[rows["error"] != ""]
     if len(failed):
         one = failed.iloc[0]

@@ -84,6 +84,8 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
         top: Number of rows to print.
     """
     console.print(f"{judged} plans, {fitting} fit the memory, {len(front)} on the Pareto front")
+    if front.empty:
+        return
     priced = ("cost",) if "cost" in front else ()
     table = _table("step", "memory", "MFU", "energy", *priced, "batch", "cluster", "plan")
     for row in front.head(top).to_dict("records"):
@@ -100,16 +102,14 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             Text(str(row["plan"])),
         )
     console.print(table)
-    if len(front):
-        # The table breaks long plans, and this one is to be copied.
-        best = front.iloc[0]
-        console.print(
-            f"fastest: --cluster {best['cluster']} --set batch={best['batch']} "
-            f"--plan {best['plan']}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    # The table breaks long plans, and this one is to be copied.
+    best = front.iloc[0]
+    console.print(
+        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _times(prediction: StepPrediction) -> Table:

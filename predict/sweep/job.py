@@ -6,13 +6,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import ceil
+
+import pandas as pd
 
 from ...common.errors import OpcastError, PlanError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...models.operators import OpModel
+from ...models.steps.memory import law_of
 from ...models.steps.model import find_step_model
 from ...simulate.clusters.catalogue import find_cluster
-from ...simulate.step.plan import Plan
+from ...simulate.step.memory import OPTIMIZER_BYTES
+from ...simulate.step.plan import Plan, parse_plan
 from ...simulate.step.workload import Workload
 from ..cluster.step import StepPredictor
 from ..operator.step_operators import load_step_model
@@ -85,6 +90,37 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
             said = str(error) if isinstance(error, PlanError) else str(fault(error))
             rows.append({**_subject(item, predictor), **empty, "error": said})
     return rows
+
+
+def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
+    """Say which plan of a sweep misses least, by how much, and what would make it fit.
+
+    Args:
+        job: Settings of the sweep.
+        rows: Its results.
+
+    Returns:
+        Empty if a plan fits, or if none could be evaluated.
+    """
+    judged = rows[rows["error"] == ""]
+    if judged.empty or judged["fits"].any():
+        return ""
+    near = judged.sort_values("memory_bytes_per_device").iloc[0]
+    name, batch = str(near["cluster"]), int(near["batch"])
+    predictor = _predictor(name, job.model, job.framework, job.compiled, job.steps, job.power_cap_w)
+    plan = parse_plan(str(near["plan"]))
+    found = predictor.predict(replace(job.workload, batch=batch), plan)
+    said = (
+        f"nothing fits: the plan that needs least, --cluster {name} --set batch={batch} --plan "
+        f"{near['plan']}, {found.fit.reason()}"
+    )
+    # However it is sharded: a parameter and its gradient, and what the optimiser keeps of it.
+    kept = 2.0 * job.workload.width + OPTIMIZER_BYTES
+    state = law_of(predictor.learned.memory, job.framework).state * kept
+    least = ceil(job.workload.parameters * state / found.fit.capacity)
+    if job.workload.mode == "train" and least > found.plan.devices:
+        said += f"; parameters, gradients and optimizer alone take {least} devices at least"
+    return said
 
 
 def _subject(item: Candidate, predictor: StepPredictor) -> dict[str, object]:

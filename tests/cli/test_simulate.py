@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -100,6 +101,24 @@ def test_sweep_prints_the_front_and_its_reasons(tmp_path):
     assert "6 plans" in result.stdout
     assert "because of tensor parallelism" in result.stdout
     assert (tmp_path / "sweep.parquet").is_file()
+
+
+def test_a_sweep_where_nothing_fits_says_by_how_much(tmp_path):
+    large = "layers=64,d_model=8192,heads=64,kv_heads=8,d_ff=32768,vocab=32000,batch=8"
+    result = CliRunner().invoke(
+        app,
+        ["sweep", "--workload", "llama", "--set", large, "--cluster", "h100-sxm-x4", "--model",
+         "roofline", "--grid", "tp=2/4,pp=1,split=1", "--out", str(tmp_path)],
+        env={"COLUMNS": "300"},
+    )  # fmt: skip
+    assert result.exit_code == 1
+    assert "0 fit the memory" in result.stdout and "MFU" not in result.stdout
+    assert "nothing fits: the plan that needs least, --cluster h100-sxm-x4 --set batch=8" in (
+        result.stdout
+    )
+    # 61.4e9 parameters at 16 bytes are 983 GB, of 86 each.
+    devices = int(re.search(r"alone take (\d+) devices at least", result.stdout)[1])
+    assert devices in (11, 12)
 
 
 def test_the_fastest_plan_of_a_sweep_can_be_copied(tmp_path, monkeypatch):
@@ -392,6 +411,7 @@ def test_a_model_by_name_or_by_its_config_for_steps_and_sweeps(tmp_path):
     result = run("--hf", str(config), *common, "--json")
     assert json.loads(result.stdout)["devices"] == 4
     assert "multi-token prediction" in result.stderr
+    assert any("multi-token prediction" in note for note in json.loads(result.stdout)["notes"])
     named = run("--workload", "qwen-2.5-0.5b", *common, "--json")
     assert 0.49e9 < json.loads(named.stdout)["parameters"] < 0.5e9
     grid = ["--grid", "tp=1,pp=1,recompute=none,split=1", "--out", str(tmp_path / "sweep")]
