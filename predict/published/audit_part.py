@@ -76,7 +76,9 @@ class AuditPart:
         group = pd.Series("", index=self.rows.index)
         for column in columns:
             if column in self.rows:
-                group = group + " " + self.rows[column].astype(str)
+                # A CSV file has nothing where a library is not named.
+                named = self.rows[column].astype(object)
+                group = group + " " + named.where(named.notna(), "").astype(str)
         return np.asarray(group.str.strip(), object)
 
     def flag(self, reason: str, at: np.ndarray, evidence: np.ndarray, text: list[str]) -> None:
