@@ -13,6 +13,7 @@ from .options import (
     DeviceIndex,
     Json,
     ModelOpt,
+    OwnDevices,
     ProgramOrNone,
     Seed,
     Top,
@@ -46,7 +47,9 @@ def calibrate(
     context: typer.Context,
     device: Annotated[
         str | None,
-        typer.Option(help="Device to adapt to; with --budget this machine by default (local)."),
+        typer.Option(
+            help="Device to adapt to, name or file; with --budget this machine by default (local)."
+        ),
     ] = None,
     data: Annotated[
         list[Path] | None,
@@ -170,6 +173,7 @@ def drift(
         typer.Option("--out", callback=folder, help="Folder for the repaired model."),
     ] = None,
     seed: Seed = 0,
+    device: OwnDevices = None,
 ) -> None:
     """Say how stale a model is on new measurements, and repair it.
 
@@ -179,7 +183,8 @@ def drift(
     from ..workflows.measured.drift import run_drift
     from ..workflows.settings import DriftSettings
 
-    run_drift(make_console(), DriftSettings(data, model, samples, false_alarms, out, seed))
+    settings = DriftSettings(data, model, samples, false_alarms, out, seed, device or ())
+    run_drift(make_console(), settings)
 
 
 def check(

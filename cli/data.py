@@ -15,6 +15,7 @@ from .options import (
     Json,
     ModelOpt,
     Out,
+    OwnDevices,
     Seed,
     make_console,
     plot_file,
@@ -104,10 +105,11 @@ def data_import(
         ),
     ] = None,
     device: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="What a trace ran on: name or device file; by default as it says, or this "
-            "machine. Of published tables: file of a device that is not in the catalogue."
+            "machine. Of published tables: file of a device that is not in the catalogue; may be "
+            "given again."
         ),
     ] = None,
     device_index: DeviceIndex = None,
@@ -125,11 +127,13 @@ def data_import(
     if kind == "trace":
         from ..workflows.traces.importing import run_import_traces
 
+        if device and len(device) > 1:
+            raise typer.BadParameter("a trace ran on one device: give one --device")
         run_import_traces(
             make_console(),
             paths,
             out,
-            device=device,
+            device=device[0] if device else None,
             programs=program or (),
             index=device_index,
             keep_names=keep_names,
@@ -143,7 +147,7 @@ def data_import(
         raise typer.BadParameter("give one folder with published tables")
     from ..workflows.train_operators import run_import
 
-    run_import(paths[0], out, device)
+    run_import(paths[0], out, device or ())
 
 
 def audit(
@@ -162,6 +166,7 @@ def audit(
             help="File for the flagged rows with their evidence: .parquet, .csv or .json.",
         ),
     ] = None,
+    device: OwnDevices = None,
     json_output: Json = False,
 ) -> None:
     """Find rows of measured tables that are impossible, or that others contradict.
@@ -171,8 +176,9 @@ def audit(
     from ..common.parquet import write_table
     from ..common.tables_text import print_frame
     from ..predict.published.audit import audit as check
+    from ..workflows.train_operators import described_devices
 
-    found = check(table)
+    found = check(table, described_devices(device or ()))
     counts = found.counts()
     rows = len(found.flagged[["file", "row"]].drop_duplicates())
     if out is not None:

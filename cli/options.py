@@ -198,6 +198,13 @@ ManyDevicesOpt = Annotated[
 Devices = Annotated[
     list[str] | None, typer.Option("--device", help="Device name or file; may be given again.")
 ]
+OwnDevices = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device",
+        help="File of a device of the table that is not in the catalogue; may be given again.",
+    ),
+]
 ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder (opcast models).")]
 TracedDevice = Annotated[
     str | None,

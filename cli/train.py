@@ -78,7 +78,8 @@ def train(
     exclude_device: Annotated[
         list[str] | None,
         typer.Option(
-            "--exclude-device", help="Exclude a device from training; may be given again."
+            "--exclude-device",
+            help="Exclude a device, by name or file, from training; may be given again.",
         ),
     ] = None,
     max_rows: Annotated[
@@ -319,8 +320,11 @@ def evaluate(
         typer.Option(help="With --published: address of a Ray cluster; 'local' starts one."),
     ] = "",
     device: Annotated[
-        str | None,
-        typer.Option(help="With --published: file of a device that is not in the catalogue."),
+        list[str] | None,
+        typer.Option(
+            help="With --published: file of a device of the table that is not in the catalogue; "
+            "may be given again."
+        ),
     ] = None,
 ) -> None:
     """Predict published tables of operators, steps, serving or programs and print the errors.
@@ -366,7 +370,7 @@ def evaluate(
     from ..workflows.settings import EvaluateSettings
     from ..workflows.train_operators import run_evaluate
 
-    asked_rows = EvaluateSettings(published, out, model, calibrate, limit, ray, device)
+    asked_rows = EvaluateSettings(published, out, model, calibrate, limit, ray, device or ())
     run_evaluate(make_console(), asked_rows)
 
 

@@ -50,9 +50,10 @@ def run_calibrate_operators(
         settings: The device, the model, and how many samples are chosen how.
 
     Raises:
-        DatasetError: The dataset has too few rows of the device.
+        DatasetError: The dataset has too few rows of the device, or none.
+        DeviceError: The device is neither the dataset's, nor the model's, nor in the catalogue.
     """
-    from ..features.devices.catalogue import find_typed
+    from ..features.devices.catalogue import choose_described
     from ..models.adapt.active import allocate, shares_of, spread_evenly
     from ..models.operators import OpModel, rows_of_dataset
     from ..models.operators.curves import COUNTS, error_curve, joint_curve
@@ -61,8 +62,12 @@ def run_calibrate_operators(
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
     model = OpModel.load(find_model(name))
     samples, seed = settings.samples, settings.seed
-    spec = find_typed(settings.device)
+    # The dataset's description first: it is the one under which the rows were taken.
+    spec = choose_described(settings.device, {**model.devices, **dataset.devices})
     rows = rows_of_dataset(dataset)
+    if not (rows["device"] == spec.name).any():
+        held = ", ".join(sorted(rows["device"].unique()))
+        raise DatasetError(f"no rows of {spec.name}", hint=f"its devices are {held}: --device")
     rows = rows[(rows["device"] == spec.name) & rows["key"].isin(list(model.families))]
     trials = _trials(console, model, rows, spec, samples, seed)
     # The requested number ends the curve, whatever the standard counts are.

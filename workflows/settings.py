@@ -176,6 +176,7 @@ class DriftSettings(Settings):
         false_alarms: Probability of one or more false alarms.
         out: Folder for the repaired model.
         seed: Seed of the draw of candidates from many rows.
+        devices: Files of devices of the tables that are neither in the model nor in the catalogue.
     """
 
     command: ClassVar[str] = "drift"
@@ -185,6 +186,7 @@ class DriftSettings(Settings):
     false_alarms: float = 0.01
     out: Path | None = None
     seed: int = 0
+    devices: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class EvaluateSettings(Settings):
         calibrate: Whether to calibrate on the rows of ``calib_*`` splits that have a latency.
         limit: Maximum rows of each operator table.
         ray: Address of a Ray cluster; empty for none.
-        device: File of a device of the tables that is not in the catalogue.
+        devices: Files of devices of the tables that are not in the catalogue.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -208,7 +210,7 @@ class EvaluateSettings(Settings):
     calibrate: bool = False
     limit: int | None = None
     ray: str = ""
-    device: str | None = None
+    devices: Sequence[str] = ()
 
     @property
     def kept(self) -> Path:

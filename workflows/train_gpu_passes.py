@@ -23,10 +23,10 @@ def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings
     from ..common.tables_text import print_frame
     from ..models.gpu.memory_passes_fit import build_gpu_model, pass_rows
     from ..models.tracking.mlflow_store import RunLog
-    from .training import catalogue_names, keep_model, log_training, without_devices
+    from .training import keep_model, log_training, without_devices
 
     if settings.exclude_device:
-        dataset = without_devices(dataset, catalogue_names(settings.exclude_device))
+        dataset = without_devices(dataset, settings.exclude_device)
     rows, digest = pass_rows(dataset)
     about = {"rows": len(rows), "dataset_hash": digest}
     # Each chip is left out in turn, since the model answers above all for GPUs without any rows.

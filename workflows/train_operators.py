@@ -13,7 +13,7 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.progress import wrote
 from ..common.tables_text import in_percent
-from .training import catalogue_names
+from .training import excluded_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,17 +31,17 @@ TRAINING = ("train",)
 RECALIBRATED = frozenset(("layer/product",))
 
 
-def run_import(folder: Path, out: Path, device: str | None = None) -> None:
+def run_import(folder: Path, out: Path, devices: Sequence[str] = ()) -> None:
     """Import published tables and say how many rows there are.
 
     Args:
         folder: Folder with tables, or a table.
         out: Dataset folder.
-        device: File of a device of the tables that is not in the catalogue.
+        devices: Files of devices of the tables that are not in the catalogue.
     """
     from ..datagen.published.importer import import_published
 
-    imported = import_published(folder, out, show=True, described=_described(device))
+    imported = import_published(folder, out, show=True, described=described_devices(devices))
     kept = f", {imported.kept} shards were there" if imported.kept else ""
     wrote(
         out,
@@ -50,12 +50,19 @@ def run_import(folder: Path, out: Path, device: str | None = None) -> None:
     )
 
 
-def _described(device: str | None) -> dict[str, DeviceSpec]:
-    """The device of a file, or of the catalogue, by its name; none without one."""
+def described_devices(devices: Sequence[str]) -> dict[str, DeviceSpec]:
+    """Devices by name, of files or of the catalogue.
+
+    Args:
+        devices: Device files or names.
+
+    Raises:
+        DeviceError: A file is missing or wrong, or a name is unknown.
+    """
     from ..predict.devices import resolve_device
 
-    spec = None if device is None else resolve_device(device, {})
-    return {} if spec is None else {spec.name: spec}
+    specs = (resolve_device(device, {}) for device in devices)
+    return {spec.name: spec for spec in specs}
 
 
 def run_train_operators(console: Console, dataset: Dataset, settings: TrainSettings) -> OpModel:
@@ -109,7 +116,7 @@ def _train(
     from .training import keep_model, log_training
 
     model, exclude, seed = settings.model, settings.exclude_device, settings.seed
-    outside = _excluded(rows, exclude)
+    outside = rows["device"].isin(excluded_names(exclude, rows["device"], devices)).to_numpy(bool)
     learn = ~outside & rows["split"].isin(TRAINING).to_numpy()
     # Packs may hold calibration and test splits only.
     if not learn.any():
@@ -124,7 +131,10 @@ def _train(
         def tell(key: str, seconds: float) -> None:
             console.print(f"{key}: {seconds:.0f} s", highlight=False)
 
-        return OpModel().fit(rows[mask], devices, options, tell)
+        fitted = OpModel().fit(rows[mask], devices, options, tell)
+        # It is tested on the devices that are left out, which may be in no catalogue.
+        fitted.described = dict(devices)
+        return fitted
 
     model_bundle = fit(learn)
     table = predictions(model_bundle, rows[~learn])
@@ -195,19 +205,6 @@ def _train(
     return model_bundle
 
 
-def _excluded(rows: pd.DataFrame, exclude: Sequence[str]) -> np.ndarray:
-    # Rows carry names of the catalogue, users may give aliases.
-    names = catalogue_names(exclude)
-    present = set(rows["device"])
-    for name in names:
-        if name not in present:
-            raise DatasetError(
-                f"device {name!r} is not in the dataset",
-                hint="it has: " + ", ".join(sorted(present)),
-            )
-    return np.asarray(rows["device"].isin(names))
-
-
 def _run_of(
     model: str,
     settings: Mapping[str, object],
@@ -255,7 +252,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
 
     name = OPERATOR_MODEL if settings.model == "default" else settings.model
     model = OpModel.load(find_model(name))
-    model.devices |= _described(settings.device)
+    model.described = described_devices(settings.devices)
     learned = _learned(model) if settings.model != "default" else ""
     # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
@@ -263,7 +260,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     if kept.is_dir():
         console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
     with counting("predicting rows") as progress:
-        described = str(sorted(_described(settings.device).items()))
+        described = str(sorted(model.described.items()))
         identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL), described)
         predicted = predict_published(
             settings.published,

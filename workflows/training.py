@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..features.dataset import Dataset
+    from ..features.devices.device import DeviceSpec
     from ..models.core.base import ModelBundle
     from ..models.tracking.mlflow_store import RunLog
 
@@ -100,20 +101,39 @@ def _digest(path: Path) -> str:
 def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
     """Remove the rows of some devices from a dataset.
 
+    Args:
+        dataset: The dataset.
+        exclude: As for :func:`excluded_names`.
+
     Raises:
         DatasetError: A device is not in the dataset.
+        DeviceError: A name is of no device.
     """
-    have = sorted(set(dataset.frame["device"]))
-    for name in exclude:
+    names = excluded_names(exclude, dataset.frame["device"].unique(), dataset.devices)
+    return dataset.select(~dataset.frame["device"].isin(names))
+
+
+def excluded_names(
+    exclude: Sequence[str], present: Iterable[str], described: Mapping[str, DeviceSpec]
+) -> list[str]:
+    """Names that rows have of the devices to leave out.
+
+    Args:
+        exclude: Names, also aliases and short ones, or device files.
+        present: Names that the rows have.
+        described: Devices that come with the rows, by name.
+
+    Raises:
+        DatasetError: A device has no rows.
+        DeviceError: A name is neither of a device of the rows nor in the catalogue.
+    """
+    from ..features.devices.catalogue import choose_described
+
+    have = sorted(set(present))
+    names = [name if name in have else choose_described(name, described).name for name in exclude]
+    for name in names:
         if name not in have:
             raise DatasetError(
                 f"device {name!r} is not in the dataset", hint=f"it has: {', '.join(have)}"
             )
-    return dataset.select(~dataset.frame["device"].isin(exclude))
-
-
-def catalogue_names(devices: Sequence[str]) -> list[str]:
-    """Replace aliases and short names of devices by their catalogue names."""
-    from ..features.devices.catalogue import find_typed
-
-    return [find_typed(name).name for name in devices]
+    return names

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from ...common.errors import DatasetError, DeviceError
+from ...common.errors import DatasetError
 from ...common.parquet import is_csv, read_table
 from ...common.progress import tracked
 from ...features.dataset import (
@@ -29,7 +29,7 @@ from ...features.dataset import (
     write_record,
     write_shard,
 )
-from ...features.devices.catalogue import closest_names, find_device, in_catalogue
+from ...features.devices.catalogue import find_described
 from ...features.devices.device import DeviceSpec, check_name
 from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
@@ -112,7 +112,7 @@ def import_published(
     for name, number, part in tracked(parts, total, "importing", show):
         # Unknown devices stop the import here, before anything of the part is written.
         new = [d for d in part["device"].unique() if d not in devices]
-        devices |= {d: own[d] if d in own else _listed(d) for d in new}
+        devices |= {d: find_described(d, own) for d in new}
         target = out / f"{name}-{number:04d}.parquet"
         good = part["latency_us"].to_numpy(np.float64) > 0
         skipped += int((~good).sum())
@@ -128,16 +128,6 @@ def import_published(
         shards += 1
     known = tuple(sorted({spec.name for spec in devices.values()}))
     return Imported(rows, skipped, shards, kept, known)
-
-
-def _listed(name: str) -> DeviceSpec:
-    if not in_catalogue(name):
-        raise DeviceError(
-            f"device {name!r} is not in the catalogue",
-            hint=f"close to it: {', '.join(closest_names(name))}; a chip of your own: --device "
-            "FILE, with this name in the file",
-        )
-    return find_device(name)
 
 
 def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]:

@@ -9,6 +9,7 @@ of the device itself (``opcast device --save``) is always better.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -134,15 +135,61 @@ def read_device(device: str) -> DeviceSpec:
         DeviceError: The catalogue has no such device, several go by that name, or the file is
             missing or wrong.
     """
+    return _device_file(device) or find_typed(device)
+
+
+def _device_file(device: str) -> DeviceSpec | None:
+    """The device of a file; ``None`` for a name, which no device has with such a suffix."""
     path = Path(device)
     suffix = path.suffix.lower()
     if suffix in (".yaml", ".yml"):
         return load_device_file(path)
-    if suffix == ".json":
-        if not path.is_file():
-            raise DeviceError("no such device file", where=device)
-        return DeviceSpec.from_file(path)
-    return find_typed(device)
+    if suffix != ".json":
+        return None
+    if not path.is_file():
+        raise DeviceError("no such device file", where=device)
+    return DeviceSpec.from_file(path)
+
+
+def find_described(name: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
+    """Find a device of a table: among the descriptions that come with it, else in the catalogue.
+
+    Args:
+        name: As the table has it: the name of a description, or as for :func:`find_device`.
+        described: Devices by name, of device files, a dataset or a model. They come first: a
+            dataset's labels and a model's constants belong to them.
+
+    Raises:
+        DeviceError: It is neither described nor in the catalogue.
+    """
+    found = described.get(name) or described.get(_canonical(name) or name)
+    if found is not None:
+        return found
+    if not in_catalogue(name):
+        own = f"described here: {', '.join(sorted(described))}; " if described else ""
+        raise DeviceError(
+            f"device {name!r} is not in the catalogue",
+            hint=f"{own}close to it in the catalogue: {', '.join(closest_names(name))}; a chip of "
+            "your own: --device FILE, with this name in the file",
+        )
+    return find_device(name)
+
+
+def choose_described(device: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
+    """Find a device that a user typed, for data or a model that describe devices themselves.
+
+    Args:
+        device: The path of a YAML or JSON file, the name of a description, or as for
+            :func:`typed_name`.
+        described: As for :func:`find_described`.
+
+    Raises:
+        DeviceError: As :func:`find_described`, several go by that name, or the file is missing or
+            wrong.
+    """
+    if device in described:
+        return described[device]
+    return _device_file(device) or find_described(typed_name(device) or device, described)
 
 
 def in_catalogue(name: str) -> bool:

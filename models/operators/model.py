@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
 from ...features.operators.schema import BLOCKS, NAMES, parameters_of
@@ -101,6 +101,7 @@ class OpModel:
     Attributes:
         families: Models by family.
         devices: Descriptions of the devices that the model was fitted or calibrated to.
+        described: Descriptions of others that it is asked about, which come first; not saved.
         versions: Versions of each library that it learned from, as far as rows named them; those
             that it was calibrated to by library, device and family.
         info: Provenance of its training.
@@ -109,6 +110,7 @@ class OpModel:
     def __init__(self) -> None:
         self.families: dict[str, FamilyModel] = {}
         self.devices: dict[str, DeviceSpec] = {}
+        self.described: dict[str, DeviceSpec] = {}
         self.versions: dict[str, list[str]] = {}
         self.info: dict[str, object] = {}
 
@@ -163,12 +165,16 @@ class OpModel:
         return result
 
     def spec(self, name: str) -> DeviceSpec:
-        """Description of a device: the model's own, else the catalogue's.
+        """Description of a device: one that was given, else the model's own, else the catalogue's.
 
         Raises:
-            DeviceError: Neither knows it.
+            DeviceError: None knows it.
         """
-        return self.devices[name] if name in self.devices else find_device(name)
+        return find_described(name, {**self.devices, **self.described})
+
+    def describes(self, name: str) -> bool:
+        """Whether :meth:`spec` finds a device."""
+        return name in self.devices or name in self.described or in_catalogue(name)
 
     def predict(self, rows: pd.DataFrame | OpRows) -> FamilyPrediction:
         """Predict rows of any families, in their order.

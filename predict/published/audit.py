@@ -15,7 +15,8 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.catalogue import find_described, in_catalogue
+from ...features.devices.device import DeviceSpec
 from ...features.operators.schema import BLOCKS, FAMILIES, families_told
 from .audit_part import REASONS, SLACK, AuditPart, audit_part
 from .audit_tables import COLLECTIVE, KERNEL, read_audited
@@ -99,17 +100,18 @@ class Audit:
         return pd.DataFrame(out, columns=["reason", "verdict", "rows", "share", "largest"])
 
 
-def audit(path: Path) -> Audit:
+def audit(path: Path, described: Mapping[str, DeviceSpec] | None = None) -> Audit:
     """Check measured tables.
 
     Args:
         path: A table of operators, products, convolutions, layers or collectives (the packs'
             columns, or XLA's), a folder of such tables, or a dataset.
+        described: Devices of one's own by name, beside those of the catalogue and of a dataset.
 
     Raises:
         DatasetError: There is no such table, or it cannot be read.
     """
-    tables, notes = read_audited(path)
+    tables, notes = read_audited(path, described or {})
     found: list[pd.DataFrame] = []
     marks: list[pd.DataFrame] = []
     count = 0
@@ -119,9 +121,12 @@ def audit(path: Path) -> Audit:
         if foreign:
             names = ", ".join(sorted(map(str, foreign)))
             left = int((~rows["device"].map(known)).sum())
-            notes.append(f"{left} rows of devices in no catalogue were not checked: {names}")
+            notes.append(
+                f"{left} rows of devices in no catalogue were not checked: {names}; describe them "
+                "with --device FILE"
+            )
         rows = rows[rows["device"].map(known).astype(bool)]
-        specs = {n: devices.get(n) or find_device(n) for n, there in known.items() if there}
+        specs = {n: find_described(n, devices) for n, there in known.items() if there}
         rows = _described(rows, notes)
         parts = [
             audit_part(str(key), rows[rows["key"] == key].reset_index(drop=True), specs, notes)

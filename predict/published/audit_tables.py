@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from ...datagen.published.block_tables import block_rows, is_blocks
 from ...datagen.published.conv_tables import conv_rows, is_convs
 from ...datagen.published.product_tables import is_products, product_rows
 from ...features.dataset import Dataset
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators import family_keys
 from ...features.operators.schema import families_told
@@ -38,8 +39,12 @@ _OPERATORS = frozenset(("op", "family", "dtype", "device", "source", "latency_us
 Tables = list[tuple[pd.DataFrame, dict[str, DeviceSpec]]]
 
 
-def read_audited(path: Path) -> tuple[Tables, list[str]]:
+def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Tables, list[str]]:
     """Read a table, a folder of tables, or a dataset.
+
+    Args:
+        path: What to read.
+        described: Devices of one's own, by name; a dataset's own descriptions give way to them.
 
     Returns:
         For each table its rows and the devices that it describes itself, and notes on what is not
@@ -53,13 +58,13 @@ def read_audited(path: Path) -> tuple[Tables, list[str]]:
     if not path.exists():
         raise DatasetError("no such table or folder", where=str(path))
     if path.is_dir() and any(path.glob("run-*.json")):
-        return [_dataset(path)], []
+        return [_dataset(path, described)], []
     files = _files(path)
     tables: Tables = []
     notes = []
     for file in files:
         table = _table(file)
-        rows = _rows(table, file)
+        rows = _rows(table, file, described)
         if rows is None:
             if len(files) == 1:
                 raise DatasetError(
@@ -73,7 +78,7 @@ def read_audited(path: Path) -> tuple[Tables, list[str]]:
                 )
             notes.append(f"{file.name}: no table of operators or collectives; not checked")
             continue
-        tables.append((rows, {}))
+        tables.append((rows, dict(described)))
     return tables, notes
 
 
@@ -95,7 +100,9 @@ def _table(path: Path) -> pd.DataFrame:
         raise DatasetError(f"cannot be read as a table: {error}", where=str(path)) from None
 
 
-def _rows(table: pd.DataFrame, path: Path) -> pd.DataFrame | None:
+def _rows(
+    table: pd.DataFrame, path: Path, described: Mapping[str, DeviceSpec]
+) -> pd.DataFrame | None:
     """Rows of a table, or ``None`` for a table of something else."""
     columns = set(table.columns)
     table = table.reset_index(drop=True)
@@ -111,9 +118,9 @@ def _rows(table: pd.DataFrame, path: Path) -> pd.DataFrame | None:
         elif is_blocks(columns):
             rows = block_rows(table)
         elif columns >= XLA_COLUMNS:
-            rows = _collectives(xla_rows(table))
+            rows = _collectives(xla_rows(table), described)
         elif columns >= set(NEEDED):
-            rows = _collectives(table)
+            rows = _collectives(table, described)
         elif columns >= _OPERATORS:
             rows = table.assign(key=family_keys(table))
         else:
@@ -127,7 +134,8 @@ def _rows(table: pd.DataFrame, path: Path) -> pd.DataFrame | None:
     extra = {"origin": table["origin"].to_numpy()} if "origin" in columns else {}
     named = table["id"].astype(str).to_numpy() if "id" in columns else ""
     rows = rows.reset_index(drop=True).assign(**told, **extra, id=named)
-    devices = {n: find_device(str(n)).name for n in rows["device"].unique() if in_catalogue(str(n))}
+    names = [n for n in rows["device"].unique() if n in described or in_catalogue(str(n))]
+    devices = {n: find_described(str(n), described).name for n in names}
     known = rows["device"].map(devices).fillna(rows["device"])
     return rows.assign(file=path.name, row=np.arange(len(rows)), device=known)
 
@@ -142,7 +150,7 @@ def _marked(table: pd.DataFrame) -> np.ndarray:
     return marked
 
 
-def _collectives(rows: pd.DataFrame) -> pd.DataFrame:
+def _collectives(rows: pd.DataFrame, described: Mapping[str, DeviceSpec]) -> pd.DataFrame:
     """Collectives with the least bytes that each device must send, and the links they cross."""
     if "device" not in rows:
         rows = rows.assign(device=rows["platform"].map(lambda p: PLATFORMS.get(p, (str(p),))[0]))
@@ -157,7 +165,7 @@ def _collectives(rows: pd.DataFrame) -> pd.DataFrame:
     across = (n > per_node.to_numpy(np.float64)) & (op != "send_recv").to_numpy()
     # Across nodes, a node's devices may share what has to leave it.
     wire = np.where(across, wire / per_node.to_numpy(np.float64), wire)
-    rate = _rates(rows, n, per_node.to_numpy(np.float64))
+    rate = _rates(rows, n, per_node.to_numpy(np.float64), described)
     backend = rows["backend"].astype(str) if "backend" in rows else ""
     kernel = rows["kernel"].astype(str) if "kernel" in rows else ""
     dtype = rows["dtype"].astype(str) if "dtype" in rows else ""
@@ -173,18 +181,23 @@ def _collectives(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(key=COLLECTIVE, what=what, **figures, _base=wire / rate + 1e-5)
 
 
-def _rates(rows: pd.DataFrame, world: np.ndarray, per_node: np.ndarray) -> np.ndarray:
+def _rates(
+    rows: pd.DataFrame,
+    world: np.ndarray,
+    per_node: np.ndarray,
+    described: Mapping[str, DeviceSpec],
+) -> np.ndarray:
     """Bytes/s that each device can send over the links that a group crosses."""
     rates = np.full(len(rows), np.inf)
     platform = rows["platform"].astype(str) if "platform" in rows else rows["device"]
     names = rows["device"].astype(str) + "\n" + platform.astype(str)
     for both, at in rows.groupby(names).indices.items():
         name, place = str(both).split("\n")
-        if not in_catalogue(name):
+        if name not in described and not in_catalogue(name):
             continue
         try:
             links = Links.from_spec(
-                find_device(str(name)), **PLATFORMS.get(str(place), ("", {}))[1]
+                find_described(name, described), **PLATFORMS.get(str(place), ("", {}))[1]
             )
         except DeviceError:
             # No links are described: nothing bounds its collectives.
@@ -195,9 +208,11 @@ def _rates(rows: pd.DataFrame, world: np.ndarray, per_node: np.ndarray) -> np.nd
     return rates
 
 
-def _dataset(path: Path) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
+def _dataset(
+    path: Path, described: Mapping[str, DeviceSpec]
+) -> tuple[pd.DataFrame, dict[str, DeviceSpec]]:
     data = Dataset.load(path)
-    devices = data.devices
+    devices = {**data.devices, **described}
     if data.of_operators:
         rows = rows_of_dataset(data)
     else:

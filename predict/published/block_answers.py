@@ -9,7 +9,6 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...datagen.published.block_tables import block_rows
-from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.operators.schema import BLOCKS
 from ...models.operators import OpModel
 from .pack_tables import TIMES
@@ -41,7 +40,7 @@ def predict_blocks(rows: pd.DataFrame, model: OpModel) -> pd.DataFrame:
     reason[_sizeless(rows)] = "a size is no positive number"
     lacking = ~rows["key"].isin(model.families).to_numpy()
     reason[lacking] = ["the model has no operators " + key for key in rows["key"][lacking]]
-    known = {name: in_catalogue(name) for name in rows["device"].unique()}
+    known = {name: model.describes(str(name)) for name in rows["device"].unique()}
     foreign = ~rows["device"].map(known).to_numpy(bool)
     names = rows["device"][foreign]
     reason[foreign] = [f"device {name} is not in the catalogue" for name in names]
@@ -50,7 +49,7 @@ def predict_blocks(rows: pd.DataFrame, model: OpModel) -> pd.DataFrame:
     if len(good):
         asked = rows.iloc[good].reset_index(drop=True)
         asked["device"] = asked["device"].map(
-            {name: find_device(name).name for name in asked["device"].unique()}
+            {name: model.spec(str(name)).name for name in asked["device"].unique()}
         )
         found = model.predict(asked)
         times[good] = np.stack([getattr(found, c) for c in TIMES], axis=1)

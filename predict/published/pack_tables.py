@@ -81,14 +81,14 @@ def _asked(rows: pd.DataFrame, reason: np.ndarray, model: OpModel) -> pd.DataFra
         (~rows["key"].isin(model.families).to_numpy(), "the model has no operators {key}"),
         (~rows["source"].isin(list(METHODS)).to_numpy(), "nothing was learned from {source}"),
         (~rows["dtype"].isin(list(TABLE_FORMATS)).to_numpy(), "the model has no dtype {dtype}"),
-        (~_known(rows["device"]), "device {device} is not in the catalogue"),
+        (~_known(rows["device"], model.describes), "device {device} is not in the catalogue"),
     ):
         reason[bad] = _filled(text, rows[bad])
     good = np.flatnonzero(reason == "")
     times, scope = np.full((len(rows), len(TIMES)), np.nan), np.full(len(rows), "", object)
     if len(good):
         asked = rows.iloc[good].reset_index(drop=True)
-        asked["device"] = [find_device(str(name)).name for name in asked["device"]]
+        asked["device"] = [model.spec(str(name)).name for name in asked["device"]]
         found = model.predict(asked)
         times[good] = np.stack([getattr(found, c) for c in TIMES], axis=1)
         scope[good] = found.scope
@@ -108,7 +108,7 @@ def predict_xla_collectives(
     for bad, text in (
         (~(size > 0), "no bytes are moved"),
         (~(world >= 2), "a single device sends nothing"),
-        (~_known(rows["device"]), "device {device} is not in the catalogue"),
+        (~_known(rows["device"], in_catalogue), "device {device} is not in the catalogue"),
     ):
         reason[bad] = _filled(text, rows[bad])
     good = np.flatnonzero(reason == "")
@@ -138,8 +138,8 @@ def _answered(
     return rows
 
 
-def _known(devices: pd.Series) -> np.ndarray:
-    known = {str(name): in_catalogue(str(name)) for name in devices.unique()}
+def _known(devices: pd.Series, is_known: Callable[[str], bool]) -> np.ndarray:
+    known = {str(name): is_known(str(name)) for name in devices.unique()}
     return np.array([known[str(name)] for name in devices], bool)
 
 

@@ -219,12 +219,14 @@ class _Job:
             return
         if self.blocks is None:
             self.blocks = OpModel.load(find_model(BLOCK_MODEL))
+        # Whatever device the model of operators can be asked about, so can that of blocks.
+        self.blocks.described = {**self.model.devices, **self.model.described}
         pieces = self.pieces
         # All tables first, as for operators.
         given = [rows[given_rows(rows)] for _, rows in read]
         known = pd.concat(given, ignore_index=True)
         if self.calibrate and len(known):
-            known["device"] = [find_device(name).name for name in known["device"]]
+            known["device"] = [self.blocks.spec(str(name)).name for name in known["device"]]
             self.calibrated |= self.blocks.calibrate(known)
             pieces = pieces.calibrated_on(known)
         for path, whole in read:

@@ -15,9 +15,9 @@ from ...common.tables_text import in_percent, print_frame
 from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.clones import version_numbers
 from ...datagen.published.product_tables import read_products
-from ...features.devices.catalogue import find_device
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
+from ...features.operators.query import with_defaults
 from ...features.operators.schema import families_told
 from ...models.adapt.active import choose
 from ...models.operators import OpModel
@@ -27,6 +27,7 @@ from ...models.trust.drift import alarm_after, evidence
 from ...predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
 from ...predict.published.block_answers import read_blocks
 from ...predict.published.tables import with_source
+from ..train_operators import described_devices
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +56,7 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
 
     Raises:
         DatasetError: There are no rows with a time, or of no family that the model knows.
-        DeviceError: A device is not in the catalogue.
+        DeviceError: A device is neither described, nor the model's, nor in the catalogue.
         ModelError: There is no such model.
     """
     with stages("reading the rows") as tell:
@@ -65,12 +66,16 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
 def _run(
     console: Console, settings: DriftSettings, tell: Callable[[str], None]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
+    described = described_devices(settings.devices)
     rows = read_rows(settings.data)
     name = settings.model
     if name == "default":
         name = BLOCK_MODEL if rows["block"].all() else OPERATOR_MODEL
     tell(f"{len(rows)} rows read; loading the model")
     model = OpModel.load(find_model(name))
+    model.described = described
+    names = {name: model.spec(str(name)).name for name in rows["device"].unique()}
+    rows = rows.assign(device=rows["device"].map(names))
     known = rows["key"].isin(list(model.families))
     for key, count in rows["key"][~known].value_counts().items():
         console.print(f"{count} rows left out: the model has no operators {key}", highlight=False)
@@ -113,11 +118,11 @@ def read_rows(data: Path) -> pd.DataFrame:
 
     Returns:
         Columns as :func:`~opcast.models.operators.rows_of_published` gives them, with ``backend``
-        and ``version`` (empty where they are not known), and ``block`` for families of blocks.
+        and ``version`` (empty where they are not known), and ``block`` for families of blocks;
+        ``device`` as the tables name it.
 
     Raises:
         DatasetError: There is no such table, or no row with a time.
-        DeviceError: A device is not in the catalogue.
     """
     if not data.exists():
         raise DatasetError("no such folder or table", where=str(data))
@@ -149,14 +154,11 @@ def _read(path: Path) -> Iterator[pd.DataFrame]:
     if not len(table):
         return
     if block:
-        rows = read_blocks(table, path).assign(version=table.get("version", ""))
-        names = {name: find_device(name).name for name in rows["device"].unique()}
-        yield rows.assign(device=rows["device"].map(names), block=True)
+        yield read_blocks(table, path).assign(version=table.get("version", ""), block=True)
         return
     table = with_source(path, table)
-    names = {str(name): find_device(str(name)).name for name in table["device"].unique()}
-    device = table["device"].astype(str).map(names)
-    yield table.assign(key=family_keys(table), device=device, block=False)
+    keys = family_keys(table)
+    yield with_defaults(table.assign(key=keys, block=False), keys)
 
 
 def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.DataFrame:
