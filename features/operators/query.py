@@ -231,7 +231,9 @@ def with_defaults(rows: pd.DataFrame, keys: pd.Series) -> pd.DataFrame:
     for key in (k for k in keys.unique() if k in FAMILIES):
         at = np.flatnonzero(keys == key)
         part = rows.iloc[at]
-        given = {str(c): part[c].to_numpy(object) for c in part if part[c].notna().all()}
+        # Defaults follow from these alone; other columns would be converted for nothing.
+        named = [c for c in (*PARAMETERS[FAMILIES[key]], *NAMES) if c in part]
+        given = {c: part[c].to_numpy(object) for c in named if part[c].notna().all()}
         row: dict[str, object] = {**given}
         _fill(row, key, FAMILIES[key])
         for name in row.keys() - given.keys():

@@ -181,9 +181,10 @@ def _describable(key: str, rows: pd.DataFrame) -> np.ndarray:
     missing = [n for n in parameters_of(key) if n not in rows and n != "n_in"]
     if missing:
         raise DatasetError(
-            f"{key} needs the columns {', '.join(parameters_of(key))}",
+            f"{key} needs the columns {', '.join(missing)}",
             where=str(rows["file"].iloc[0]),
-            hint="missing: " + ", ".join(missing),
+            hint="its columns are " + ", ".join(parameters_of(key)) + "; those that opcast predict "
+            "--op may leave out, a table may, too",
         )
     good = np.ones(len(rows), bool)
     for name in parameters_of(key):

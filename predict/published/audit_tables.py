@@ -17,6 +17,7 @@ from ...features.dataset import Dataset
 from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators import family_keys
+from ...features.operators.query import with_defaults
 from ...features.operators.schema import families_told
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import NEEDED, XLA_COLUMNS, xla_rows
@@ -122,7 +123,8 @@ def _rows(
         elif columns >= set(NEEDED):
             rows = _collectives(table, described)
         elif columns >= _OPERATORS:
-            rows = table.assign(key=family_keys(table))
+            keys = family_keys(table)
+            rows = with_defaults(table.assign(key=keys), keys)
         else:
             return None
     except KeyError as error:
