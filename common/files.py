@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import secrets
+import stat
 import time
 import zlib
 from collections.abc import Iterator
@@ -167,6 +168,22 @@ def gunzip(data: bytes, limit: int = MAX_EXPANDED) -> bytes:
         more = len(content) >= limit
         raise ValueError(f"it holds more than {limit} bytes" if more else "it is cut off")
     return content
+
+
+def file_stamp(path: Path | str) -> tuple[int, int, int] | None:
+    """Inode, size and time of writing in nanoseconds: another file, or other content, has others.
+
+    Returns:
+        ``None`` if there is no such file.
+    """
+    try:
+        found = Path(path).stat()
+    # A name with a null byte is none of a file.
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def printable(text: str) -> str:

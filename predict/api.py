@@ -237,9 +237,15 @@ def _call(program: object, args: tuple[object, ...], kwargs: dict[str, object]) 
     return FunctionCall(program, args, kwargs, str(getattr(program, "__name__", "")))
 
 
-@lru_cache(maxsize=4)
 def loaded(model: str | Path) -> Predictor:
-    """Load a model for programs; once."""
+    """Load a model for programs; again only if its folder was written since."""
+    from .locate import model_stamp
+
+    return _load(model, model_stamp(model))
+
+
+@lru_cache(maxsize=4)
+def _load(model: str | Path, stamp: tuple[object, ...]) -> Predictor:
     from .program.predictor import load_for_programs
 
     return load_for_programs(model)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
-from ..common.files import printable
+from ..common.files import file_stamp, printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
     closest_names,
@@ -121,6 +121,24 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
         f"{said}: every command prices it as a GPU of {maker} of no known generation; for a "
         f"generation's kernels name its `architecture:` in the device file ({wanted})",
     )
+
+
+def device_stamp(device: str | Path) -> tuple[object, ...]:
+    """Tell what a device's name or file stands for from anything else, without reading it.
+
+    Returns:
+        The stamp of the file; of a name, those of the user's own measurements, of which any may be
+        the device's by one of its aliases. Another value means that the name may stand for another
+        description (:func:`resolve_device`, with the same devices of the model).
+    """
+    if Path(device).suffix.lower() in (".json", ".yaml", ".yml"):
+        return (str(device), file_stamp(device))
+    folder = home() / "devices"
+    try:
+        own = sorted(folder.iterdir())
+    except OSError:
+        return ()
+    return tuple((str(path), file_stamp(path)) for path in own)
 
 
 def is_known(device: str, known: Mapping[str, DeviceSpec]) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..common.errors import DeviceError, ModelError
-from ..common.files import parse_json
+from ..common.files import file_stamp, parse_json
 from ..common.paths import home
 from ..features.devices.device import DeviceSpec
 from ..models.core.registry import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL, UNTRAINED
 from ..models.core.registry import OPERATOR_MODEL as OPERATOR_MODEL
+from ..models.core.store import MANIFEST
 
 #: The shipped model of layers, batches and new kinds of attention.
 BLOCK_MODEL = "blocks"
@@ -51,16 +53,9 @@ def find_model(model: str | Path, platform: str = "") -> Path:
     Raises:
         ModelError: Neither a model folder nor a known name; the message lists the names.
     """
-    folder = Path(model)
-    if (folder / "manifest.json").is_file():
-        return folder
-    # A folder takes precedence over a name, so that a local model cannot be shadowed.
-    default = PLATFORM_DEFAULTS.get(platform, DEFAULT)
-    name = default if str(model) == "default" else str(model)
-    # Listing all models takes longer than a prediction.
-    for root in (registered(), SHIPPED) if folder.name == str(model) else ():
-        if (root / name / "manifest.json").is_file():
-            return root / name
+    for folder in _candidates(model, platform):
+        if file_stamp(folder / MANIFEST) is not None:
+            return folder
     names = available()
     choices = ", ".join(sorted(names)) or "none yet"
     raise ModelError(
@@ -68,6 +63,40 @@ def find_model(model: str | Path, platform: str = "") -> Path:
         hint=f"give a model folder or one of: {choices}; without training: "
         f"{', '.join(UNTRAINED)}; train one with: opcast train",
     )
+
+
+def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:
+    """Folders that a model may be in, in the order of precedence."""
+    folder = Path(model)
+    # A folder takes precedence over a name, so that a local model cannot be shadowed.
+    yield folder
+    default = PLATFORM_DEFAULTS.get(platform, DEFAULT)
+    name = default if str(model) == "default" else str(model)
+    # Listing all models takes longer than a prediction.
+    if folder.name == str(model):
+        yield registered() / name
+        yield SHIPPED / name
+
+
+def model_stamp(model: str | Path) -> tuple[object, ...]:
+    """Tell the models that a name stands for from any others, without reading them.
+
+    Args:
+        model: Name or folder; ``default`` stands for the models of all platforms.
+
+    Returns:
+        Of each its folder and the stamp of its manifest, which is written last. Another value means
+        that the name may stand for another model. Empty for what has no folder.
+    """
+    platforms = ("", *PLATFORM_DEFAULTS) if str(model) == "default" else ("",)
+    found = []
+    for platform in platforms:
+        for folder in _candidates(model, platform):
+            stamp = file_stamp(folder / MANIFEST)
+            if stamp is not None:
+                found.append((str(folder), stamp))
+                break
+    return tuple(found)
 
 
 def trained_devices() -> dict[str, DeviceSpec]:

@@ -20,10 +20,10 @@ from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
-from ...models.core.store import MANIFEST, read_manifest
+from ...models.core.store import read_manifest
 from ...models.power.law import Work, cap_share, capped
 from ..devices import generation_note, resolve_device
-from ..locate import OPERATOR_MODEL, find_model, is_untrained
+from ..locate import OPERATOR_MODEL, find_model, is_untrained, model_stamp
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -279,12 +279,11 @@ def _folder(model: str | Path) -> Path:
 
 def _loaded(folder: Path, key: str) -> OpModel:
     """A family of a model; read again only if the folder was written since."""
-    stamp = (folder / MANIFEST).stat().st_mtime_ns
-    return _read(folder, key, stamp)
+    return _read(folder, key, model_stamp(folder))
 
 
 @lru_cache(maxsize=32)
-def _read(folder: Path, key: str, stamp: int) -> OpModel:
+def _read(folder: Path, key: str, stamp: tuple[object, ...]) -> OpModel:
     from ...models.operators import OpModel
 
     # Only the family asked for: the others would take most of the loading time.

@@ -1,6 +1,7 @@
 """opcast inside other programs: latencies, budgets of jitted functions, the pytest plug-in."""
 
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -8,7 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import opcast
-from opcast.common.errors import DeviceError
+from opcast.common.errors import DeviceError, ModelError
+from opcast.features.devices.catalogue import find_device
+from opcast.features.operators import op_features
+from opcast.models.core.registry import PRETRAINED
+from opcast.models.operators import OpModel
+from opcast.models.operators.model import default_settings
+from opcast.predict import library
 from opcast.predict.library import BudgetExceeded
 
 pytest_plugins = ["pytester"]
@@ -46,6 +53,83 @@ def test_latencies_may_be_asked_from_threads():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: opcast.latency(text, "a100-sxm-80gb"), texts))
     assert found == alone * 8
+
+
+def test_a_loop_asks_the_model_once_for_each_operator(monkeypatch):
+    text = "linear m=77 n=4096 k=4096 dtype=bf16 backend=vllm"
+    first = opcast.latency(text, "h100-sxm")
+
+    def asked_again(*_):
+        raise AssertionError("the model is asked for what it answered")
+
+    monkeypatch.setattr("opcast.predict.operator.predict.predict_op", asked_again)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: opcast.latency(text, "h100-sxm"), range(60)))
+    assert found == [first] * 60
+    # Another device, operator or model is another question.
+    for other in ((text, "a100-sxm-80gb"), (text.replace("77", "78"), "h100-sxm")):
+        with pytest.raises(AssertionError, match="asked for"):
+            opcast.latency(*other)
+
+
+def test_the_memory_of_answers_is_bounded(monkeypatch):
+    monkeypatch.setattr(library, "ANSWERS", 3)
+    texts = [f"linear m={m} n=4096 k=1024 dtype=bf16 backend=vllm" for m in (3, 5, 7, 9, 11)]
+    before = [opcast.latency(text, "h100-sxm") for text in texts]
+    assert len(library._answers) <= 3
+    assert [opcast.latency(text, "h100-sxm") for text in texts] == before
+
+
+@pytest.mark.parametrize("asked", ["operator", "kernel"])
+def test_a_replaced_model_does_not_answer_from_the_old_one(asked, tmp_path, op_rows):
+    """Two models of one name after another, of which the second takes twice as long."""
+    place = tmp_path / "m"
+    if asked == "operator":
+        what = "linear m=512 n=4096 k=4096 dtype=bf16"
+        names = [tmp_path / name for name in ("first", "second")]
+        for factor, name in zip((1.0, 2.0), names, strict=True):
+            _operators(op_rows, factor).save(name)
+    else:
+        lowered = opcast.lower(jax.jit(layer).lower(X, W), "fused")
+        what = next(k for k in lowered.kernels if k.kind == "gemm")
+        names = [PRETRAINED / "gpu-xla", PRETRAINED / "cpu-xgboost"]
+    found = []
+    for name in names:
+        shutil.copytree(name, place)
+        found.append(opcast.latency(what, "h100-sxm", model=place))
+        assert opcast.latency(what, "h100-sxm", model=place) == found[-1]
+        assert found[-1] == opcast.latency(what, "h100-sxm", model=name)
+        shutil.rmtree(place)
+    first, second = (one.latency_us for one in found)
+    if asked == "operator":
+        assert second == pytest.approx(2 * first, rel=0.1)
+    else:
+        assert second != pytest.approx(first, rel=0.01)
+    # And a folder that is gone answers nothing.
+    with pytest.raises(ModelError, match="no model"):
+        opcast.latency(what, "h100-sxm", model=place)
+
+
+def _operators(op_rows, factor):
+    rows = op_rows("graph/linear", 400, 0).assign(device="h100-sxm", dtype="bf16", split="train")
+    rows = rows.assign(version="", backend="vllm", source="aiconfigurator")
+    devices = {"h100-sxm": find_device("h100-sxm")}
+    base = op_features(rows, "graph/linear", devices).base_s
+    rows = rows.assign(latency_us=factor * base * 1e6)
+    settings = default_settings("ridge", max_rows=400)
+    return OpModel().fit(rows, devices, settings)
+
+
+def test_an_edited_device_file_is_another_device(tmp_path):
+    chip = tmp_path / "chip.yaml"
+    text = "linear m=1 n=8192 k=8192 dtype=bf16 backend=vllm"
+    found = []
+    for rate in (3350, 1675):
+        chip.write_text(f"name: chip\nbase: h100-sxm\nhbm_bandwidth_gbps: {rate}\n")
+        found.append(opcast.latency(text, chip).latency_us)
+        assert opcast.latency(text, str(chip)).latency_us == found[-1]
+    # Reading the weights takes all the time.
+    assert found[1] > 1.5 * found[0]
 
 
 def test_predictions_compare_with_seconds():
