@@ -222,7 +222,8 @@ def closest_names(name: str, count: int = 4) -> list[str]:
 def load_device_file(path: Path | str) -> DeviceSpec:
     """Read a device file, such as of a chip that does not exist yet.
 
-    A file with ``base: h100-sxm`` takes what it does not say from that device of the catalogue.
+    A file with ``base: h100-sxm`` takes what it does not say from that device of the catalogue,
+    which may go by any name that :func:`typed_name` knows.
 
     Raises:
         DeviceError: The file is missing, not YAML, has unknown keys or wrong types, says too
@@ -276,7 +277,10 @@ def _catalogue_device(name: str) -> DeviceSpec:
 def _with_base(sheet: Sheet, above: tuple[str, ...] = ()) -> Sheet:
     if "base" not in sheet.texts:
         return sheet
-    base = _canonical(sheet.texts["base"])
+    try:
+        base = typed_name(sheet.texts["base"])
+    except DeviceError as error:
+        raise DeviceError(f"base: {error.what}", where=sheet.where, hint=error.hint) from None
     # A base of a base may lead back to a file only by mistake; `above` ends such a circle.
     if base is None or base in above:
         what = f"base {sheet.texts['base']!r} is not in the catalogue"

@@ -501,6 +501,10 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("name: chip\nbase: [h100\n", r"chip.yaml: not YAML"),
         ("- name", r"a device file is a mapping"),
         ("", r"a device file is a mapping"),
+        (
+            "name: chip\nbase: h100\n",
+            r"chip.yaml: base: 'h100' may be any of 3 devices \(name one: .*h100-sxm",
+        ),
         ("name: chip\nbase: h100-sxn\n", r"base 'h100-sxn' is not in the catalogue.*h100-sxm"),
     ],
 )
