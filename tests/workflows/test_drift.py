@@ -85,6 +85,27 @@ def test_a_slower_version_of_one_library_is_found_and_repaired(model, measured, 
     assert adapted.predict(same).latency == pytest.approx(model.predict(same).latency, rel=1e-4)
 
 
+def test_a_repair_that_does_not_suffice_is_not_called_one(model, measured, tmp_path):
+    """Two samples tell little of a library whose operators slowed down by different factors."""
+    new = measured("h100-sxm", 300, 9, "1.1", backend="vllm")
+    factor = np.random.default_rng(3).choice([1.0, 3.0], len(new))
+    path = tmp_path / "new.parquet"
+    new.assign(latency_us=new["latency_us"] * factor).drop(columns="key").to_parquet(path)
+    model.save(tmp_path / "model")
+    asked = ["drift", "--data", path, "--model", tmp_path / "model", "--samples"]
+
+    def said(samples):
+        result = CliRunner().invoke(app, [*map(str, asked), samples], catch_exceptions=False)
+        return " ".join(result.stdout.split())
+
+    few = said("2")
+    assert "1 of 1 have drifted" in few
+    assert "of its rows are covered, and below 85% they count as drifted; give more than 2" in few
+    assert "the adapted model is not kept" in few
+    # As many samples as rows leave none to judge a repair on.
+    assert "not repaired: no more rows than --samples" in said("300")
+
+
 def test_what_has_not_drifted_is_left_alone(model, measured, tmp_path):
     rows = read_rows(new_rows(measured, tmp_path, slower=1.0))
     found = staleness(model, rows, 0.01)

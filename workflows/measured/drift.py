@@ -23,7 +23,7 @@ from ...models.adapt.active import choose
 from ...models.operators import OpModel
 from ...models.operators.report import predictions
 from ...models.operators.rows import group_draw
-from ...models.trust.drift import alarm_after, evidence
+from ...models.trust.drift import TOLERATED, alarm_after, evidence
 from ...predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
 from ...predict.published.block_answers import read_blocks
 from ...predict.published.tables import with_source
@@ -41,6 +41,8 @@ NEEDED = frozenset(("op", "family", "dtype", "device", "latency_us"))
 #: Most rows that samples are chosen among, and most that a repair is judged on: a choice costs the
 #: square of the former.
 CANDIDATES, JUDGED = 1200, 4000
+#: ``result`` of a cell whose intervals hold again.
+REPAIRED = "repaired"
 
 
 def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -100,17 +102,38 @@ def _run(
     if len(stale):
         tell("repairing what has drifted")
     repaired = repair(model, rows, stale, settings.samples, settings.seed)
+    name = "unchanged"
     if len(repaired):
-        title = f"repaired with {settings.samples} samples of each, others judged, in %"
+        title = f"learned {settings.samples} samples of each, others judged, in %"
         print_frame(console, in_percent(repaired), title)
+        name = "repaired" if (repaired["result"] == REPAIRED).all() else "adapted"
+    for told in _not_repaired(stale, repaired, settings.samples):
+        console.print(told, highlight=False)
     if settings.out is not None:
         tell("saving the model")
         model.save(settings.out)
         settings.save(settings.out)
-        wrote(settings.out, f"repaired model; predict with it: --model {settings.out}")
+        wrote(settings.out, f"{name} model; predict with it: --model {settings.out}")
     elif len(repaired):
-        console.print("the repaired model is not kept: give --out to save it", highlight=False)
+        console.print(f"the {name} model is not kept: give --out to save it", highlight=False)
     return found, repaired
+
+
+def _not_repaired(stale: pd.DataFrame, repaired: pd.DataFrame, samples: int) -> Iterator[str]:
+    """Say of each cell whose intervals do not hold again why, and what may help."""
+    results = {tuple(row[c] for c in CELL): row for _, row in repaired.iterrows()}
+    for _, cell in stale.iterrows():
+        what = " ".join(filter(None, (str(cell[c]) for c in CELL)))
+        found = results.get(tuple(cell[c] for c in CELL))
+        if found is None:
+            why = "no more rows than --samples, or a newer version has drifted"
+            yield f"{what}: not repaired: {why}"
+        elif found["result"] != REPAIRED:
+            yield (
+                f"{what}: {found['result']}: {found['covered_after']:.0%} of its rows are covered, "
+                f"and below {1.0 - TOLERATED:.0%} they count as drifted; give more than {samples} "
+                "--samples, or train on them"
+            )
 
 
 def read_rows(data: Path) -> pd.DataFrame:
@@ -224,7 +247,9 @@ def repair(
 
     Returns:
         One row for each cell with more rows than ``samples``: :data:`CELL`, ``n`` rows that were
-        not learned from, and their error and coverage before and after.
+        not learned from, their error and coverage before and after, and ``result``:
+        :data:`REPAIRED` if the coverage is back at what is tolerated, else ``improved`` if
+        neither is worse than before, or ``no better``.
     """
     records = []
     rng = np.random.default_rng(seed)
@@ -247,14 +272,24 @@ def repair(
         model.devices[device] = spec[device]
         model.learn_versions(taken, device, str(cell["key"]))
         after = predictions(model, rest)
+        errors, covered = (
+            [float(of(table)) for table in (before, after)]
+            for of in (_error, lambda table: _inside(table).mean())
+        )
+        neither_worse = covered[1] >= covered[0] and errors[1] <= errors[0]
         records.append(
             {
                 **{c: cell[c] for c in CELL},
                 "n": len(rest),
-                "error_before": _error(before),
-                "error_after": _error(after),
-                "covered_before": float(_inside(before).mean()),
-                "covered_after": float(_inside(after).mean()),
+                "error_before": errors[0],
+                "error_after": errors[1],
+                "covered_before": covered[0],
+                "covered_after": covered[1],
+                "result": REPAIRED
+                if covered[1] >= 1.0 - TOLERATED
+                else "improved"
+                if neither_worse
+                else "no better",
             }
         )
     return pd.DataFrame(records)
