@@ -59,10 +59,13 @@ def run_profile(settings: ProfileSettings) -> None:
         )
     # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
+    # On a fleet the hosts do both beside one another, in the time that they measure.
+    parts = f"set-up and probe {result.setup_s:.0f} s, final check {result.check_s:.0f} s"
+    told = f" ({parts})" if result.setup_s + result.check_s > 0.0 else ""
     wrote(
         result.folder,
         f"{result.samples} samples of {result.programs} programs, {result.failed} failed, "
-        f"{result.elapsed_s:.0f} s, {result.stopped}",
+        f"{result.elapsed_s:.0f} s{told}, {result.stopped}",
     )
     # What was measured is saved and reported; the command still ends as interrupted (status 130).
     if result.stopped == "interrupted":

@@ -71,6 +71,9 @@ class ProfileRun:
         self._settings = settings
         self._folder = folder
         self._start = time.monotonic()
+        # Seconds after the start when the first program begins and the last one ends.
+        self._setup_s: float | None = None
+        self._measured_s: float | None = None
         self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
         self._done: set[str] = set()
         # The id sorts by time; the random part keeps two runs of one second apart.
@@ -151,7 +154,10 @@ class ProfileRun:
             if not batch:
                 return self._result("done")
             self._begin(host, device)
-            return self._finish(self._loop(batch, progress))
+            self._setup_s = time.monotonic() - self._start
+            stopped = self._loop(batch, progress)
+            self._measured_s = time.monotonic() - self._start
+            return self._finish(stopped)
         finally:
             self._measurer.restart()
 
@@ -368,14 +374,18 @@ class ProfileRun:
         write_text(self._folder / PROGRESS, json.dumps(progress, indent=1, sort_keys=True))
 
     def _result(self, stopped: str) -> ProfileResult:
+        elapsed = time.monotonic() - self._start
         return ProfileResult(
             folder=self._folder,
             run_id=self._run_id if "device" in self._run.record else "",
             samples=self._run.samples,
             programs=len(self._measured),
             failed=self._failed,
-            elapsed_s=time.monotonic() - self._start,
+            elapsed_s=elapsed,
             stopped=stopped,
+            # A run that had nothing left to do was set up alone.
+            setup_s=elapsed if self._setup_s is None else self._setup_s,
+            check_s=0.0 if self._measured_s is None else elapsed - self._measured_s,
         )
 
 

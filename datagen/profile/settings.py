@@ -60,6 +60,8 @@ class ProfileResult:
         failed: Programs that failed; reasons are in ``failures.jsonl``.
         elapsed_s: Seconds that it took.
         stopped: Reason of the end: ``done``, ``budget`` or ``interrupted``.
+        setup_s: Of ``elapsed_s``, those before the first program: starting JAX, the probe.
+        check_s: Of ``elapsed_s``, those after the last one: programs measured again, anchors.
     """
 
     folder: Path
@@ -69,3 +71,5 @@ class ProfileResult:
     failed: int
     elapsed_s: float
     stopped: str
+    setup_s: float = 0.0
+    check_s: float = 0.0

@@ -131,6 +131,7 @@ def test_nothing_is_left_to_do(measured: Path) -> None:
     sources = [*tiny(8, 16, 64, 96, 128), Source("bad", BAD), Source("huge", TEXT.format(n=8192))]
     result = profile(measured, sources=sources, device_spec=SPEC, max_memory=200e6)
     assert (result.run_id, result.samples, result.stopped) == ("", 0, "done")
+    assert (result.setup_s, result.check_s) == (result.elapsed_s, 0.0)
     assert sorted(path.name for path in measured.iterdir()) == before
 
 
@@ -140,6 +141,9 @@ def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_pat
     other = dataclasses.replace(SPEC, name="cpu-y")
     result = profile(tmp_path, sources=tiny(8), device_spec=other, max_memory=200e6)
     assert (result.programs, result.stopped) == (1, "done")
+    # Starting JAX comes before the first program, another worker's start after the last one.
+    assert result.setup_s > 0.1 and result.check_s > 0.1
+    assert result.setup_s + result.check_s < result.elapsed_s
     frame = Dataset.load(tmp_path).frame
     both = frame[frame["program"] == frame.loc[frame["device"] == "cpu-y", "program"].iloc[0]]
     assert set(both["device"]) == {SPEC.name, "cpu-y"}
