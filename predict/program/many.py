@@ -249,12 +249,16 @@ def _said(error: Exception) -> str:
 
 #: Most lines whose intervals are drawn: more bands would cover each other.
 _BANDS = 4
+#: Most lines of a legend's column, and of designs that have a colour and a name each: what fits
+#: beside the axes.
+_ENTRIES = 24
 
 
 def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
     """Plot times: over the first range of designs as lines, else as bars for each program.
 
-    Intervals are drawn as bands of up to four lines, and as whiskers of bars.
+    Intervals are drawn as bands of up to four lines, and as whiskers of bars. Where there are too
+    many lines to name each, the designs of a program share a colour and a name.
 
     Args:
         frame: Of :func:`predict_many`.
@@ -274,18 +278,25 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         across, others = axes_of[0], axes_of[1:]
         designs = known.dropna(subset=[across]).groupby(["program", *others])
         others_of = known[known[across].isna()].groupby(["program", "device"])
-        count = len(designs) + len(others_of)
+        # All designs of a program, or each of them.
+        together = len(designs) + len(others_of) > _ENTRIES and bool(others)
+        kinds = {key: key[:1] if together else key for key, _ in designs}
+        places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds.values()))}
+        count = len(places) + len(others_of)
         # The cycle of colours ends at ten.
         palette = pyplot.get_cmap("tab10" if count <= 10 else "turbo", max(count, 10))
-        for place, (key, part) in enumerate(designs):
+        for key, part in designs:
             line = part.sort_values(across)
-            label = ", ".join([Path(str(key[0])).stem, *map("{}={:g}".format, others, key[1:])])
-            colour = palette(place)
+            figures = list(map("{}={:g}".format, others, key[1:]))
+            if together:
+                figures = ["any " + ", ".join(others)]
+            label = ", ".join([Path(str(key[0])).stem, *figures])
+            colour = palette(places[kinds[key]])
             axes.plot(line[across], line["latency_us"] / 1e3, "o-", label=label, color=colour)
             if len(designs) <= _BANDS:
                 ends = (line["lo_us"] / 1e3, line["hi_us"] / 1e3)
                 axes.fill_between(line[across], *ends, alpha=0.15, color=colour)
-        for place, ((program, device), part) in enumerate(others_of, len(designs)):
+        for place, ((program, device), part) in enumerate(others_of, len(places)):
             label = f"{Path(str(program)).stem} on {device}"
             style = ("--", ":", "-.")[place // 10 % 3]
             time = part["latency_us"].iloc[0] / 1e3
@@ -304,12 +315,20 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         middle = [i + width * (len(devices) - 1) / 2 for i in range(len(programs))]
         axes.set_xticks(middle, [Path(str(p)).stem for p in programs], rotation=20, ha="right")
         axes.set(ylabel="time (ms)", yscale="log")
-    many = len(axes.get_legend_handles_labels()[1]) > 6
-    if many:
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    if len(named) > 6:
         # Beside the axes: it would hide what they show.
-        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        axes.legend(
+            list(named.values()),
+            list(named),
+            fontsize=8,
+            loc="upper left",
+            bbox_to_anchor=(1.01, 1.0),
+            ncols=-(-len(named) // _ENTRIES),
+        )
     else:
-        axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        axes.legend(list(named.values()), list(named), fontsize=8)
+    # As wide and as high as the legend needs.
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)

@@ -227,6 +227,40 @@ def test_many_lines_have_colours_of_their_own_and_no_bands(tmp_path):
     close(kept[0])
 
 
+@pytest.mark.parametrize("devices", [3, 40])
+def test_a_legend_of_many_lines_lies_in_the_picture(tmp_path, devices):
+    """Designs of a program share a name where there are too many; named devices keep theirs."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from opcast.predict.program import many
+
+    at = {"error": "", "latency_us": 1e3, "lo_us": 900.0, "hi_us": 2e3}
+    designs = [
+        {"program": f"p{p}.mlir", "device": "mine", "cores": c, "hbm": h, "l2": m, **at}
+        for p in (1, 2, 3) for c in (80.0, 120.0, 160.0) for h in (2.0, 4.0, 8.0) for m in (1, 2, 3)
+    ]  # fmt: skip
+    named = [{"program": "p1.mlir", "device": f"d{n}", **at} for n in range(devices)]
+    names = ["program", "device", "cores", "hbm", "l2", "latency_us", "lo_us", "hi_us", "error"]
+    kept, close = [], pyplot.close
+    try:
+        pyplot.close = kept.append
+        many.plot_predictions(pd.DataFrame(designs + named)[names], tmp_path / "many.png")
+    finally:
+        pyplot.close = close
+    (axes,) = kept[0].axes
+    told = [text.get_text() for text in axes.get_legend().get_texts()]
+    ours = [f"p{p}, any hbm, l2" for p in (1, 2, 3)]
+    assert told[:3] == ours
+    assert sorted(told[3:]) == sorted(f"p1 on d{n}" for n in range(devices))
+    # 3 · 3 · 3 lines over the cores, and one for each device.
+    assert len(axes.get_lines()) == 27 + devices
+    # What is saved is cut around everything drawn, so that no name is outside the picture.
+    image = pyplot.imread(tmp_path / "many.png")
+    legend = axes.get_legend().get_window_extent()
+    assert image.shape[1] / 120 > legend.width / kept[0].dpi + 4
+    assert image.shape[0] / 120 > legend.height / kept[0].dpi
+    close(kept[0])
+
+
 def test_the_documented_route_in_python(folder):
     designs = load_designs(folder / "ranges.yaml")
     lowered = package.lower(folder / "mlp.mlir", "fused", device=designs[0].device)
