@@ -44,6 +44,10 @@ _PT2 = Foreign(
     "give its path to opcast predict on a machine with PyTorch, which translates it; elsewhere "
     "only StableHLO is read, which opcast.save(module, *inputs, path=…, device=…) writes",
 )
+_DAMAGED = Foreign(
+    "a .pt2 file that is empty, cut off or damaged",
+    "write it again: torch.export.save(torch.export.export(module, inputs), 'model.pt2')",
+)
 _KERAS_ZIP = Foreign("a Keras model", _KERAS)
 _PYTHON = Foreign(
     "Python source, not a program",
@@ -75,7 +79,7 @@ _BY_SUFFIX = {
     ".safetensors": _SAFETENSORS,
     ".gguf": _GGUF,
     ".tflite": _TFLITE,
-    ".pt2": _PT2,
+    ".pt2": _DAMAGED,
     ".pt": _CHECKPOINT,
     ".pth": _CHECKPOINT,
     ".ckpt": _CHECKPOINT,
@@ -96,6 +100,8 @@ _BY_CONTENT = (
     (4, b"TFL3", _TFLITE),
     (0, b"\x1f\x8b", _GZIP),
 )
+#: Most bytes of the end of a zip archive: 22, and a comment.
+_ZIP_END = 22 + 65535
 #: How StableHLO, HLO or an export begins, whatever the file is called.
 _PROGRAM = re.compile(rb"\s*(?:(?://|#)[^\n]*\n\s*)*(?:module\b|HloModule\b|ML\xefR)")
 
@@ -118,7 +124,8 @@ def foreign_file(name: str, data: bytes) -> Foreign | None:
         return _SAFETENSORS
     if data.startswith(b"PK\x03\x04"):
         if b"archive_format" in data[:4096] or b"/models/model.json" in data:
-            return _PT2
+            # The list of an archive's files, by which it is read, is its end.
+            return _PT2 if b"PK\x05\x06" in data[-_ZIP_END:] else _DAMAGED
         # Code of TorchScript stands beside its constants.
         if b"/code/__torch__" in data or b"/constants.pkl" in data:
             return _SCRIPT

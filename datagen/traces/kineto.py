@@ -97,7 +97,9 @@ def _no_kernels(path: Path, read: _Read) -> DatasetError:
         return DatasetError(
             "the trace holds no events of an operator or a device",
             where=str(path),
-            hint="for a profile of JAX give its xplane.pb, which lies beside trace.json.gz",
+            hint="export it after an active step of the profiler's schedule has ended (call step() "
+            "once more, or export in on_trace_ready); for a profile of JAX give its xplane.pb, "
+            "which lies beside trace.json.gz",
         )
     return DatasetError(
         "the trace holds no kernels, only events of the host",

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...common.errors import ProgramError
 from ...features.ir.torch.record import AtenCall, Recording
+from ...features.ir.torch.table import is_solver
 from ...features.ir.torch.translate import Place
 from ...models.gpu.attention import backward_ratio
 from .aten_lookups import LOOKUPS, read_traffic, write_traffic
@@ -54,12 +55,6 @@ _NORM_BACKWARD = 2
 _LIST = 48
 #: Operators that are priced by the passes of a radix sort.
 SORTS = ("aten.sort", "aten.topk")
-#: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
-_SOLVERS = (
-    *("aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr"),
-    *("aten.lu_", "aten._linalg", "aten.linalg_"),
-)
-_NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
     *(*_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
@@ -114,7 +109,7 @@ def check_priced(calls: Sequence[AtenCall]) -> None:
         ProgramError: There is one, at the line that it names.
     """
     for call in calls:
-        if call.name.startswith(_SOLVERS) and not call.name.startswith(_NO_SOLVERS):
+        if is_solver(call.name):
             place = call.place
             raise ProgramError(
                 f"the time of {call.name} (linear algebra) is not known for PyTorch's kernels",

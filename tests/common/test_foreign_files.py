@@ -49,6 +49,9 @@ def archive(*names):
         ("model.keras", archive("config.json"), "a Keras model", "stateless_call"),
         ("model.tflite", b"\x1c\0\0\0TFL3", "a TensorFlow Lite model", "framework"),
         ("config.json", b'{"model_type": "llama"}', "the configuration", "--hf"),
+        ("junk.pt2", b"PK\x03\x04junk", "damaged", "write it again"),
+        ("empty.pt2", b"", "empty", "torch.export.save"),
+        ("cut.pt2", archive("m/archive_format")[:-40], "cut off", "torch.export.save"),
         ("step.mlir.gz", b"\x1f\x8b\x08\0", "compressed by gzip", "gunzip"),
     ],
 )

@@ -23,6 +23,12 @@ Translation: TypeAlias = Callable[..., Result]
 _F = TypeVar("_F", bound=Translation)
 #: Translations by the operator's name, with or without its overload.
 TABLE: dict[str, Translation] = {}
+#: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
+_SOLVERS = (
+    *("aten.cholesky", "aten.triangular_solve", "aten.geqrf", "aten.ormqr", "aten.orgqr"),
+    *("aten.lu_", "aten._linalg", "aten.linalg_"),
+)
+_NO_SOLVERS = ("aten.linalg_vector_norm", "aten.linalg_cross")
 
 
 @dataclass(frozen=True)
@@ -72,3 +78,8 @@ def as_dims(dims: Dims, rank: int) -> tuple[int, ...]:
 def in_f32(x: jax.Array) -> jax.Array:
     """The array in at least 32 bits, in which PyTorch's kernels accumulate."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def is_solver(name: str) -> bool:
+    """Whether an operator is a factorisation or a solver, whose time is not known either."""
+    return name.startswith(_SOLVERS) and not name.startswith(_NO_SOLVERS)

@@ -20,7 +20,7 @@ from ..mlir.locations import FRAMEWORK
 from . import elementwise, products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
 from .exported import Exported, jax_dtype
-from .table import Call, Result, find
+from .table import Call, Result, find, is_solver
 
 if TYPE_CHECKING:
     import torch
@@ -246,7 +246,9 @@ class Forward:
                 "operators have no translation to JAX: "
                 + ", ".join(f"{n} ({w})" if w else n for n, w in list(unknown.items())[:8]),
                 where=self.exported.name,
-                hint="write that part of the model by other operators of PyTorch, or price the "
+                hint="predict the program without it and measure that operator by itself"
+                if any(map(is_solver, unknown))
+                else "write that part of the model by other operators of PyTorch, or price the "
                 "operators that PyTorch itself launches: --framework torch-eager",
             )
 

@@ -177,3 +177,10 @@ def test_values_across_the_ends_of_chunks(tmp_path: Path, monkeypatch) -> None:
         found = list(stream_events(path))
         assert [v for k, v in found if k == "traceEvents"] == data["traceEvents"]
         assert dict(p for p in found if p[0] != "traceEvents") == {"a": data["a"], "b": 1234}
+
+
+def test_an_empty_trace_asks_whether_the_schedule_had_ended(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text('{"schemaVersion": 1, "traceEvents": []}')
+    with pytest.raises(DatasetError, match=r"no events of an operator.*schedule has ended"):
+        read_kineto(path)

@@ -451,6 +451,12 @@ def test_an_operator_without_translation_is_named_with_its_line():
     assert "torch-eager" in error.hint
 
 
+def test_a_solver_is_not_sent_where_it_is_refused_too():
+    error = refused(Function(lambda a: torch.linalg.svd(a)[1]), torch.ones(8, 8))
+    assert "_linalg_svd" in error.what and "test_translate.py:" in error.what
+    assert "torch-eager" not in error.hint and "measure" in error.hint
+
+
 def test_what_cannot_be_exported_says_why():
     error = refused(Function(lambda x: x if x.sum() > 0 else -x), torch.ones(3))
     assert "torch.export cannot export" in error.what
