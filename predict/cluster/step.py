@@ -25,7 +25,6 @@ from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
 from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory, box_host
-from ...simulate.step.peaks import arithmetic_seconds, as_multiplied, widened_note
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import PRODUCT_DTYPE, Workload
@@ -33,6 +32,7 @@ from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
 from .network import ClusterNetwork
+from .peaks import arithmetic_seconds, as_multiplied, widened_note
 from .spread import sensitivities, unknown_operators
 from .waterfall import Term, Waterfall
 

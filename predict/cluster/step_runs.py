@@ -25,8 +25,8 @@ from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
 from ...simulate.step.layer_ops import micro_tokens
 from ...simulate.step.memory import StageMemory
-from ...simulate.step.peaks import arithmetic_seconds, as_multiplied
 from ..operator.step_operators import OperatorLatency
+from .peaks import arithmetic_seconds, as_multiplied
 from .step import cluster_costs, step_interval
 from .step_table import FAULTS, StepRow, reason_of
 

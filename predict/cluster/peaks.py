@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import REDUCED
-from .calls import OpCall
-from .compose import operator_counts
-from .layer_ops import ATTENTION_BACKWARD
-from .placement import kind_counts
-from .plan import Plan
-from .workload import PRODUCT_DTYPE, Workload
+from ...simulate.step.calls import OpCall
+from ...simulate.step.compose import operator_counts
+from ...simulate.step.layer_ops import ATTENTION_BACKWARD
+from ...simulate.step.placement import kind_counts
+from ...simulate.step.plan import Plan
+from ...simulate.step.workload import PRODUCT_DTYPE, Workload
 
 #: Formats that are tried in turn where a device has no units for one.
 _WIDER = {"nvfp4": "fp8", "fp8": "bf16", "mxfp8": "bf16", "int8": "bf16"}
@@ -35,7 +35,7 @@ def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
         spec: The device.
 
     Returns:
-        A key of :data:`~.workload.PRODUCT_DTYPE`.
+        A key of :data:`~opcast.simulate.step.workload.PRODUCT_DTYPE`.
     """
     own = workload.product_dtype
     while own in _WIDER:
