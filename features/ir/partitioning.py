@@ -17,14 +17,10 @@ from .reader import SourceProgram
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
 
-_MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
 # ``sdy.mesh<["x"=2, "y"=4]>``.
 _MESH = re.compile(r"sdy\.mesh<\[([^\]]*)\]")
 # ``devices=[2,4]<=[8]``, GSPMD's tiling; a last dimension of replicas counts as devices, too.
 _TILES = re.compile(r"devices=\[([\d,]+)\]")
-
-#: Op of Shardy that a ``shard_map`` becomes: its body has the shapes of one device.
-_MANUAL = "sdy.manual_computation"
 
 
 def header_counts(source: SourceProgram) -> tuple[int, int]:
@@ -40,8 +36,10 @@ def annotated_devices(source: SourceProgram) -> int:
     """Count the devices of the largest mesh or sharding that the ops name; 1 if none."""
     data = source.compile_input
     if source.kind == "hlo":
+        from .mlir.shardings import mesh_size
+
         text = data if isinstance(data, str) else data.decode()
-        meshes = [_mesh_size(axes) for axes in _MESH.findall(text)]
+        meshes = [mesh_size(axes) for axes in _MESH.findall(text)]
         return max([1, *meshes, *_tile_sizes(text)])
     # Bytecode holds the names of attributes verbatim, so that few modules have to be walked.
     raw = data.encode() if isinstance(data, str) else data
@@ -50,37 +48,18 @@ def annotated_devices(source: SourceProgram) -> int:
 
 def _annotated_in(module: ir.Module) -> int:
     from .jax_compat import walk_ops
+    from .mlir.shardings import mesh_size
 
     sizes = [1]
     for op in walk_ops(module):
         if op.name == "sdy.mesh":
             # A mesh may be defined without being used: the largest one counts all the same.
-            sizes.append(_mesh_size(str(op.attributes["mesh"])))
+            sizes.append(mesh_size(str(op.attributes["mesh"])))
         elif "mhlo.sharding" in op.attributes:
             sizes += _tile_sizes(str(op.attributes["mhlo.sharding"]))
         elif op.name == "func.func" and "arg_attrs" in op.attributes:
             sizes += _tile_sizes(str(op.attributes["arg_attrs"]))
     return max(sizes)
-
-
-def manual_devices(module: ir.Module) -> int:
-    """Count the devices of the largest mesh that a ``shard_map`` runs over; 1 if there is none.
-
-    JAX writes one partition into the header where the mesh is an ``AbstractMesh``, though the body
-    has a single device's shapes.
-    """
-    from .jax_compat import walk_ops
-
-    ops = list(walk_ops(module))
-    used = " ".join(str(op.attributes["in_shardings"]) for op in ops if op.name == _MANUAL)
-    meshes = [op for op in ops if op.name == "sdy.mesh"]
-    sizes = {str(op.attributes["sym_name"]).strip('"'): op.attributes["mesh"] for op in meshes}
-    named = [_mesh_size(str(mesh)) for name, mesh in sizes.items() if f"@{name}," in used]
-    return max([1, *named])
-
-
-def _mesh_size(axes: str) -> int:
-    return prod(int(n) for n in _MESH_AXIS.findall(axes))
 
 
 def _tile_sizes(text: str) -> list[int]:

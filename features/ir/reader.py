@@ -249,7 +249,7 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
 
 def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
     from .jax_compat import module_counts, said_platforms, with_partitions, write_bytecode
-    from .partitioning import manual_devices
+    from .mlir.shardings import manual_devices
     from .stablehlo_reader import parse
 
     module, note = parse(data, origin), ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, walk_ops
@@ -42,6 +43,10 @@ _USES = frozenset(
     for name in ("broadcast_in_dim", "convolution", "dot", "dot_general", "gather")
 )
 
+#: ``"x"=2`` of a mesh of Shardy; in HLO text its quotes are escaped.
+_MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
+#: Op of Shardy that a ``shard_map`` becomes: its body has the shapes of one device.
+_MANUAL = "sdy.manual_computation"
 #: Attributes of ops, arguments and results on which a partitioner acts.
 _ALIAS, _DONOR = "tf.aliasing_output", "jax.buffer_donor"
 _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
@@ -275,7 +280,7 @@ def without_shardings(module: ir.Module) -> ir.Module:
         for op in walk_ops(copy):
             call = "call_target_name" in op.attributes
             target = str(op.attributes["call_target_name"]).strip('"') if call else ""
-            if op.name == "sdy.manual_computation" or target == "SPMDFullToShardShape":
+            if op.name == _MANUAL or target == "SPMDFullToShardShape":
                 raise ValueError(
                     "a part is written for each device, by shard_map or by a plan that was saved "
                     "with cuts of cuDNN's attention"
@@ -304,3 +309,22 @@ def without_shardings(module: ir.Module) -> ir.Module:
         one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
         copy.operation.attributes["mhlo.num_partitions"] = one
     return copy
+
+
+def mesh_size(axes: str) -> int:
+    """Devices of a mesh, from the text of its axes."""
+    return prod(int(n) for n in _MESH_AXIS.findall(axes))
+
+
+def manual_devices(module: ir.Module) -> int:
+    """Count the devices of the largest mesh that a ``shard_map`` runs over; 1 if there is none.
+
+    JAX writes one partition into the header where the mesh is an ``AbstractMesh``, though the body
+    has a single device's shapes.
+    """
+    ops = list(walk_ops(module))
+    used = " ".join(str(op.attributes["in_shardings"]) for op in ops if op.name == _MANUAL)
+    meshes = [op for op in ops if op.name == "sdy.mesh"]
+    sizes = {str(op.attributes["sym_name"]).strip('"'): op.attributes["mesh"] for op in meshes}
+    named = [mesh_size(str(mesh)) for name, mesh in sizes.items() if f"@{name}," in used]
+    return max([1, *named])
