@@ -6,7 +6,7 @@ when the command runs or when its own ``--help`` is shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -86,6 +86,8 @@ class Group:
     Attributes:
         help: One line for the list of commands.
         commands: Commands and groups by name.
+        panels: Headings of the list of commands, each with the names below it; without any, the
+            commands stand in one list.
         former: Subcommand by an option that stood for it in earlier versions, in order of
             precedence.
         former_file: Subcommand that a file given in place of a subcommand stood for.
@@ -93,6 +95,7 @@ class Group:
 
     help: str
     commands: Mapping[str, Command | Group]
+    panels: Mapping[str, Iterable[str]] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
     former_file: str = ""
 
@@ -134,8 +137,10 @@ class LazyGroup(TyperGroup):
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         """List the commands from the table, importing none of them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, own.help) for name, own in self.table.commands.items()])
+        commands = self.table.commands
+        for title, names in (self.table.panels or {"Commands": commands}).items():
+            with formatter.section(title):
+                formatter.write_dl([(name, commands[name].help) for name in names])
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Parse the group's own options; name the new spelling of a former one."""

@@ -56,7 +56,7 @@ REPORT = Group(
     },
     former_file="program",
 )
-COMMANDS: dict[str, Command | Group] = {
+PREDICT: dict[str, Command | Group] = {
     "predict": Command(
         "predict",
         "predict",
@@ -65,9 +65,6 @@ COMMANDS: dict[str, Command | Group] = {
             "opcast predict step.mlir --device h100-sxm --lowering fused",
             "opcast predict --op 'linear m=4096 n=4096 k=4096 dtype=fp8' --device l40s",
         ),
-    ),
-    "tune-kernel": Command(
-        "fidelities", "tune_kernel", "Rank implementations and tile configurations of kernels."
     ),
     "explain": Command(
         "predict",
@@ -83,7 +80,6 @@ COMMANDS: dict[str, Command | Group] = {
         "check",
         "Compare predicted with measured times, kernel by kernel.",
     ),
-    "report": REPORT,
     "lower": Command(
         "lower",
         "lower",
@@ -96,6 +92,12 @@ COMMANDS: dict[str, Command | Group] = {
         "Partition a program over a mesh or along its own shardings, with explicit collectives.",
         examples=("opcast partition step.mlir --mesh dp=4 --out step4.mlir",),
     ),
+    "plan": Command(
+        "sweep", "plan", "Search meshes and shardings of any program for the best on a cluster."
+    ),
+    "tune-kernel": Command(
+        "fidelities", "tune_kernel", "Rank implementations and tile configurations of kernels."
+    ),
     "compilers": Group(
         "Manage compilers of devices that are not attached.",
         {
@@ -103,55 +105,8 @@ COMMANDS: dict[str, Command | Group] = {
             "list": Command("lower", "list_compilers", "List the installed compilers."),
         },
     ),
-    "profile": Command(
-        "device", "profile", "Measure kernels and programs on a device into a dataset."
-    ),
-    "device": Command(
-        "device",
-        "device",
-        "Measure this device, or print a known device or the catalogue.",
-        examples=(
-            "opcast device h100-sxm",
-            "opcast device --list",
-        ),
-    ),
-    "train": Command(
-        "train",
-        "train",
-        "Train a model, print its metrics, save and track it.",
-        examples=("opcast train --data data --model ridge --split random --register mine",),
-    ),
-    "tune": Command("train", "tune", "Search for a model's hyperparameters by cross-validation."),
-    "calibrate": Command(
-        "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
-    ),
-    "drift": Command(
-        "calibrate", "drift", "Say how stale a model is on new measurements, and repair it."
-    ),
-    "evaluate": Command(
-        "train",
-        "evaluate",
-        "Predict published tables of operators, steps, serving or programs and print the errors.",
-    ),
-    "demo": Command(
-        "train", "demo", "Predict for absent chips, calibrate to this machine, test, track."
-    ),
-    "compare": Command(
-        "train",
-        "compare",
-        "Print tracked runs side by side.",
-        examples=("opcast compare",),
-    ),
-    "ui": Command("train", "ui", "Open MLflow's user interface on the runs tracked here."),
-    "models": Command(
-        "train",
-        "models",
-        "List the available models, or print a model card.",
-        examples=(
-            "opcast models",
-            "opcast models gpu-operators",
-        ),
-    ),
+}
+CLUSTERS: dict[str, Command | Group] = {
     "simulate": Command(
         "simulate",
         "simulate",
@@ -159,6 +114,15 @@ COMMANDS: dict[str, Command | Group] = {
         examples=(
             "opcast simulate --workload llama-3-8b --set batch=16,seq=4096 \\\n"
             "    --cluster dgx-h100-x16 --plan tp=8,dp=2",
+        ),
+    ),
+    "sweep": Command(
+        "sweep",
+        "sweep",
+        "Evaluate many parallel plans and print the Pareto front.",
+        examples=(
+            "opcast sweep --workload llama-3-8b --set batch=64,seq=4096 \\\n"
+            "    --cluster dgx-h100-x16 --grid tp=4/8,pp=1/2 --out plans",
         ),
     ),
     "simulate-serving": Command(
@@ -179,18 +143,6 @@ COMMANDS: dict[str, Command | Group] = {
             "    --load concurrency=16,prompt=512,output=64,count=64 --slo tpot=30ms",
         ),
     ),
-    "sweep": Command(
-        "sweep",
-        "sweep",
-        "Evaluate many parallel plans and print the Pareto front.",
-        examples=(
-            "opcast sweep --workload llama-3-8b --set batch=64,seq=4096 \\\n"
-            "    --cluster dgx-h100-x16 --grid tp=4/8,pp=1/2 --out plans",
-        ),
-    ),
-    "plan": Command(
-        "sweep", "plan", "Search meshes and shardings of any program for the best on a cluster."
-    ),
     "cluster": Command(
         "cluster",
         "cluster",
@@ -202,6 +154,20 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "calibrate-collectives": Command(
         "cluster", "calibrate_collectives", "Fit the collective model to measurements."
+    ),
+}
+DATA: dict[str, Command | Group] = {
+    "device": Command(
+        "device",
+        "device",
+        "Measure this device, or print a known device or the catalogue.",
+        examples=(
+            "opcast device h100-sxm",
+            "opcast device --list",
+        ),
+    ),
+    "profile": Command(
+        "device", "profile", "Measure kernels and programs on a device into a dataset."
     ),
     "zoo": Group(
         "List and export the zoo's workloads.",
@@ -243,9 +209,47 @@ COMMANDS: dict[str, Command | Group] = {
         "audit",
         "Find rows of measured tables that are impossible, or that others contradict.",
     ),
-    "fidelities": Command(
-        "fidelities", "fidelities", "Rank-correlate estimators over the zoo's programs."
+    "train": Command(
+        "train",
+        "train",
+        "Train a model, print its metrics, save and track it.",
+        examples=("opcast train --data data --model ridge --split random --register mine",),
     ),
+    "tune": Command("train", "tune", "Search for a model's hyperparameters by cross-validation."),
+    "calibrate": Command(
+        "calibrate", "calibrate", "Adapt a model to a device from few, actively chosen samples."
+    ),
+    "drift": Command(
+        "calibrate", "drift", "Say how stale a model is on new measurements, and repair it."
+    ),
+    "evaluate": Command(
+        "train",
+        "evaluate",
+        "Predict published tables of operators, steps, serving or programs and print the errors.",
+    ),
+    "compare": Command(
+        "train",
+        "compare",
+        "Print tracked runs side by side.",
+        examples=("opcast compare",),
+    ),
+    "models": Command(
+        "train",
+        "models",
+        "List the available models, or print a model card.",
+        examples=(
+            "opcast models",
+            "opcast models gpu-operators",
+        ),
+    ),
+}
+TOOLS: dict[str, Command | Group] = {
+    "demo": Command(
+        "train", "demo", "Predict for absent chips, calibrate to this machine, test, track."
+    ),
+    "report": REPORT,
+    "serve": Command("serve", "serve", "Serve predictions over HTTP."),
+    "ui": Command("train", "ui", "Open MLflow's user interface on the runs tracked here."),
     "export": Group(
         "Write files for other simulators.",
         {
@@ -294,11 +298,24 @@ COMMANDS: dict[str, Command | Group] = {
         # Everything after the configuration belongs to HESPAS.
         {"ignore_unknown_options": True},
     ),
-    "serve": Command("serve", "serve", "Serve predictions over HTTP."),
+    "fidelities": Command(
+        "fidelities", "fidelities", "Rank-correlate estimators over the zoo's programs."
+    ),
 }
+PANELS = {
+    "Predict a program": PREDICT,
+    "Clusters and serving": CLUSTERS,
+    "Data and models": DATA,
+    "Tools": TOOLS,
+}
+COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
 
 app = lazy_app(
-    Group("Predict how long an ML program takes on a device, why, and how sure that is.", COMMANDS),
+    Group(
+        "Predict how long an ML program takes on a device, why, and how sure that is.",
+        COMMANDS,
+        panels=PANELS,
+    ),
     name="opcast",
 )
 

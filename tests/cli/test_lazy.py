@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.cli.lazy import Command, Group
-from opcast.cli.main import COMMANDS
+from opcast.cli.main import COMMANDS, PANELS
 
 #: Prints the modules of ``opcast.cli`` that a command line imports.
 IMPORTED = """
@@ -68,6 +68,17 @@ def test_help_lists_every_command() -> None:
     text = " ".join(text.split()).replace("- ", "-")
     for name, entry in COMMANDS.items():
         assert f"{name} {entry.help}" in text
+
+
+def test_help_lists_each_command_in_one_panel() -> None:
+    text = CliRunner().invoke(app, ["--help"]).output
+    titles = [line[:-1] for line in text.splitlines() if line[:1].strip() and line[-1] == ":"]
+    assert titles == ["Options", *PANELS]
+    for title, panel in PANELS.items():
+        section = text.split(f"\n{title}:\n")[1].split("\n\n")[0]
+        names = [line.split()[0] for line in section.splitlines() if line[2].strip()]
+        assert names == list(panel), title
+    assert len(COMMANDS) == sum(map(len, PANELS.values()))
 
 
 def test_a_misspelt_command_is_told_the_closest() -> None:
