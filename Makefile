@@ -18,7 +18,7 @@ JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench --durations 40 \
 	--numprocesses $(JOBS) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-all clients lint bench report clean compilers docs browser
+.PHONY: demo test test-all clients golden golden-diff lint bench report clean compilers docs browser
 
 # Byte code of the few modules that are imported is written then: of all, it takes a minute.
 $(VENV)/.installed: pyproject.toml
@@ -59,6 +59,14 @@ test-all: $(VENV)/.installed $(VENV)/.compilers browser
 ## What others read of opcast, with their own tools: client, version, outcome. Needs PyPI.
 clients: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/python tests/clients/run.py
+
+## What moved since tests/golden/answers.jsonl was written: ONLY='serving/*' for some of the cases.
+golden-diff: $(VENV)/.installed $(VENV)/.compilers
+	OMP_NUM_THREADS=1 $(BIN)/python -m opcast.tests.golden.run --only '$(or $(ONLY),*)'
+
+## Writes these predictions as the ones to keep; say in the commit why they moved.
+golden: $(VENV)/.installed $(VENV)/.compilers
+	OMP_NUM_THREADS=1 $(BIN)/python -m opcast.tests.golden.run --only '$(or $(ONLY),*)' --write
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

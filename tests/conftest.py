@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -29,7 +30,7 @@ os.environ.pop("COLUMNS", None)
 os.environ["OPCAST_MLRUNS"] = os.path.join(_HOME.name, "mlruns")  # noqa: PTH118
 
 #: Files whose tests take minutes each: they begin first, or one process waits for them at the end.
-_LONGEST = ("test_readme.py", "test_tutorials.py")
+_LONGEST = ("test_readme.py", "test_tutorials.py", "test_golden.py")
 
 
 # pytest-xdist's own hook reads the groups, and is registered later, so that it would run earlier.
@@ -37,12 +38,12 @@ _LONGEST = ("test_readme.py", "test_tutorials.py")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests for ``--dist loadgroup``: those of a group run in one process, in order.
 
-    That is a file; the folder of the server, which is started once; and a single page of the
-    tutorials.
+    That is a file; the folder of the server, which is started once; a single page of the
+    tutorials; and one group of the golden cases.
     """
     for item in items:
         group = item.nodeid.split("::")[0]
-        if item.path.name == "test_tutorials.py":
+        if item.path.name == "test_tutorials.py" or "test_predictions_stay[" in item.nodeid:
             group = item.nodeid
         elif item.path.parent.name == "server":
             group = "server"
@@ -61,6 +62,13 @@ def _kept_folder() -> Path | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def real_compiler() -> Iterator[Callable[[Path], list[str]]]:
+    """As :func:`kept_compilers`, for all tests."""
+    with kept_compilers() as real:
+        yield real
+
+
+@contextmanager
+def kept_compilers() -> Iterator[Callable[[Path], list[str]]]:
     """Compilers of absent devices answer from an earlier run; gives the command of the real one."""
     from opcast.features.lowering.target_compiler import process as compile_process
 
