@@ -154,7 +154,7 @@ class CalibrateSettings(Settings):
     model: str = "default"
     data: Sequence[Path] = ()
     budget_s: float | None = None
-    # Enough for most families to level off (docs/operators.md, "A new device").
+    # Enough for most families to level off (docs/operator-new-device.md).
     samples: int = 100
     by_time: bool = False
     out: Path | None = None

@@ -18,7 +18,7 @@ from .gaussian_process import Sites, covariance, noise_variance, scaled_params
 
 #: Factors on the amplitude of slopes, on the standard deviation of noise, and on length scales: a
 #: new device's errors may have less in common than those of the devices that the covariance was
-#: fitted to. Chosen on other devices left out of training in turn (docs/operators.md).
+#: fitted to. Chosen on other devices left out of training in turn (docs/operator-new-device.md).
 VARIANTS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (1.0, 2.5, 0.5), (0.3, 2.5, 0.5))
 
 

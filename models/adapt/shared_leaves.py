@@ -5,7 +5,7 @@ where a library takes another tile, splits the reduction, or a wave is full. Tho
 over to a new chip even where their times do not, so that errors of two kernels are alike as far as
 the trees do not tell them apart (the proximity of Breiman, Random Forests, 2001). On chips left out
 of training this explains errors on a new chip better than a distance of key features does
-(docs/operators.md).
+(docs/operator-learning.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NEAR = (0.05, 0.2, 0.8)
 #: Standard deviations of a label's noise to choose among.
 NOISE = (0.06, 0.15)
 #: Parts of those variances that all rows, rows of one op, dtype and backend, and rows of one kernel
-#: share: most of the error on a new chip is the library's (docs/operators.md).
+#: share: most of the error on a new chip is the library's (docs/operator-learning.md).
 NEAR_PARTS = (0.3, 0.35, 0.35)
 # Stands for a variance of zero, whose logarithm would be infinite.
 _NONE = 1e-9
@@ -45,7 +45,7 @@ def leaf_variants(params: np.ndarray) -> Iterator[np.ndarray]:
     """Parameters of the covariance that a device's samples choose among, as logarithms.
 
     Slopes have no part in it: with leaves to say which kernels are alike, they carry errors to
-    kernels that have none (docs/operators.md).
+    kernels that have none (docs/operator-learning.md).
 
     Args:
         params: Parameters whose length scales are kept; they have no effect between leaves.

@@ -60,7 +60,7 @@ class KnownDevices:
         """Rows of the most common vendor's devices, bool, shape ``(n,)``.
 
         A model of unseen devices may learn from these alone: chips of other vendors mislead as
-        often as they help (docs/operators.md). All rows, if that vendor has a single chip only.
+        often as they help (docs/operator-learning.md). All rows, if that vendor has one chip only.
 
         Args:
             device: Known devices, shape ``(n,)``.

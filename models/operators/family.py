@@ -147,7 +147,7 @@ class FamilyModel:
 
         Where rows do not name a library, each vendor has its own, and the ratio of one says nothing
         of another's: XLA's products are cuBLAS's on NVIDIA's chips and hipBLASLt's on AMD's
-        (docs/operators.md, "Products under XLA").
+        (docs/operator-accuracy.md, "Products under XLA").
         """
         # Blocks have their libraries in columns of their own.
         if self.named or self.family in BLOCKS:
@@ -354,7 +354,7 @@ class FamilyModel:
             hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
         nameless = unnamed(rows, self.named) | self._elsewhere(rows, devices)
         nameless |= _foreign(rows, devices)
-        # Which library runs an operator matters as much as the device does (docs/operators.md).
+        # Which library runs an operator matters as much as the device (docs/operator-learning.md).
         if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]

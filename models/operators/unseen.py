@@ -28,7 +28,7 @@ GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 #: Share of a learned log-ratio that carries over to a chip that was not learned from, by the number
 #: of chips on which the same library was seen (0, 1, 2, 3 or more). Chosen as the best on average
 #: over A100, Hopper and RTX PRO 6000, each left out, for products, attention and experts
-#: (docs/operators.md).
+#: (docs/operator-learning.md).
 SHRINKAGE = (0.55, 0.55, 0.8, 0.9)
 #: Powers of the shrinkage that are compared; 0 leaves ratios as they are, 12 hardly any of them
 #: (0.28 of those of libraries seen on three chips). Families choose for themselves (manifest of

@@ -63,7 +63,7 @@ def table(values: np.ndarray) -> KernelTable:
 
 
 def test_the_documented_table_of_operators_is_audited_and_judged(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "operators.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "operator-tables.md").read_text(encoding="utf-8")
     text = page.split("```csv\n")[1].split("```")[0]
     table = tmp_path / "mine.csv"
     table.write_text(text)

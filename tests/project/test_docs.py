@@ -32,6 +32,13 @@ def test_every_page_is_in_the_navigation():
     assert in_nav(CONFIG["nav"]) - pages == set(), "these are in nav and not in docs/"
 
 
+def test_every_page_opens_with_what_its_reader_can_do_then():
+    """Generated reports open with how they are generated, tutorials and the start with the task."""
+    for page in DOCS.glob("*.md"):
+        opening = page.read_text().split("\n\n")[1]
+        assert page.stem == "index" or opening.startswith("After this page "), page
+
+
 def test_links_between_pages_exist():
     for page in DOCS.rglob("*.md"):
         for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):

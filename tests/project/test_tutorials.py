@@ -18,7 +18,7 @@ import opcast as package
 from opcast.common.errors import CompilerError
 from opcast.features.lowering.target_compiler.install import find_compiler
 
-from .test_readme import FASTER, README, run, shown
+from .test_readme import FASTER, run, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -160,15 +160,17 @@ def test_commands_of_a_tutorial_work_and_print_what_it_says(page, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readme_prints_what_it_says(tmp_path):
+@pytest.mark.parametrize("page", ["README.md", "docs/predict.md"])
+def test_a_page_prints_what_it_says(page, tmp_path):
     """Its examples that measure nothing; with the compilers that it installs, as it says."""
     try:
         find_compiler("gpu")
     except CompilerError as error:
         pytest.skip(f"XLA's compiler for GPUs is not installed: {error}")
-    shown = re.findall(r"^```\n(\$ .*?)^```", README, re.MULTILINE | re.DOTALL)
+    text = (ROOT / page).read_text()
+    shown = re.findall(r"^```\n(\$ .*?)^```", text, re.MULTILINE | re.DOTALL)
     examples = [found for found in map(commands, shown) if any(lines for _, lines in found)]
-    assert len(examples) == 2 and sum(len(own) for own in examples) == 4
+    assert len(examples) == 1 and sum(len(own) for own in examples) == 2
     for command, lines in (pair for found in examples for pair in found):
         printed = execute(shlex.split(command), tmp_path, environment(tmp_path))
         missing = says(printed, lines)
