@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..ir.op_table import UPDATES, ops_with
 from ..ir.program import BOOKKEEPING, ON_CHIP, Computation, Op, Program, TensorType
 from .library_calls import stated_cost
 
@@ -21,38 +22,16 @@ FREE = BOOKKEEPING | frozenset(
     )
 )
 #: Ops that read from their first operand only what they return.
-_READS_RESULT = frozenset(("slice", "dynamic-slice", "gather"))
-#: Ops that write part of their first operand in place.
-_UPDATES = frozenset(("dynamic-update-slice", "scatter"))
+_READS_RESULT = ops_with(lambda spec: spec.reads == "result")
 #: Ops that only rename their operand's memory.
 _VIEWS = frozenset(("bitcast", "reshape"))
 #: Ops that need all of every operand for any part of their result.
-_READS_ALL = frozenset(
-    (
-        "dot",
-        "ragged-dot",
-        "scaled-dot",
-        "convolution",
-        "sort",
-        "custom-call",
-        "fft",
-        "cholesky",
-        "triangular-solve",
-        "fusion",
-        "call",
-        "while",
-        "conditional",
-        "select-and-scatter",
-        "rng",
-        "rng-bit-generator",
-        "reduce-window",
-        "topk",
-        "map",
-    )
-)
+_READS_ALL = ops_with(lambda spec: spec.reads == "all")
+#: Ops whose result is larger than the operand: a part of it may need all of the operand.
+_GROWN = ops_with(lambda spec: spec.reads == "grown")
 #: Ops whose operands are needed in another share than their result; all others, elementwise ones
 #: above all, need of each operand the share that is needed of them.
-_UNEVEN = _READS_RESULT | _UPDATES | _READS_ALL | {"broadcast", "pad"}
+_UNEVEN = ops_with(lambda spec: spec.reads != "share")
 
 
 def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
@@ -80,7 +59,7 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
         return float(touched + _total(operands[1:])), float(op.result_bytes)
     # In place, as XLA's buffer assignment arranges it: the rest of the target is not touched. Where
     # it has to be copied first, the copy is an op of its own.
-    if opcode in _UPDATES:
+    if opcode in UPDATES:
         updates = _total(_update_operands(op, operands))
         n_targets = _n_targets(op)
         return float(_total(operands[n_targets:])), float(updates)
@@ -216,7 +195,7 @@ def _written(ops: Sequence[Op], output: int, in_place: set[int]) -> float:
         op = ops[position]
         if op.opcode in _VIEWS:
             position = op.operands[0]
-        elif op.opcode in _UPDATES and _n_targets(op) == 1:
+        elif op.opcode in UPDATES and _n_targets(op) == 1:
             chain.append(position)
             position = op.operands[0]
         else:
@@ -257,8 +236,7 @@ def _spread(
         share = 1.0
     elif opcode in _READS_ALL:
         share = 1.0
-    # The result is larger than the operand: a part of it may need all of the operand.
-    elif opcode in ("broadcast", "pad"):
+    elif opcode in _GROWN:
         source = ops[operands[0]].type.size
         share = min(1.0, share * op.type.size / max(1, source))
     for i in operands:

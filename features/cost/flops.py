@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
+from ..ir.op_table import OPS
 from ..ir.program import Computation, Op, Program
 from .bytes import FREE
 from .convolution import conv_flops
@@ -20,120 +21,14 @@ from .library_calls import custom_call_flops, fft_flops, top_k_flops
 Work = tuple[float, float]
 _NONE: Work = (0.0, 0.0)
 
-#: Elementwise ops that count as transcendentals.
-TRANSCENDENTAL = frozenset(
-    (
-        "exponential",
-        "exponential-minus-one",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "tanh",
-        "sine",
-        "cosine",
-        "tan",
-        "erf",
-        "power",
-        "atan2",
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atanh",
-        "cosh",
-        "sinh",
-        "rng",
-    )
-)
-#: Common elementwise ops of one FLOP an element, known without looking further. Ops that stand in
-#: none of the tables count the same.
-_ONE_FLOP = frozenset(
-    (
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "maximum",
-        "minimum",
-        "negate",
-        "abs",
-        "compare",
-        "select",
-        "convert",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "clamp",
-    )
-)
-#: Ops that compute nothing. XLA gives batch-norm ops no FLOPs either: it expands them first.
-#: An all-reduce is not among them: its additions count (`_all_reduce`). A reduce-scatter's do not,
-#: as in XLA.
-NO_FLOPS = FREE | frozenset(
-    (
-        "copy",
-        "broadcast",
-        "transpose",
-        "slice",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "gather",
-        "pad",
-        "concatenate",
-        "reverse",
-        "iota",
-        "infeed",
-        "outfeed",
-        "send",
-        "recv",
-        "all-gather",
-        "all-to-all",
-        "ragged-all-to-all",
-        "reduce-scatter",
-        "collective-permute",
-        "collective-broadcast",
-        "batch-norm-inference",
-        "batch-norm-training",
-        "batch-norm-grad",
-        "dynamic-reshape",
-        "copy-start",
-        "rng-get-and-update-state",
-    )
-)
-#: FLOPs and transcendentals of one element: what XLA counts after it expands the op for f32, mostly
-#: polynomials. Found with XLA's cost analysis, as the other rules.
-CHLO: dict[str, Work] = {
-    "chlo.acos": (3, 2),
-    "chlo.acosh": (7, 4),
-    "chlo.asin": (5, 2),
-    "chlo.asinh": (11, 3),
-    "chlo.atan": (0, 1),
-    "chlo.atanh": (6, 2),
-    "chlo.bessel_i1e": (83, 1),
-    "chlo.conj": (4, 0),
-    "chlo.cosh": (3, 2),
-    "chlo.digamma": (73, 3),
-    "chlo.erf": (0, 1),
-    "chlo.erf_inv": (37, 2),
-    "chlo.erfc": (62, 1),
-    "chlo.is_inf": (2, 0),
-    "chlo.is_neg_inf": (1, 0),
-    "chlo.is_pos_inf": (1, 0),
-    "chlo.lgamma": (53, 4),
-    "chlo.next_after": (24, 0),
-    "chlo.polygamma": (260, 19),
-    "chlo.sinh": (10, 3),
-    "chlo.square": (1, 0),
-    "chlo.tan": (0, 1),
-    "chlo.zeta": (121, 11),
-    "chlo.constant": (0, 0),
-    "chlo.constant_like": (0, 0),
+#: FLOPs and transcendentals of one element.
+_PER_ELEMENT: dict[str, Work] = {
+    name: (spec.flops, spec.transcendentals) for name, spec in OPS.items() if spec.flops is not None
 }
+#: The commonest ops, known without looking further. Ops that stand in no table count the same.
+_ONE_FLOP = frozenset(name for name, work in _PER_ELEMENT.items() if work == (1.0, 0.0))
+#: Ops that compute nothing.
+NO_FLOPS = FREE | {name for name, work in _PER_ELEMENT.items() if work == _NONE}
 
 
 def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> Work:
@@ -151,16 +46,14 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
         return float(op.results[0].size), 0.0
     if opcode in NO_FLOPS:
         return _NONE
-    if opcode in TRANSCENDENTAL:
-        return 0.0, float(op.results[0].size)
+    each = _PER_ELEMENT.get(opcode)
+    if each is not None:
+        return _times(op.results[0].size, each)
     rule = _RULES.get(opcode)
     if rule is not None:
         return rule(op, comp, program)
     if opcode in _CONTROL:
         return _control(op, program, loops)
-    if opcode in CHLO:
-        flops, transcendentals = CHLO[opcode]
-        return flops * float(op.results[0].size), transcendentals * float(op.results[0].size)
     # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair was
     # counted at its start.
     if opcode.endswith("-done") or opcode.startswith(("sdy.", "mhlo.")) or not op.results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..ir.dtypes import DTYPE_BITS, NONE, dtype_family
+from ..ir.op_table import OPS
 from ..ir.program import BOOKKEEPING, TensorType
 
 
@@ -63,8 +64,7 @@ class OpClass(NamedTuple):
     Attributes:
         column: Column that counts such ops.
         work: Column that adds up their work.
-        weight: Work per element, in units of a vector addition (rough throughput ratios of vector
-            units and vector math libraries; the learned part corrects them).
+        weight: Work per element (:class:`~opcast.features.ir.op_table.OpSpec`).
     """
 
     column: str
@@ -72,73 +72,8 @@ class OpClass(NamedTuple):
     weight: float
 
 
-# Weights are those of the class docstring. Their order of magnitude is what counts: 8 for what
-# hardware approximates and refines (sqrt, divide), 16 to 20 for a polynomial, 40 for several of
-# them or a range reduction. Engineering estimates; not fitted.
-_GROUPS: tuple[tuple[str, str, float, str], ...] = (
-    (
-        "n_elementwise",
-        "work_basic",
-        1.0,
-        "add subtract multiply maximum minimum negate abs sign "
-        "real imag complex is-finite copy-done stochastic-convert reduce-precision",
-    ),
-    ("n_elementwise", "work_basic", 2.0, "floor ceil round-nearest-afz round-nearest-even"),
-    ("n_transcendental", "work_transcendental", 8.0, "sqrt rsqrt"),
-    ("n_transcendental", "work_transcendental", 16.0, "exponential log cbrt"),
-    (
-        "n_transcendental",
-        "work_transcendental",
-        20.0,
-        "tanh logistic erf exponential-minus-one log-plus-one",
-    ),
-    (
-        "n_transcendental",
-        "work_transcendental",
-        40.0,
-        "sine cosine tan power atan2 chlo.erf "
-        "chlo.erf_inv chlo.lgamma chlo.digamma chlo.tan chlo.sinh chlo.cosh chlo.asin chlo.acos "
-        "chlo.atan acos acosh asin asinh atanh cosh sinh",
-    ),
-    ("n_divide", "work_divide", 8.0, "divide"),
-    ("n_divide", "work_divide", 24.0, "remainder"),
-    (
-        "n_logic",
-        "work_basic",
-        1.0,
-        "and or xor not shift-left shift-right-arithmetic shift-right-logical",
-    ),
-    ("n_logic", "work_basic", 4.0, "popcnt count-leading-zeros"),
-    ("n_select", "work_select", 1.0, "compare select"),
-    ("n_select", "work_select", 2.0, "clamp"),
-    ("n_convert", "work_convert", 2.0, "convert bitcast-convert"),
-    # Broadcasts and slices mostly fold into the addressing of what reads them; gathers and scatters
-    # compute an address for each element, scatters also combine.
-    ("n_broadcast", "work_move", 0.25, "broadcast"),
-    ("n_reduce", "work_reduce", 1.0, "reduce"),
-    ("n_reduce_window", "work_reduce", 2.0, "reduce-window select-and-scatter"),
-    ("n_transpose", "work_move", 1.0, "transpose reverse"),
-    ("n_gather", "work_move", 4.0, "gather"),
-    ("n_scatter", "work_move", 8.0, "scatter"),
-    ("n_slice", "work_move", 0.5, "slice"),
-    ("n_dynamic_slice", "work_move", 0.5, "dynamic-slice"),
-    ("n_update_slice", "work_move", 1.0, "dynamic-update-slice"),
-    ("n_concatenate", "work_move", 2.0, "concatenate"),
-    ("n_pad", "work_move", 2.0, "pad"),
-    ("n_random", "work_random", 20.0, "rng rng-bit-generator rng-get-and-update-state"),
-    ("n_sort", "work_select", 4.0, "sort topk"),
-    ("n_iota", "work_move", 0.5, "iota"),
-    ("n_copy", "work_move", 1.0, "copy copy-start"),
-    # No work of their own: reshapes are views, products count as FLOPs of the matrix unit.
-    ("n_reshape", "work_move", 0.0, "reshape bitcast"),
-    ("n_dot", "work_basic", 0.0, "dot ragged-dot scaled-dot"),
-    ("n_convolution", "work_basic", 0.0, "convolution"),
-)
-
 OP_CLASSES: dict[str, OpClass] = {
-    name: OpClass(column, work, weight)
-    for column, work, weight, names in _GROUPS
-    for name in names.split()
+    name: OpClass(spec.column, spec.work, spec.weight) for name, spec in OPS.items() if spec.column
 }
 #: Unknown ops: counted, at no work that could be guessed.
 OTHER = OpClass("n_other", "work_move", 0.0)

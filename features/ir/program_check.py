@@ -9,113 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from .op_table import ELEMENTWISE, OPS, OpSpec
 from .program import Computation, Op, Program
 
 #: Elements that no device holds: an exbibyte.
 _MOST_ELEMENTS = 2**60
-#: Ops by the number of operands that they need at least.
-_BINARY = (
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "remainder",
-    "maximum",
-    "minimum",
-    "power",
-    "atan2",
-    "and",
-    "or",
-    "xor",
-    "shift-left",
-    "shift-right-arithmetic",
-    "shift-right-logical",
-    "compare",
-    "complex",
-)
-_UNARY = (
-    "abs",
-    "negate",
-    "exponential",
-    "exponential-minus-one",
-    "log",
-    "log-plus-one",
-    "logistic",
-    "tanh",
-    "tan",
-    "sine",
-    "cosine",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "sign",
-    "floor",
-    "ceil",
-    "not",
-    "erf",
-    "real",
-    "imag",
-    "is-finite",
-    "round-nearest-afz",
-    "round-nearest-even",
-    "popcnt",
-    "convert",
-)
-_OF_ONE = (
-    "copy",
-    "dynamic-slice",
-    "concatenate",
-    "sort",
-    "transpose",
-    "reshape",
-    "broadcast",
-    "slice",
-    "reverse",
-    "get-tuple-element",
-    "while",
-    "conditional",
-    "bitcast",
-    "bitcast-convert",
-    "map",
-    "fft",
-    "cholesky",
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "rng-bit-generator",
-)
-_OF_TWO = (
-    "dot",
-    "convolution",
-    "reduce",
-    "reduce-window",
-    "pad",
-    "gather",
-    "dynamic-update-slice",
-    "triangular-solve",
-)
-_OF_THREE = ("select", "clamp", "select-and-scatter", "scatter")
-#: Fewest operands.
-_OPERANDS = {
-    **dict.fromkeys((*_UNARY, *_OF_ONE), 1),
-    **dict.fromkeys((*_BINARY, *_OF_TWO), 2),
-    **dict.fromkeys(_OF_THREE, 3),
-}
-#: Fewest called computations.
-_CALLED = {
-    "reduce": 1,
-    "reduce-window": 1,
-    "select-and-scatter": 2,
-    "scatter": 1,
-    "sort": 1,
-    "while": 2,
-    "conditional": 1,
-    "map": 1,
-    "call": 1,
-    "fusion": 1,
-}
 
 
 def program_fault(program: Program) -> tuple[str, str]:
@@ -140,10 +38,11 @@ def _op_fault(op: Op, computation: Computation, program: Program) -> str:
     # Products of such sizes would leave the integers that floats hold exactly, and overflow int64.
     if any(t.size > _MOST_ELEMENTS for t in op.results):
         return f"{op.opcode} has a result of more than 2^60 elements"
-    missing = _OPERANDS.get(op.opcode, 0) - len(op.operands)
+    spec = OPS.get(op.opcode, OpSpec())
+    missing = spec.operands - len(op.operands)
     if missing > 0:
         return f"{op.opcode} lacks {missing} of its operands"
-    missing = _CALLED.get(op.opcode, 0) - len(op.called)
+    missing = spec.called - len(op.called)
     if missing > 0:
         return f"{op.opcode} lacks {missing} of the computations that it calls"
     operands = [computation.ops[i] for i in op.operands]
@@ -297,7 +196,8 @@ def _while(op: Op, operands: Sequence[Op], program: Program) -> str:
 
 
 _RULES: dict[str, Callable[[Op, Sequence[Op], Program], str]] = {
-    **dict.fromkeys((*_BINARY, *_UNARY, "select", "clamp"), _equal_shapes),
+    # A bitcast may change the shape; a map is checked by the computation that it calls.
+    **dict.fromkeys(ELEMENTWISE - {"bitcast-convert", "map"}, _equal_shapes),
     "broadcast": _broadcast,
     "concatenate": _concatenate,
     "convolution": _convolution,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ..cost.library_calls import CONV, is_annotation
+from ..ir.op_table import OPS
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
 #: Instructions that the target does not execute: they name parts of buffers, or are constant.
@@ -17,31 +18,8 @@ FREE = BOOKKEEPING | {
     "get-dimension-size",
 }
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
-#: Ops that move data without arithmetic, at addresses known to the compiler; `_INDEXED` at ones
-#: that are data themselves.
-_MOVEMENT = frozenset(
-    (
-        "copy",
-        "transpose",
-        "broadcast",
-        "slice",
-        "concatenate",
-        "pad",
-        "reverse",
-        "reshape",
-        "iota",
-        "bitcast-convert",
-        "dynamic-reshape",
-        "real-dynamic-slice",
-    )
-)
-_INDEXED = frozenset(("gather", "dynamic-slice", "dynamic-update-slice", "scatter"))
 #: Ops whose kind is that of what they call.
 _CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
-_REDUCING = frozenset(
-    ("reduce", "reduce-window", "select-and-scatter", "batch-norm-training", "batch-norm-grad")
-)
-_LIBRARY = frozenset(("custom-call", "fft", "cholesky", "triangular-solve", "infeed", "outfeed"))
 #: Parts of the targets of fused attention.
 _ATTENTION = ("fmha", "attention")
 #: Kinds by a pattern in the custom-call target; the first that matches counts.
@@ -56,22 +34,7 @@ _TARGETS = (
     ("sort", "sort"),
 )
 #: Kinds by opcode; opcodes that are not listed are arithmetic.
-_DIRECT = {
-    "dot": "gemm",
-    "ragged-dot": "gemm",
-    "scaled-dot": "gemm",
-    "convolution": "conv",
-    "sort": "sort",
-    "topk": "sort",
-    "while": "control",
-    "conditional": "control",
-    "copy-start": "copy",
-    "copy-done": "copy",
-    **dict.fromkeys(_REDUCING, "reduce"),
-    **dict.fromkeys(_MOVEMENT, "copy"),
-    **dict.fromkeys(_INDEXED, "gather_scatter"),
-    **dict.fromkeys(_LIBRARY, "custom_call"),
-}
+_DIRECT = {name: spec.kind for name, spec in OPS.items() if spec.kind}
 
 
 def is_free(op: Op) -> bool:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..op_table import OPS
 from .quantised import original_name
 
 #: HLO opcodes that are not the StableHLO name with dashes.
-_RENAMED = {
-    "dot_general": "dot",
-    "broadcast_in_dim": "broadcast",
-    "case": "conditional",
-    "if": "conditional",
-    "cross-replica-sum": "all-reduce",
-    "create_token": "after-all",
-    "optimization_barrier": "opt-barrier",
-    "composite": "call",
-}
+_RENAMED = {short: name for name, spec in OPS.items() for short in spec.stablehlo.split()}
 #: Calls of other dialects. A manual computation is a call whose body sees one device's shapes.
 _CALLS = frozenset(
     ("func.call", "call", "sdy.manual_computation", "sdy.named_computation", "mhlo.fusion")

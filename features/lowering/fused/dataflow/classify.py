@@ -6,6 +6,7 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
+from ....ir.op_table import PLACED, UPDATES
 from .folding import is_elementwise
 from .graph import Node
 
@@ -25,22 +26,6 @@ FREE = frozenset(
         "bitcast",
     )
 )
-#: Ops that compute each element from others at computed places; they fuse like elementwise ones.
-_MOVEMENT = frozenset(
-    (
-        "broadcast",
-        "iota",
-        "slice",
-        "concatenate",
-        "pad",
-        "dynamic-slice",
-        "gather",
-        "transpose",
-        "reverse",
-    )
-)
-#: Updates run in place: nothing is fused into the array that they write to.
-IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
 #: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
 #: IsUnnestedReductionFasterThanElemental in XLA's reduction_utils.cc (which also keeps columns of
 #: up to 256 elements in loops where very few of them lie side by side).
@@ -119,7 +104,7 @@ def is_loop_reduction(node: Node) -> bool:
 def is_loop(node: Node) -> bool:
     """Return whether one thread computes one element, so that the op can be fused anywhere."""
     # Ops of several results would need a kernel with several outputs.
-    if node.opcode in _MOVEMENT or is_elementwise(node):
+    if node.opcode in PLACED or is_elementwise(node):
         return not node.is_tuple
     if node.opcode == "reduce":
         return not node.is_tuple and is_loop_reduction(node)
@@ -128,7 +113,7 @@ def is_loop(node: Node) -> bool:
 
 def is_consumer(node: Node) -> bool:
     """Return whether producers can be computed inside of the kernel of this node."""
-    return is_loop(node) or node.opcode in IN_PLACE or node.opcode in ("reduce", "reduce-window")
+    return is_loop(node) or node.opcode in UPDATES or node.opcode in ("reduce", "reduce-window")
 
 
 def source_of(node: Node) -> Node:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from ....ir.op_table import ELEMENTWISE
 from ....ir.program import TensorType
 from .graph import Node, constant
 
@@ -36,61 +37,6 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
-#: Ops that act on each element alone, whose operands and result have one shape.
-ELEMENTWISE = frozenset(
-    (
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "maximum",
-        "minimum",
-        "power",
-        "remainder",
-        "atan2",
-        "and",
-        "or",
-        "xor",
-        "not",
-        "shift-left",
-        "shift-right-logical",
-        "shift-right-arithmetic",
-        "negate",
-        "abs",
-        "sign",
-        "sqrt",
-        "rsqrt",
-        "cbrt",
-        "exponential",
-        "exponential-minus-one",
-        "log",
-        "log-plus-one",
-        "logistic",
-        "tanh",
-        "sine",
-        "cosine",
-        "tan",
-        "erf",
-        "floor",
-        "ceil",
-        "round-nearest-afz",
-        "round-nearest-even",
-        "is-finite",
-        "convert",
-        "bitcast-convert",
-        "compare",
-        "select",
-        "clamp",
-        "real",
-        "imag",
-        "complex",
-        "popcnt",
-        "count-leading-zeros",
-        "reduce-precision",
-        "stochastic-convert",
-        "map",
-    )
-)
 
 
 def is_elementwise(node: Node) -> bool:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from math import ceil, prod
 
 from ....ir.dtypes import DTYPE_BITS
-from .classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
+from ....ir.op_table import OPS, UPDATES, OpSpec, ops_with
+from .classify import Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 from .machine import Machine
 
@@ -33,45 +34,9 @@ _ELEMENTS_PER_BLOCK = 512.0
 #: Bytes that a block moves in a cycle: an SM issues at most one 32-byte transaction a clock
 #: (AdjustBandwidth in XLA's gpu_performance_model_base.cc).
 _BYTES_PER_CYCLE = 32.0
-#: Cycles of one element, roughly; 3 for what is not listed. XLA measures such figures for each
-#: device (HloOpProfiles); these are engineering estimates in their order of magnitude, tuned so
-#: that expensive producers are recomputed about as often as by the compiler (docs/fused.md).
-_CYCLES: dict[str, float] = {
-    "divide": 48.0,
-    "power": 3000.0,
-    "exponential": 72.0,
-    "exponential-minus-one": 120.0,
-    "log": 108.0,
-    "log-plus-one": 144.0,
-    "tanh": 108.0,
-    "logistic": 120.0,
-    "sine": 200.0,
-    "cosine": 200.0,
-    "tan": 300.0,
-    "sqrt": 60.0,
-    "rsqrt": 48.0,
-    "cbrt": 120.0,
-    "erf": 120.0,
-    "atan2": 180.0,
-    "remainder": 90.0,
-    "broadcast": 0.0,
-    "reshape": 0.0,
-    "slice": 0.0,
-    "transpose": 0.0,
-    "iota": 1.0,
-    "concatenate": 2.0,
-    "pad": 3.0,
-    "gather": 4.0,
-    "constant": 0.0,
-    "parameter": 0.0,
-    "reverse": 1.0,
-    "dynamic-slice": 2.0,
-    "bitcast-convert": 0.0,
-}
+_OTHER = OpSpec()
 #: Ops of which each reader reads other elements, so that what they need adds up.
-_MOVING = frozenset(
-    ("broadcast", "slice", "concatenate", "pad", "gather", "transpose", "reverse", "dynamic-slice")
-)
+_MOVING = ops_with(lambda spec: spec.placed and spec.operands > 0)
 #: Ops whose code branches, and how many branches one kernel's code may have
 #: (kMaxBasicBlockSplitsPerFusion in XLA's gpu_hlo_cost_analysis.h: each may double the code). Short
 #: sums do not count: the compiler puts twelve of them into one concatenation.
@@ -150,7 +115,7 @@ class Work:
             factor = node.operands[0].size / max(1, node.size)
         elif opcode == "reduce-window":
             factor = float(prod([dim.size for dim in node.attrs.get("window", ())]))
-        self.cycles += _CYCLES.get(opcode, 3.0) * count * factor
+        self.cycles += OPS.get(opcode, _OTHER).cycles * count * factor
         # A transpose inside a kernel turns the access order of everything above it; as the root it
         # is written through shared memory, which keeps reads coalesced.
         turned = id(node) in self._turned or (not is_head and _turns(node))
@@ -227,7 +192,7 @@ def _wanted(node: Node, position: int, count: float) -> float:
     operand = node.operands[position]
     if opcode in ("concatenate", "pad"):
         return count * operand.size / max(1, node.size)
-    if opcode in IN_PLACE:
+    if opcode in UPDATES:
         return float(operand.size) if position else 0.0
     if position and opcode in ("gather", "dynamic-slice"):
         return float(operand.size)
@@ -257,5 +222,5 @@ def blocks_of(root: Node) -> float:
         # 256.
         lanes = min(1024, ceil(reduced.length / 16 / 32) * 32)
         return root.size / max(1, 256 // lanes)
-    size = source_of(root.operands[-1]).size if root.opcode in IN_PLACE else root.size
+    size = source_of(root.operands[-1]).size if root.opcode in UPDATES else root.size
     return size / _ELEMENTS_PER_BLOCK

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from ..dataflow.classify import IN_PLACE, source_of
+from ....ir.op_table import UPDATES
+from ..dataflow.classify import source_of
 from ..dataflow.folding import splat, splat_node
 from ..dataflow.graph import Graph, Node
 from .clusters import Cluster, Clusters
@@ -52,7 +53,7 @@ def join_fills(clusters: Clusters) -> None:
 
 def written(node: Node) -> range:
     """Return the places of the operands that an op updates in place."""
-    if node.opcode not in IN_PLACE:
+    if node.opcode not in UPDATES:
         return range(0)
     return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..dataflow.classify import IN_PLACE, source_of
+from ....ir.op_table import UPDATES
+from ..dataflow.classify import source_of
 from ..dataflow.graph import Node
 from .clusters import Cluster, Clusters, owner
 from .multi_output import frame_of, hero_of
@@ -139,7 +140,7 @@ def _is_small_loop(cluster: Cluster, elements: int, ops: int) -> bool:
         and frame.size <= elements
         and _ops(cluster) <= ops
         and len({(root.type.dtype, root.size) for root in cluster.roots}) == 1
-        and not any(root.opcode in IN_PLACE for root in cluster.roots)
+        and not any(root.opcode in UPDATES for root in cluster.roots)
     )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..dataflow.classify import IN_PLACE, is_loop_reduction, reduction, source_of
+from ....ir.op_table import UPDATES
+from ..dataflow.classify import is_loop_reduction, reduction, source_of
 from ..dataflow.graph import Node
 from ..dataflow.machine import LAUNCH_S, Machine
 from ..dataflow.work import Work
@@ -127,7 +128,7 @@ def _joins(cluster: Cluster) -> bool:
     return (
         cluster.consumes
         and not cluster.rows
-        and not any(root.opcode in IN_PLACE for root in cluster.roots)
+        and not any(root.opcode in UPDATES for root in cluster.roots)
     )
 
 

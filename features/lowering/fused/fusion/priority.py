@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from ..dataflow.classify import IN_PLACE, Shape, is_loop_reduction, reduction, source_of
+from ....ir.op_table import UPDATES, ops_with
+from ..dataflow.classify import Shape, is_loop_reduction, reduction, source_of
 from ..dataflow.folding import is_elementwise
 from ..dataflow.graph import Node
 from ..dataflow.machine import LAUNCH_S, Machine
@@ -13,25 +14,8 @@ from .clusters import Cluster, Clusters
 
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96
-#: Ops too costly to repeat for each element of an overlapping window, after XLA's IsExpensive
-#: (instruction_fusion.cc).
-_EXPENSIVE = frozenset(
-    (
-        "exponential",
-        "tanh",
-        "power",
-        "log",
-        "logistic",
-        "divide",
-        "sine",
-        "cosine",
-        "erf",
-        "reduce",
-        "reduce-window",
-        "log-plus-one",
-        "exponential-minus-one",
-    )
-)
+#: Ops too costly to repeat for each element of an overlapping window.
+_EXPENSIVE = ops_with(lambda spec: spec.expensive)
 #: Ops that are expanded to dozens of others, of which many read the operand: fusing a producer into
 #: them would compute it that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
@@ -169,7 +153,7 @@ class PriorityFusion:
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         for node in consumer.members.values():
             # The array that an update writes to has to exist in memory before.
-            if node.opcode in IN_PLACE:
+            if node.opcode in UPDATES:
                 written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
                 if any(source_of(operand) is root for operand in node.operands[:written]):
                     return False
