@@ -142,6 +142,7 @@ def answers(cases: Cases, chosen: Iterable[str], *, told: bool = False) -> dict[
     """
     found: dict[str, Answer] = {}
     with tempfile.TemporaryDirectory(prefix="opcast-golden-") as made:
+        shutil.copytree(HERE / "inputs", made, dirs_exist_ok=True)
         for name in chosen:
             start = time.perf_counter()
             try:
@@ -154,14 +155,10 @@ def answers(cases: Cases, chosen: Iterable[str], *, told: bool = False) -> dict[
 
 
 def _answer(cases: Cases, case: Case, made: Path) -> Answer:
-    for file, words in cases.made.items():
-        if file in case.words and not (made / file).exists():
-            _run((*words, "--out", file), made, 0)
+    _make(cases, case.words, made)
     with tempfile.TemporaryDirectory(prefix="opcast-golden-") as name:
         folder = Path(name)
-        shutil.copytree(HERE / "inputs", folder, dirs_exist_ok=True)
-        for program in made.iterdir():
-            shutil.copyfile(program, folder / program.name)
+        shutil.copytree(made, folder, dirs_exist_ok=True)
         said = _run(case.words, folder, case.status).replace(f"{folder}/", "")
         read = _written(case, folder)
     try:
@@ -173,6 +170,14 @@ def _answer(cases: Cases, case: Case, made: Path) -> Answer:
     for path, value in read.items():
         _collect(value, path, case.first, cases.left_out, answer)
     return {path: _rounded(leaf) for path, leaf in answer.items()}
+
+
+def _make(cases: Cases, words: tuple[str, ...], made: Path) -> None:
+    """Write the files that a command names, and those that they are made of."""
+    for file in words:
+        if file in cases.made and not (made / file).exists():
+            _make(cases, cases.made[file], made)
+            _run((*cases.made[file], "--out", file), made, 0)
 
 
 def _run(words: tuple[str, ...], folder: Path, status: int) -> str:
@@ -218,11 +223,9 @@ def _content(path: Path) -> object:
         return {"bytes": len(data)}
 
 
-def _numbers(text: str) -> dict[str, object]:
-    """The numbers of a text in the order in which they stand, and how many words it has."""
-    words = text.split()
-    numbers = [number for number in map(_as_number, words) if number is not None]
-    return {"words": len(words), "numbers": numbers}
+def _numbers(text: str) -> list[float]:
+    """The numbers of a text in the order in which they stand; its words may change."""
+    return [number for number in map(_as_number, text.split()) if number is not None]
 
 
 def _as_number(word: str) -> float | None:
