@@ -92,7 +92,7 @@ def calibrate(
     """Adapt a model to a device from few, actively chosen samples.
 
     The samples come from a dataset (--data) or are measured here (--budget). With --steps, the
-    model of training steps is adapted to a cluster; with --serving, that of serving to a stack.
+    step model is adapted to a cluster; with --serving, the serving model to a stack.
     """
     named_out(out, folder if steps is None and serving is None else json_file)
     if serving is not None:
@@ -111,7 +111,7 @@ def calibrate(
         chosen = StepSettings(steps, out or Path("steps-adapted.json"), model)
         run_calibrate_steps(make_console(), chosen)
         return
-    # What is measured here is of this machine.
+    # Whatever is measured here describes this machine.
     device = device or ("local" if budget is not None else None)
     if device is None:
         raise typer.BadParameter(

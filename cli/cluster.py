@@ -119,7 +119,7 @@ def _print_cluster(cluster: Cluster) -> None:
 
 
 def _device_name(cluster: Cluster) -> str:
-    """Name of the device, also where the cluster's file says it by the path of another one."""
+    """Name of the device, also where the cluster's file names it by the path of another file."""
     if not cluster.device.lower().endswith((".yaml", ".yml", ".json")):
         return cluster.device or "device not named"
     from ..features.devices.catalogue import read_device

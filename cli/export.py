@@ -190,7 +190,7 @@ def export_table(
 
 
 def _say_of_rooflines(spec: DeviceSpec) -> None:
-    """Say on which devices operators are not those of ``predict --op``."""
+    """Warn of devices on which the table's operators differ from those of ``predict --op``."""
     if not spec.runs_cuda:
         typer.echo(
             f"note: {spec.name} runs no CUDA, whose kernels the model of operators knows best: "

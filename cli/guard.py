@@ -66,7 +66,7 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
 
 def stopped_text(arguments: Sequence[str]) -> str:
-    """What is said of a command that Ctrl-C ended."""
+    """Message for a command that Ctrl-C ended."""
     return f"opcast: stopped: {KEPT.get(arguments[0] if arguments else '', _KEPT_ELSE)}\n"
 
 

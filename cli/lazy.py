@@ -125,7 +125,7 @@ def lazy_app(group: Group, **settings: Any) -> typer.Typer:
 
 
 class LazyGroup(TyperGroup):
-    """A Click group whose commands come from :attr:`table`."""
+    """A Click group that takes its commands from :attr:`table`."""
 
     table: Group
 

@@ -221,7 +221,7 @@ def _flag_value(text: str) -> str | int | bool | float:
 
 
 def _batch_found(source: SourceProgram) -> list[int] | None:
-    """Numbers of the arguments that begin with the batch, by what products read; says which."""
+    """Find the arguments that begin with the batch, by what products read; print them to stderr."""
     from ..predict.plan.program import read_planned
 
     own = read_planned(source).arguments
@@ -279,7 +279,7 @@ def partition(
         wrote(out, f"{out.stat().st_size} bytes")
         return
     if chosen is None and not source.program.aliases and "fsdp" not in mesh:
-        # Nothing is donated, which would tell state from the batch.
+        # No argument is donated; donation would tell the state from the batch.
         chosen = _batch_found(source)
     written = partition_program(source, mesh, out, chosen, format)
     wrote(out, f"{out.stat().st_size} bytes")

@@ -98,10 +98,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
-    """Make the check of an option for a file: that its name says what will be in it.
+    """Make the check of an option for a file: its suffix must name the format of its content.
 
     Args:
-        suffixes: Those of the formats that the command writes.
+        suffixes: Suffixes of the formats that the command writes.
     """
 
     def check(path: Path | None) -> Path | None:
@@ -274,7 +274,7 @@ def make_console(width: int = 120) -> Console:
     """
     from ..common.console import PlainConsole
 
-    # Rich takes 80 columns for a pipe, in which tables of kernels would wrap.
+    # Rich assumes 80 columns for a pipe, where tables of kernels would wrap.
     own = sys.stdout.isatty() or "COLUMNS" in os.environ
     return PlainConsole(width=None if own else width)
 
@@ -338,7 +338,7 @@ def refuse(
         used: Names of parameters that it reads; only checked for existence.
 
     Raises:
-        typer.BadParameter: One of them was given.
+        typer.BadParameter: One of these options was given.
     """
     unknown = {*spare, *used} - _names(context)
     # A misspelt name here would never refuse anything.
@@ -417,7 +417,7 @@ def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:
     Args:
         workload: Name or file.
         hf: File of Hugging Face.
-        served: Whether it is served, instead of a step of it.
+        served: Whether the model is served; otherwise a step of it is trained.
 
     Raises:
         typer.BadParameter: None or both were given, or ``--hf`` is not a ``.json`` file.

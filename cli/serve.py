@@ -68,5 +68,5 @@ def serve(
         memory_bytes=int(memory * 2**30),
         cache_entries=cache,
     )
-    # On stderr, when the port is bound: with --port 0 it is only known by then.
+    # On stderr, once the port is bound: with --port 0 nobody knows it before.
     run(settings, lambda url: typer.echo(f"{url}/docs  (loading models)", err=True))

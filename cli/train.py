@@ -329,7 +329,7 @@ def evaluate(
 ) -> None:
     """Predict published tables of operators, steps, serving or programs and print the errors.
 
-    Every row is predicted; the errors are of the rows that have a latency.
+    Every row is predicted; errors are printed for the rows that have a latency.
     """
     if sum(table is not None for table in (published, steps, serving, programs, regions)) != 1:
         raise typer.BadParameter(
@@ -388,7 +388,7 @@ def compare(
     from ..models.tracking.mlflow_store import differences
 
     if not names:
-        # On a narrow terminal a run's name says model and split.
+        # A run's name contains model and split, which is enough on a narrow terminal.
         spare = ("spearman", "split", "model", "noise_median_ape", "bias")
         print_frame(make_console(), compare_runs(limit=limit), "runs (0.1 is 10 %)", spare)
         return

@@ -1,6 +1,6 @@
 """The worker's side of a worker process: end with the parent, limit memory, exchange messages.
 
-The parent's side is :mod:`opcast.common.worker_process`, which puts what a worker has to know
+The parent's side is :mod:`opcast.common.worker_process`, which puts what a worker needs
 before anything else into the environment variable :data:`WORKER`.
 """
 

@@ -1,6 +1,6 @@
 """Spans on tracks as a Chrome trace: JSON for Perfetto and chrome://tracing.
 
-The format is that of complete events (``ph`` = ``X``) with names of processes and threads as
+Spans are complete events (``ph`` = ``X``), with names of processes and threads as
 metadata (Trace Event Format, The Chromium Project). Times are microseconds.
 """
 
@@ -42,7 +42,7 @@ class ChromeTrace:
 
         Args:
             name: Name of the span.
-            category: Category, by which viewers colour and filter spans.
+            category: Viewers colour and filter spans by it.
             start_us: Start in microseconds.
             length_us: Duration in microseconds.
             track: Number of the track.

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each says what is wrong, where, and what to do about it."""
+"""Errors that a user can cause. Each states what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InternalError(OpcastError):
 
 
 class DynamicShapeError(ProgramError):
-    """An op has a dimension whose size is not known before the program runs."""
+    """The size of an op's dimension is only known when the program runs."""
 
 
 class LoweringError(OpcastError):
@@ -92,7 +92,7 @@ def fault(error: Exception) -> InternalError:
         error: Any exception that is no :class:`OpcastError`.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of the package, which says more than one of a library below it.
+    # The innermost line of this package: more telling than a line of a library below it.
     own = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames
     place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return InternalError(

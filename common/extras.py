@@ -11,7 +11,7 @@ from .paths import PACKAGE
 
 
 def extra_hint(extra: str) -> str:
-    """Say how to install an extra; no package index has opcast.
+    """Return how to install an extra; no package index has opcast.
 
     Args:
         extra: Name of the extra, such as ``track``.

@@ -32,7 +32,7 @@ except ImportError:  # Windows
 PARTIAL = ".partial"
 #: Age in seconds after which such a file was left by a process that was killed.
 STALE_S = 3600.0
-#: Most bytes and nesting of a YAML file. Those of opcast have a few thousand bytes and four levels.
+#: Most bytes and levels of a YAML file. opcast's own files have a few thousand bytes, four levels.
 MAX_YAML_BYTES, MAX_YAML_DEPTH = 4_000_000, 32
 #: Most bytes that a compressed file may expand to.
 MAX_EXPANDED = 2**31
@@ -42,7 +42,7 @@ MAX_EXPANDED = 2**31
 def replacing(path: Path) -> Iterator[Path]:
     """Give a path to write to; its file takes the place of ``path`` when the block ends.
 
-    Several processes may do this at once: each has a file of its own, and the last one stays.
+    Several processes may do this at once: each writes its own file, and the last one stays.
 
     Args:
         path: The file to write; its folder exists.
@@ -133,7 +133,7 @@ def check_yaml(text: str) -> None:
     """Refuse a YAML text that is too large, nests too deep or has aliases.
 
     Raises:
-        ValueError: It does one of these, or is not YAML.
+        ValueError: The text does one of these, or is not YAML.
     """
     import yaml
 
@@ -187,7 +187,7 @@ def file_stamp(path: Path | str) -> tuple[int, int, int] | None:
 
 
 def printable(text: str) -> str:
-    """Write control characters, on which a terminal acts, as escapes."""
+    """Escape control characters, which a terminal would act on."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
@@ -198,7 +198,7 @@ def _escaped(char: str) -> str:
 
 
 def _new_file(path: Path) -> Path:
-    """Make an empty file beside ``path`` for this process alone; remove those of killed ones."""
+    """Make an empty file beside ``path`` for this process; remove the files of killed processes."""
     # Hidden, and short enough with its suffix for file systems that allow 255 bytes.
     start = f".{path.name[-80:]}."
     for old in path.parent.glob(f"{glob.escape(start)}*{PARTIAL}"):

@@ -70,7 +70,7 @@ _ARRAYS = Foreign("arrays of NumPy: data without a program", _SIZES)
 _PLAN = Foreign("a TensorRT engine", _FRAMEWORK)
 _GZIP = Foreign("a file compressed by gzip", "decompress it first: gunzip FILE")
 
-#: By suffix, for formats whose content does not tell, or tells less.
+#: By suffix, for formats that their content does not identify, or not as well.
 _BY_SUFFIX = {
     ".onnx": _ONNX,
     ".h5": _HDF5,
@@ -124,7 +124,7 @@ def foreign_file(name: str, data: bytes) -> Foreign | None:
         return _SAFETENSORS
     if data.startswith(b"PK\x03\x04"):
         if b"archive_format" in data[:4096] or b"/models/model.json" in data:
-            # The list of an archive's files, by which it is read, is its end.
+            # An archive ends with the list of its files, through which it is read.
             return _PT2 if b"PK\x05\x06" in data[-_ZIP_END:] else _DAMAGED
         # Code of TorchScript stands beside its constants.
         if b"/code/__torch__" in data or b"/constants.pkl" in data:

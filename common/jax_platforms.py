@@ -11,10 +11,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-#: Files by which Linux shows GPUs and TPUs: NVIDIA's driver, AMD's ROCm (kfd), TPU hosts (accel or
+#: Device files of GPUs and TPUs on Linux: NVIDIA's driver, AMD's ROCm (kfd), TPU hosts (accel or
 #: vfio).
 _DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
-#: Packages by which JAX finds GPUs and TPUs when it starts.
+#: Packages through which JAX finds GPUs and TPUs when it starts.
 _PLUGINS = ("jax_plugins", "libtpu")
 
 

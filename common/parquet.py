@@ -105,7 +105,7 @@ def _read_csv(path: Path, columns: Sequence[str] | None) -> pd.DataFrame:
 
     wanted = None if columns is None else list(columns)
     try:
-        # Types of whole columns: without, those of long tables are guessed piece by piece.
+        # Without this, the types of a long table's columns are guessed piece by piece.
         return pd.read_csv(path, usecols=wanted, low_memory=False)
     except FileNotFoundError:
         raise DatasetError("no such file", where=str(path)) from None
@@ -133,5 +133,5 @@ def memory_bytes() -> float:
     try:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (ValueError, OSError):
-        # Where the system does not say: a small workstation.
+        # Where the system does not report it: a small workstation.
         return 16 * 2.0**30

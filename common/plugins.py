@@ -38,7 +38,7 @@ def call(point: EntryPoint, *arguments: object) -> Any:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[1:]
         file = getattr(sys.modules.get(point.module), "__file__", None)
-        # The innermost line of the plug-in, which says more than that of a library below it.
+        # The innermost line of the plug-in: more telling than a line of a library below it.
         own = [frame for frame in frames if frame.filename == file] or frames
         place = f"{own[-1].filename}:{own[-1].lineno}" if own else point.value
         raise OpcastError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import ProgressColumn, TaskID
 
-#: Seconds between lines where no terminal shows a bar; nothing that takes less says anything.
+#: Seconds between lines where no terminal shows a bar; shorter tasks print nothing.
 _LINE_EVERY_S = 10.0
 #: The same for runs that are given hours.
 _RARE_LINE_EVERY_S = 30.0
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def wrote(path: Path, what: str = "") -> None:
-    """Say on stderr what a command wrote and where, after the file is whole.
+    """Report on stderr what a command wrote and where, once the file is complete.
 
     Args:
         path: File or folder.
@@ -208,7 +208,7 @@ def stages(first: str) -> Iterator[Callable[[str], None]]:
     """Show which stage a work is at; the callback takes the name of the next one.
 
     Args:
-        first: Name of the first stage, which is too short for a line of its own in a log.
+        first: Name of the first stage, which is too short for a separate line in a log.
     """
     if not sys.stderr.isatty():
         yield lambda what: print(what, file=sys.stderr, flush=True)

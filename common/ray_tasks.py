@@ -1,4 +1,4 @@
-"""Tasks on a Ray cluster; those of workers and nodes that die run again.
+"""Tasks on a Ray cluster; the tasks of workers and nodes that die run again.
 
 Tasks run anywhere (:func:`run_tasks`), or one after the other on each host, which has its devices
 to itself (:func:`run_on_hosts`).
@@ -21,7 +21,7 @@ from .extras import extra_hint
 #: retried; a task that kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
 
-#: Seconds between two calls of who waits for hosts.
+#: Seconds between two progress reports while waiting for hosts.
 _TICK_S = 1.0
 
 Item = TypeVar("Item")
@@ -34,7 +34,7 @@ class Host:
 
     Attributes:
         number: Its place among those with the device, by address.
-        node: Ray's id of it.
+        node: Ray's id of the host.
         resources: Its CPUs and devices.
     """
 
@@ -52,7 +52,7 @@ def connect(address: str) -> Any:
     Raises:
         OpcastError: Ray is not installed, or the cluster cannot be reached.
     """
-    # Ray ends in 2026 what it does now: hiding GPUs from tasks that ask for none.
+    # Ray hides GPUs from tasks that request none, and will stop doing so in 2026.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -77,7 +77,7 @@ def run_tasks(
 ) -> Iterator[tuple[int, Result]]:
     """Run one task for each item; yields places and results in order of completion.
 
-    Who stops reading cancels what has not ended.
+    If the caller stops iterating, tasks that have not ended are cancelled.
 
     Args:
         work: Called with ``shared`` and an item; must be importable by the workers.

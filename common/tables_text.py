@@ -29,7 +29,7 @@ _SHOWN = (
 )
 
 
-#: Those of them that are left out first on a narrow terminal.
+#: Columns that a narrow terminal leaves out first.
 _SPARE = (
     "mean_abs_log",
     "top_k_recall",

@@ -58,7 +58,7 @@ def quantity(value: float, unit: str, digits: int = 3) -> str:
 
 def duration(us: float) -> str:
     """Write microseconds with a readable unit, three significant digits."""
-    # Nobody says kiloseconds.
+    # Nobody writes kiloseconds.
     return f"{plain(us / 1e6)} s" if abs(us) >= 999.5e6 else quantity(us / 1e6, "s")
 
 

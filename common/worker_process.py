@@ -22,13 +22,13 @@ from typing import IO
 from .child_process import LENGTH_BYTES, WORKER
 from .paths import PACKAGE
 
-#: Variables by which numerical libraries are told how many threads to start.
+#: Variables that tell numerical libraries how many threads to start.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 #: Seconds that a worker which has closed its output gets to end, so that its status can be told.
 _END_S = 5.0
 #: Bytes at the end of standard error that are kept for error texts.
 _TAIL_BYTES = 2**18
-#: Bytes that are moved at a time; a pipe of Linux holds as many.
+#: Bytes that are moved at a time: the capacity of a pipe on Linux.
 _PIECE_BYTES = 2**16
 
 
@@ -71,7 +71,7 @@ def worker_environment(
 
 
 class WorkerProcess:
-    """A process in a session of its own: Ctrl-C reaches this process alone, which then ends it.
+    """A process in its own session: Ctrl-C reaches this process alone, which then ends the worker.
 
     Args:
         command: What to run, such as :func:`module_command` gives.
@@ -106,7 +106,7 @@ class WorkerProcess:
             stderr=self._errors,
             bufsize=0,
             env=worker_environment(variables, without=without, memory_bytes=memory_bytes),
-            # A group of its own, so that stop() reaches processes that the worker started.
+            # Its own group, so that stop() reaches processes that the worker started.
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -160,7 +160,7 @@ class WorkerProcess:
         return message
 
     def ending(self) -> tuple[int, str]:
-        """Tell how a worker that closed its output ended: its status, and that in words."""
+        """Return the exit status of a worker that closed its output, also in words."""
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it closed its output and stays

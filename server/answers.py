@@ -47,7 +47,7 @@ class _Powered(_Timed):
 
 
 class ProgramKernel(_Timed):
-    """A kernel of a program; its time is that of one execution."""
+    """A kernel of a program; its time is the time of one execution."""
 
     name: str
     kind: str

@@ -228,8 +228,8 @@ async def _program_task(request: Request, service: Service) -> tuple[dict[str, o
     """What a request asks about a program, and the program.
 
     Raises:
-        RequestError: The body is of another type or schema.
-        OpcastError: The model or device is not known.
+        RequestError: The body has another content type or does not fit the schema.
+        OpcastError: There is no such model or device.
     """
     if _media_type(request) in _RAW:
         options = _checked(_UPLOAD, dict(request.query_params))
@@ -249,7 +249,7 @@ async def _body(request: Request, kind: TypeAdapter[T]) -> T:
     """Parse the body as JSON of a schema.
 
     Raises:
-        RequestError: The body is of another type or schema.
+        RequestError: The body has another content type or does not fit the schema.
     """
     media = _media_type(request)
     if media != _JSON:
@@ -273,7 +273,7 @@ def _checked(kind: TypeAdapter[T], values: Mapping[str, object]) -> T:
 
 
 def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
-    """Refuse a query that asks for something else than the body.
+    """Refuse a query string that contradicts the body.
 
     Clients generated from the document may repeat options there, or send their defaults.
     """

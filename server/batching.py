@@ -25,7 +25,7 @@ class _Item(NamedTuple):
 
 
 class MicroBatcher:
-    """Collects queries and computes those of a group together, one batch at a time.
+    """Collects queries and computes the queries of a group together, one batch at a time.
 
     Args:
         compute: Called with a group and the ``work`` of its queries; returns an answer for each.
@@ -48,7 +48,7 @@ class MicroBatcher:
         """The answer to a query.
 
         Args:
-            group: Queries of one group can be computed together.
+            group: Key of the queries that can be computed together.
             work: The query, as ``compute`` takes it.
             rows: Number of its rows.
 

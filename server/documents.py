@@ -94,7 +94,7 @@ def _parameters() -> list[dict[str, object]]:
 def _of_query(schema: dict[str, Any]) -> dict[str, Any]:
     """Schema of an option in a query, which has no null and need not be sent by default.
 
-    Clients that are generated send what has a default in every request.
+    Generated clients send every field that has a default with every request.
     """
     some: dict[str, Any] = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
     return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some

@@ -1,4 +1,4 @@
-"""Errors as responses: a status, and JSON that says what is wrong, where, and what to do."""
+"""Errors as responses: a status, and JSON that states what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def status_of(error: OpcastError) -> int:
 
 
 def error_data(error: OpcastError) -> dict[str, object]:
-    """What a response says of an error."""
+    """The part of a response that describes an error."""
     name = error.name if isinstance(error, RequestError) else type(error).__name__
     return {"error": name, "what": error.what, "where": error.where, "hint": error.hint}
 

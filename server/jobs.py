@@ -68,7 +68,7 @@ def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
         )
     except RecursionError:
         return _refused("it is nested too deeply", "call fewer functions within each other")
-    except Exception as error:  # a reader met what it does not know: the log has the rest
+    except Exception as error:  # a reader met something unsupported: the log has the rest
         logger.exception("unexpected error in a %s task", task["kind"])
         # 422, not 500: the payload is untrusted, and most such errors are its fault.
         return _refused(
@@ -252,7 +252,7 @@ def _refused(what: str, hint: str) -> Reply:
 
 
 def ended(task: Mapping[str, object]) -> OpcastError:
-    """The error of a task whose process died."""
+    """The error to return for a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
     kind = LoweringError if str(task["kind"]).startswith("simulate") else ProgramError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")

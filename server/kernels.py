@@ -33,7 +33,7 @@ AnyQuery = OpsQuery | ColumnsQuery | KernelsQuery
 class _Group(NamedTuple):
     """Queries that share a batch: operators or kernels, of one model and one device.
 
-    ``vendor`` says whose libraries operators without a method are of.
+    ``vendor`` decides whose libraries run operators that name no method.
     """
 
     model: str

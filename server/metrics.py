@@ -26,7 +26,7 @@ _ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 
 class Metrics:
-    """Counters of one server."""
+    """The counters of a server."""
 
     def __init__(self) -> None:
         # Not the global registry: several servers may live in one process, as in tests.

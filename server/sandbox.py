@@ -49,7 +49,7 @@ class Sandbox:
         """Start the fork server, unless it runs.
 
         Raises:
-            ServeError: The fork server does not start; its standard error says why.
+            ServeError: The fork server does not start; its standard error has the reason.
         """
         async with self._starting:
             if self._process is not None and self._process.status() is None:

@@ -79,18 +79,18 @@ class Service:
         """Find a device by name; files and the server's own device are excluded.
 
         Raises:
-            DeviceError: The device is not known.
+            DeviceError: There is no such device.
         """
         known = self._devices.get((model, name))
         if known is not None:
             return known
-        # ``local`` is the server's machine, which a client knows nothing of; files would be its
+        # ``local`` is the server's machine, about which a client knows nothing; files would be its
         # paths.
         if name == "local" or name.lower().endswith(_FILES):
             raise DeviceError(f"{name!r} is not the name of a device", hint="see GET /v1/devices")
         predictor = self.predictors[model]
         spec = resolve_device(name, predictor.devices)
-        # Rows of operators name their device, so the operator model must know its description.
+        # Rows of operators name their device, so the operator model needs its description.
         predictor.operators.devices[spec.name] = spec
         if len(self._devices) >= _REMEMBERED:
             self._devices.clear()
@@ -134,7 +134,7 @@ class Service:
                 "predicts": "operators" if operators else "programs",
                 "default": place == 0,
                 "devices": sorted(learned),
-                # Lets a client tell whether answers that it kept are of the same model.
+                # Lets a client check whether answers that it kept came from the same model.
                 "digest": model_hash(name),
             }
         return entries
