@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from ...common.errors import DatasetError
 from ...common.parquet import is_csv, read_table
 from ...common.progress import tracked
+from ...features.cost.formats import TABLE_FORMATS, UNQUANTISED
 from ...features.dataset import (
     PUBLISHED_NAME,
     record_path,
@@ -31,7 +32,6 @@ from ...features.dataset import (
 )
 from ...features.devices.catalogue import find_described
 from ...features.devices.device import DeviceSpec, check_name
-from ...features.ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...common.errors import DatasetError
+from ...features.ir.dtypes import DTYPE_BITS, HLO_NAMES
 from ..profile.trace import Event, Executed
 from .json_stream import EVENTS, stream_events
 from .nested import Nested
@@ -40,10 +41,9 @@ COLLECTIVES = {
     "send": "send_recv",
     "recv": "send_recv",
 }
-_WIDTHS = {
-    "bfloat16": 2, "half": 2, "float16": 2, "float": 4, "float32": 4, "double": 8, "float64": 8,
-    "int": 4, "int32": 4, "long": 8, "int64": 8, "byte": 1, "char": 1, "uint8": 1, "int8": 1,
-    "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+#: Bytes of an element by the names of NumPy and of C, both of which traces use.
+_WIDTHS = {name: DTYPE_BITS[kind] // 8 for name, kind in HLO_NAMES.items()} | {
+    "half": 2, "float": 4, "double": 8, "int": 4, "long": 8, "byte": 1, "char": 1,
 }  # fmt: skip
 
 

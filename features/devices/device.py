@@ -19,6 +19,12 @@ from ...common.errors import DeviceError
 from ...common.files import parse_json
 from ..ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
 
+#: Bytes/s in one direction to the host where a device's file says none: PCI Express 4.0 x16, 16
+#: GT/s x 16 lanes / 8 bits (31.5 GB/s after 128b/130b encoding), rounded as data sheets do.
+HOST_BANDWIDTH = 32e9
+#: The same to other nodes: 200 Gb/s a device, as InfiniBand HDR has.
+NETWORK_BANDWIDTH = 25e9
+
 
 @dataclass(frozen=True)
 class MemoryLevel:
@@ -110,6 +116,11 @@ class DeviceSpec:
     def bandwidth(self) -> float:
         """Main-memory bandwidth in bytes/s."""
         return self.levels[-1].bandwidth
+
+    @property
+    def host_link(self) -> float:
+        """Bytes/s in one direction to the host, by :data:`HOST_BANDWIDTH` where none are given."""
+        return self.host_bandwidth or HOST_BANDWIDTH
 
     @property
     def cache_bytes(self) -> float:

@@ -1,12 +1,6 @@
-"""Number formats: widths, families and codes of HLO's element types, and their other names.
-
-The formats of published operator tables stand here too, since one name of them covers several HLO
-types: that of the weights, and that whose matrix rate counts.
-"""
+"""Element types of HLO: widths, families, codes and their other names."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 #: Bits per element, by HLO type name. XLA stores a ``pred`` in a byte.
 DTYPE_BITS: dict[str, int] = {
@@ -91,48 +85,3 @@ NUMPY_NAMES = {dtype: _numpy_name(dtype) for dtype in DTYPE_BITS if dtype[0] in 
 }
 #: The inverse of :data:`NUMPY_NAMES`.
 HLO_NAMES = {name: dtype for dtype, name in NUMPY_NAMES.items()}
-
-
-class TableFormat(NamedTuple):
-    """A number format of operator tables, which name it after its quantisation scheme.
-
-    Attributes:
-        weights: HLO type of the weights.
-        rate: HLO type whose matrix rate counts: that of the wider operand.
-        weight_bits: Stored bits of a weight, its share of its block's scale included.
-        activation_bits: Bits of an activation as the matrix unit reads it.
-        block: Weights that share a scale; 0 if the tables say of none.
-    """
-
-    weights: str
-    rate: str
-    weight_bits: float
-    activation_bits: float
-    block: int = 0
-
-
-#: Formats without quantisation. Of two names of one HLO type the last is the usual one.
-UNQUANTISED = ("tf32", "fp32", "fp16", "bf16")
-#: Formats by the name that the tables use. A scale of 8 bits is shared by 16 values of NVFP4
-#: (4 + 8 / 16 bits a value) and by 32 of the OCP microscaling formats (4 + 8 / 32). Scales of fp8
-#: and int8, of a tensor, a channel or a large block, are too few to count. int4_wo counts as NVFP4.
-TABLE_FORMATS: dict[str, TableFormat] = {
-    "fp32": TableFormat("f32", "f32", 32.0, 32.0),
-    # f32 operands that the matrix unit rounds to TF32: XLA's default for f32 products.
-    "tf32": TableFormat("f32", "tf32", 32.0, 32.0),
-    "fp16": TableFormat("f16", "f16", 16.0, 16.0),
-    "bf16": TableFormat("bf16", "bf16", 16.0, 16.0),
-    "fp64": TableFormat("f64", "f64", 64.0, 64.0),
-    "int8": TableFormat("s8", "s8", 8.0, 8.0),
-    "mxfp8": TableFormat("f8e4m3fn", "f8e4m3fn", 8.25, 8.25, block=32),
-    "mxfp4": TableFormat("f4e2m1fn", "f4e2m1fn", 4.25, 4.25, block=32),
-    "fp8": TableFormat("f8e4m3fn", "f8e4m3fn", 8.0, 8.0),
-    "fp8_block": TableFormat("f8e4m3fn", "f8e4m3fn", 8.0, 8.0, block=128),
-    "int8_sq": TableFormat("s8", "s8", 8.0, 8.0),
-    # Weights alone are quantised in the "wo" and "w4a16" schemes: they are widened to bf16.
-    "int8_wo": TableFormat("s8", "bf16", 8.0, 16.0),
-    "nvfp4": TableFormat("f4e2m1fn", "f4e2m1fn", 4.5, 4.5, block=16),
-    "int4_wo": TableFormat("s4", "bf16", 4.5, 16.0, block=128),
-    "w4a16_mxfp4": TableFormat("f4e2m1fn", "bf16", 4.25, 16.0, block=32),
-    "w4a8_mxfp4_mxfp8": TableFormat("f4e2m1fn", "f8e4m3fn", 4.25, 8.0, block=32),
-}

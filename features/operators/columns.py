@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import DatasetError
+from ..cost.formats import TABLE_FORMATS
 from ..devices.device import DeviceSpec
 from ..devices.rules import IDLE_W, rules_of
-from ..ir.dtypes import TABLE_FORMATS
 
 if TYPE_CHECKING:
     import pandas as pd

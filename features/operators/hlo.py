@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import DatasetError
-from ..ir.dtypes import TABLE_FORMATS
+from ..cost.formats import TABLE_FORMATS
 from .hlo_templates import TEMPLATES, Row
 from .schema import FAMILIES, NAMES, PARAMETERS
 

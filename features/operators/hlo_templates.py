@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...common.errors import DatasetError
+from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from ..cost.operator_flops import ungated
-from ..ir.dtypes import TABLE_FORMATS, UNQUANTISED
 from .schema import PARAMETERS
 
 #: Target of custom calls that only this package reads.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ProgramError
-from ..ir.dtypes import NUMPY_NAMES, TABLE_FORMATS, UNQUANTISED
+from ..cost.formats import TABLE_FORMATS, UNQUANTISED
+from ..ir.dtypes import NUMPY_NAMES
 from .library_conv import DIRECTIONS
 from .physics import BACKENDS
 from .schema import FAMILIES, NAMES, PARAMETERS, TRACED

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import DeviceError
+from ...features.devices.device import HOST_BANDWIDTH, NETWORK_BANDWIDTH
 
 #: Slowest kind of link in a group. ``pcie``: devices without scale-up links; ``host``: groups of
 #: scale-up islands (pairs) that are joined by PCI Express; ``staged``: through the host's memory,
@@ -77,8 +78,9 @@ class Links:
 
         Args:
             spec: A ``DeviceSpec`` with ``link_bandwidth``, ``host_bandwidth`` and
-                ``inter_node_bandwidth`` in bytes/s. A missing host bandwidth counts as 32e9 and a
-                missing network as 25e9; a missing link is the host's.
+                ``inter_node_bandwidth`` in bytes/s. A missing host bandwidth counts as
+                ``HOST_BANDWIDTH`` of :mod:`~opcast.features.devices.device`, a missing network as
+                ``NETWORK_BANDWIDTH``; a missing link is the host's.
             **changes: Fields that are known better, such as ``island=2``.
 
         Raises:
@@ -95,8 +97,8 @@ class Links:
         node = int(getattr(spec, "devices_per_node", None) or 8)
         facts: dict[str, Any] = {
             "link": link or host,
-            "host": host or 32e9,
-            "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or 25e9),
+            "host": host or HOST_BANDWIDTH,
+            "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or NETWORK_BANDWIDTH),
             "devices_per_node": node,
             "memory": float(getattr(spec, "bandwidth", None) or 0.0),
             "clock_hz": float(getattr(spec, "clock_hz", None) or 0.0),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows
 

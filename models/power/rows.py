@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
 from ...features.operators.features import op_features

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import DTYPE_BITS
-from ...simulate.step.workload import PRODUCT_DTYPE, Workload
+from ...simulate.step.workload import Workload
 
 #: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
 #: its data sheet. Other chips' headroom is relative to it.
@@ -65,7 +65,7 @@ def context_of(
         source: Whose cluster it is.
         launched: Whether the host launches every kernel; compiled and captured steps do not.
     """
-    bits = DTYPE_BITS[PRODUCT_DTYPE[workload.product_dtype]]
+    bits = round(8 * FORMATS[workload.product_dtype].element_bytes)
     return device_context(device, bits, framework, source, launched=launched)
 
 

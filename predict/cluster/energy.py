@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...common.interval import Interval
+from ...features.cost.formats import FORMATS
 from ...features.devices.catalogue import read_device
 from ...features.devices.device import DeviceSpec
 from ...models.power.energy import energy
@@ -22,8 +23,6 @@ from .deployment import Deployment
 #: at most 1. Products of 1 to 64 rows on H200 (published-kernels pack, power, linear):
 #: the law alone reads 26 % too much (median), with this it errs by 12 %.
 _FEEDING, _FEEDING_POWER = 1.6, 0.3
-#: Types in which products run, by format of the weights; others run in 16 bits.
-_RATES = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
 
 
 def step_energy(
@@ -81,7 +80,7 @@ def serving_energy(
     passes = run.iterations * model.weight_bytes(plan) * plan.devices
     moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.accepted
     each = np.array([busy])
-    rate = spec.matrix_peak(_RATES.get(model.weights, "bf16"))
+    rate = spec.matrix_peak(FORMATS[model.weights].rate)
     matrix = np.array([flops / deployment.devices])
     memory = np.array([moved / deployment.devices])
     ratio = (matrix / rate) / np.maximum(memory / spec.bandwidth, 1e-30)

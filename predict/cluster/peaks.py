@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import REDUCED
 from ...simulate.step.calls import OpCall
 from ...simulate.step.compose import operator_counts
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from ...simulate.step.placement import kind_counts
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import PRODUCT_DTYPE, Workload
+from ...simulate.step.workload import Workload
 
-#: Formats that are tried in turn where a device has no units for one.
-_WIDER = {"nvfp4": "fp8", "fp8": "bf16", "mxfp8": "bf16", "int8": "bf16"}
 #: Products of fused attention in the backward pass over those of the forward pass: five to two
 #: (Dao, FlashAttention-2, ICLR 2024), without the lower rate that its estimate assumes.
 _BACKWARD_PRODUCTS = 2.5
@@ -35,15 +33,15 @@ def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
         spec: The device.
 
     Returns:
-        A key of :data:`~opcast.simulate.step.workload.PRODUCT_DTYPE`.
+        One of :data:`~opcast.simulate.step.workload.PRODUCTS`.
     """
     own = workload.product_dtype
-    while own in _WIDER:
+    while wider := FORMATS[own].wider:
         # V100 and T4 multiply f16 alone on their matrix units; its rate is none of narrower types.
-        wider = max(spec.matrix_peak(PRODUCT_DTYPE[name]) for name in (_WIDER[own], "f16"))
-        if spec.matrix_peak(PRODUCT_DTYPE[own]) > wider:
+        rate = max(spec.matrix_peak(FORMATS[name].rate) for name in (wider, "f16"))
+        if spec.matrix_peak(FORMATS[own].rate) > rate:
             return own
-        own = _WIDER[own]
+        own = wider
         if own == "bf16" and workload.dtype in ("f16", "f32"):
             return workload.dtype
     return own
@@ -95,6 +93,5 @@ def _least(call: OpCall, spec: DeviceSpec) -> float:
         return 0.0
     if call.op == "attention" and call.name.endswith("_dx"):
         flops *= _BACKWARD_PRODUCTS / ATTENTION_BACKWARD
-    own = PRODUCT_DTYPE.get(call.dtype, call.dtype)
     # Compilers may round f32 operands (TensorFloat-32, bf16 passes of TPUs).
-    return flops / spec.matrix_peak(REDUCED if own == "f32" else own)
+    return flops / spec.matrix_peak(FORMATS[call.dtype].peak)

@@ -52,11 +52,6 @@ _CHUNKS = (1, 4, 16, 64)
 _REDUCE_S, _REDUCE_RANK_S, _REDUCE_SHARE = 4e-6, 0.2e-6, 0.6
 
 
-#: Bytes a second between a device and its host where the catalogue has none: 16 lanes of PCIe 4.0
-#: (PCI-SIG) at four fifths.
-HOST_BANDWIDTH = 25e9
-
-
 @dataclass(frozen=True)
 class Decoding:
     """How an engine decodes.
@@ -152,11 +147,7 @@ class ServingCosts:
     def swap(self, tokens: float) -> np.ndarray:
         """Moving a cache to the host; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
         cost = self._zero.copy()
-        cost[_AT["memory"]] = (
-            tokens
-            * self.model.token_bytes(self.plan)
-            / (self._spec.host_bandwidth or HOST_BANDWIDTH)
-        )
+        cost[_AT["memory"]] = tokens * self.model.token_bytes(self.plan) / self._spec.host_link
         return cost
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ...common.errors import OpcastError, PlanError
 from ...features.devices.catalogue import read_device
+from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.model import APART, group_key
 from ...simulate.serving.fleet import Station, run_fleet
@@ -27,7 +28,7 @@ from ...simulate.serving.memory import (
 from ...simulate.serving.policies import Policy, engine_era, framework_defaults
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
-from .serving_costs import HOST_BANDWIDTH, Decoding, ServingCosts
+from .serving_costs import Decoding, ServingCosts
 from .serving_load import read_trace
 from .serving_table import ServingRow, Workers
 from .step_table import FAULTS, reason_of
@@ -305,7 +306,10 @@ def cache_transfer(row: ServingRow) -> Callable[[int], float]:
         return lambda tokens: 0.0
     spec = read_device(row.cluster.device)
     inside = 0 < row.devices <= spec.devices_per_node
-    link = (spec.link_bandwidth if inside else spec.inter_node_bandwidth) or HOST_BANDWIDTH
+    if inside:
+        link = spec.link_bandwidth or spec.host_link
+    else:
+        link = spec.inter_node_bandwidth or NETWORK_BANDWIDTH
     ranks = min(row.prefill.plan.tp, row.engine.plan.tp)
     speed = row.options.transfer or link * ranks * _TRANSFER_SHARE
     one, state = row.model.token_bytes(EnginePlan()), row.model.state_bytes(EnginePlan())

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...common.errors import PlanError
 from ...common.interval import Interval, step_fields
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
@@ -27,7 +28,7 @@ from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory, box_host
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import PRODUCT_DTYPE, Workload
+from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
@@ -303,7 +304,7 @@ class StepPredictor:
             step=step,
             interval=interval,
             fit=fit,
-            peak_flops=self.spec.matrix_peak(PRODUCT_DTYPE[workload.product_dtype]),
+            peak_flops=self.spec.matrix_peak(FORMATS[workload.product_dtype].rate),
             peak_format=workload.product_dtype,
             operators=_by_name(seconds),
             scopes=self._scopes(seconds),
@@ -427,10 +428,7 @@ def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
 
 def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
     """Costs of operators on a device, of collectives between them, and of its host."""
-    # PCI Express 4.0 x16 in one direction: 16 GT/s x 16 lanes / 8 bits, 31.5 GB/s after 128b/130b
-    # encoding.
-    host = spec.host_bandwidth or 32e9
-    return Costs(latency, ClusterNetwork(cluster), host, _contention(spec))
+    return Costs(latency, ClusterNetwork(cluster), spec.host_link, _contention(spec))
 
 
 def _contention(spec: DeviceSpec) -> float:

@@ -15,13 +15,14 @@ from pathlib import Path
 import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError, PlanError
+from ...features.cost.formats import format_name
 from ...features.devices.catalogue import find_device
 from ...models.steps.context import COMPILED
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
-from ...simulate.step.workload import HLO_DTYPE, PRODUCT_DTYPE, Workload
+from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
 
 #: What a rule of opcast may raise on sizes that it was not made for.
 FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
@@ -33,8 +34,6 @@ _WHOLE_SEQUENCES = ("megatron-deepspeed", "oneflow")
 _FAMILIES = ("fp8", "int8", "mxfp8", "nvfp4")
 #: Columns that a row cannot do without.
 NEEDED = ("device", "n_devices", "layers", "d_model", "heads", "d_ff", "vocab", "seq")
-#: Dtypes by the names that sources use.
-_DTYPES = {"bfloat16": "bf16", "fp16": "f16", "float16": "f16", "fp32": "f32", "float32": "f32"}
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _plan(cell: Cells, devices: int) -> Plan:
         # Ranks that shard gradients or the optimiser alone are replicas here.
         dp, fsdp = dp * fsdp, 1
     policy = cell.text("recompute") or "none"
-    reduce = _DTYPES.get(cell.text("reduce_dtype"), cell.text("reduce_dtype"))
+    reduce = format_name(cell.text("reduce_dtype"))
     ep = cell.count("ep", 1)
     pp, cp = cell.count("pp", 1), cell.count("cp", 1)
     if ep > 1 and dp * fsdp * tp * pp * cp * ep == devices:
@@ -211,12 +210,12 @@ def _plan(cell: Cells, devices: int) -> Plan:
 
 
 def _workload(cell: Cells, batch: int, platform: str) -> Workload:
-    dtype = _DTYPES.get(cell.text("dtype"), cell.text("dtype") or "bf16")
+    dtype = format_name(cell.text("dtype") or "bf16")
     # Recipes of one type, such as fp8_full, differ in what they leave out.
     dtype = next((d for d in _FAMILIES if dtype.startswith(f"{d}_")), dtype)
-    if dtype not in PRODUCT_DTYPE:
-        raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCT_DTYPE))
-    plain = dtype if dtype in HLO_DTYPE and dtype != "fp8" else "bf16"
+    if dtype not in PRODUCTS:
+        raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCTS))
+    plain = dtype if dtype in DTYPES and dtype != "fp8" else "bf16"
     experts = cell.count("experts", 0)
     sizes = _notes(cell.text("arch_note"))
     return Workload(

@@ -192,7 +192,7 @@ def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> d
         "vector": _engine(spec.vector_peak("bf16"), (0.0,), [1.0]),
         "mem1": _memory(spec.memory_bytes, spec.bandwidth, MEGABYTES, memory),
         # No memory of the host is described.
-        "mem2": _memory(0.0, spec.host_bandwidth or 1e9, (0.0,), [1.0]),
+        "mem2": _memory(0.0, spec.host_link, (0.0,), [1.0]),
         "processing_mode": "roofline",
         "networks": [_network(cluster, n, n == box) for n in levels],
     }

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
 from ...features.ir.torch.translate import Place
@@ -23,7 +24,6 @@ from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from ...models.operators.rows import rows_of_published
 from ...simulate.step.calls import OpCall
-from ...simulate.step.workload import PRODUCT_DTYPE
 from ..published.composition import kernel_us
 from ..published.opgraph import GraphOp, op_rows
 from .aten_reuse import Stream, streams
@@ -323,7 +323,7 @@ class AtenPrices:
         reach = REACH.get(self._spec.vendor)
         if reach is not None and work.kind == PRODUCT and rate in TABLE_DTYPE:
             flops, traffic = np.array([2.0 * b * m * n * k]), np.array([work.bytes])
-            peaks = np.array([self._spec.matrix_peak(PRODUCT_DTYPE.get(rate, rate))])
+            peaks = np.array([self._spec.matrix_peak(FORMATS[rate].rate)])
             found = reach.seconds(flops, traffic, peaks, self._spec.bandwidth)
             middle = float(found[0]) * work.scale
         wide = _CONV_FACTOR if work.kind == CONVOLUTION else ROOFLINE_FACTOR

@@ -13,6 +13,7 @@ from math import ceil, log2, prod
 import numpy as np
 
 from ...common.errors import ProgramError
+from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from ...features.ir.torch.table import is_solver
 from ...features.ir.torch.translate import Place
@@ -62,8 +63,6 @@ _OPAQUE = (
     *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
     *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
 )
-#: Element types by PyTorch's names, as operators of steps call them.
-_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +144,7 @@ def _copies(call: AtenCall) -> list[Work]:
     """
     if "layer_norm" not in call.name:
         return []
-    dtype = _DTYPES.get(call.outputs[0].dtype, "f32")
+    dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     return [
         Work("contiguous", PASS, (), dtype, 2.0 * t.bytes, 1, 1.0, call.phase, call.place)
         for t in call.inputs[: 2 if call.name.endswith("backward") else 1]
@@ -154,7 +153,7 @@ def _copies(call: AtenCall) -> list[Work]:
 
 
 def _works(call: AtenCall) -> list[Work]:
-    dtype = _DTYPES.get(call.outputs[0].dtype, "f32")
+    dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     base = Work(
         call.name.removeprefix("aten."),
         PASS,
@@ -431,5 +430,5 @@ class _Fusion:
         last = group.calls[-1]
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
-        dtype = _DTYPES.get(last.outputs[0].dtype, "f32")
+        dtype = ALIASES.get(last.outputs[0].dtype, "f32")
         return Work(name, PASS, (), dtype, total, 1, 1.0, last.phase, last.place, uses=tuple(uses))

@@ -14,9 +14,9 @@ from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
 from ...common.units import duration, size
+from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import load_designs
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op

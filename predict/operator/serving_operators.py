@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import DTYPE_BITS
 from ...models.operators import OpModel
 from ...simulate.serving.forward import LATENT, MLA_HEAD, MLA_VALUE, ROTATED, SHAPES, ServeOp
 from ..locate import find_model
@@ -76,8 +78,6 @@ ROUTING = "power_law_1.2"
 _TABLE_DTYPE = {"int4": "int4_wo", "mxfp4": "w4a16_mxfp4", "f16": "bf16"}
 #: Format that stands for another in a kernel's table where the table lacks it.
 _STANDS_FOR = {"fp8_block": "fp8", "fp8": "fp8_block", "int8": "fp8"}
-#: Formats of which units multiply operands; other weights are widened first.
-_UNITS = {"fp8": "f8e4m3fn", "fp8_block": "f8e4m3fn", "int8": "s8", "nvfp4": "f4e2m1fn"}
 
 
 def load_serving_operators(model: str) -> OpModel | None:
@@ -210,8 +210,8 @@ def _named(family: str, backend: str, kernel: str, dtype: str) -> dict[str, Any]
 
 def _peakless(dtype: str, spec: DeviceSpec) -> bool:
     """Whether a device has no units for a format that is multiplied as it is."""
-    unit = _UNITS.get(dtype)
-    return unit is not None and unit not in spec.peak_flops
+    unit = FORMATS[dtype].rate
+    return DTYPE_BITS[unit] < 16 and unit not in spec.peak_flops
 
 
 def weight_only(dtype: str, spec: DeviceSpec) -> bool:
@@ -223,11 +223,8 @@ def weight_only(dtype: str, spec: DeviceSpec) -> bool:
 
 
 def _peak(op: ServeOp, spec: DeviceSpec) -> float:
-    unit = "" if weight_only(op.dtype, spec) else _UNITS.get(op.dtype, "")
-    if op.kind in ("linear", "moe") and unit:
-        # The nearest wider type where there are no units for this one.
-        return spec.matrix_peak(unit)
-    return spec.matrix_peak("f16" if op.dtype == "f16" else "bf16")
+    # The nearest wider type where there are no units for this one.
+    return spec.matrix_peak("bf16" if weight_only(op.dtype, spec) else FORMATS[op.dtype].rate)
 
 
 #: Formats with scales for blocks of operands.

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
 from ...models.power.law import Work, capped
 from ...simulate.step.calls import SHAPES, OpCall
-from ...simulate.step.workload import PRODUCT_DTYPE, PRODUCT_WIDTH
 from ..locate import find_model
 
 #: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
@@ -151,7 +151,7 @@ class OperatorLatency:
             return 1.0
         # Products of narrow types in the tables quantise their input within the time, which a
         # training step does apart: so the product in 16 bits, at the ratio of the rates.
-        own = self.spec.matrix_peak(PRODUCT_DTYPE[call.dtype])
+        own = self.spec.matrix_peak(FORMATS[call.dtype].rate)
         return min(1.0, self.spec.matrix_peak("bf16") / own)
 
 
@@ -165,10 +165,10 @@ def work_of(calls: Sequence[OpCall], seconds: np.ndarray, spec: DeviceSpec) -> W
     """
     return Work.of(
         np.array([call.flops() for call in calls]),
-        np.array([call.moved(PRODUCT_WIDTH.get(call.dtype, 2)) for call in calls]),
+        np.array([call.moved(FORMATS[call.dtype].element_bytes) for call in calls]),
         seconds,
         np.full(len(calls), spec.floor),
-        np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls]),
+        np.array([spec.matrix_peak(FORMATS[c.dtype].rate) for c in calls]),
         spec.bandwidth,
         np.array([call.kind == "attention" for call in calls], bool),
     )
@@ -188,8 +188,8 @@ def load_step_model(model: str | Path) -> OpModel | None:
 def roofline_seconds(calls: Sequence[OpCall], spec: DeviceSpec) -> np.ndarray:
     """Estimate operators by the roofline: seconds and interval ends, shape ``(n, 3)``."""
     flops = np.array([c.flops() for c in calls])
-    moved = np.array([c.moved(PRODUCT_WIDTH.get(c.dtype, 2)) for c in calls])
-    peak = np.array([spec.matrix_peak(PRODUCT_DTYPE.get(c.dtype, c.dtype)) for c in calls])
+    moved = np.array([c.moved(FORMATS[c.dtype].element_bytes) for c in calls])
+    peak = np.array([spec.matrix_peak(FORMATS[c.dtype].rate) for c in calls])
     share = np.array([_matrix_share(c, spec) for c in calls])
     middle = np.maximum(flops / (peak * share), moved / (spec.bandwidth * MEMORY_SHARE))
     # Added rather than a third bound: the launch precedes the work.

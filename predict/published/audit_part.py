@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators.columns import OpTable
 from ...features.operators.features import op_features
 from ...features.operators.library_conv import WINOGRAD_SAVING

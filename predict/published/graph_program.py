@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from .graph_layers import Variant, label_layers, node_repeats, parse_variant
-from .opgraph import COLLECTIVES, ELEMENT_BYTES, OP_COLUMNS, GraphOp, graph_ops, op_rows
+from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, element_width, graph_ops, op_rows
 
 #: Columns of the table of collectives; ``bytes`` is the buffer.
 COLLECTIVE_COLUMNS = ("device", "op", "bytes", "world_size", "dtype")
@@ -131,7 +131,7 @@ def _terms(
 ) -> list[Term]:
     dtype, device = _dtype(label), label["device"]
     # Labels without a known dtype are those of the f32 tables.
-    width = ELEMENT_BYTES.get(dtype, 4)
+    width = element_width(dtype)
     repeats = node_repeats([str(n) for n in graph["Name"]], str(label["model"]), layers)
     # Equal operations are one term: interval widths add up within it, as their errors are common.
     totals: dict[tuple[str, str, int, float], float] = {}

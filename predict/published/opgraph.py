@@ -36,6 +36,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...features.cost.formats import FORMATS
 
 #: Columns of the published op schema that graphs need.
 OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in")
@@ -50,8 +51,11 @@ MOVED_COLS = 1024
 _BINARY = ("add", "mul", "div", "pow", "sub")
 # Nodes of a traced graph that launch no kernel, whatever their lists say.
 _VIEWS = ("getitem", "misc", "output", "Weight")
-#: Bytes of an element by dtype of a graph; tf32 is a rate, its values are stored as f32.
-ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+
+
+def element_width(dtype: str) -> int:
+    """Bytes of an element by dtype of a graph; f32 unless known."""
+    return int(FORMATS.get(dtype, FORMATS["f32"]).element_bytes)
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,7 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, object]:
         return {**row, "op": "bmm", "family": "bmm", "b": b, "m": m, "n": n, "k": k}
     if op.kind in ("MOVE", "JOIN"):
         # A relu reads and writes each element once.
-        rows = max(1, round(op.shape[0] / (2 * ELEMENT_BYTES.get(dtype, 4) * MOVED_COLS)))
+        rows = max(1, round(op.shape[0] / (2 * element_width(dtype) * MOVED_COLS)))
         return {**row, **_vector("relu", rows, MOVED_COLS)}
     if op.kind.startswith("VEC"):
         return {**row, **_vector(op.kind[3:], int(op.shape[0]), int(op.shape[1]))}

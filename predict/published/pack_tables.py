@@ -15,8 +15,8 @@ import pandas as pd
 from ...common.errors import DatasetError, DeviceError
 from ...datagen.published.conv_tables import LAYOUTS, SIZES, conv_rows
 from ...datagen.published.product_tables import product_rows
+from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device, in_catalogue
-from ...features.ir.dtypes import TABLE_FORMATS
 from ...features.operators import family_keys
 from ...features.operators.library_conv import DIRECTIONS
 from ...features.operators.schema import METHODS

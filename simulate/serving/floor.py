@@ -14,22 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from .forward import ServeOp, decode_ops, head_ops, prefill_ops, token_ops
-from .served import WEIGHT_BITS, EnginePlan, ServedModel, kinds_of
-
-#: Type at whose peak products of a format run at most. Weights of four bits may meet activations of
-#: as few (nvfp4, mxfp4) or of eight (W4A8 of QServe and TensorRT-LLM), which is the faster choice.
-_PEAK = {
-    "fp8": "f8e4m3fn",
-    "fp8_block": "f8e4m3fn",
-    "int8": "s8",
-    "int4": "s8",
-    "mxfp4": "f4e2m1fn",
-    "nvfp4": "f4e2m1fn",
-}
-#: The same of attention by the format of the cache.
-_CACHE_PEAK = {"fp8": "f8e4m3fn", "int8": "s8"}
+from .served import EnginePlan, ServedModel, kinds_of
 
 
 class Floors(NamedTuple):
@@ -85,7 +73,7 @@ class EngineFloor:
             pairs = new * (found + (new + 1.0) / 2.0)
             # One token that sees itself alone is one pair.
             one = sum(op.flops() * n for op, n in prefill_ops(self.model, self.plan, 1, 1, 0))
-            peak = self.spec.matrix_peak(_CACHE_PEAK.get(self.model.cache, "bf16"))
+            peak = self.spec.matrix_peak(FORMATS[self.model.cache].peak)
             seconds = seconds + pairs * one / peak / self.plan.pp
         return np.asarray(np.maximum(seconds, self.reading))
 
@@ -111,12 +99,12 @@ class EngineFloor:
 
     def _weights(self, op: ServeOp) -> float:
         """Bytes of the weights that one token reaches."""
-        s, one = op.shape, WEIGHT_BITS[op.dtype] / 8.0
+        s, one = op.shape, FORMATS[op.dtype].weight_bytes
         if op.kind == "linear":
             return one * s[1] * s[2]
         if op.kind == "bmm":
             # Up-projections of latent attention: in 16 bits, or as its other weights.
-            own = min(one, WEIGHT_BITS[self.model.attention_format] / 8.0)
+            own = min(one, FORMATS[self.model.attention_format].weight_bytes)
             return own * s[0] * s[2] * s[3]
         if op.kind == "moe":
             _, hidden, inter, topk, _, tp, ep = s
@@ -131,7 +119,7 @@ class EngineFloor:
             own = self.model.attention_format
         # Experts are asked for with a token of every rank.
         alone = self.plan.dp if op.kind == "moe" else 1
-        return op.flops() / alone / self.spec.matrix_peak(_PEAK.get(own, "bf16"))
+        return op.flops() / alone / self.spec.matrix_peak(FORMATS[own].peak)
 
 
 def floors(

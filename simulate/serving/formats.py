@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...common.errors import PlanError
 from ..step.workload import Workload
-from .served import WEIGHT_BITS, ServedModel
+from .served import WEIGHTS, ServedModel
 
 #: Formats of weights by words that the names of sources contain, the first that does.
 _WEIGHTS = (
@@ -115,8 +115,8 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
 
 
 def _weights_of(text: str) -> str:
-    """A key of :data:`WEIGHT_BITS` for a format's name, or the name itself."""
+    """One of :data:`WEIGHTS` for a format's name, or the name itself."""
     name = text.lower()
-    if name in WEIGHT_BITS:
+    if name in WEIGHTS:
         return name
     return next((own for pattern, own in _WEIGHTS if re.search(pattern, name)), name)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...features.cost.formats import FORMATS
 from ...features.operators.flops import attention_flops, causal_pairs
 from ...features.operators.moe import busy_rank
 from ..step.workload import Workload
-from .served import CACHE_BYTES, STATE_BYTES, WEIGHT_BITS, EnginePlan, ServedModel, kinds_of
+from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
 
 #: Parameters of an operator by kind. ``pass`` moves bytes; ``scan`` is the recurrence of a layer
 #: with a state.
@@ -93,8 +94,8 @@ class ServeOp(NamedTuple):
 
     def moved(self) -> float:
         """Bytes that are read or written once."""
-        s, weight = self.shape, WEIGHT_BITS[self.dtype] / 8.0
-        cache = CACHE_BYTES.get(self.cache, 2.0)
+        s, weight = self.shape, FORMATS[self.dtype].weight_bytes
+        cache = FORMATS[self.cache or "bf16"].element_bytes
         if self.kind == "linear":
             m, n, k = s
             return weight * n * k + 2.0 * m * (n + k)

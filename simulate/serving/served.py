@@ -7,28 +7,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...common.errors import PlanError
+from ...features.cost.formats import FORMATS
 from ..step.hybrid import Recurrence
 from ..step.workload import Workload, layer_kinds
 
-#: Bits of a weight by format, scales included: one of 8 bits for 16 (nvfp4) or 32 (mxfp4) weights
-#: (OCP Microscaling 1.0), one of 16 bits for 128 of int4 (AWQ's and GPTQ's usual group), one of 32
-#: bits for a block of 128 x 128 (fp8_block).
-WEIGHT_BITS = {
-    "f32": 32.0,
-    "bf16": 16.0,
-    "f16": 16.0,
-    "fp8": 8.0,
-    "fp8_block": 8.0,
-    "int8": 8.0,
-    # Weights alone: activations stay in 16 bits, and products run on widened weights.
-    "fp8_wo": 8.0,
-    "int8_wo": 8.0,
-    "int4": 4.125,
-    "mxfp4": 4.25,
-    "nvfp4": 4.5,
-}
-#: Bytes of an element of the key-value cache.
-CACHE_BYTES = {"bf16": 2.0, "f16": 2.0, "fp8": 1.0, "int8": 1.0}
+#: Formats of served weights.
+WEIGHTS = (
+    *("f32", "bf16", "f16", "fp8", "fp8_block", "int8", "fp8_wo", "int8_wo", "int4", "mxfp4"),
+    "nvfp4",
+)
+#: Formats of the key-value cache.
+CACHES = ("bf16", "f16", "fp8", "int8")
 #: Bytes of a token and layer that the indexer of sparse attention keeps beside the latent: a key of
 #: 128 in fp8 with a scale of 32 bits (DeepSeek-V3.2's ``index_head_dim``; DeepSeek-V3.2, 2025).
 INDEX_BYTES = 132.0
@@ -42,9 +31,9 @@ class ServedModel:
 
     Attributes:
         workload: Its sizes; ``batch``, ``seq``, ``mode`` and ``products`` do not matter.
-        weights: Format of the products outside experts, a key of :data:`WEIGHT_BITS`.
+        weights: Format of the products outside experts, one of :data:`WEIGHTS`.
         expert_weights: Format of the experts, shared ones excluded.
-        cache: Format of the key-value cache, a key of :data:`CACHE_BYTES`.
+        cache: Format of the key-value cache, one of :data:`CACHES`.
         linear_layers: Layers with a recurrent state instead of attention over a cache (gated
             delta nets, Mamba-2).
         attention_weights: Format of the products of attention where it differs; empty for
@@ -72,10 +61,10 @@ class ServedModel:
             PlanError: A format is unknown, or there are more recurrent layers than layers.
         """
         for name in (self.weights, self.expert_weights, self.attention_weights or self.weights):
-            if name not in WEIGHT_BITS:
-                raise PlanError(f"weights in {name!r} are not known", hint=", ".join(WEIGHT_BITS))
-        if self.cache not in CACHE_BYTES:
-            raise PlanError(f"a cache in {self.cache!r} is not known", hint=", ".join(CACHE_BYTES))
+            if name not in WEIGHTS:
+                raise PlanError(f"weights in {name!r} are not known", hint=", ".join(WEIGHTS))
+        if self.cache not in CACHES:
+            raise PlanError(f"a cache in {self.cache!r} is not known", hint=", ".join(CACHES))
         if not 0 <= self.linear_layers < self.workload.layers:
             raise PlanError(
                 f"linear_layers={self.linear_layers} of {self.workload.layers} layers",
@@ -140,21 +129,21 @@ class ServedModel:
             if own is not None:
                 recurrent = w.d_model * (own.inner + own.outer)
                 attention += linear * (recurrent - attention)
-            bits = WEIGHT_BITS[self.attention_format]
+            bits = FORMATS[self.attention_format].weight_bits
             parts["attention"] += share * attention / plan.tp * bits
             share *= self.fed
             one = float(layer.expert_parameters)
             if layer.experts:
                 spread = plan.moe_tp * plan.ep
-                bits = WEIGHT_BITS[self.expert_weights]
+                bits = FORMATS[self.expert_weights].weight_bits
                 parts["experts"] += share * one * layer.experts / spread * bits
                 one *= layer.shared_experts
-            parts["feed-forward"] += share * one / plan.tp * WEIGHT_BITS[self.weights]
+            parts["feed-forward"] += share * one / plan.tp * FORMATS[self.weights].weight_bits
         return {name: value for name, value in parts.items() if value}
 
     def token_bytes(self, plan: EnginePlan) -> float:
         """Bytes that a token takes in all layers of one device that keep it."""
-        w, width = self.workload, CACHE_BYTES[self.cache]
+        w, width = self.workload, FORMATS[self.cache].element_bytes
         layers = (w.layers - self.linear_layers) / plan.pp
         if w.kv_lora:
             # Latent keys, which are values too, and the rotated part (DeepSeek-V2, section 2.1.3);

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...features.devices.device import HOST_BANDWIDTH
 from .calls import CommCall, Estimate, Network, OpCall, OpLatency
 from .plan import Group
 
@@ -99,7 +100,7 @@ class Costs:
         self,
         latency: OpLatency,
         network: Network,
-        host_bandwidth: float = 32e9,
+        host_bandwidth: float = HOST_BANDWIDTH,
         contention: float = 0.0,
         effects: StepEffects | None = None,
         box: int = 0,

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...features.cost.formats import FORMATS
 from .calls import OpCall
 from .plan import Plan
-from .workload import PRODUCT_WIDTH, WRITTEN_OUT, Workload
+from .workload import WRITTEN_OUT, Workload
 
 # Time of a backward pass over the forward pass, for operators whose measured tables hold forward
 # kernels alone.
@@ -138,7 +139,7 @@ def _quantized(name: str, workload: Workload, m: int, n: int, k: int) -> PassOps
     if workload.product_dtype == workload.dtype:
         return _product(name, m, n, k, workload.dtype)
     product = _product(name, m, n, k, workload.product_dtype, QUANTIZED)
-    width = workload.width + 2.0 * PRODUCT_WIDTH[workload.product_dtype]
+    width = workload.width + 2.0 * FORMATS[workload.product_dtype].element_bytes
     ahead = OpCall(f"{name}_quantize", "move", (round(width * (m * k + n * k)),), workload.dtype)
     back = OpCall(f"{name}_dquantize", "move", (round(width * m * n),), workload.dtype)
     return PassOps((ahead, *product.forward), (back, *product.backward), product.weights)
@@ -293,7 +294,7 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> Pass
     cast: tuple[OpCall, ...] = (OpCall("permute", "move", (sorting,), workload.dtype),)
     if variant:
         # Inputs of both products, as for plain products; gradients are as many.
-        width = workload.width + 2.0 * PRODUCT_WIDTH[dtype]
+        width = workload.width + 2.0 * FORMATS[dtype].element_bytes
         moved = width * arrived * chosen * (workload.d_model + workload.d_ff / plan.tp)
         cast += (OpCall("experts_quantize", "move", (round(moved),), workload.dtype),)
     return PassOps(

@@ -9,21 +9,15 @@ from pathlib import Path
 
 from ...common.errors import PlanError
 from ...common.units import plain
-from ...features.ir.dtypes import DTYPE_BITS
+from ...features.cost.formats import FORMATS
 from ...features.operators.flops import attention_flops, causal_pairs
 from .presets import Preset, close_names, find_preset, read_config, unsupported
 from .settings import build, read_pairs
 
-#: HLO type by dtype of a workload; fp8 is E4M3, the format of forward passes (Micikevicius et al.,
-#: FP8 Formats for Deep Learning, 2022).
-HLO_DTYPE = {"bf16": "bf16", "f16": "f16", "f32": "f32", "fp8": "f8e4m3fn"}
-#: HLO type whose matrix rate counts, by what products are quantised to. Block scales (one of 8 bits
-#: for 32 elements of mxfp8, for 16 of nvfp4: OCP Microscaling 1.0) are left out.
-PRODUCT_DTYPE = HLO_DTYPE | {"mxfp8": "f8e4m3fn", "nvfp4": "f4e2m1fn", "int8": "s8"}
-#: Bytes of an element by dtype of a workload.
-WIDTH = {name: DTYPE_BITS[dtype] // 8 for name, dtype in HLO_DTYPE.items()}
-#: Bytes of an operand of a product.
-PRODUCT_WIDTH = {name: DTYPE_BITS[dtype] / 8 for name, dtype in PRODUCT_DTYPE.items()}
+#: Formats of parameters and activations.
+DTYPES = ("bf16", "f16", "f32", "fp8")
+#: Formats that products may be quantised to.
+PRODUCTS = (*DTYPES, "mxfp8", "nvfp4", "int8")
 #: A full training step, or a forward pass for inference.
 MODES = ("train", "forward")
 #: Implementations of attention: the fastest fused one of the device; FlashAttention-2 or Triton's
@@ -90,7 +84,7 @@ class Workload:
         vocab: Tokens of the vocabulary.
         seq: Tokens of a sequence.
         batch: Sequences of a step over all devices.
-        dtype: Type of parameters and activations, a key of :data:`WIDTH`.
+        dtype: Type of parameters and activations, one of :data:`DTYPES`.
         experts: Experts of a layer; 0 for a plain feed-forward.
         top_k: Experts that a token goes to.
         expert_boxes: Most boxes that the experts of a token lie in, where routing is limited so (a
@@ -101,8 +95,8 @@ class Workload:
         rope: Whether queries and keys are rotated.
         tied: Whether embedding and head share their weights.
         head_share: Share of the tokens that the vocabulary projection sees.
-        products: What the operands of the layers' matrix products are quantised to, a key of
-            :data:`PRODUCT_DTYPE`; empty for ``dtype``. Parameters, activations, attention and
+        products: What the operands of the layers' matrix products are quantised to, one of
+            :data:`PRODUCTS`; empty for ``dtype``. Parameters, activations, attention and
             the vocabulary projection stay in ``dtype``, as in Transformer Engine's recipes.
         shared_experts: Experts that every token goes to, besides ``top_k``.
         dense_layers: First layers with a plain feed-forward in a model with experts.
@@ -170,11 +164,11 @@ class Workload:
                     where="workload",
                     hint=f"at most {plain(most, 4)}",
                 )
-        if self.dtype not in WIDTH or self.mode not in MODES:
+        if self.dtype not in DTYPES or self.mode not in MODES:
             raise PlanError(
                 f"dtype={self.dtype}, mode={self.mode}",
                 where="workload",
-                hint=f"dtype is one of {', '.join(WIDTH)}; mode one of {', '.join(MODES)}",
+                hint=f"dtype is one of {', '.join(DTYPES)}; mode one of {', '.join(MODES)}",
             )
         if self.norm not in ("rmsnorm", "layernorm") or not 0 < self.head_share <= 1:
             raise PlanError(
@@ -182,7 +176,7 @@ class Workload:
                 where="workload",
                 hint="norm is rmsnorm or layernorm; head_share lies above 0 and up to 1",
             )
-        known = (("products", (*PRODUCT_DTYPE, "")), ("attention", ATTENTION))
+        known = (("products", (*PRODUCTS, "")), ("attention", ATTENTION))
         for name, allowed in known:
             if getattr(self, name) not in allowed:
                 raise PlanError(
@@ -222,7 +216,7 @@ class Workload:
     @property
     def width(self) -> int:
         """Bytes of an element."""
-        return WIDTH[self.dtype]
+        return int(FORMATS[self.dtype].element_bytes)
 
     @property
     def matrices(self) -> int:
@@ -231,7 +225,7 @@ class Workload:
 
     @property
     def product_dtype(self) -> str:
-        """What operands of the layers' products are, a key of :data:`PRODUCT_DTYPE`."""
+        """What operands of the layers' products are, one of :data:`PRODUCTS`."""
         return self.products or self.dtype
 
     @property

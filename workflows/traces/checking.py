@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import DatasetError
+from ...features.cost.formats import FORMATS, format_name
 from .importing import device_of, lowered_programs, read_one, refuse_program
 from .waterfall import KernelPair, TraceCheck, by_class, common_factor, waterfall
 
@@ -278,8 +279,9 @@ def _work(operator: TracedOperator) -> Work | None:
     row = operator.row
     if not row:
         return None
-    dtype = {"bf16": "bf16", "fp16": "f16", "fp8": "fp8"}.get(str(row["dtype"]), "f32")
-    width = {"bf16": 2, "f16": 2, "fp8": 1}.get(dtype, 4)
+    dtype = format_name(str(row["dtype"]))
+    dtype = dtype if dtype in ("bf16", "f16", "fp8") else "f32"
+    width = FORMATS[dtype].element_bytes
     kind, shape, elements = _shape(row)
     return aten_work.Work(
         operator.name.removeprefix("aten::"), kind, shape, dtype, float(elements * width), 1, 1.0,

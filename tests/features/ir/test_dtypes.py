@@ -12,9 +12,6 @@ from opcast.features.ir.dtypes import (
     FAMILIES,
     HLO_NAMES,
     NUMPY_NAMES,
-    REDUCED,
-    TABLE_FORMATS,
-    UNQUANTISED,
     dtype_family,
 )
 
@@ -49,12 +46,3 @@ def test_numpy_names_have_the_width_of_the_hlo_type():
         assert kind.itemsize == max(DTYPE_BITS[dtype] // 8, 1), dtype
     assert HLO_NAMES["bfloat16"] == "bf16" and HLO_NAMES["float8_e4m3fn"] == "f8e4m3fn"
     assert HLO_NAMES["uint8"] == "u8" and "token" not in NUMPY_NAMES
-
-
-def test_table_formats_count_the_scales_of_their_blocks():
-    assert TABLE_FORMATS["nvfp4"].weight_bits == 4 + 8 / 16
-    assert TABLE_FORMATS["w4a16_mxfp4"].weight_bits == 4 + 8 / 32
-    for name, kind in TABLE_FORMATS.items():
-        assert {kind.weights, kind.rate} <= {*DTYPE_BITS, REDUCED}
-        assert (kind.block == 0) or name not in UNQUANTISED
-        assert kind.weight_bits >= DTYPE_BITS[kind.weights]
