@@ -327,7 +327,7 @@ def _equal(old: Leaf, new: Leaf, tolerance: float) -> bool:
 
 
 def table(moved: Mapping[str, list[Move]], compared: Iterable[str], rows: int = 12) -> str:
-    """Say what moved: for each case its leaves, then by group of cases, then the largest moves.
+    """Say what moved: for each case its leaves, then by group of cases, then the largest.
 
     Args:
         moved: By case; those without moves may be absent.
@@ -356,12 +356,14 @@ def table(moved: Mapping[str, list[Move]], compared: Iterable[str], rows: int = 
             else ""
         )
         lines.append(f"{group:24} {len(names):6} {len(heads):6} {spread}".rstrip())
-    largest = sorted(
-        ((name, m) for name, found in moved.items() for m in found if math.isfinite(m.share)),
-        key=lambda pair: -abs(pair[1].share),
-    )[:10]
+    tops = (
+        (name, max(finite, key=lambda move: abs(move.share)))
+        for name, found in moved.items()
+        if (finite := [move for move in found if math.isfinite(move.share)])
+    )
+    largest = sorted(tops, key=lambda top: -abs(top[1].share))[:10]
     if largest:
-        lines += ["", "largest moves"]
+        lines += ["", "largest move of a case"]
         lines += [f"    {m.share:+9.2%}  {name}  {m.leaf}" for name, m in largest]
     return "\n".join(lines)
 

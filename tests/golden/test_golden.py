@@ -43,7 +43,7 @@ def test_the_table_has_signs_and_no_average_across_them() -> None:
     assert "step_us" in text and "+10.000%" in text and "-10.000%" in text
     (summary,) = (line.split() for line in text.splitlines() if line.startswith("step  "))
     assert summary[1:3] == ["3", "2"] and summary[-2:] == ["-10.00%", "+10.00%"]
-    assert text.index("-20.00%") > text.index("largest moves")
+    assert text.index("-20.00%") > text.index("largest move of a case")
 
 
 def test_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
