@@ -59,7 +59,7 @@ def device_names() -> list[str]:
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return the device files by canonical name; ours win over those of other packages."""
+    """Return the device files by canonical name; ours win over files of other packages."""
     folders = [Path(plugins.load(point)) for point in plugins.found(GROUP).values()]
     # The last one wins: a plug-in cannot replace a device that models were trained on.
     return {path.stem: path for folder in (*folders, _FOLDER) for path in folder.glob("*.yaml")}
@@ -88,7 +88,7 @@ def typed_name(name: str) -> str | None:
     """Return the canonical name of the device that a user means, also by a short name.
 
     Args:
-        name: Canonical name or alias, or what tells a device from all others: ``v5e``, ``rtx4090``,
+        name: Canonical name or alias, or any short name that fits one device: ``v5e``, ``rtx4090``,
             ``mi300``, ``a100-pcie-80g``.
 
     Returns:
@@ -102,8 +102,8 @@ def typed_name(name: str) -> str | None:
         return slug
     names = {own: [own] for own in device_names()}
     meant = shortened(slug, names)
-    # Tables say H100 where they mean one product; of a user, that may be any with the chip. What
-    # a runtime calls a device ("TPU v5") has several words.
+    # Tables write H100 where they mean one product; a user may mean any product with the chip.
+    # A runtime's name of a device ("TPU v5") has several words.
     if slug in _index() and (not meant or "-" in slug):
         return _index()[slug]
     if not meant:
@@ -222,12 +222,12 @@ def closest_names(name: str, count: int = 4) -> list[str]:
 def load_device_file(path: Path | str) -> DeviceSpec:
     """Read a device file, such as of a chip that does not exist yet.
 
-    A file with ``base: h100-sxm`` takes what it does not say from that device of the catalogue,
-    which may go by any name that :func:`typed_name` knows.
+    A file with ``base: h100-sxm`` takes the figures that it lacks from that device of the
+    catalogue; any name that :func:`typed_name` accepts will do.
 
     Raises:
-        DeviceError: The file is missing, not YAML, has unknown keys or wrong types, says too
-            little, or its figures contradict each other; the message names file and key.
+        DeviceError: The file is missing, not YAML, has unknown keys or wrong types, is incomplete,
+            or its figures contradict each other; the message names file and key.
     """
     path = Path(path)
     # Time and size are part of the cache's key, so that an edited file is read again.
@@ -313,8 +313,8 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     """Make a description: fill in defaults, check for contradictions, convert to SI.
 
     Raises:
-        DeviceError: Platform, memory or every rate is missing, or the vector rate is not that of
-            the lanes.
+        DeviceError: Platform, memory or every rate is missing, or the vector rate differs from the
+            lanes' rate.
     """
     _require(sheet)
     texts = sheet.texts
@@ -377,7 +377,7 @@ def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
 
 
 def _compiler(target: str, si: Values) -> dict[str, float | str]:
-    """Return what only a compiler asks for; empty if the file names no target."""
+    """Return what only a compiler needs; empty if the file names no target."""
     if not target:
         return {}
     return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}

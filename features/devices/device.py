@@ -58,7 +58,7 @@ class DeviceSpec:
         memory_bytes: Device memory.
         source: Where the figures come from (``measured`` or a document).
         extra: Anything else worth recording.
-        vendor: Who makes it.
+        vendor: Its maker.
         architecture: Generation, such as ``hopper``; names a row of ``features/devices/rules.py``.
         lanes_per_core: FP32 lanes of a core, SM or CU; 0 if not known.
         power_w: Board power limit in watts; 0 if not known.

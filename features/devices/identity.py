@@ -1,4 +1,4 @@
-"""Decide whether two measured descriptions are of one device: by its ceilings, not by its name.
+"""Decide whether two measured descriptions mean one device: by its ceilings, not by its name.
 
 Virtual machines on different hosts share a name, and a busy host gives a guest more or less of
 itself from hour to hour. What was learned under a name holds only where the ceilings are alike.
@@ -14,8 +14,8 @@ from typing import Any
 from ...common.errors import DeviceError
 from .device import DeviceSpec
 
-#: Factors up to which two measurements may be of one device: of the geometric mean over the
-#: classes, and of a single class. Of all pairs of readings of the three anchors in each run of
+#: Factors by which two measurements of one device may differ: in the geometric mean over the
+#: classes, and in a single class. Of all pairs of readings of the three anchors in each run of
 #: ``datagen/datasets/cpu`` (one machine, 98 readings in 42 minutes and 26 in 9), the mean over the
 #: anchors differs by up to 1.37 and 1.50 in 95 %, a single anchor by up to 1.93 in 99 %. Probes
 #: repeated on a machine that is busy with other work reach the same: 1.5 and 2.1.
@@ -33,7 +33,7 @@ CLASSES = {"arithmetic": ("gemm", "vector"), "single-thread": ("single",), "band
 #: ``datagen/datasets/cpu``, geometric means of six consecutive readings differ by up to 1.22 and
 #: 1.38 in a class (42 minutes, 9 minutes).
 SAME_SPEED = 1.4
-#: What ``DeviceSpec.source`` says of a probe.
+#: ``DeviceSpec.source`` of a probe.
 MEASURED = "measured"
 #: Separates a name from the ceilings that :func:`distinct` appends; no vendor uses it in a name.
 _MARK = "~"
@@ -44,9 +44,9 @@ class Comparison:
     """Speed of a device relative to another description of it.
 
     Attributes:
-        ratios: ``now / then`` of what both describe: ``arithmetic`` (geometric mean over matrix
+        ratios: ``now / then`` of the figures in both: ``arithmetic`` (geometric mean over matrix
             and vector rates by dtype), ``single-thread`` and ``bandwidth`` of main memory.
-        cache: Ratio of the last cache's capacity; 1 if either does not say it.
+        cache: Ratio of the last cache's capacity; 1 if either lacks it.
     """
 
     ratios: Mapping[str, float] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Comparison:
 def compare_ceilings(now: DeviceSpec, then: DeviceSpec) -> Comparison:
     """Compare two descriptions of a device by what both list.
 
-    Descriptions that are not measured say nothing of a machine: there is nothing to compare.
+    Descriptions that are not measured have nothing to compare with a machine.
     """
     if not (is_measured(now) and is_measured(then)):
         return Comparison()
@@ -111,10 +111,10 @@ def compare_anchors(now: Mapping[str, float], then: Mapping[str, float]) -> Comp
 
     Args:
         now: Microseconds by anchor.
-        then: The same of the earlier time; anchors of one time alone do not count.
+        then: The same at the earlier time; anchors of one time alone do not count.
 
     Returns:
-        ``then / now`` by class, of those that differ by more than readings do; nothing if none do.
+        ``then / now`` of the classes that differ by more than readings do; empty if none do.
     """
     ratios = {}
     for name, anchors in CLASSES.items():
@@ -128,7 +128,7 @@ def compare_anchors(now: Mapping[str, float], then: Mapping[str, float]) -> Comp
 def with_speed(spec: DeviceSpec, speed: Comparison) -> DeviceSpec:
     """Describe a device that now runs at another speed than when it was measured.
 
-    Ceilings stay those of the measurement, to which models are calibrated; predictions scale
+    Ceilings stay as measured, because models are calibrated to them; predictions scale
     kernels by the class of their work (``models/adapt/present_speed.py``).
     """
     extra = {name: value for name, value in spec.extra.items() if name != SPEED}
@@ -194,7 +194,7 @@ def identified(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> DeviceSpec:
 
 
 def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | None:
-    """Compare a device with the known ones of its name; ``None`` if it is one of them.
+    """Compare a device with the known devices of its name; ``None`` if it is one of them.
 
     It is also ``None`` where no known device has the name.
     """
@@ -207,7 +207,7 @@ def unlike(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> Comparison | No
 
 
 def namesakes(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> list[DeviceSpec]:
-    """List known devices that share a device's base name, the one of the exact name first."""
+    """List known devices that share a device's base name, the exact name first."""
     base = base_name(spec.name)
     own = [other for name, other in known.items() if base_name(name) == base]
     return sorted(own, key=lambda other: (other.name != spec.name, other.name))

@@ -21,10 +21,10 @@ VECTOR_TYPES = ("f64", "f32", "f16", "bf16", "s32")
 _NETWORK_OVER_PCIE = 0.78
 #: A cache is built to be faster than the memory behind it.
 _L2_OVER_HBM = 1.5
-#: The same without knowing cores and clock: between P100 (2.2) and L40S (6).
+#: The same for devices without cores and clock: between P100 (2.2) and L40S (6).
 _L2_OVER_HBM_BLIND = 4.0
-#: FLOP of f32 in a clock of a core, 128 lanes of NVIDIA's multiprocessors since Ampere and of AMD's
-#: CDNA 3; most of bf16, of data-centre Blackwell's; and a usual clock.
+#: FLOP of a core in a clock: in f32, with the 128 lanes of NVIDIA's multiprocessors since Ampere
+#: and of AMD's CDNA 3; at most in bf16, on data-centre Blackwell; and a usual clock.
 _LANES_FLOP, _MATRIX_FLOP, _USUAL_MHZ = 256.0, 8192.0, 1500.0
 #: Devices of a usual server: NVIDIA's HGX and AMD's OAM boards carry eight.
 _NODE = 8.0
@@ -38,10 +38,10 @@ _NM16, _NM12, _NM7, _NM4 = 13e-12, 14e-12, 9e-12, 6e-12
 
 @dataclass(frozen=True)
 class Architecture:
-    """Rules of one generation of devices.
+    """Rules for one generation of devices.
 
     Attributes:
-        vendor: Who makes it.
+        vendor: Its maker.
         l2_bytes_per_clock: Sustained bytes per core and clock between L2 and the cores.
         half: Vector rate of f16 over f32.
         brain: Vector rate of bf16 over f32.
@@ -73,9 +73,9 @@ _AMD = Architecture(integer=1.0, floor_us=3.0, gap_us=2.0, vendor="AMD")
 #: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
 #: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
 #: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
-#: guess. Ratios are those of white papers. GA10x is of another maker's 8 nm, which takes no less
-#: than 7 nm. CDNA 2 has a matrix unit made anew, whose FP64 runs as fast as FP32: nothing was read
-#: off it. CDNA 3 and 4 take its figures; their files give the cache's bandwidth.
+#: guess. Ratios come from white papers. GA10x is made in another maker's 8 nm process, which takes
+#: no less energy than 7 nm. CDNA 2 has a new matrix unit, whose FP64 runs as fast as FP32: nothing
+#: was read off it. CDNA 3 and 4 take its figures; their files give the cache's bandwidth.
 ARCHITECTURES: dict[str, Architecture] = {
     # GP104 has hardly any f16; compilers convert to f32 and back.
     "pascal": Architecture(22.0, half=1.0, f32_joules=_NM16),
@@ -126,7 +126,7 @@ _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
 
 
 def rules_of(architecture: str, platform: str) -> Architecture:
-    """Return the rules of an architecture; those of its platform if it is not listed."""
+    """Return the rules of an architecture, or of its platform if it is not listed."""
     return ARCHITECTURES.get(architecture) or _BY_PLATFORM.get(platform, GENERIC)
 
 

@@ -120,7 +120,7 @@ def read_sheet(path: Path) -> Sheet:
 
 
 def read_designs(path: Path) -> list[tuple[dict[str, float], Sheet]]:
-    """Read a device file some of whose figures are ranges: one sheet for each combination.
+    """Read a device file in which figures may be ranges: one sheet for each combination.
 
     A range is a list of numbers, or ``{from: 2000, to: 5000, steps: 4}`` with both ends included
     and equal steps; with ``scale: log`` equal ratios. Figures that count things are rounded.
@@ -219,16 +219,17 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
     return Sheet(str(path), texts, aliases, values, sources, unsourced)
 
 
-#: Keys to whose product the rate of all cores is proportional.
+#: Keys whose product the rate of all cores is proportional to.
 _SCALE = ("core_count", "boost_mhz")
 
 
 def overlay(base: Sheet, own: Sheet) -> Sheet:
-    """Complete a sheet by what its base says; aliases are not inherited.
+    """Complete a sheet from its base; aliases are not inherited.
 
-    If it changes cores, clock or lanes, rates that it does not list are those of ``base`` scaled
+    If it changes cores, clock or lanes, rates that it does not list are ``base``'s, scaled
     alike: FLOP/s of the matrix unit by cores × clock, of the vector unit by lanes × cores × clock.
-    A power that it does not give grows with its rate of f32: the base's limits no other chip.
+    If it gives no power, the base's power grows with the rate of f32: the limit of the base itself
+    would be another chip's.
     """
     values, sources = dict(base.values), {k: f"{s} ({base.name})" for k, s in base.sources.items()}
     for table in RATES:
@@ -359,7 +360,7 @@ def _sources(value: object, values: dict[str, float], wrong: _Wrong) -> dict[str
     if not isinstance(value, dict):
         raise wrong("'sources' must map a source to the keys that it gives", "sources")
     tables: dict[str, str] = {}
-    # A source may give a whole table (`peak_tflops`) and another one a single entry of it.
+    # One source may give a whole table (`peak_tflops`), another one a single entry.
     own: dict[str, str] = {}
     for source, keys in value.items():
         for key in _texts(keys, "sources", wrong):

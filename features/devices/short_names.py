@@ -17,7 +17,7 @@ def shortened(slug: str, names: Mapping[str, Sequence[str]]) -> list[str]:
         names: Names of each device, of the same form.
 
     Returns:
-        Devices of which one name has all parts of the short one, the chip's own part among them.
+        Devices with a name that has all parts of the short one, the chip's own part among them.
     """
     plain = _SPELLINGS.sub("", slug).replace("-", "")
     return [device for device, full in names.items() if any(_shortens(plain, f) for f in full)]

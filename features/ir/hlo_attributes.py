@@ -22,8 +22,8 @@ def _braces(depth: int) -> str:
     return rf'\{{(?:[^{{}}"]++|{QUOTED}{inner})*+\}}'
 
 
-#: Depth by judgement: more than twice that of the modules in the tests. Possessive quantifiers keep
-#: the match linear.
+#: Depth by judgement: more than twice as deep as the modules in the tests. Possessive quantifiers
+#: keep the match linear.
 _BRACES = _braces(12)
 # A value without quotes or braces ends at a comma outside brackets.
 _PLAIN = r'(?:[^,\[\](){}"]++|\[[^\]]*+\]|\([^)]*+\)|\{[^}]*+\})++'
@@ -172,7 +172,7 @@ def read_backend_config(text: str) -> dict[str, Any] | str:
 
 
 def read_value(text: str) -> object:
-    """Read an attribute that has no notation of its own: bool, number, tuple or string."""
+    """Read an attribute without a special notation: bool, number, tuple or string."""
     if text in ("true", "false"):
         return text == "true"
     if text.startswith('"'):

@@ -199,7 +199,7 @@ def _scalar(value: object) -> str:
 
 
 def _value(value: object) -> str:
-    """Write an attribute without a notation of its own, as ``read_value`` reads it back."""
+    """Write an attribute without a special notation, as ``read_value`` reads it back."""
     if isinstance(value, str):
         return value if _BARE.fullmatch(value) else json.dumps(value)
     if isinstance(value, (tuple, list)):

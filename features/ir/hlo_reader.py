@@ -49,7 +49,7 @@ _DROPPED = frozenset(
     ("operand_layout_constraints", "parameter_replication", "origin", "statistics")
 )
 _RENAMED = {"custom_call_target": "target"}
-#: Ops of which HLO lists one dimension as ``dimensions={d}``.
+#: Ops whose single dimension HLO writes as ``dimensions={d}``.
 _ONE_DIMENSION = frozenset(
     ("all-gather", "all-gather-start", "reduce-scatter", "all-to-all", "sort")
 )
@@ -285,7 +285,7 @@ class _Reader:
 
 
 def _names_computation(key: str, opcode: str) -> bool:
-    """Tell whether the attribute names computations: ``select`` and ``scatter`` only in one op."""
+    """Whether the attribute names computations: ``select`` and ``scatter`` only in one op."""
     return key not in ("select", "scatter") or opcode == "select-and-scatter"
 
 

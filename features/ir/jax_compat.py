@@ -27,8 +27,8 @@ from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as _stablehlo
 
-# A function of JAX itself has no line but that of who called it, which must not be one of ours.
-# Programs of the zoo and of tests are users' like any other.
+# A function of JAX itself has only its caller's line, and the caller must not be one of ours.
+# Programs of the zoo and of tests count as users' programs.
 for _own in ("__main__.py", "cli", "features", "predict", "server", "workflows"):
     register_exclusion(str(Path(__file__).parents[2] / _own))
 
@@ -46,7 +46,7 @@ def make_context() -> ir.Context:
 
 
 def is_portable_artifact(data: bytes) -> bool:
-    """Tell whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
+    """Whether bytecode was written by a StableHLO serialiser and needs its version upgrade."""
     # The producer's name lies within the first bytes of the header.
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
@@ -127,7 +127,7 @@ def tag_locations(module: ir.Module) -> ir.Module:
     """A copy whose ops are called ``op<position>/<name>``, positions as :func:`walk_ops` counts.
 
     Compilers carry an op's name over to the instructions they make of it, so that every optimised
-    instruction says which ops it came from.
+    instruction names the ops it came from.
     """
     copy = copy_module(module)
     with module.context:
@@ -167,7 +167,7 @@ _FRONTEND, _SAID = "mhlo.frontend_attributes", "opcast_platforms"
 
 
 def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
-    """A copy of a module that says for which platforms it was lowered."""
+    """Copy a module with an attribute that names the platforms it was lowered for."""
     copy = copy_module(module)
     with copy.context:
         said = ir.DictAttr.get({_SAID: ir.StringAttr.get(",".join(platforms))})
@@ -176,7 +176,7 @@ def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
 
 
 def said_platforms(module: ir.Module) -> tuple[str, ...]:
-    """Return the platforms that a module says it was lowered for; empty if it does not."""
+    """Return the platforms that a module states it was lowered for; empty if it states none."""
     with module.context:
         if _FRONTEND not in module.operation.attributes:
             return ()
@@ -185,7 +185,7 @@ def said_platforms(module: ir.Module) -> tuple[str, ...]:
 
 
 def lowered_platforms(lowered: Any) -> tuple[str, ...]:
-    """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it does not say."""
+    """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it names none."""
     found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
     return tuple(map(str, found or ()))
 
@@ -198,10 +198,10 @@ _CUDNN_VERSION = 91300
 def as_on_gpu(capability: int) -> Iterator[None]:
     """Let JAX lower for a GPU that is absent as it would beside it.
 
-    The only rules that ask for the GPU itself are those of cuDNN's attention.
+    Only the rules of cuDNN's attention ask for the GPU itself.
 
     Args:
-        capability: Compute capability of the GPU times ten; 0 if not known, taken as Hopper's 90.
+        capability: Compute capability of the GPU times ten; 0 (unknown) is taken as Hopper's 90.
     """
     if _xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
         yield
@@ -280,7 +280,7 @@ def hlo_to_stablehlo(text: str) -> bytes:
     """Convert the text of an HLO module that is not optimised to StableHLO bytecode.
 
     Raises:
-        Exception: Whatever the converter raises for HLO that it does not know.
+        Exception: Whatever the converter raises for HLO that it does not support.
     """
     module = _hlo.hlo_module_from_text(text)
     data = bytes(jax_mlir.hlo_to_stablehlo(module.as_serialized_hlo_module_proto()))
@@ -311,7 +311,7 @@ def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
 def with_shardings(
     module: ir.Module, arguments: Sequence[str], results: Mapping[int, str], count: int
 ) -> ir.Module:
-    """A copy of a module of one device whose arguments are cut over several.
+    """Copy a module of one device, with its arguments cut over several.
 
     Args:
         module: StableHLO with a function ``main``.
@@ -350,7 +350,7 @@ def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
     """A copy of a module that is partitioned already, its partitions renamed replicas.
 
     XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
-    nothing is left to partition. With one partition, a collective's groups are of replicas once it
+    nothing is left to partition. With one partition, a collective's groups mean replicas once it
     has no channel. Ops keep their places in the walk.
 
     Args:
@@ -391,7 +391,7 @@ def execute(executable: Any, arguments: Sequence[object], device_count: int) -> 
         device_count: Devices that the executable runs on.
 
     Returns:
-        Output arrays; with several devices those of the first one.
+        Output arrays; with several devices, the arrays of the first one.
     """
     arrays = [_on_device(a, None) for a in arguments]
     if device_count == 1:
@@ -423,7 +423,7 @@ class TracedFunction:
     Attributes:
         name: Its name.
         function: The same function of its flat arguments; jitted, with the same donations.
-        args: Shapes and types of these.
+        args: Their shapes and types are used.
     """
 
     name: str

@@ -70,7 +70,7 @@ class FunctionCall:
             with pretended:
                 return _lowered(self.function, self.args, self.kwargs, platform)
         except ProgramError:
-            # Of a translation, which says more.
+            # Raised by a translation, with a better message.
             raise
         except Exception as error:
             target = f" for {platform.name}" if platform else ""
@@ -95,7 +95,7 @@ def _lowered(
     if hasattr(function, "trace"):
         return _lower_traced(function.trace(*args, **kwargs), platform)
     if hasattr(function, "lower") and not _has_abstract(args, kwargs):
-        # Wrappers such as equinox's know which arguments are static and which are donated.
+        # Wrappers such as equinox's record which arguments are static and which are donated.
         return _unwrapped(_on_platform(function, platform).lower(*args, **kwargs))
     return _lower_traced(_trace_plain(function, args, kwargs), platform)
 
@@ -103,7 +103,7 @@ def _lowered(
 def _lower_traced(traced: Any, platform: Platform | None) -> Any:
     # Flax wraps JAX's own object.
     traced = getattr(traced, "traced", traced)
-    # Named even if it is JAX's own: a mesh of absent devices does not tell.
+    # Named even if it is JAX's default: a mesh of absent devices does not reveal it.
     name = _own_platform() if platform is None else platform.name
     return traced.lower(lowering_platforms=(name,))
 

@@ -104,7 +104,7 @@ def check_one_device(
     Args:
         source: The program.
         device: Name of the device.
-        suggest: Gives the name of a cluster of so many of a device; empty if none has a name.
+        suggest: Returns the name of a cluster of a number of devices; empty if there is none.
 
     Raises:
         ProgramError: Its header sets several replicas or partitions, or its collectives join
@@ -137,7 +137,7 @@ def check_one_device(
 def check_several_devices(source: SourceProgram, cluster: str, size: int, device: str) -> None:
     """Refuse to run a program for one device on a cluster.
 
-    A program with collectives passes whatever its header says: each device runs it as it is.
+    A program with collectives passes whatever its header states: each device runs it as it is.
 
     Args:
         source: The program.

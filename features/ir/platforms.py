@@ -22,7 +22,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 #: Argument of every function of an export for several platforms that depends on the platform: its
 #: number in the export's list (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
 INDEX = "_platform_index"
-#: JAX's other names of them.
+#: JAX's other names for the platforms.
 _ALIASES = {"gpu": "cuda"}
 #: Custom calls that one platform alone has, as JAX's lowering rules name them.
 _CALLS = {
@@ -31,7 +31,7 @@ _CALLS = {
     "rocm": re.compile(r"hip(?:blas|solver|sparse|_)|miopen"),
     "tpu": re.compile(r"tpu_custom_call"),
 }
-#: What any of these, or a loop of Threefry, leaves in bytecode, which holds names verbatim.
+#: Traces of any of these, or of a loop of Threefry, in bytecode, which holds names verbatim.
 _TRACES = re.compile(
     rb"threefry2x32|lapack_|blas_|cpu_|cudnn|cublas|solver|sparse|cu_|hip_|miopen|mosaic_gpu|"
     rb"tpu_custom_call"
@@ -43,7 +43,7 @@ class Platform(NamedTuple):
 
     Attributes:
         name: One of :data:`PLATFORMS`.
-        capability: Compute capability of an NVIDIA GPU times ten; 0 if it is none or not known.
+        capability: Compute capability of an NVIDIA GPU times ten; 0 for others and unknown ones.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Platform(NamedTuple):
 def platform_of(device: DeviceSpec) -> Platform:
     """Return the platform of a device, as JAX calls it.
 
-    GPUs are CUDA's unless they are AMD's: JAX has no name for those of other vendors.
+    GPUs are CUDA's unless they are AMD's: JAX has no name for GPUs of other vendors.
     """
     if device.platform != "gpu":
         return Platform(device.platform)
@@ -79,7 +79,7 @@ def known_platform(name: str) -> str:
 
 
 def evident_platform(source: SourceProgram) -> str:
-    """Tell by its ops which platform StableHLO was lowered for; empty if they do not show it."""
+    """Infer from its ops which platform StableHLO was lowered for; empty if they do not show it."""
     data = source.compile_input
     raw = data.encode() if isinstance(data, str) else data
     # Most programs need not be walked.

@@ -12,7 +12,7 @@ def matrix_rate(dtype: str, attrs: Mapping[str, object]) -> str:
     """Name of the matrix rate of a ``dot``, ``convolution`` or library call of one.
 
     XLA runs f32 operands at precision ``default`` and ``high`` as TF32 where the device has it;
-    only ``highest``, or an algorithm that says so, asks for true FP32. Algorithms named
+    only ``highest``, or an algorithm of that name, asks for true FP32. Algorithms named
     ``…bf16_bf16…`` split the operands into bf16.
 
     Args:
@@ -29,8 +29,8 @@ def matrix_rate(dtype: str, attrs: Mapping[str, object]) -> str:
     text = _text(attrs)
     if "bf16_bf16" in text:
         return "bf16"
-    # The algorithm of true FP32 is "dot_f32_f32_f32"; that of TF32, "dot_tf32_tf32_f32", must not
-    # pass for it.
+    # The algorithm of true FP32 is "dot_f32_f32_f32"; TF32's, "dot_tf32_tf32_f32", must not pass
+    # for it.
     exact = "highest" in text or "f32_f32_f32" in text.replace("tf32", "")
     return "f32" if exact else REDUCED
 

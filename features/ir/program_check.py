@@ -1,7 +1,7 @@
 """Find the fault of a program on which a rule failed: an op that does not fit its operands.
 
 XLA verifies whole programs first. Most programs that come here passed a verifier already, so this
-runs only after a rule failed, to tell a fault of the program from one of opcast.
+runs only after a rule failed, to tell a fault of the program from a fault of opcast.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Kind = Literal["stablehlo", "hlo"]
 TripCounts = Mapping[str, int] | int | None
 
 _HINT = "give StableHLO (text, bytecode, portable artifact or jax.export file) or HLO text"
-#: What a prediction of a translated program is of.
+#: What a prediction of a translated program describes.
 TORCH_NOTE = (
     "a PyTorch program as XLA would run it, translated to JAX: the kernels are XLA's; for "
     "those of PyTorch itself: --framework torch-eager or torch-compiled (in Python framework=…)"
@@ -53,8 +53,8 @@ class SourceProgram:
         origin: File that it came from, or what kind of object; empty for plain text.
         compile_input: Input for a compiler: StableHLO as text or bytecode, or HLO text.
         trip_counts: The user's trip counts for loops where none is inferred.
-        platforms: Platforms that it was lowered for, by JAX's names; empty if it does not say.
-        note: What was made of it on the way here, if a prediction should say so.
+        platforms: Platforms that it was lowered for, by JAX's names; empty if it names none.
+        note: How it was converted on the way here, if a prediction should mention that.
     """
 
     kind: Kind
@@ -71,7 +71,7 @@ class SourceProgram:
 
     @cached_property
     def module(self) -> ir.Module:
-        """Parsed MLIR module; of its own context, which ``module.context`` gives.
+        """Parsed MLIR module, in its own context, ``module.context``.
 
         Raises:
             ProgramError: The program is HLO text.
@@ -188,7 +188,7 @@ def check_arguments(source: object, args: tuple[object, ...], kwargs: Mapping[st
 
 
 def _is_path(text: str) -> bool:
-    """Tell whether a string names a file: it exists, or looks like a name rather than a program."""
+    """Whether a string names a file: it exists, or looks like a name rather than a program."""
     # 4096 is Linux's PATH_MAX; no program fits on one line without brackets.
     if "\n" in text or len(text) > 4096:
         return False
@@ -347,7 +347,7 @@ def _from_lowered(lowered: Any, origin: str, trip_counts: TripCounts) -> SourceP
 def _from_export(
     exported: Any, origin: str, trip_counts: TripCounts, platform: Platform | None
 ) -> SourceProgram:
-    """Read an export; of one for several platforms, the branches of the platform asked for."""
+    """Read an export; if it is for several platforms, the branches of the platform asked for."""
     source = _stablehlo(bytes(exported.mlir_module_serialized), origin, trip_counts)
     names = tuple(map(known_platform, exported.platforms))
     source.platforms = names

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...common.errors import ProgramError
 from .program import Computation, Op, Program
 
-#: Ops whose value is that of their operand, as far as scalars go.
+#: Ops whose value equals their operand's, as far as scalars go.
 _TRANSPARENT = frozenset(
     (
         "convert",
@@ -103,7 +103,7 @@ def apply_given(program: Program, given: Mapping[str, int] | int | None) -> None
 
 
 def loop_names(op: Op) -> list[str]:
-    """List the names by which a user can refer to a loop: its own and ``file:line``."""
+    """List the names that a user can give a loop: its own and ``file:line``."""
     if op.source is None:
         return [op.name, ""]
     file, line = op.source.file, op.source.line
@@ -158,7 +158,7 @@ class _Walk:
             self.known[name] = [a if a == b else None for a, b in agreed]
 
     def _invariants(self, op: Op, initial: Arguments) -> Arguments:
-        """Return what is known of the loop's state at any iteration."""
+        """Return what is known about the loop's state at any iteration."""
         body = self.program.computations[op.called[1]]
         if _single_tuple(op, body):
             whole = initial[0]

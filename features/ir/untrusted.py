@@ -34,7 +34,7 @@ MAX_DEPTH = 2000
 #: Private memory that reading a module may take.
 MEMORY_BYTES = 8 * 2**30
 #: What rules raise on attributes that do not fit shapes, and by faults of their own: ``_fault_of``
-#: tells which it was.
+#: shows which it was.
 _ILL_FORMED = (
     IndexError,
     KeyError,
@@ -47,7 +47,7 @@ _ILL_FORMED = (
     MemoryError,
 )
 _PACKAGE = Path(__file__).parents[2]
-#: Digests of modules that passed; so many are kept.
+#: Most digests of modules that passed which are kept.
 _passed: set[bytes] = set()
 _REMEMBERED = 4096
 _HINT = "copy the file again, or export the program anew"
@@ -55,7 +55,7 @@ _HINT = "copy the file again, or export the program anew"
 
 @contextlib.contextmanager
 def well_formed(source: SourceProgram | None = None) -> Iterator[None]:
-    """Tells faults of an ill-formed program from those of rules that fail on a well-formed one.
+    """Tells faults of an ill-formed program from failures of rules on a well-formed one.
 
     Attributes that do not fit shapes, operands that are missing and figures beyond all range show
     where they are used, in any of the rules for costs, kernels and features.
@@ -133,7 +133,7 @@ class Reader:
         with self._lock:
             used = self._worker is not None
             outcome = self._try(data)
-            # An idle worker may have been killed for reasons of its own.
+            # An idle worker may have been killed for other reasons.
             return self._try(data) if outcome and used else outcome
 
     def _try(self, data: bytes) -> str:
@@ -189,7 +189,7 @@ def _command() -> list[str]:
 
 
 def check_bytecode(data: bytes, origin: str = "") -> None:
-    """Read MLIR bytecode in a process of its own.
+    """Read MLIR bytecode in a separate process.
 
     What the parser refuses passes: it is refused again where the message is made. The first takes a
     third of a second, more of them milliseconds; what passed once passes again at once.

@@ -1,10 +1,10 @@
 """cuDNN's fused attention, cut along batch and heads.
 
-A partitioner knows nothing of a library's call: it gathers the operands, and every device computes
-the whole. JAX cuts its own calls by a callback (``custom_partitioning``), which a program that was
-lowered for one device has not. Such a call is put into a part that is written for each device, as
-``shard_map`` does: every device calls the library with its own sequences and heads, which need
-nothing of one another.
+A partitioner cannot cut a library's call: it gathers the operands, and every device computes the
+whole. JAX cuts its own calls by a callback (``custom_partitioning``), which a program that was
+lowered for one device lacks. Such a call is therefore put into a part that is written for each
+device, as ``shard_map`` does: every device calls the library with its own sequences and heads,
+which are independent of each other.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def attention_axes(
         results: Shapes of its results.
 
     Returns:
-        Two axes, of which one may be nowhere: that of a bias for all whose gradient is asked for,
-        since the gradient is a sum over it. Empty for other calls, for attention of pages and of
-        eight bits, and where the configuration is not one of JAX.
+        Two axes. One may be missing: an axis over which a bias is shared cannot be cut where the
+        bias's gradient is asked for, since that is a sum over the axis. Empty for other calls,
+        for paged and 8-bit attention, and for configurations that JAX did not write.
     """
     own = config.get(_CONFIG, {})
     heads = _heads_at(own)
@@ -80,8 +80,8 @@ def attention_axes(
         return ()
     backward, bias = "Backward" in target, "Bias" in target
     like = [0, 1, 2, 4, 6 if bias else 5] if backward else [0, 1, 2]
-    # Queries and keys of all heads of a device must be there, of grouped ones, too: both are cut
-    # into as many parts, in order.
+    # A device needs the queries and the keys of its heads, also of grouped ones: both are cut
+    # into the same number of parts, in order.
     found = [[(k, 0) for k in like], [(k, heads) for k in like]]
     at_bias = (5 if backward else 3) if bias else -1
     for k, shape in enumerate(operands):
@@ -135,7 +135,7 @@ def draws_numbers(config: Mapping[str, Any]) -> bool:
 
 
 def divided_call(op: ir.Operation, parts: Sequence[int]) -> ir.Attribute:
-    """Configuration of a call with :func:`call_axes` of which batch and heads are divided."""
+    """Configuration of a call with :func:`call_axes` after its batch and heads were divided."""
     from jaxlib.mlir import ir
 
     config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)

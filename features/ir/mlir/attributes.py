@@ -279,7 +279,7 @@ def _channel(attrs: Attrs) -> Attrs:
 
 
 def _collective(attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    """Normalise a collective; its groups are left to the reader, which knows the meshes."""
+    """Normalise a collective; its groups are left to the reader, which has the meshes."""
     normalised = {
         "replica_groups": attrs.pop("replica_groups", ()),
         **_channel(attrs),

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def inline_calls(module: ir.Module) -> ir.Module:
-    """A copy of a module whose ``main`` calls no function; what no one calls any more is gone.
+    """Copy a module with all calls of ``main`` inlined; functions that nothing calls are removed.
 
-    MLIR's own pass of that name leaves calls as they are, because StableHLO does not say that its
-    ops may be moved into another function. Locations are call sites, so that the lines of callers
-    are kept.
+    MLIR's own pass of that name leaves calls as they are, because StableHLO does not declare that
+    its ops may be moved into another function. Locations are call sites, so that the lines of
+    callers are kept.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.passmanager import PassManager

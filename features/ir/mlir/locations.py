@@ -16,7 +16,7 @@ FRAMEWORK = re.compile(
     r"|[/\\]jax[/\\]_src[/\\]|[/\\]jaxlib[/\\]|<frozen "
     r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$"
 )
-#: Those of them that only start a command or a test: none of their lines made an operator.
+#: Files among them that only start a command or a test: none of their lines made an operator.
 STARTS = re.compile(
     r"(?:site|dist)-packages[/\\](?:typer|click|pytest|_pytest|pluggy)[/\\.]"
     r"|[/\\](?:bin|Scripts)[/\\]opcast(?:\.exe|-script\.py)?$|<frozen "

@@ -27,7 +27,7 @@ class Accumulation:
         batch: Dimensions that are the batch, of each op's results: by op and result.
         arguments: The dimension that is the batch, by number of the argument.
         sums: Results of the body that are added up over the micro-batches.
-        free: Those of the body that do not depend on the batch: others may read them, too.
+        free: Ops of the body that do not depend on the batch: others may read them, too.
     """
 
     body: Sequence[int]

@@ -42,14 +42,14 @@ _DYNAMIC = frozenset(
         "cstr_reshapable",
     )
 )
-#: Ops that end a region; the others below jump between blocks, which HLO has not.
+#: Ops that end a region; the ones below jump between blocks, which HLO lacks.
 _TERMINATORS = frozenset(("func.return", "stablehlo.return", "mhlo.return", "sdy.return", "return"))
 _UNSTRUCTURED = frozenset(("cf.br", "cf.cond_br", "cf.switch"))
 _HLO_DIALECTS = frozenset(("stablehlo", "mhlo"))
 
 
 class OpKind(NamedTuple):
-    """What the reader needs to know of an op by its name alone.
+    """What the reader derives from an op's name alone.
 
     Attributes:
         name: Name as the user wrote it.

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def for_platform(module: ir.Module, number: int) -> ir.Module:
-    """A copy of a module with the branches of one platform only.
+    """Copy a module with the branches of one platform only.
 
     Args:
         module: As JAX exports it for several platforms.
         number: Number of the platform in the export's list.
 
     Returns:
-        The copy, whose ``main`` has lost the argument that chose; the module itself if none does.
+        The copy, without the argument of ``main`` that chose; the module itself if it has none.
     """
     from jaxlib.mlir import ir
 
@@ -34,7 +34,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
         pending = [(name, place) for name, place in found if place is not None]
         if not pending:
             return module
-        # Some functions (jax/_src/prng.py) are handed the number without any mark of it.
+        # Some functions (jax/_src/prng.py) get the number without any mark.
         fixed = set(pending)
         while pending:
             name, place = pending.pop()
@@ -129,7 +129,7 @@ def _cases(block: ir.Block) -> list[tuple[ir.Operation, int]]:
 
 
 def _constant(value: ir.Value[ir.Type]) -> int | None:
-    """The integer that a value is known to be."""
+    """The integer that a value is, if that is known."""
     from jaxlib.mlir import ir
 
     owner: Any = value.owner

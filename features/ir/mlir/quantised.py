@@ -1,4 +1,4 @@
-"""Quantised programs as text, for a parser that does not know the ``quant`` dialect.
+"""Quantised programs as text, for a parser without the ``quant`` dialect.
 
 JAX's MLIR leaves the dialect out and its verifier refuses what it cannot interpret. FLOPs and bytes
 depend on the storage type alone, so quantised types become their storage integers, and the two

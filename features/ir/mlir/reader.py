@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SYMBOL_ATTRIBUTES = ("callee", "decomposition", "called_computations", "called_computation")
 _STATIC_HINT = "give all shapes as static sizes when lowering or exporting the program"
 _FLOW_HINT = "use structured control flow: stablehlo.while, case and if"
-# Of an argument that is no tuple; a program of one result has an index of no numbers.
+# For an argument that is no tuple; the index is empty for a program with one result.
 _HEADER_ALIAS = re.compile(
     r"parameter_index = array<i64>, parameter_number = (\d+) : i64\}, "
     r"output_index = array<i64(?:: (\d+))?>"

@@ -4,7 +4,7 @@ XLA's partitioner chooses by the size of a product's operands which of them to c
 parameters and batch cut over the same axis it may gather or reduce activations instead of
 parameters. What frameworks call FSDP or ZeRO-3 (Rajbhandari et al., ZeRO, 2020) gathers a parameter
 right before it is used, so that activations stay cut along the batch: here each use in a product
-gets a constraint that says so.
+gets a constraint to that effect.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ANNOTATIONS = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
 
 
 def without_empty_meshes(module: ir.Module) -> ir.Module:
-    """A copy without Shardy's meshes of no axes, which say nothing.
+    """Copy a module without Shardy's empty meshes, which mean nothing.
 
     JAX writes them around random numbers. Any op of that dialect makes XLA take Shardy, which does
     not read the shardings that are added here. A module without them is returned as it is.
@@ -86,7 +86,7 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
         arguments: Numbers of the arguments of ``main`` that may be parameters.
 
     Returns:
-        The copy, its calls inlined, and those of the arguments that products use.
+        The copy, its calls inlined, and the arguments that products use.
     """
     from jaxlib.mlir import ir
 
@@ -127,12 +127,12 @@ def constrained(
     results: Mapping[int, str],
     calls: Mapping[int, CallSplit],
 ) -> ir.Module:
-    """A copy of a module in which values are told how they are cut.
+    """Copy a module and annotate values with how they are cut.
 
     Args:
         module: StableHLO; ops are numbered as :func:`~opcast.features.ir.jax_compat.walk_ops`
             counts.
-        operands: Shardings of operands, by the number of the op and that of the operand.
+        operands: Shardings of operands, by the number of the op and the number of the operand.
         results: Shardings of ops' first results, by the number of the op.
         calls: How calls of a library are cut, by the number of the op.
     """
@@ -240,7 +240,7 @@ def with_donations(
     Donors take the place of the first result of their type that has none, as in JAX.
 
     Args:
-        module: A module converted from HLO, of which the header's are lost or out of sight.
+        module: A module converted from HLO, in which the header's aliases are lost or hidden.
         aliases: Pairs of an output and the argument whose buffer it takes.
         donors: Arguments whose buffers any output may take.
     """

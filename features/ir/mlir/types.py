@@ -53,7 +53,7 @@ def read_types(text: str) -> tuple[tuple[TensorType, ...], bool]:
         text: For example ``tensor<8x128xf32>``, ``!stablehlo.token`` or ``tuple<tensor<f32>>``.
 
     Raises:
-        DynamicDimensionError: A dimension is ``?`` or the rank is not known.
+        DynamicDimensionError: A dimension is ``?``, or the rank is unknown.
     """
     if text.startswith("tuple<"):
         parts = [read_types(part)[0] for part in split_top(text[6:-1])]

@@ -1,4 +1,4 @@
-"""Reads untrusted MLIR modules in a worker process and says whether that went well.
+"""Reads untrusted MLIR modules in a worker process and reports whether that went well.
 
 A message comes for each module, and one goes back: :data:`READ` if it was read, walked and printed,
 :data:`REFUSED` if the parser refuses it. :data:`READY` precedes all of them. A crash ends the
@@ -56,7 +56,7 @@ def check(data: bytes) -> bytes:
 
 
 def main() -> None:
-    """Say that the worker is ready, then check modules until there are no more."""
+    """Report that the worker is ready, then check modules until there are no more."""
     channel = Channel()
     channel.send(READY)
     for data in channel:

@@ -22,7 +22,7 @@ _KEPT = (
     "aten.matmul.default",
     "aten.einsum.default",
     "aten.rms_norm.default",
-    # Of channels-last images its rule asks for strides, which JAX does not have.
+    # For channels-last images its rule asks for strides, which JAX does not have.
     "aten.adaptive_avg_pool2d.default",
 )
 #: Most times that an operator is decomposed by rules beyond core ATen's; a guard.
@@ -146,7 +146,7 @@ def _prepared(program: torch.export.ExportedProgram) -> Iterator[None]:
 
 
 def _move_to_cpu(program: torch.export.ExportedProgram, undo: list[Callable[[], object]]) -> None:
-    """Let all tensors be the CPU's, those of other devices without memory.
+    """Treat all tensors as the CPU's; tensors of other devices get no memory.
 
     Autocast casts by the device of its operands, and has none for ``meta``.
     """
@@ -191,7 +191,7 @@ def _keep_gradients(module: torch.fx.GraphModule, undo: list[Callable[[], object
 def _keep_lines(modules: Sequence[torch.fx.GraphModule], undo: list[Callable[[], object]]) -> None:
     """Let wrapped graphs, such as regions of autocast, be run node by node.
 
-    Run as code, they would give the lines of that code, not those of the model.
+    Run as code, they would give the lines of that code instead of the model's lines.
     """
     import torch
 

@@ -70,7 +70,7 @@ _COMPARE: dict[str, Callable[..., jax.Array]] = {
 
 def _unary(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     def translated(call: Call, x: jax.Array) -> jax.Array:
-        # Integers become floats first: JAX would choose the type by rules of its own. The result
+        # Integers become floats first: JAX would choose the type by its own rules. The result
         # of a complex operand may be real.
         cast = call.inexact and not jnp.iscomplexobj(x)
         return function(x.astype(call.dtype) if cast else x)

@@ -28,7 +28,7 @@ _DTYPES: dict[str, DTypeLike] = {
     "uint8": jnp.uint8,
     "int16": jnp.int16,
     "int32": jnp.int32,
-    # As JAX does by default: indices of tokens and positions are what has 64 bits.
+    # As JAX does by default: only indices of tokens and positions have 64 bits.
     "int64": jnp.int32,
     "bool": jnp.bool_,
     "complex64": jnp.complex64,
@@ -162,7 +162,7 @@ def _checked(exported: Exported) -> Exported:
 
 
 def jax_dtype(dtype: torch.dtype, where: str) -> DTypeLike:
-    """JAX's element type for PyTorch's; 64-bit integers become those of 32.
+    """JAX's element type for PyTorch's; 64-bit integers become 32-bit ones.
 
     Raises:
         ProgramError: There is none.

@@ -322,7 +322,7 @@ def _attention(
     found: jax.Array | None = None
     platform = LOWERED_FOR.get()
     cuda = jax.default_backend() == "gpu" if platform is None else platform.name == "cuda"
-    # Of Ampere and later; a GPU whose generation is not known is taken for one.
+    # Ampere and later; a GPU of unknown generation is taken for one of these.
     cuda = cuda and (platform is None or (platform.capability or _CUDNN_LEAST) >= _CUDNN_LEAST)
     # cuDNN refuses masks that broadcast, and odd lengths backward.
     lengths = (queries.shape[1], keys.shape[1])
@@ -337,7 +337,7 @@ def _attention(
 
 
 def _mask(mask: jax.Array | None) -> jax.Array | None:
-    """A mask with the four dimensions (batch, heads, queries, keys), those of one broadcast."""
+    """A mask with four dimensions: batch, heads, queries and keys; those of size one broadcast."""
     if mask is None:
         return None
     if mask.ndim > 4:

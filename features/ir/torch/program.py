@@ -53,7 +53,7 @@ class TorchProgram:
         """Check the names of the optimiser and the loss.
 
         Raises:
-            ProgramError: One of them is not known.
+            ProgramError: One of them is unknown.
         """
         train, loss = _optimizer(self.train), _loss(self.loss)
         if loss is not None and not train:
@@ -87,7 +87,7 @@ def as_torch_program(
         origin: Where it came from, for messages.
 
     Raises:
-        ProgramError: The optimiser or the loss is not known.
+        ProgramError: The optimiser or the loss is unknown.
     """
     if isinstance(source, TorchProgram):
         if not (train or loss):

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-#: What the line of a user's model says where it calls ``torch.utils.checkpoint`` or a wrapper of
-#: it. An export has what is computed there, but not that it is computed again.
+#: Matches the line of a user's model that calls ``torch.utils.checkpoint`` or a wrapper of it. An
+#: export has what is computed there, but not that it is computed again.
 _CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Operators that launch nothing though they are no views.
 _HOST = (
@@ -43,7 +43,7 @@ class TensorUse:
         shape: Its shape.
         dtype: Element type by PyTorch's name, such as ``bfloat16``.
         memory: Number of the memory that it lies in; views share it.
-        bytes: Bytes of it, each element of memory once however it is broadcast.
+        bytes: Its bytes; each element of memory counts once however it is broadcast.
         contiguous: Whether its elements lie in the order of its dimensions.
     """
 
@@ -243,7 +243,7 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
 
 
 class _Recorder:
-    """Writes calls down, and knows where in the program they are.
+    """Records calls and where in the program they are.
 
     Attributes:
         recording: What was written down.

@@ -347,7 +347,7 @@ def _batch_norm_train(
         return (*same, mean, var)
     out, own, scale = _batch_norm_alone(call, x, weight, bias, train, momentum, eps)
     count = x.size // x.shape[1]
-    # The running variance is the unbiased one, unlike that of the result.
+    # The running variance is the unbiased one, unlike the result's variance.
     spread = (1.0 / (scale * scale) - eps) * (count / max(count - 1, 1))
     moved = [
         (old * (1 - momentum) + momentum * new).astype(old.dtype)

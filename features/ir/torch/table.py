@@ -47,7 +47,7 @@ class Call:
 
     @property
     def inexact(self) -> bool:
-        """Whether the result is of floating point."""
+        """Whether the result is a floating-point array."""
         return bool(jnp.issubdtype(self.dtype, jnp.inexact))
 
 
@@ -81,5 +81,5 @@ def in_f32(x: jax.Array) -> jax.Array:
 
 
 def is_solver(name: str) -> bool:
-    """Whether an operator is a factorisation or a solver, whose time is not known either."""
+    """Whether an operator is a factorisation or a solver, whose time nothing predicts either."""
     return name.startswith(_SOLVERS) and not name.startswith(_NO_SOLVERS)

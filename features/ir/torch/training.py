@@ -159,7 +159,8 @@ def _loss(
         return lambda found, _: _tensors(found)[0].reshape(()).astype(jnp.float32), ()
     if loss == "sum":
         return _sum, ()
-    # Labels are of every output but the classes, which are last as in models of language.
+    # There is a label for every output position; the classes are the last dimension, as in language
+    # models.
     if loss == "cross_entropy":
         if first is None or len(first.shape) < 2:
             raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)

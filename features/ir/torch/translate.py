@@ -1,4 +1,4 @@
-"""From an exported graph to a JAX function, whose operators keep lines and modules of the model."""
+"""From an exported graph to a JAX function whose operators keep the model's lines and modules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Place:
     """Where in the user's model a node belongs.
 
     Attributes:
-        file: The innermost file of the user's own; empty if it is not known.
+        file: The innermost file of the user's own; empty if unknown.
         line: Line in it.
         modules: Scopes, outermost first, joined by slashes.
     """
@@ -55,7 +55,7 @@ class Place:
 def place_of(node: torch.fx.Node) -> Place:
     """The user's line and modules of a node of an FX graph."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    # Outermost first; those of PyTorch's own modules end it.
+    # Outermost first, down to PyTorch's own modules.
     files = [f for f in frames if not f[0].startswith("<")]
     own = [f for f in files if not FRAMEWORK.search(f[0])]
     file, line = (own or files or [("", "0")])[-1]
@@ -227,7 +227,7 @@ class Forward:
         return jax.ShapeDtypeStruct(tuple(value.shape), dtype)
 
     def _check(self) -> None:
-        """Refuse what has no translation before anything is traced, all of it in one message.
+        """Refuse operators without a translation before tracing, all of them in one message.
 
         Raises:
             ProgramError: There is such an operator.
@@ -270,7 +270,7 @@ def _nodes(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
 
 
 def _name(node: torch.fx.Node) -> str:
-    # ``aten.add.Tensor`` of an operator; of one that wraps a graph its own name.
+    # ``aten.add.Tensor`` for an operator; an operator that wraps a graph has a plain name.
     return str(node.target) if "." in str(node.target) else getattr(node.target, "__name__", "?")
 
 
