@@ -96,7 +96,7 @@ class Dataset:
 
     @property
     def of_operators(self) -> bool:
-        """Whether its rows are of library operators, not of kernels and programs.
+        """Whether its rows are library operators, not kernels and programs.
 
         Raises:
             DatasetError: Some are and some are not: no model learns from both.
@@ -126,7 +126,7 @@ class Dataset:
     def load(cls, *paths: Path | str) -> Dataset:
         """Read every ``*.parquet`` shard and ``run-*.json`` record of the given folders.
 
-        Runs on machines of one name that measure differently are of different devices: all but
+        Runs on machines of one name that measure differently count as different devices: all but
         those like the oldest one get a name of their own (:mod:`.devices.identity`).
 
         Raises:
@@ -155,7 +155,7 @@ class Dataset:
             raise DatasetError(
                 f"run record run-{missing[0]}.json is missing", where=", ".join(map(str, paths))
             )
-        # Tables imported by earlier versions have the level of programs of one op.
+        # Tables imported by earlier versions have the level of single-op programs.
         imported = [run_id for run_id, record in runs.items() if PUBLISHED_NAME in record]
         if imported:
             old = frame["run_id"].isin(imported) & (frame["level"] == "op")
@@ -174,7 +174,7 @@ class Dataset:
 def _told_apart(
     frame: pd.DataFrame, runs: dict[str, dict[str, Any]]
 ) -> tuple[pd.DataFrame, dict[str, dict[str, object]]]:
-    """Give each device a name of its own where runs of several devices share one."""
+    """Give each device its own name where runs of several devices share one."""
     names = distinct_runs(runs)
     runs = dict(runs)
     for run_id, name in names.items():

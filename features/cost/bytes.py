@@ -29,8 +29,8 @@ _VIEWS = frozenset(("bitcast", "reshape"))
 _READS_ALL = ops_with(lambda spec: spec.reads == "all")
 #: Ops whose result is larger than the operand: a part of it may need all of the operand.
 _GROWN = ops_with(lambda spec: spec.reads == "grown")
-#: Ops whose operands are needed in another share than their result; all others, elementwise ones
-#: above all, need of each operand the share that is needed of them.
+#: Ops that need another share of their operands than is needed of their result; all others,
+#: elementwise ones above all, need the same share.
 _UNEVEN = ops_with(lambda spec: spec.reads != "share")
 
 
@@ -58,7 +58,7 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
         touched = min(op.result_bytes, operands[0].result_bytes)
         return float(touched + _total(operands[1:])), float(op.result_bytes)
     # In place, as XLA's buffer assignment arranges it: the rest of the target is not touched. Where
-    # it has to be copied first, the copy is an op of its own.
+    # it has to be copied first, the copy is a separate op.
     if opcode in UPDATES:
         updates = _total(_update_operands(op, operands))
         n_targets = _n_targets(op)
@@ -68,7 +68,7 @@ def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
     read, written = float(_total(operands)), float(op.result_bytes)
     stated = stated_cost(op)
     if stated is not None and stated.bytes and read + written:
-        # A kernel knows better what it touches (pages of a cache, blocks again and again).
+        # A kernel may state what it touches (pages of a cache, blocks again and again).
         factor = stated.bytes / (read + written)
         return factor * read, factor * written
     return read, written

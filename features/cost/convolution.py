@@ -121,7 +121,7 @@ def conv_flops(
     features show in the kernel's input features already. Agrees with XLA's cost analysis.
 
     Args:
-        lhs: Input type; shape in the order that ``dim_labels`` tells.
+        lhs: Input type; shape in the order that ``dim_labels`` gives.
         rhs: Kernel type.
         out: Result type.
         window: One entry for each spatial dimension.

@@ -25,7 +25,7 @@ _NONE: Work = (0.0, 0.0)
 _PER_ELEMENT: dict[str, Work] = {
     name: (spec.flops, spec.transcendentals) for name, spec in OPS.items() if spec.flops is not None
 }
-#: The commonest ops, known without looking further. Ops that stand in no table count the same.
+#: The commonest ops, checked first. Ops that no table lists count the same.
 _ONE_FLOP = frozenset(name for name, work in _PER_ELEMENT.items() if work == (1.0, 0.0))
 #: Ops that compute nothing.
 NO_FLOPS = FREE | {name for name, work in _PER_ELEMENT.items() if work == _NONE}
@@ -91,7 +91,7 @@ def _control(op: Op, program: Program, loops: bool) -> Work:
 
 
 def trip_count(op: Op) -> int:
-    """Return how often a ``while`` runs; 1 if it is not known."""
+    """Return how often a ``while`` runs; 1 if unknown."""
     count = op.attrs.get("trip_count")
     return 1 if count is None else int(count)
 

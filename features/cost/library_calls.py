@@ -127,12 +127,12 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
 
 
 class StatedCost(NamedTuple):
-    """What a hand-written kernel says about itself (Pallas' ``CostEstimate``).
+    """The cost that a hand-written kernel states (Pallas' ``CostEstimate``).
 
     Attributes:
         flops: Floating-point operations.
         transcendentals: exp, log, tanh and their like.
-        bytes: Bytes read and written; 0 if it does not say.
+        bytes: Bytes read and written; 0 if it states none.
     """
 
     flops: float
@@ -143,7 +143,7 @@ class StatedCost(NamedTuple):
 def stated_cost(op: Op) -> StatedCost | None:
     """Return the cost that a custom call states in its configuration; ``None`` if it states none.
 
-    Mosaic kernels for TPUs carry that of ``pallas_call(cost_estimate=…)``.
+    Mosaic kernels for TPUs carry the one of ``pallas_call(cost_estimate=…)``.
     """
     if op.opcode != "custom-call":
         return None
@@ -160,7 +160,7 @@ def _amount(value: object) -> float:
         amount = float(value) if isinstance(value, int | float | str) else 0.0
     except ValueError:
         return 0.0
-    # Configurations are untrusted, and Pallas writes -1 for what is not known.
+    # Configurations are untrusted, and Pallas writes -1 for unknown figures.
     return amount if 0.0 < amount < math.inf else 0.0
 
 
@@ -277,7 +277,7 @@ def _published(op: Op) -> float:
     return op_flops(params) if params else 0.0
 
 
-#: Entry points by which packages add rules for their own custom calls, by target.
+#: Entry points through which packages add rules for their own custom calls, by target.
 GROUP = "opcast.ops"
 #: Operands and results in, FLOPs and transcendentals out.
 CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, float]]
@@ -286,7 +286,7 @@ CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, f
 def plugin_flops(
     target: str, operands: Sequence[TensorType], results: Sequence[TensorType]
 ) -> tuple[float, float]:
-    """Ask plug-ins for the FLOPs and transcendentals of a call; zeros if none knows its target.
+    """Ask plug-ins for the FLOPs and transcendentals of a call; zeros if none has a rule for it.
 
     Raises:
         OpcastError: The package cannot be imported, or returns no such numbers.

@@ -10,12 +10,12 @@ from ..ir.program import BOOKKEEPING, TensorType
 
 
 class TypeFacts(NamedTuple):
-    """What rows and graphs need to know of a type.
+    """What rows and graphs need from a type.
 
     Attributes:
         size: Elements.
         nbytes: Bytes.
-        minor: Dimension that is contiguous in memory, those of size one skipped; -1 for scalars.
+        minor: Dimension that is contiguous in memory, skipping those of size one; -1 for scalars.
         minor_length: Its size; 1 for scalars.
         bits: Bits per element.
         family: See :func:`dtype_family`.

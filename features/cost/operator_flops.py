@@ -13,7 +13,7 @@ UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
 def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
     """Whether an expert has two matrices instead of three.
 
-    TensorRT-LLM's kernels say so by their names. Where other libraries call them (``trtllm`` in the
+    TensorRT-LLM's kernels show it in their name. Where other libraries call them (``trtllm`` in the
     name), the sizes of the model tell. Other kernels are estimated as gated ones whatever they do:
     some of them compute a gate for these models all the same, and models of operators learn which.
 
@@ -21,7 +21,7 @@ def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
         inner: Width of an expert.
         topk: Experts of a token.
         experts: Of the layer.
-        kernel: Name of the kernel, empty if it is not known.
+        kernel: Name of the kernel, empty if unknown.
     """
     known = (inner, topk, experts) in UNGATED
     return "nongated" in kernel or (known and "trtllm" in kernel)

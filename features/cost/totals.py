@@ -60,16 +60,16 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
         comp: The computation that holds it.
         program: The program that holds the called computations.
         loops: Whether the body of a ``while`` counts as often as it runs; otherwise, and where
-            the trip count is not known, it counts once. Its condition counts as often.
+            the trip count is unknown, it counts once. Its condition counts as often.
 
     Returns:
-        FLOPs, transcendentals and touched bytes. Of a ``conditional``, each of the four is that of
-        the branch with most of it, as XLA counts; of a fusion, bytes of operands and results only.
+        FLOPs, transcendentals and touched bytes. For a ``conditional``, each of the four comes from
+        the branch with most of it, as XLA counts; a fusion has the bytes of operands and results.
     """
     opcode = op.opcode
     if opcode in FREE:
         return _ZERO
-    # Inside a fusion values stay in registers: traffic is that of its boundary.
+    # Inside a fusion values stay in registers: only its boundary has traffic.
     if opcode == "fusion" and op.called:
         inner = program.computations[op.called[0]]
         moved = fusion_bytes(inner, program.computations)
@@ -81,7 +81,7 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
     return Cost(*op_work(op, comp, program, loops), *op_bytes(op, comp))
 
 
-#: Ops whose work is that of the computations they call.
+#: Ops whose work is the work of the computations they call.
 _CONTROL = frozenset(("call", "while", "conditional", "async-start"))
 
 

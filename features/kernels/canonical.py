@@ -1,4 +1,4 @@
-"""One instruction as a module of its own, without anything that does not affect its cost."""
+"""One instruction as a separate module, without anything that does not affect its cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..ir.program import Computation, Op, Program, TensorType
 from .library_form import plain_form
 
-#: Attributes that say where, when or for whom an instruction runs, not what it does.
+#: Attributes for where, when or for whom an instruction runs, not for what it does.
 _DROPPED = frozenset(
     (
         "sharding",
@@ -98,7 +98,7 @@ def canonical_body(op: Op, operands: Iterable[Op], program: Program) -> Program:
         places.append(place)
     entry.root = len(entry.ops)
     attrs = canonical_attrs(op)
-    # An empty list means all devices, of which a kernel on its own would not know the number.
+    # An empty list means all devices, but a kernel alone lacks their number.
     if "replica_groups" in attrs and not attrs["replica_groups"]:
         attrs["replica_groups"] = _all_devices(op, program)
     entry.ops.append(Op("r", op.opcode, tuple(places), op.results, attrs, names, op.is_tuple))
@@ -170,7 +170,7 @@ def _short(text: str) -> str:
     if len(text) <= _LONG_TEXT:
         return text
     digest = "sha256-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    # By its name a rule may know what it does (features/cost/library_calls.py).
+    # A rule may recognise it by its name (features/cost/library_calls.py).
     named = re.search(r'\bname = "[^"\\]+"', text)
     return f"{digest} {named[0]}" if named else digest
 
@@ -199,7 +199,7 @@ class _Calls:
             return self.names[name]
         is_added = self.added is not None and self.added.name == name
         source = self.added if is_added and self.added else self.program.computations[name]
-        # Parameters come first and in order: their place in the text says nothing.
+        # Parameters come first and in order: their place in the text has no meaning.
         order = _parameters_first(source.ops)
         place = {old: new for new, old in enumerate(order)}
         ops = []
@@ -215,7 +215,7 @@ class _Calls:
     def _store(self, name: str, computation: Computation) -> str:
         """Keep a copy, or find the equal one that is there already."""
         for other in self.body.computations.values():
-            # Reducers of one kind occur many times under different names.
+            # The same reducer occurs many times under different names.
             if _equal(other, computation):
                 self.names[name] = other.name
                 return other.name
@@ -228,7 +228,7 @@ class _Calls:
 
 
 def _anywhere(types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """Drop memory spaces: inside a kernel they only repeat those of its operands."""
+    """Drop memory spaces: inside a kernel they only repeat its operands' spaces."""
     if not any(t.memory_space for t in types):
         return types
     return tuple(t._replace(memory_space=0) for t in types)

@@ -31,7 +31,7 @@ def extract_kernels(
         ops: StableHLO ops by walk index, if the program was compiled with locations ``op<index>``.
 
     Returns:
-        The kernels, and notes on what could not be known.
+        The kernels, and notes on what remained unknown.
     """
     schedule = _Schedule(program, ops)
     schedule.run()
@@ -211,7 +211,7 @@ class _Schedule:
         return 1
 
     def _place(self, op: Op) -> str:
-        """An op as the user knows it: its source line, or its name where that is unknown."""
+        """An op as its user would refer to it: by its source line, or else by its name."""
         origin = self._origin(op.source)
         return f"{origin[0].file}:{origin[0].line}" if origin and origin[0].line else op.name
 
@@ -277,7 +277,7 @@ def tagged_ops(name: str) -> list[int]:
 
 
 def estimated_cycles(op: Op) -> float:
-    """Return the cycles that the TPU's compiler expects of an instruction; 0 if it does not say."""
+    """Return the cycles that the TPU's compiler expects of an instruction; 0 if it gives none."""
     # libtpu writes the estimate of products and convolutions into their window configuration.
     stated = op.config("window_config").get("estimated_cycles")
     cycles = float(op.config().get("estimated_cycles", 0) if stated is None else stated)

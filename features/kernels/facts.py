@@ -117,7 +117,7 @@ class Signatures:
 
     def of(self, op: Op, operands: Sequence[Op]) -> tuple[object, ...]:
         """Key of an instruction with the ops that it reads; equal operands count as one."""
-        # Equal operands get equal places, which tells a square from a product of two values.
+        # Equal operands get equal places, which distinguishes a square from other products.
         places = {id(operand): i for i, operand in enumerate(operands)}
         reads = [(o.results, o.is_tuple, o.attrs.get("nesting"), places[id(o)]) for o in operands]
         return (

@@ -30,7 +30,7 @@ class Kernel:
     Attributes:
         name: Instruction name in the optimised module (what a profiler's trace calls it).
         kind: One of :data:`KINDS`.
-        body: A module of its own: the entry holds parameters and this one instruction as root;
+        body: A separate module: the entry holds parameters and this one instruction as root;
             called computations come along. Canonical: printing it gives :attr:`ir`.
         ir: Canonical HLO text of ``body``; features can be recomputed from it.
         hash: Hex digest of ``ir``.
@@ -73,10 +73,10 @@ class Kernel:
 
     @property
     def takes_time(self) -> bool:
-        """Whether it takes time of its own.
+        """Whether it takes any time itself.
 
         Control (loops, branches, tuples) does not: its bodies' kernels are in the list. Nor does
-        the done of an asynchronous pair, for both of which the start stands.
+        the done of an asynchronous pair, since the start stands for both.
         """
         # A done without a start (a module that was cut) keeps its own cost.
         paired = self.async_role == "done" and self.async_peer >= 0
@@ -122,9 +122,9 @@ class LoweredProgram:
         compiler: Compiler and version.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
-        notes: What the user should know (loops without a known trip count …).
+        notes: Remarks for the user (loops without a known trip count …).
         hlo: Optimised module text; empty for ``fused`` and ``op``.
-        compile_seconds: Time that the compiler took when it made this; 0 if not known.
+        compile_seconds: Time that the compiler took for it; 0 if unknown.
         module: The lowered program where no text is kept: of ``fused`` and ``op``.
     """
 

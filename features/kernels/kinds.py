@@ -18,7 +18,7 @@ FREE = BOOKKEEPING | {
     "get-dimension-size",
 }
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
-#: Ops whose kind is that of what they call.
+#: Ops that have the kind of what they call.
 _CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 #: Parts of the targets of fused attention.
 _ATTENTION = ("fmha", "attention")
@@ -70,7 +70,7 @@ def kernel_kind(op: Op, program: Program) -> str:
     if opcode in _CONTAINERS and op.called and opcode not in _DIRECT:
         return _fused_kind(op, program)
     opcode = _plain(op)
-    # An asynchronous slice, update or gather is of the kind of what it does.
+    # An asynchronous slice, update or gather has the kind of the plain one.
     return _DIRECT.get(opcode) or _DIRECT.get(_synchronous(opcode), "fusion")
 
 

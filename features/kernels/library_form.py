@@ -27,7 +27,7 @@ _CHOSEN = frozenset(
     )
 )
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot")
-#: The IR's names of dimension numbers, with those of XLA's configuration.
+#: The IR's names of dimension numbers, with the names in XLA's configuration.
 _DIMS = {
     "lhs_contracting_dims": "lhs_contracting_dimensions",
     "rhs_contracting_dims": "rhs_contracting_dimensions",
@@ -93,7 +93,7 @@ def _unwrapped(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
 
 
 def _without_scratch(op: Op) -> Op:
-    """Drop trailing byte arrays, in which libraries get their scratch space."""
+    """Drop trailing byte arrays, which are scratch space of libraries."""
     results = list(op.results)
     # Workspaces are flat byte arrays at the end; no product has such a result.
     while len(results) > 1 and results[-1].dtype in ("u8", "s8") and len(results[-1].shape) == 1:

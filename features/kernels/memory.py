@@ -162,7 +162,7 @@ class _Lifetimes:
             return joined
         if opcode == "while":
             return self._state(op, joined, position)
-        # Starts name their operands among their results, but for that of an all-reduce.
+        # Starts repeat their operands among their results, except all-reduce-start.
         if opcode.endswith("-start") and len(op.results) > len(joined):
             made = [self._new(leaf.nbytes, position) for leaf in op.results[len(joined) :]]
             # Operands come first, but in a copy second.

@@ -79,7 +79,7 @@ class ModulePaths:
         return self._known[source.index]
 
     def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
-        """Place an op by its own location, and in an outlined function by those of its calls."""
+        """Place an op by its own location, in an outlined function by its calls' locations."""
         name = _location_name(str(op.location.attr))
         place = parse_scopes(name) if name else None
         caller = self._of_calls(function_of(op), depth)

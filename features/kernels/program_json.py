@@ -122,7 +122,7 @@ def _kernels(data: Mapping[str, Any], ir_by_hash: Mapping[str, str]) -> list[Ker
         for i, (kernel, times, scope, operands) in enumerate(columns)
     ]
     for kernel in kernels:
-        # As extraction does: a done is of its start's kind.
+        # As extraction does: a done has its start's kind.
         if kernel.async_role == "done" and kernel.async_peer >= 0:
             kernel.kind = kernels[kernel.async_peer].kind
     return kernels

@@ -1,4 +1,4 @@
-"""Infer the sources of kernels that the compiler rewrote without saying what they came from.
+"""Infer the sources of kernels that the compiler rewrote without recording their origin.
 
 XLA's CPU compiler drops the names of the convolutions that it reverses for weight gradients,
 and of the products that it makes of convolutions. Such a kernel is recognised by its neighbours: it
@@ -36,7 +36,7 @@ _Step = Callable[[int], Iterable[int]]
 
 @dataclass(slots=True)
 class _Candidate:
-    """An op that no kernel names: whose values it reads, and who reads its value."""
+    """An op that no kernel names: the values that it reads, and the readers of its value."""
 
     source: int
     name: str
@@ -47,7 +47,7 @@ class _Candidate:
 def infer_sources(
     kernels: Sequence[Kernel], ops: Sequence[Source], operations: Sequence[Operation]
 ) -> None:
-    """Give kernels without sources those of the op that their neighbours point to.
+    """Give kernels without sources the op that their neighbours point to.
 
     Args:
         kernels: In schedule order; ``sources`` is filled in where it is empty.

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Attributes on which a partitioner acts.
+#: Attributes that a partitioner acts on.
 _SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
-#: Ops by which a program shows that it is partitioned already.
+#: Ops that only a partitioned program has.
 _COLLECTIVES = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -110,7 +110,7 @@ class _Job:
     """One program to be compiled for one target.
 
     Attributes:
-        settled: Whether the trips of all loops are known without the user.
+        settled: Whether the trip counts of all loops follow without the user's help.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class LoweringCache:
             logger.warning("ignored the damaged cache entry %s: %s", path, error)
             return None
         try:
-            # The time of modification serves as that of the last use: access times are often
+            # The time of modification serves as the time of the last use: access times are often
             # switched off.
             os.utime(path)
         except OSError:

@@ -31,7 +31,7 @@ _SETTINGS = (
     "PJRT_DEVICE",
     "TPU_VISIBLE_CHIPS",
 )
-#: Packages whose versions decide what the compiler makes of a program.
+#: Packages whose versions decide what a program is compiled to.
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -85,7 +85,7 @@ def local_target() -> LocalTarget:
 
 
 def environment_hash() -> str:
-    """Digest everything outside of the program that decides what a compiler makes of it."""
+    """Digest everything but the program that decides what it is compiled to."""
     import jax
 
     # Host and kernel: a home folder may be shared by machines with unlike devices.

@@ -49,7 +49,7 @@ def lower(
             device file, or ``local`` for JAX's default device. A GPU or TPU that is another one is
             compiled for by its own compiler, which needs neither the device nor a driver.
         fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
-            note says so. By default it is an error.
+            note mentions it. By default it is an error.
         settings: Limits and options of that compiler; ``fused`` heeds its option of horizontal
             fusion, ``xla_gpu_use_horizontal_fusion``.
 
@@ -59,7 +59,7 @@ def lower(
     Raises:
         LoweringError: The name is unknown, or the compiler does not take the program.
         CompilerError: The device's compiler is not installed, crashed, or exceeded its limits.
-        DeviceError: The device is not known, or its description lacks a figure that the compiler
+        DeviceError: The device is unknown, or its description lacks a figure that the compiler
             needs.
         ProgramError: The program cannot be read, or it is malformed.
         InternalError: A rule of opcast fails on the program.

@@ -51,14 +51,14 @@ class LoweringOptions:
 
     @property
     def horizontal(self) -> bool:
-        """Whether the compiler's options ask for horizontal fusion."""
+        """Whether the compiler's options request horizontal fusion."""
         return self.settings is not None and bool(self.settings.flags.get(HORIZONTAL))
 
     def check(self) -> None:
         """Refuse unknown lowerings.
 
         Raises:
-            LoweringError: The lowering or the fallback is not known.
+            LoweringError: The lowering or the fallback is unknown.
         """
         for name in (self.lowering, self.fallback or self.lowering):
             check_lowering(name)

@@ -38,7 +38,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
     after = list(after)
     source, products = product_flops(before), product_flops(after)
     # A compiler may write small products as multiplications and sums, so all FLOPs count here.
-    # The source's FLOPs are those of all devices, the compiled kernels those of one.
+    # The source's FLOPs cover all devices, the compiled kernels one.
     done = devices * sum(k.flops * k.multiplicity for k in after if k.takes_time)
     if done < (1 - _TOLERANCE) * source:
         return [
@@ -56,7 +56,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 
 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """Note each library call whose work is not known, so that only its bytes count."""
+    """Note each library call of unknown work, for which only the bytes count."""
     counts = Counter(
         ":".join(filter(None, (str(k.op.attrs.get("target", "")), kernel_name(k.op)))) or k.opcode
         for k in kernels

@@ -82,7 +82,7 @@ class NativeExecutable:
             arguments: Arrays in the order of the program's parameters; donated ones are consumed.
 
         Returns:
-            Output arrays; of a program on several devices, those of the first one.
+            Output arrays; on several devices, the arrays of the first one.
         """
         from ..ir.jax_compat import execute
 
@@ -94,7 +94,7 @@ def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable
 
     Args:
         source: StableHLO, or HLO that is not optimised yet.
-        name: Module name, by which profiler traces tell programs apart; by default the
+        name: Module name, which distinguishes programs in profiler traces; by default the
             program's own.
 
     Raises:
@@ -115,7 +115,7 @@ def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable
             hint="use lowering='op', or for a CPU "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}",
         )
-    # Tags become instruction names' metadata, by which kernels are traced back
+    # Tags become metadata of instructions, from which kernels are traced back
     # (kernels/extract.py).
     module = _jax_compat.tag_locations(stablehlo.module)
     if name:

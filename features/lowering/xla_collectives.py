@@ -1,7 +1,7 @@
 """Rewrite a program's collectives as XLA does before it fuses anything.
 
 A partitioner leaves one collective for each use. XLA's GPU and TPU pipelines then drop those that
-are computed twice (CSE), make an all-reduce of which every device keeps its own slice a
+are computed twice (CSE), turn an all-reduce of which every device keeps its own slice into a
 reduce-scatter (ReduceScatterCreator), and add before they reduce (AllReduceReassociate,
 ReduceScatterReassociate). A program that no compiler has seen would otherwise communicate far more
 than what runs. That collectives are combined afterwards is the matter of
@@ -106,7 +106,7 @@ class _Rewriter:
         self.dropped |= set(twins)
 
     def _key(self, op: Op, operands: Sequence[int]) -> Hashable:
-        # Channels only tell collectives apart; a merged one keeps the first.
+        # Channels only distinguish collectives; a merged one keeps the first.
         attrs = {k: v for k, v in op.attrs.items() if k != "channel_id"}
         called = tuple(self._reducer(name) for name in op.called)
         return op.opcode, tuple(operands), op.results, repr(sorted(attrs.items())), called
@@ -114,7 +114,7 @@ class _Rewriter:
     def _reducer(self, name: str) -> Hashable:
         """Describe a computation by its op if it has one over its parameters, else by its name."""
         only = self.program.computations[name].only_op
-        # Each collective has a reducer of its own name; what it does is what counts.
+        # Each collective's reducer has its own name; only what it computes counts.
         return (only.opcode, only.operands) if only is not None else name
 
     def _scatter(self) -> None:
@@ -149,7 +149,7 @@ class _Rewriter:
             self.dropped.add(place)
 
     def _ranked(self) -> list[bool]:
-        """Tell which values differ from device to device because they come from its number."""
+        """Find the values that differ between devices, derived from the device's number."""
         ranked: list[bool] = []
         for op in self.ops:
             ranked.append(op.opcode in _RANKS or any(ranked[o] for o in op.operands))

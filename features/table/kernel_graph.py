@@ -223,7 +223,7 @@ def _describe(op: Op, work: float, is_root: bool, users: int, depth: int) -> lis
     """Return the features of one node, in the order of :data:`NODE_FEATURES`."""
     facts = type_facts(op.type) if op.results else NO_FACTS
     families = [0.0] * len(FAMILIES)
-    # Tokens and opaque values have the family NONE, which has a flag of its own.
+    # Tokens and opaque values have the family NONE, which has its own flag.
     families[facts.family] = float(bool(op.results))
     dims = [log2(1 + op.type.shape[d]) for d in facts.order[:MAX_DIMS]]
     dims += [0.0] * (MAX_DIMS - len(dims))

@@ -199,7 +199,7 @@ def _shares(c: Columns, work: np.ndarray) -> Columns:
     largest = np.maximum(c["elements_max"], 1.0)
     out = np.maximum(c["out_elements"], 1.0)
     shares = {f"share_{name[5:]}": c[name] / total for name in (*_WORK, "work_integer")}
-    # An element may be moved several times on its way; eight times is enough to say so.
+    # An element may be moved several times on its way; more than eight make no difference.
     shares |= {f"share_{name}": np.minimum(c[name] / largest, 8.0) for name in _MOVES}
     shares["share_matmul"] = c["matmul_flops"] / np.maximum(c["flops"], c["matmul_flops"] + 1e-9)
     shares["share_grouped"] = c["grouped_flops"] / np.maximum(c["dense_flops"], 1.0)

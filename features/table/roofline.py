@@ -107,7 +107,7 @@ def scalar_convolution_seconds(kernels: Sequence[Kernel], device: DeviceSpec) ->
     A convolution whose layout is not ``NHWC`` by ``HWIO`` goes to no library: each output is one
     chain of multiply-adds, each waiting for the one before, ``MACs · cycles / clock / parts``
     (gradients with respect to the input of small images, at a hundredth of the peak). Dilated
-    windows skip terms, so nothing is said of them; zero for all other kernels and devices.
+    windows skip terms and get no bound here; zero for all other kernels and devices.
     """
     if device.platform != "cpu" or not device.clock_hz:
         return np.zeros(len(kernels))

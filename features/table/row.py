@@ -50,7 +50,7 @@ _TABLE: dict[str, _Entry | None] = {
     **dict.fromkeys(FREE),
 }
 _OTHER_ENTRY = _entry("")
-# What the root says about the emitter that a compiler chooses; arithmetic roots are the default, 0.
+# Hints of the root about the emitter that a compiler chooses; arithmetic roots are the default, 0.
 _ROOT = {
     "reduce": "reduce",
     "dynamic-update-slice": "update",

@@ -124,8 +124,7 @@ def _reduce(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     facts, dims = type_facts(source), op.attrs.get("dimensions", ())
     n = len(op.operands) // 2 or 1
     length = prod([source.shape[d] for d in dims])
-    # Of several reductions the details are those of one that has at least half of the work before
-    # it.
+    # Of several reductions, the details describe one with at least half of the work before it.
     if 2 * facts.size * n >= row["work_reduce"]:
         row["reduce_length"], row["reduce_kept"] = length, facts.size // max(length, 1)
         row["reduce_run"] = _leading_run(source, facts, dims)
@@ -174,7 +173,7 @@ def _reduce_window(row: Row, op: Op, ops: list[Op], program: Program) -> float:
         return 0.0
     _reducer(row, op, type_facts(source), program)
     positions: float = op.type.size
-    # Its windows are those of the forward pooling, one for each update.
+    # Its windows are the windows of the forward pooling, one for each update.
     if op.opcode == "select-and-scatter" and (updates := _operand(op, ops, 1)) is not None:
         positions = updates.size
     return positions * taps

@@ -258,7 +258,7 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
 
 
 def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
-    """Enter a fused attention by its first product; all of its work is that of products."""
+    """Enter a fused attention by its first product; all of its work counts as products."""
     numbers = attention_numbers(op)
     query, key = operands[:2]
     if numbers is None or len(query.shape) != 4 or len(key.shape) != 4:
@@ -280,7 +280,7 @@ def attention_numbers(op: Op) -> tuple[Dims, Dims, Dims, Dims] | None:
 
     Returns:
         Contracted dimensions of queries and of keys, batch dimensions of queries and of keys;
-        ``None`` if the call does not tell them.
+        ``None`` if the call does not state them.
     """
     config = op.config("cudnn_fmha_backend_config")
     forward = _numbers(config.get("bmm1_dot_dimension_numbers") or {})
@@ -298,7 +298,7 @@ def attention_numbers(op: Op) -> tuple[Dims, Dims, Dims, Dims] | None:
 
 
 def _all_dense(row: Row, operands: list[TensorType]) -> None:
-    """Count all FLOPs of a call as those of products, at the rate of its narrowest float operand.
+    """Count all FLOPs of a call as products, at the rate of its narrowest float operand.
 
     Kernels with enough FLOPs to matter are products and attention; at the vector rate they would
     take ten times as long.
@@ -308,7 +308,7 @@ def _all_dense(row: Row, operands: list[TensorType]) -> None:
     if floats:
         narrowest = min(floats, key=lambda name: DTYPE_BITS[name])
         row["matrix_dtype"] = DTYPE_CODE[matrix_rate(narrowest, {})]
-        # Has that type kept (``_dtype`` in row.py), though the sizes are not known.
+        # Keeps that type (``_dtype`` in row.py), though the sizes are unknown.
         row.setdefault("gemm_k", 0.0)
 
 

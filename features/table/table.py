@@ -118,7 +118,7 @@ def schema_hash(names: tuple[str, ...] = ()) -> str:
     """Digest a schema: version and names. Models store it and refuse another.
 
     Args:
-        names: Names of the features; those of :func:`feature_names` if there are none.
+        names: Names of the features; by default :func:`feature_names`.
     """
     text = "\n".join((str(SCHEMA_VERSION), *(names or feature_names())))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

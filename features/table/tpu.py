@@ -78,7 +78,7 @@ class Tiles(NamedTuple):
         sublanes: Size of the dimension above it; 1 if there is none.
         outer: Product of the other dimensions.
         padded_bytes: Bytes with both padded to tiles.
-        order: Dimensions, minor to major, those of size one included.
+        order: Dimensions, minor to major, including dimensions of size one.
     """
 
     lanes: int
@@ -115,7 +115,7 @@ def _power(size: int) -> int:
 
 
 def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureTable:
-    """Compute a TPU's feature table: that of every platform, then TPUs' own features.
+    """Compute a TPU's feature table: the features of every platform, then TPUs' own.
 
     ``base_s`` is the sum of :func:`tpu_parts`, which is nearer to the estimates of a TPU's compiler
     than the roofline: it adds up transfers and arithmetic, and counts arrays as they are padded.
@@ -197,7 +197,7 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
     for side, arrays in (("in", read), ("out", written)):
         for t, moved in arrays:
             # The touched share of an array is padded like the whole: slices along outer dimensions
-            # are whole tiles. Slices across a tile move more than this says.
+            # are whole tiles. Slices across a tile move more than this.
             padded = moved * tiles(t).padded_bytes / max(t.nbytes, 1)
             place = "near" if t.memory_space in ON_CHIP else "main"
             row[_AT[f"{place}_{side}"]] += padded
@@ -206,7 +206,7 @@ def _enter(row: np.ndarray, kernel: Kernel) -> None:
             # unpacked.
             row[_AT["registers"]] += padded / REGISTER * 32 / max(DTYPE_BITS[t.dtype], 1)
             row[_AT[f"n_{place}"]] += t.size > 1
-    # Scalars say nothing about the layout.
+    # Scalars do not reveal the layout.
     source = max((t for t, _ in read if t.size > 1), key=_size, default=None)
     result = max((t for t, _ in written), key=_size, default=None)
     if source is not None:

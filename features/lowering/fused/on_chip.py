@@ -35,7 +35,7 @@ _NO_VALUES = frozenset(
 #: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
 #: Engineering estimates, this and the next one (docs/fused.md).
 SHARE = 0.75
-#: Largest part of it that one value may take; the compiler places few that are larger.
+#: Largest share of the memory for one value; the compiler places few that are larger.
 LARGEST = 0.2
 _MIB = 2.0**20
 
@@ -54,7 +54,7 @@ class OnChip:
 
 
 def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
-    """Tell where the TPU's compiler places values: CMEM (v4), a core's VMEM (later), nowhere."""
+    """Return where the TPU's compiler places values: CMEM (v4), a core's VMEM (later), nowhere."""
     if device is None or device.platform != "tpu":
         return None
     target = str(device.compiler.get("target", ""))

@@ -44,7 +44,8 @@ def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
         keep: Layers to keep, half of them at either end.
 
     Returns:
-        What goes and what is read instead; ``None`` if a kept op reads what has no counterpart.
+        What is removed and what is read instead; ``None`` if a kept op reads a value without a
+        counterpart.
     """
     first = keep // 2
     # From the middle: the first and last layers, whose surroundings differ, stay.

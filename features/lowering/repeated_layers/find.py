@@ -3,7 +3,7 @@
 A framework writes a model's layers one after the other, each as the same sequence of ops: forward,
 backward (often in reverse order) and in the optimiser, each of which is a *run* of equal *blocks*.
 Which blocks belong to the same layer follows from what reads what. Taking layers out of the middle
-(``excise.py``) leaves a program whose ops read the same places of the layers that then lie next
+(``excise.py``) leaves a program whose ops read the same places of the layers that are then next
 to each other.
 """
 
@@ -34,7 +34,7 @@ def find_repeats(table: OpTable) -> Repeats | None:
 
 
 def _worth(table: OpTable, repeats: Repeats) -> bool:
-    """Whether layers are most of a program, and as many as is said.
+    """Whether layers are most of a program, and as many as stated.
 
     Taking out a chain of equal sums would gain nothing, and such a chain may have a block more than
     there are layers: blocks of the forward pass and of the optimiser are as many as the layers.
@@ -58,7 +58,7 @@ def _label(table: OpTable, runs: Sequence[Run], layers: int) -> Repeats | None:
     # else of the layers, such as the optimiser's, find their order.
     arguments = _argument_layers(table, runs[main], labels[main])
     grown = True
-    # Each labelled run tells the layers of what it reads and of what reads it, so labels spread
+    # Each labelled run gives the layers of what it reads and of what reads it, so labels spread
     # until nothing is added.
     while grown:
         grown = False
@@ -85,7 +85,7 @@ def _argument_layers(table: OpTable, run: Run, label: tuple[int, ...]) -> dict[i
 
 
 class _Known:
-    """What is known of layers so far, by which further runs are labelled."""
+    """Layers found so far, from which further runs are labelled."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class _Known:
         self.layers = layers
 
     def of_reads(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Return the layers of a run's blocks: those of what one operand of each block reads.
+        """Return the layers of a run's blocks: those that one operand of each block reads from.
 
         An operand that reads a layer in all blocks comes before one that lacks a layer: a run that
         begins within a layer reads the one before in its first ops.
@@ -116,7 +116,7 @@ class _Known:
         return partial
 
     def of_readers(self, table: OpTable, run: Run) -> tuple[int, ...] | None:
-        """Return layers of a run's blocks: those of the blocks of another run that read them."""
+        """Return the layers of a run's blocks: those of another run's blocks that read them."""
         for other, label in self.labelled:
             for offset in range(other.period):
                 for number in range(len(table.reads[other.start + offset])):
@@ -140,7 +140,7 @@ class _Known:
 
     def _complete(self, label: list[int | None]) -> tuple[int, ...] | None:
         """Check for a different layer in each block; a single missing one follows from the rest."""
-        # Two blocks of one layer mean that this operand does not tell layers apart.
+        # Two blocks of one layer mean that this operand does not distinguish layers.
         known = [layer for layer in label if layer is not None]
         if len(set(known)) != len(known) or len(known) < len(label) - 1:
             return None

@@ -1,4 +1,4 @@
-"""Lowers a program of many equal layers by compiling it with four and with two of them.
+"""Lowers a program with many equal layers by compiling it with four and with two of them.
 
 Layers of a compiled program are repetitive to the kernel: what four layers have more than two are
 two layers. So kernels, memory and work of ``n`` layers are those of four, and ``(n - 4) / 2`` times
@@ -42,7 +42,7 @@ def shorten(module: ir.Module, tagged: ir.Module, least: int) -> ShortPrograms |
 
     Args:
         module: The program; it is not changed.
-        tagged: A copy whose ops carry their positions, by which kernels are traced back.
+        tagged: A copy whose ops carry their positions, so that kernels can be traced back.
         least: Fewest layers for which it is worth it.
 
     Returns:
@@ -111,7 +111,7 @@ def _factors(full: Sequence[Kernel], half: Sequence[Kernel], steps: float) -> li
     # one.
     odd = {h for h in more if h not in less or counts[h] < 0}
     gone = {h for h in less if h not in more} | (odd & set(less))
-    # What has another shape with another number of layers: all of a kind together, by bytes.
+    # Kernels whose shape depends on the number of layers: all of a kind together, by bytes.
     # Such as a stack of all layers' gradients: its size grows with the layers, not its count.
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for side, kernels, chosen in ((0, full, odd), (1, half, gone)):

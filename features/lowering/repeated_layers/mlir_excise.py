@@ -68,7 +68,7 @@ def _signature(operation: ir.Operation, *, outer: bool = False) -> tuple[object,
 
 
 def _is_whole(kind: ir.Type) -> bool:
-    """Whether a type is that of a single whole number."""
+    """Whether a type is a single whole number."""
     from jaxlib.mlir import ir
 
     own = ir.RankedTensorType(kind)
@@ -89,7 +89,7 @@ def _body(block: ir.Block) -> tuple[object, ...]:
     signatures = []
     for op in block.operations:
         operation = op.operation
-        # Values from outside the region are not told apart here; those of the function are, by what
+        # Values from outside the region are all alike here; values of the function are not, by what
         # the whole op reads.
         reads = tuple(values.get(value, -1) for value in operation.operands)
         for result in operation.results:
@@ -138,7 +138,7 @@ def write_excised(
 
 
 def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> None:
-    """Compute ops again in front of what reads them late, each part behind a barrier of its own.
+    """Compute ops again in front of what reads them late, each part behind its own barrier.
 
     Args:
         function: The function that ``table`` was read from; it is changed.
@@ -228,7 +228,7 @@ def _retype(function: ir.OpView, block: ir.Block, gone: set[int], kept_results: 
 
 
 def _aliased(attrs: Any, place: dict[int, int]) -> Any:
-    """Renumber the result that an argument's attributes say takes its place."""
+    """Renumber the result that takes an argument's place according to its attributes."""
     from jaxlib.mlir import ir
 
     key = "tf.aliasing_output"

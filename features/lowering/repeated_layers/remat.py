@@ -40,7 +40,7 @@ class Layers:
         count: Layers.
         again: Values that only the backward pass reads of a layer: offset of the op in the layer,
             and number of its result.
-        saved_bytes: Bytes of these values of one layer.
+        saved_bytes: Bytes of these values in one layer.
     """
 
     start: int
@@ -81,12 +81,12 @@ def find_layers(table: OpTable, nbytes: Sequence[Sequence[int]]) -> Layers | Non
     if not fit:
         return None
     first = min(fit, key=lambda own: own.start)
-    # Of runs over the same ops, that of most layers: two layers repeat as one does.
+    # Of runs over the same ops, the one with most layers: two layers repeat as one does.
     return max((own for own in fit if own.start < first.stop), key=lambda own: own.count)
 
 
 def _cut(table: OpTable, run: Run, nbytes: Sequence[Sequence[int]]) -> Layers | None:
-    """Cut a run into layers where least is handed on, and tell what is read later."""
+    """Cut a run into layers where least is handed on, and find what is read later."""
     end = run.stop + run.tail
     last: dict[Read, int] = {}
     for op in range(run.start, end):
@@ -169,7 +169,7 @@ class Again:
         late: The ops that read its values later, in order: the clones are in front of the first.
         ops: Ops to clone, in order.
         inputs: What they read of the rest, behind the barrier.
-        trigger: A gradient that is known there, without which the barrier does not open.
+        trigger: A gradient that has been computed there; the barrier waits for it.
         values: Values that late ops read from the clones.
     """
 
@@ -181,7 +181,7 @@ class Again:
 
 
 def computed_again(table: OpTable, layers: Layers, count: int) -> Iterator[Again]:
-    """What is computed again for each of the first layers, whose values are kept longest.
+    """Find what is computed again for each of the first layers, whose values are kept longest.
 
     Args:
         table: The ops.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Runs of fewer blocks are not looked for, unless said otherwise. It must not exceed the least of
+#: Runs of fewer blocks are not looked for by default. It must not exceed the least of
 #: ``MIN_LAYERS`` in ``lower.py``, less one: the first or last layer may differ.
 MIN_LAYERS = 6
 #: Most periods that are tried, the most frequent gaps between equal ops first. Chosen by judgement:
@@ -63,7 +63,7 @@ class Run:
 
 
 def find_runs(table: OpTable, least: int = MIN_LAYERS) -> list[Run]:
-    """Find all runs of at least so many blocks, for likely periods; they may overlap."""
+    """Find all runs of at least a number of blocks, for likely periods; they may overlap."""
     codes = _codes(table.signatures)
     return [run for period in _periods(codes, least) for run in _runs_of(codes, period, least)]
 

@@ -1,4 +1,4 @@
-"""Pipelines: a training step cut into stages of layers, each a program of its own.
+"""Pipelines: a training step cut into stages of layers, each a separate program.
 
 The forward pass goes to stages by its layers. An op of the backward pass belongs to the first of
 the stages whose values it reads: the gradient that arrives comes from a later one, what was saved
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What cutting a step needs to know of its values.
+    """Facts about a step's values that cutting it needs.
 
     Attributes:
         table: The ops of ``main``.
@@ -85,7 +85,7 @@ class StepCut:
         for number, stage in enumerate(self.stages):
             for read in stage.incoming:
                 source = self.home[read[0]]
-                assert source is not None  # what has no stage is not received
+                assert source is not None  # values without a stage are not received
                 found[source, number].append(read)
         return dict(found)
 
@@ -167,7 +167,7 @@ class _Cutter:
         return min(max(layer, 0), self.layers.count - 1) * self.stages // self.layers.count
 
     def _first_backward(self) -> int:
-        """The first op behind the layers that reads what the last of them saved."""
+        """The first op after the layers that reads what the last layer saved."""
         own = self.layers
         last = own.stop - own.period
         saved = {(last + offset, result) for offset, result in own.again}
@@ -178,7 +178,7 @@ class _Cutter:
         return own.stop
 
     def _bind(self, backward: int) -> None:
-        """The last stage of the forward pass in which a value is there, for the backward pass."""
+        """The last stage of the forward pass that has a value, for the backward pass."""
         for op in range(backward - 1, -1, -1):
             stage = self.home[op]
             for read in self.values.table.reads[op]:
@@ -200,7 +200,7 @@ class _Cutter:
                     self.bound[op, result] = max(self.bound.get((op, result), 0), stage)
 
     def _earliest(self, op: int) -> int | None:
-        """The first stage whose values an op reads; single numbers are sent to whoever reads them.
+        """The first stage whose values an op reads; single numbers are sent to every reader.
 
         A sum over all gradients, such as their norm, must not draw the updates to its stage.
         """
@@ -221,7 +221,7 @@ class _Cutter:
     def _sink(self, backward: int) -> None:
         """Move ops to the earlier stage that alone reads them, where no more is sent then.
 
-        A bias's gradient reads only what arrives from the later stage, but is of the earlier one.
+        A bias's gradient reads only what the later stage sends, but belongs to the earlier one.
         """
         kept = {read[0] for read in self.values.returned}
         for op in range(len(self.home) - 1, backward - 1, -1):
@@ -235,7 +235,7 @@ class _Cutter:
             for read in set(self.values.table.reads[op]):
                 source = self.home[read[0]] if read[0] >= 0 else None
                 if source is None:
-                    # What has no stage is there; parameters of the later stage are not.
+                    # Values without a stage are available; parameters of the later stage are not.
                     more += 2**62 * (self.bound.get(read, to) != to)
                 elif source != to and all(self.home[n] != to for n in self.readers[read[0]]):
                     more += self.values.nbytes[read[0]][read[1]]
@@ -281,7 +281,7 @@ class _Cutter:
         return tuple(stages)
 
     def _owner(self, read: Read) -> int:
-        """Stage that returns a value; the first one, of what has no stage of its own."""
+        """Stage that returns a value; the first one for values without a stage."""
         own = self.home[read[0]] if read[0] >= 0 else None
         return own if own is not None else self.bound.get(read, 0)
 
@@ -289,7 +289,7 @@ class _Cutter:
 def step_values(
     module: ir.Module, batch: Collection[int], held: Collection[int]
 ) -> tuple[StepValues, dict[int, int]]:
-    """Read what cutting a step needs to know.
+    """Collect what cutting a step needs.
 
     Args:
         module: StableHLO with its calls inlined.
@@ -328,8 +328,8 @@ def step_values(
 def stage_module(module: ir.Module, stage: Stage) -> ir.Module:
     """The program of a stage.
 
-    Its arguments are those of the step that it reads, then what it receives; its results are those
-    of the step that it makes, then what it sends. The order of its ops is that of the step.
+    Its arguments are the step's arguments that it reads, then what it receives; its results are the
+    step's results that it makes, then what it sends. Its ops keep the order of the step.
 
     Args:
         module: The step from which the stage was cut.

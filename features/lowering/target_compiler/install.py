@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Platforms of devices that have such a compiler.
 PLATFORMS = ("gpu", "tpu")
-#: Assemblers for CUDA: that of 12.9 knows the architectures that CUDA 13 has dropped (Maxwell,
+#: Assemblers for CUDA: version 12.9 supports the architectures that CUDA 13 dropped (Maxwell,
 #: Pascal and Volta).
 _CUDA_TOOLS = ("nvidia-cuda-nvcc>=13,<14", "nvidia-nvvm>=13,<14", "nvidia-cuda-nvcc-cu12>=12.9,<13")
 #: Packages with the compiler itself, the preferred one first.
@@ -51,7 +51,7 @@ class Compiler:
     version: str
 
     def assemblers(self) -> list[tuple[Path, tuple[int, ...]]]:
-        """List CUDA folders with ``ptxas``, each with the architectures (``sm_90``) it knows."""
+        """List CUDA folders with ``ptxas``, and the architectures (``sm_90``) each supports."""
         # Packages in this environment may lie in any folder of its path.
         roots = [self.folder] if self.folder else [Path(p) for p in sys.path if p]
         folders = [root / name for name in _CUDA_FOLDERS for root in roots]
@@ -79,7 +79,7 @@ def find_compiler(platform: str) -> Compiler:
     """Find the compiler for a platform: in its own folder, or in this environment.
 
     Raises:
-        CompilerError: There is none, or it is of another version than jaxlib.
+        CompilerError: There is none, or its version differs from jaxlib's.
     """
     wrong: list[str] = []
     for folder in (_own_folder(platform), compilers_root() / platform, None):
@@ -114,7 +114,7 @@ def packages(platform: str) -> list[str]:
 
 
 def install_compiler(platform: str) -> Compiler:
-    """Install the compiler for a platform into a folder of its own.
+    """Install the compiler for a platform into a separate folder.
 
     Everything goes in with one call of pip into a new folder, which takes its place at the end: a
     stopped installation leaves nothing behind that looks like one.

@@ -49,7 +49,7 @@ def open_devices(platform: str, topology: str, target_config: str = "") -> list[
             configuration of its chips (``megacore``: two cores as one device), or empty.
 
     Raises:
-        Exception: Whatever the plug-in raises for a description that it does not know.
+        Exception: Whatever the plug-in raises for a description that it does not support.
     """
     if platform == "tpu":
         chips = {"chip_config_name": target_config} if target_config else {}
@@ -62,7 +62,7 @@ def open_devices(platform: str, topology: str, target_config: str = "") -> list[
 
 
 def compiler_version(devices: Sequence[Any]) -> str:
-    """Return what the plug-in says of its own version, in one line."""
+    """Return the version that the plug-in reports, in one line."""
     return " ".join(str(devices[0].client.platform_version).split())
 
 

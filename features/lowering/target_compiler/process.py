@@ -37,7 +37,7 @@ _OUT_OF_MEMORY = re.compile(
     r"bad_alloc|cannot allocate memory|out of memory|memoryerror|failed to allocate|mmap\(",
     re.IGNORECASE,
 )
-#: Words of the error that says a program does not fit into the device's memory.
+#: Words of the error for a program that does not fit into the device's memory.
 _DEVICE_MEMORY = re.compile(r"RESOURCE_EXHAUSTED")
 #: Seconds between looks at the job folder; compiling takes seconds at least.
 _POLL_S = 0.05
@@ -53,7 +53,7 @@ class CompileSettings:
             machine has.
         flags: Options of XLA by name without dashes, on top of the target's own.
         progress: Whether to show that it is at work, if a person looks.
-        repeats: Whether a program of many equal layers is compiled with a few of them.
+        repeats: Whether a program with many equal layers is compiled with a few of them.
     """
 
     timeout_s: float = 3600.0
@@ -71,7 +71,7 @@ class CompiledModule:
         hlo: Optimised, scheduled module text.
         seconds: Time that compiling took, without the start of the process.
         memory: The compiler's memory statistics in bytes, by name.
-        version: What the compiler says of itself.
+        version: The version that the compiler reports.
         notes: How it was compiled otherwise than asked, if it was.
     """
 
@@ -232,7 +232,7 @@ def _crash(
             hint="give it more with opcast lower --compile-memory, or use another lowering",
         )
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    # glog marks fatal lines by F and the date; stack traces after them say less.
+    # glog marks fatal lines by F and the date; the stack traces after them are less useful.
     telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|Error:)", line)]
     last = (telling or lines)[-1:]
     return CompilerError(

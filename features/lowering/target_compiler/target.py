@@ -2,7 +2,7 @@
 
 XLA's compiler for GPUs decides by cores, clock, bandwidth, caches and registers what it fuses and
 in which order it runs that; a missing figure would silently change the kernels, so each one is
-required. libtpu knows its devices by name.
+required. libtpu finds its devices by name.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def tpu_topology(generation: str, count: int) -> str:
     """Return the topology of a TPU with at least ``count`` devices, such as ``v5e:2x4``.
 
     Raises:
-        DeviceError: The generation is not known.
+        DeviceError: The generation is unknown.
     """
     if generation not in _TPU:
         raise DeviceError(
@@ -255,7 +255,7 @@ def _capability(architecture: str, spec: DeviceSpec) -> int:
 
 
 def _assembler(compiler: Compiler, wanted: int) -> tuple[Path, int]:
-    """Find the CUDA folder that knows an architecture, or the nearest one that any knows."""
+    """Find the CUDA folder that supports an architecture, or else the nearest supported one."""
     assemblers = compiler.assemblers()
     if not assemblers:
         raise CompilerError(

@@ -90,7 +90,7 @@ def _compile(
     except Exception as error:  # compilers raise several unrelated classes
         _write(target, {"error": _message(error), "stage": "compile"})
         return
-    # The module before its result file, whose appearance tells the parent that both are complete.
+    # The module first: when its result file appears, the parent takes both as complete.
     (folder / f"hlo{number}.txt").write_text(compiled.hlo)
     seconds = time.monotonic() - started
     result = {"seconds": seconds, "memory": compiled.memory, "version": version, "notes": notes}

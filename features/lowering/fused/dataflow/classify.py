@@ -69,7 +69,7 @@ def reduction(node: Node) -> Reduction:
     """Describe how a ``reduce`` meets its elements in memory."""
     shape = node.operands[0].type.shape
     dims = frozenset(node.attrs.get("dimensions", ()))
-    # Neighbouring dimensions of one role count as one; those of size one have no place in memory.
+    # Neighbouring dimensions with one role count as one; dimensions of size one take no memory.
     groups: list[tuple[bool, int]] = []
     for d, size in enumerate(shape):
         if size == 1:

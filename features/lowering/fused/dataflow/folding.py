@@ -48,7 +48,7 @@ def is_elementwise(node: Node) -> bool:
 
 
 def splat(node: Node) -> Any:
-    """Return the one value of all elements; ``None`` if it is not known or there are several."""
+    """Return the one value of all elements; ``None`` if it is unknown or there are several."""
     # Repeating or renaming a single value leaves it the same.
     while node.opcode in ("broadcast", "reshape"):
         node = node.operands[0]

@@ -1,4 +1,4 @@
-"""Dataflow graphs to rewrite: a program with its calls inlined, nodes that know their operands."""
+"""Dataflow graphs to rewrite: a program with its calls inlined, as nodes with their operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES = frozenset(
     )
 )
 #: Ops that run whether or not their result is read. Custom calls are kept in any case: the readers
-#: drop the attribute that says whether one has side effects.
+#: drop the attribute for side effects.
 _EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
 
 
@@ -103,7 +103,7 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     for root in roots:
         if id(root) in done:
             continue
-        # With a stack of its own: chains of ops are longer than Python's limit of recursion.
+        # With an explicit stack: chains of ops are longer than Python's recursion limit.
         stack = [(root, iter(root.operands))]
         while stack:
             node, rest = stack[-1]
@@ -154,7 +154,7 @@ class _Builder:
         self.effects: list[Node] = []
 
     def graph(self, comp: Computation) -> Graph:
-        """Build the entry as a graph of its own."""
+        """Build the entry as a separate graph."""
         parameters = [
             Node("parameter", [], op.results, {**op.attrs, "index": index}, is_tuple=op.is_tuple)
             for index, op in enumerate(comp.parameters)
@@ -205,7 +205,7 @@ class _Builder:
         test = [] if op.opcode == "while" else flatten(inputs[0])
         given = [split(value) for value in inputs[len(test) :]]
         bodies = [self.program.computations[name] for name in op.called]
-        # HLO hands each branch an operand of its own; else all of them get all.
+        # HLO hands each branch its own operand; otherwise every branch gets all of them.
         apart = op.opcode == "conditional" and self.program.dialect == "hlo"
         graphs = [self._body(b, given, place if apart else -1) for place, b in enumerate(bodies)]
         nodes = [*test, *(node for value in given for node in flatten(value))]
@@ -228,7 +228,7 @@ class _Builder:
 
 
 def _local(value: Value, parameter: Op) -> Value:
-    """The value that a body is given, in the shape that the body says.
+    """The value that a body is given, in the shape that the body declares.
 
     A manual computation (``shard_map``) is given whole arrays and works on its device's part: an
     argument of the program is that part from the start.

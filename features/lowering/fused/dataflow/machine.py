@@ -47,7 +47,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
     capability = capability_of(str(device.compiler.get("target", "")))
-    # Without a target (or on another vendor's GPU) units for bf16 tell the generation.
+    # Without a target (or on another vendor's GPU) units for bf16 reveal the generation.
     # Triton needs compute capability 8.0; cuDNN prefers NHWC for TF32, which came with it, and for
     # f16 since tensor cores (7.0).
     modern = capability >= 80 if capability else "bf16" in device.peak_flops

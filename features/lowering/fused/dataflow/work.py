@@ -21,10 +21,10 @@ from .machine import Machine
 #: Share of the shorter of memory and compute time that is hidden behind the longer one:
 #: kMemoryComputeParallelism in XLA's gpu_performance_model_base.h.
 _OVERLAP = 0.95
-#: Bandwidth of L2 over that of main memory: kL2CacheSpeedup, same file.
+#: Bandwidth of L2 over the main memory's: kL2CacheSpeedup, same file.
 _CACHE_SPEED_UP = 2.5
-#: Bandwidth of L1 over L2, and bytes of it in a core that count. XLA takes 8 (kL1CacheSpeedup) and
-#: 2 KiB; these were chosen to agree with the compiler's choices on an H100 (docs/fused.md).
+#: Bandwidth of L1 over L2, and bytes of L1 that count for a core. XLA takes 8 (kL1CacheSpeedup)
+#: and 2 KiB; these were chosen to agree with the compiler's choices on an H100 (docs/fused.md).
 _L1_SPEED_UP = 11.0
 _L1_BYTES = 8192
 #: Bytes of a memory transaction, of which an uncoalesced read uses one element.
@@ -56,7 +56,7 @@ class Work:
         blocks: Thread blocks that it starts.
         cycles: Cycles of all its arithmetic.
         written: Bytes that it writes.
-        branches: Branches in the code of one element; those of what is computed twice count twice.
+        branches: Branches in the code of one element; code that is emitted twice counts twice.
         reads: By the id of a node outside: elements read, its elements, and bytes of each.
         strided: Nodes outside whose neighbouring elements are not read together.
     """
@@ -94,7 +94,7 @@ class Work:
             self._whole[id(root)] = float(root.size)
             self.written += _written(root)
             self.blocks = max(self.blocks, blocks_of(root))
-        # Users before operands: when a node is visited, all that is wanted of it is known.
+        # Users before operands: when a node is visited, everything wanted of it has been added.
         for node in reversed(ordered):
             count = self._whole.get(id(node), 0.0) + self._parts.get(id(node), 0.0)
             # A softmax kernel keeps rows on the chip: nothing is computed twice.

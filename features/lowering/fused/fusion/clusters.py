@@ -44,7 +44,7 @@ class Cluster:
 
 
 class Clusters:
-    """All kernels of a graph, and who reads whose result.
+    """All kernels of a graph, and which of them read whose results.
 
     Args:
         graph: The graph; its nodes stay as they are while clusters change.
@@ -151,7 +151,7 @@ class Clusters:
 
 
 def owner(node: Node) -> Node:
-    """Return the node whose kernel makes a value: of a tuple's element, the tuple."""
+    """Return the node whose kernel makes a value: for a tuple's element, the tuple."""
     node = source_of(node)
     while node.opcode == "get-tuple-element":
         node = source_of(node.operands[0])

@@ -116,7 +116,7 @@ class ComputationWriter:
                         hint="--lowering xla, or op",
                     )
                 begun.add(id(cluster))
-                # Depth first with a stack of its own: what a cluster reads is written before it.
+                # Depth first with an explicit stack: what a cluster reads is written before it.
                 stack.append((cluster, True))
                 # Reversed, since a stack gives back the last one first: the program's order stays.
                 waiting = [p for p in self.clusters.producers(cluster) if id(p) not in done]

@@ -51,10 +51,10 @@ class _Epilogue:
                 self._gelu()
 
     def _is_forward(self) -> bool:
-        """Tell whether a convolution is one that the library runs forwards, with a second input."""
+        """Return whether the library runs a convolution forwards and can add a second input."""
         conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
         dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
-        # Labels that start with the feature are those of filter gradients
+        # Labels that start with the feature mean filter gradients
         # (rewrites/convolutions.py).
         turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
         return not (dilated or turned or conv.attrs.get(REVERSED, False))
@@ -130,7 +130,7 @@ class _Epilogue:
         return True
 
     def _read_later(self, source: Node) -> bool:
-        """Tell whether the library, which adds in place, would destroy what someone still reads."""
+        """Whether the library, which adds in place, would destroy a value that is still read."""
         clusters = self.clusters
         if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
             return True

@@ -36,7 +36,7 @@ def own_fills(graph: Graph) -> None:
 
 
 def join_fills(clusters: Clusters) -> None:
-    """Make the fills of updates of one array, and those that start one loop, one kernel each."""
+    """Merge the fills that updates of one array start from, and the fills that start one loop."""
     known: dict[Hashable, Cluster] = {}
     for key, fill in _fills(clusters):
         own = clusters.by_root.get(id(fill))

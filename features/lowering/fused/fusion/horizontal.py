@@ -1,6 +1,6 @@
 """Kernels of independent work: small loops, or reductions, whose results one op reads.
 
-The rules are those of XLA's passes HorizontalLoopFusion and HorizontalInputFusion. Both are gone
+The rules come from XLA's passes HorizontalLoopFusion and HorizontalInputFusion. Both are gone
 from the compiler that JAX 0.10 brings: a step that updates seven parameters runs seven kernels.
 Compilers before them run them by default, so they stand behind their option,
 ``xla_gpu_use_horizontal_fusion``.
@@ -17,7 +17,7 @@ from .clusters import Cluster, Clusters, owner
 from .multi_output import frame_of, hero_of
 from .priority import MAX_OPERANDS
 
-# Limits are those of XLA's horizontal_loop_fusion.cc. Larger loops take longer than the launch that
+# Limits come from XLA's horizontal_loop_fusion.cc. Larger loops take longer than the launch that
 # joining them would save.
 #: Most elements of a loop that shares a kernel with others of its shape, or of other shapes
 #: (kShapeThreshold).
@@ -153,7 +153,7 @@ def _spans(
 ) -> list[list[Cluster]]:
     """Group loops that share ``key``, similar ones together, so that each group fits one kernel.
 
-    ``lone`` is how many times as many results may come of loops of one op each.
+    Loops of one op each may have ``lone`` times as many results.
     """
     by_key: dict[tuple[object, ...], list[Cluster]] = {}
     # Similar amounts of work side by side: a kernel takes as long as its longest thread.

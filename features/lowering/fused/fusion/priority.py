@@ -16,8 +16,8 @@ from .clusters import Cluster, Clusters
 MAX_OPERANDS = 96
 #: Ops too costly to repeat for each element of an overlapping window.
 _EXPENSIVE = ops_with(lambda spec: spec.expensive)
-#: Ops that are expanded to dozens of others, of which many read the operand: fusing a producer into
-#: them would compute it that often.
+#: Ops that are expanded to dozens of others, many of which read the operand: a producer that is
+#: fused into them would be computed that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
 
 

@@ -20,7 +20,7 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 
     Args:
         graph: The graph.
-        machine: Says for which types features are innermost (NHWC), not outside of space (NCHW).
+        machine: Decides for which types features are innermost (NHWC), not outside of space (NCHW).
     """
     replaced: dict[int, Node] = {}
     for node in graph.nodes():
@@ -33,7 +33,7 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
 
 
 def is_weight_gradient(conv: Node) -> bool:
-    """Tell whether a library computes a filter's gradient: the window exceeds the result."""
+    """Return whether a library computes a filter's gradient: the window exceeds the result."""
     lhs, _, out = _labels(conv)
     # JAX writes a filter's gradient with batch and features exchanged, so that the sum over the
     # batch is a sum over "features".

@@ -104,7 +104,7 @@ def copy_loop_state(graph: Graph) -> None:
             for i, output in enumerate(body.outputs):
                 start = node.operands[i]
                 source = source_of(start)
-                # A loop overwrites its state, which it may only do with a value of its own.
+                # A loop overwrites its state, so the state must not be anyone else's value.
                 shared = _is_given(source) or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
                     node.operands[i] = _own_start(start, node)

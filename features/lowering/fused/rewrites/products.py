@@ -233,8 +233,8 @@ def depends(
     Args:
         node: Where the search starts.
         other: What is looked for.
-        position: Places in the order, by which the search is cut short.
-        merged: Products that are one kernel, by each of them: it needs what any of them needs.
+        position: Places in the order, which cut the search short.
+        merged: For each product, the products in its kernel, which needs what any of them needs.
     """
     # What stands before ``other`` needs it only by way of merged products.
     limit = -1 if merged else position[id(other)]

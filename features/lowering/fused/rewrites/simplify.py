@@ -1,6 +1,6 @@
 """Simplifications that change kernels, as XLA makes them before it fuses.
 
-They are those of its AlgebraicSimplifier, HloCSE and HloDCE.
+They follow its AlgebraicSimplifier, HloCSE and HloDCE.
 
 Rewrites run over a graph in topological order until nothing changes. Only those are here that
 change what is computed or moved; a rewrite that fusion would hide anyway is left out.
@@ -189,7 +189,7 @@ def _divide(node: Node) -> Node | None:
     if not node.type.dtype.startswith(_FLOATS):
         return None
     value = splat(rhs)
-    # As XLA does for floats. The last bit of the result may differ, on which no cost depends.
+    # As XLA does for floats. The last bit of the result may differ, which costs do not depend on.
     if isinstance(value, float | int) and value and value not in (float("inf"), float("-inf")):
         return _binary("multiply", node, lhs, splat_node(1.0 / value, node.type))
     if rhs.opcode == "sqrt":
@@ -264,7 +264,7 @@ def _negate(node: Node) -> Node | None:
 
 
 def _reduce(node: Node) -> Node | None:
-    """Turn reductions of nothing into reshapes; let those of a transpose reduce its operand."""
+    """Turn reductions of nothing into reshapes; reduce the operand of a transpose instead of it."""
     if len(node.results) != 1 or len(node.operands) != 2:
         return None
     source = node.operands[0]
@@ -284,7 +284,7 @@ def _reduce(node: Node) -> Node | None:
 
 
 def _dynamic_slice(node: Node) -> Node | None:
-    """Make a slice if all starts are known."""
+    """Make a slice if all start indices are known."""
     starts = [splat(start) for start in node.operands[1:]]
     if any(start is None for start in starts):
         return None

@@ -1,7 +1,7 @@
 """Move transposes after products down: elementwise ops run in the order that the product left.
 
 A compiler that assigns layouts keeps what a GEMM wrote as it lies and lets elementwise ops and
-reductions work on it; a transpose is left where an op asks for an order of its own.
+reductions work on it; a transpose is left where an op needs a certain order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ..dataflow.classify import source_of
 from ..dataflow.folding import is_elementwise
 from ..dataflow.graph import Graph, Node
 
-#: Ops back from an operand in which its order is looked for. Engineering estimate: it bounds the
+#: How many ops back from an operand its order is looked for. Engineering estimate: it bounds the
 #: search where elementwise ops form long chains.
 _DEPTH = 6
 
