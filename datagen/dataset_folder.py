@@ -101,7 +101,7 @@ class RunWriter:
 
 
 def add_failures(folder: Path, failures: Iterable[Mapping[str, str]]) -> None:
-    """Add programs that failed, with their reasons and runs, to those of a folder."""
+    """Add programs that failed to a folder's list, with their reasons and runs."""
     lines = "".join(json.dumps(f, sort_keys=True) + "\n" for f in failures)
     if lines:
         _append_lines(folder / FAILURES, lines)
@@ -153,7 +153,7 @@ def run_records(folder: Path) -> dict[str, dict[str, Any]]:
     """Read the records of the runs in a folder, by run id, oldest first.
 
     Raises:
-        DatasetError: A file is not a run record, or its name is not that of its run.
+        DatasetError: A file is not a run record, or is not named after its run.
     """
     records = [_own_record(path) for path in sorted(folder.glob("run-*.json"))]
     # ISO 8601 dates sort as text.

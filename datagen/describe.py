@@ -30,7 +30,7 @@ def describe(dataset: Dataset) -> dict[str, object]:
     operators = frame["level"] == "operator"
     names = frame["family"].str.removeprefix("op:")
     # Single ops have a family per opcode; one line for all of them keeps the table short. Library
-    # operators have one by which they are learned: ``graph/context_attention``.
+    # operators have a family that they are learned by: ``graph/context_attention``.
     single = frame["family"].str.startswith("op:") & ~operators
     families = names.where(operators, frame["family"]).mask(single, "op")
     kinds = names.str.split("/").str[-1].where(operators, frame["kind"])

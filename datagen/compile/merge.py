@@ -34,8 +34,8 @@ class MergedModule:
     def owners(self, kernels: Sequence[Kernel]) -> list[int]:
         """Return the program that each kernel belongs to, by its position among the merged ones.
 
-        A kernel without an origin of its own (a copy that the compiler added) belongs to the
-        program whose value it reads, else to that of the first kernel that reads it; -1 where
+        A kernel without an origin (a copy that the compiler added) belongs to the
+        program whose value it reads, else to the program of its first reader; -1 where
         neither is known.
         """
         if len(self.starts) == 1:
@@ -61,13 +61,13 @@ class MergedModule:
 
 
 def merge_programs(programs: Sequence[str | bytes]) -> MergedModule:
-    """Put programs for one device side by side: the new main calls each on arguments of its own.
+    """Put programs for one device side by side: the new main calls each with separate arguments.
 
     Args:
         programs: StableHLO as text or bytecode, each with a function ``main``.
 
     Raises:
-        ValueError: One of them is no module.
+        ValueError: One of the programs is not a module.
     """
     parts = [_renamed(program, f"p{number}_") for number, program in enumerate(programs)]
     # Written as text: a function of each program, and a main that hands all arguments through.

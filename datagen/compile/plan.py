@@ -20,7 +20,7 @@ MAX_BYTES, MAX_FLOPS = 256e6, 1e11
 #: Ops that are left out: the TPU's compiler refuses them as JAX writes them, gives no estimate, or
 #: takes ten times as long as for others (observed with libtpu).
 SKIPPED_OPS = frozenset(("fft", "cholesky", "triangular_solve", "select_and_scatter"))
-#: Bounds of a large op, a module of its own: most bytes and work, and the least of either.
+#: Bounds of a large op, which is a separate module: most bytes and work, and the least of either.
 LARGE_BYTES, LARGE_FLOPS = 4e9, 4e12
 LEAST_BYTES, LEAST_FLOPS = 1e8, 2e10
 #: Ops that are drawn large, those that big models spend their time in; products count twice.
@@ -66,10 +66,10 @@ class CompilePlan:
     Attributes:
         ops: Programs of a single op, merged into one module.
         random: Random programs, merged into one module.
-        suite: Suite of the zoo, of which rounds take programs until all are done; empty for none.
+        suite: Suite of the zoo; rounds take its programs until all are done. Empty for none.
         seed: Seed of everything random.
-        zoo: Programs of the zoo, each a module of its own.
-        large: Single ops at the size of large models, each a module of its own.
+        zoo: Programs of the zoo, each a separate module.
+        large: Single ops at the size of large models, each a separate module.
     """
 
     ops: int = 16

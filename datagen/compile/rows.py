@@ -69,7 +69,7 @@ def estimated_rows(
 def without_doubles(frame: pd.DataFrame) -> pd.DataFrame:
     """Merge rows to one for each kernel and device, with the quantiles of its estimates.
 
-    ``repeats`` says how often a kernel was met. The row is that of a model's family if the kernel
+    ``repeats`` counts how often a kernel was met. The row belongs to a model's family if the kernel
     is part of one, so that splits by family hold out whole models.
 
     Args:

@@ -75,7 +75,7 @@ def compile_dataset(
         devices: TPUs of the catalogue.
         budget_s: Seconds of this call. The current round is finished.
         plan: Sizes of a round; None for the defaults.
-        timeout_s: Seconds of one module after which the compiler counts as stuck.
+        timeout_s: Seconds for one module, after which the compiler counts as stuck.
         progress: Whether to show progress.
 
     Raises:
@@ -189,7 +189,7 @@ class _DeviceRun:
         return f"{self.device.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def one_round(self) -> bool:
-        """Compile a round, then write its rows, then the record that says it is done.
+        """Compile a round, write its rows, and then the record that it is done.
 
         A kill in between repeats the round, whose shard then replaces itself.
 
@@ -214,7 +214,7 @@ class _DeviceRun:
         return True
 
     def _compile(self, groups: Sequence[Sequence[CompileItem]]) -> list[dict[str, object]]:
-        """Rows of groups of programs, each group in a module of its own."""
+        """Rows of groups of programs, each group in a separate module."""
         merged = [merge_programs([item.mlir for item in group]) for group in groups]
         rows: list[dict[str, Any]] = []
         results = self._results(merged)
@@ -239,7 +239,7 @@ class _DeviceRun:
         except CompilerError as error:
             if len(data) == 1:
                 return [error]
-            # One of them took too long or crashed the process: each in a process of its own.
+            # One of them took too long or crashed the process: run each in its own process.
             return [self._results([module])[0] for module in merged]
 
     def _fail(self, item: CompileItem, error: LoweringError) -> None:

@@ -1,1 +1,1 @@
-"""Spreads programs over devices with XLA's partitioner, which runs in a process of its own."""
+"""Spreads programs over devices with XLA's partitioner, which runs in a separate process."""

@@ -48,7 +48,7 @@ class Partitioned:
         moved_bytes: What a device puts into or gets out of collectives in a run, the larger of the
             two for each.
         parameter_bytes: Whole parameters: state that products read; 0 if none is known.
-        note: What should be known about it; empty if nothing.
+        note: A remark for the user, or empty.
     """
 
     path: Path
@@ -109,7 +109,7 @@ def partition_program(
         else ()
         for n, shape in enumerate(shapes)
     ]
-    # Inlined and marked, which also says what of the state is a parameter.
+    # Inlined and marked, which also shows which part of the state is a parameter.
     gathered, used = gathered_at_use(without_empty_meshes(source.module), sorted(donated))
     module = gathered if "fsdp" in sizes else without_empty_meshes(source.module)
     shardings = {
@@ -151,7 +151,7 @@ def call_split(
 
     Args:
         axes: Where both are.
-        cuts: Axes of the mesh that cut each of them.
+        cuts: Axes of the mesh that cut each argument.
         operands: Shapes of its operands.
         results: Shapes of its results.
         mesh: Sizes by axis.
@@ -173,7 +173,7 @@ def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:
     """Partition a program along the shardings that it brings, Shardy's or GSPMD's.
 
     Args:
-        source: StableHLO for several partitions, as its header says.
+        source: StableHLO for several partitions, according to its header.
         format: ``text`` or ``bytecode``.
 
     Returns:
@@ -274,7 +274,7 @@ def sharding_text(
     tiles = [prod(mesh[a] for a in own) for own in axes]
     tiles += [prod(mesh[a] for a in left)] if left else []
     names = list(mesh)
-    # Tiles follow the dimensions of the array, devices those of the mesh: transpose where the two
+    # Tiles follow the array's dimensions, devices the axes of the mesh: transpose where the two
     # orders differ. Axes that stay neighbours are one dimension of the iota: XLA reads no other
     # form, and drops the sharding without a word.
     runs: list[list[int]] = []
@@ -293,7 +293,7 @@ def sharding_text(
 
 
 def _first_sizes(kinds: Sequence[TensorType], donated: Mapping[int, int]) -> list[int]:
-    """First dimensions of what may be a batch, where donation tells it from state."""
+    """First dimensions of arguments that may be a batch: donation distinguishes them from state."""
     if not donated:
         return []
     return sorted(

@@ -15,7 +15,7 @@ from ...common.errors import PlanError
 
 #: Axes of a mesh in rank order, outermost first.
 AXES = ("dp", "fsdp", "tp")
-#: Parameters whose columns are cut, and those whose rows are, by words of their path in the zoo.
+#: Parameters whose columns or rows are cut, by words of their path in the zoo.
 _COLUMNS = ("query", "key", "value", "qkv", "gate", "up", "head", "fc1", "embedding", "words")
 _ROWS = ("out", "down", "fc2")
 
@@ -63,7 +63,7 @@ def batch_spec(shape: tuple[int, ...], mesh: Mapping[str, int], where: str) -> S
 
 
 def parameter_spec(path: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> Spec:
-    """Cut a parameter, or the optimiser's state of one.
+    """Cut a parameter, or the optimiser's state for it.
 
     Args:
         path: Names of the tree's keys, such as ``Block_0/attention/query/kernel``.

@@ -54,14 +54,14 @@ def partition_program(job: Mapping[str, Any]) -> None:
     try:
         compile_module(module, 1, job["devices"], dump_flags(job["dump"]))
     except Exception:
-        # What comes behind the partitioner is of no interest: a CPU has no code for the libraries
+        # Passes behind the partitioner do not matter: a CPU has no code for the libraries
         # of a GPU.
         if not partitioner_dumps(Path(job["dump"])):
             raise
 
 
 def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], dump: str) -> None:
-    """Compile a workload over a mesh and dump what the partitioner makes of it.
+    """Compile a workload over a mesh and dump the partitioner's result.
 
     Args:
         family: Family of the zoo.
@@ -114,7 +114,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
 
 
 def dump_flags(folder: str) -> dict[str, Any]:
-    """Return options with which XLA dumps its partitioner's result into a folder."""
+    """Return options that make XLA dump its partitioner's result into a folder."""
     # Only the partitioner's output is wanted: code generation runs without optimisation.
     return {
         "xla_dump_to": folder,

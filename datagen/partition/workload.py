@@ -1,6 +1,6 @@
 """Distributed StableHLO of a workload, with explicit collectives, on a machine without devices.
 
-XLA's partitioner runs for as many virtual CPU devices as the mesh has. For CPUs it makes no
+XLA's partitioner runs for virtual CPU devices, as many as the mesh has. For CPUs it makes no
 reduce-scatter: gradients of sharded parameters are all-reduced and sliced, which compilers for
 accelerators change later (as does ``opcast predict --cluster``).
 """

@@ -1,4 +1,4 @@
-"""Fixed programs that are measured beside everything else, to tell noise and speed from signal."""
+"""Fixed programs that are measured beside everything else, to separate noise from signal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measures a device: peaks, memory levels, floor, gaps and dispatch, in less than a minute.
 
-Durations are those of single kernels in profiler traces, which exclude the dispatch from the host.
+Durations are taken of single kernels in profiler traces, which exclude the host's dispatch.
 Rates come from medians over repeats; a peak is the best over several sizes.
 """
 
@@ -75,7 +75,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
     device = jax.devices()[0]
     platform = device.platform
     memory = host.memory_bytes()
-    # Before and after all else: together they are of the same time as the ceilings.
+    # Before and after everything else, so that together they cover the time of the ceilings.
     anchors = [present_anchors(READINGS // 2)]
     about = _described(device)
     # Memory first, with 60 % of the budget: programs depend on its curve more than on rare types.
@@ -115,7 +115,7 @@ def probe_device(budget_s: float = 35.0) -> DeviceSpec:
 def probe_ceilings() -> DeviceSpec:
     """Measure JAX's default device within seconds: f32 rates, one thread and main memory alone.
 
-    Enough to tell whether the device runs as it did (``identity.compare_ceilings``), too little to
+    Enough to see whether the device runs as it did (``identity.compare_ceilings``), too little to
     predict with.
 
     Raises:
@@ -145,7 +145,7 @@ def probe_ceilings() -> DeviceSpec:
 
 
 def _described(device: jax.Device) -> dict[str, object]:
-    """What a description says beside the figures that programs are predicted from."""
+    """Entries of a description beside the figures that programs are predicted from."""
     import jax
 
     about: dict[str, object] = {"device_kind": device.device_kind, "jax": jax.__version__}
@@ -289,7 +289,7 @@ def _memory_levels(platform: str, memory: float, end: float) -> tuple[MemoryLeve
 
 
 def _memory_rate(working_set: float) -> float:
-    """Return the bytes/s of an element-wise kernel on so many bytes; 0 without events."""
+    """Return the bytes/s of an element-wise kernel on a number of bytes; 0 without events."""
     count = int(working_set) // 12  # x and y are read, z is written, 4 bytes each
     x, y = _array((count,), "float32"), _array((count,), "float32")
     # In place, since fresh pages for a result cost more than moving the data.
@@ -303,7 +303,7 @@ def _axpy(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _cache_capacities() -> list[float]:
     """Return the bytes of the caches from L2 outwards, summed over the cores of this process."""
-    # L1 is left out: a kernel's time in it is that of its instructions.
+    # L1 is left out: there, instructions decide a kernel's time.
     cores = usable_cores()
     caches = sorted(host.cpu_caches().items())
     return [size * max(1, cores // shared) for level, (size, shared) in caches if level >= 2]
@@ -352,7 +352,7 @@ def levels_from_curve(
 
 
 def _knee(sizes: Sequence[float], rates: Sequence[float]) -> list[float]:
-    """Return the capacity up to which working sets run well above the bandwidth of memory."""
+    """Return the largest working set that runs well above the bandwidth of memory."""
     if len(rates) < 3:
         return []
     # The geometric mean of cache and memory bandwidth marks the transition. The last fast set is

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 PIECE_S = 300.0
 #: Of the budget, what is too short to start for: the anchors alone take longer.
 _LEAST_S = 1.0
-#: What a run's record says of the host that made it.
+#: Key of a run's record for the host that made it.
 FLEET = "fleet"
 
 
@@ -40,7 +40,7 @@ class Piece:
     """What a host measures in one go.
 
     Attributes:
-        settings: Settings of the run; the budget is that of this piece and all before it.
+        settings: Settings of the run; the budget covers this piece and all before it.
         device_spec: The device, if it is not to be probed.
         known: What the host has measured before: files of the dataset by name.
     """
@@ -94,13 +94,13 @@ def profile_fleet(
 ) -> ProfileResult:
     """Measure on all hosts of a Ray cluster that have the device, into one dataset.
 
-    A run's record says which host made it (``fleet``): its number and Ray's id of the node, no
+    A run's record names the host that made it (``fleet``): its number and Ray's id of the node, no
     host name. The same call again continues, also for hosts that were lost.
 
     Args:
         out: Folder of the dataset, here.
         address: Ray cluster; ``local`` starts one.
-        settings: What is measured; ``budget_s`` is that of each host, ``seed`` the first one's.
+        settings: What is measured; ``budget_s`` holds for each host, ``seed`` for the first one.
         device_spec: The device, if it is not to be probed.
         piece_s: Seconds that a host measures before it returns its rows.
         progress: Whether to show progress.

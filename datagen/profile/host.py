@@ -1,4 +1,4 @@
-"""What a run record says about the machine: device, versions, clocks, power; no host name."""
+"""A run record's description of the machine: device, versions, clocks, power; no host name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def host_memory_bytes() -> float:
         total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return 0.0
-    # cgroup v2; the file says "max" where there is no limit.
+    # cgroup v2; the file reads "max" where there is no limit.
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
     return min(total, float(limit)) if limit.isdigit() else total
 

@@ -163,7 +163,7 @@ def measure(
         limits: Bounds of the measurement.
         walls: Whether to time whole executions too, except those of single ops.
         sessions: Most trace sessions; those after the first are for noisy programs.
-        pulse: Tells when the machine is disturbed; what is measured then is measured again.
+        pulse: Shows when the machine is disturbed; whatever was measured then is measured again.
     """
     group: list[Prepared] = []
 
@@ -174,7 +174,7 @@ def measure(
 
     for program in programs:
         alone = program.bytes > _SHARED_BYTES
-        # Events of a trace name their module: two of one name could not be told apart.
+        # Events of a trace name their module: two of one name could not be distinguished.
         clash = any(p.module == program.module for p in group)
         if alone or clash:
             flush()
@@ -195,7 +195,7 @@ def _measure_group(
         pending = {id(p): more_runs(p) for p in group}
         if not any(pending.values()):
             break
-    # The wall time of a single op is its dispatch and says nothing about the op.
+    # The wall time of a single op is its dispatch and does not depend on the op.
     timed = [p for p in group if walls and not p.loaded.family.startswith("op:")]
     # Round by round, so that what passes within seconds meets all programs alike. A longer time
     # asks for the typical speed, a single round for the undisturbed one.

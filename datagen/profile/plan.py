@@ -76,7 +76,7 @@ class LoadedItem:
         family: Family, such as ``op:gemm`` or ``gpt``.
         mlir: StableHLO text or bytecode.
         arguments: Arrays of main in order, from a seed; ``None`` to draw them from the types.
-        est_bytes: Estimated device memory in bytes, at least of the arguments; 0 if not known.
+        est_bytes: Estimated device memory in bytes, at least for the arguments; 0 if unknown.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Plan:
         mix: Share of the time by stream.
         seed: Seed of the random streams.
         suite: Suite of the zoo.
-        given: Given programs; with these alone nothing else is measured unless ``mix`` says so.
+        given: Given programs; nothing else is measured then unless ``mix`` includes it.
         spent: Seconds spent by stream.
     """
 
@@ -183,7 +183,7 @@ def _given(source: Any, index: int) -> Item:
         mlir = source.mlir
         data = mlir() if callable(mlir) else mlir
         name, family = str(source.name), str(source.family)
-    # Requests to the worker are JSON; a NUL byte tells bytecode from text.
+    # Requests to the worker are JSON; a NUL byte distinguishes bytecode from text.
     if isinstance(data, bytes):
         text = "base64:" + base64.b64encode(data).decode() if b"\0" in data else data.decode()
     else:

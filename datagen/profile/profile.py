@@ -62,7 +62,7 @@ def profile(
         replicate_share: Part of the programs that are measured again in another process.
         recycle_every_s: Time after which the worker is replaced.
         timeout_s: Time without news after which a program counts as stuck.
-        wall_s: Seconds of whole executions of each program; more of them average over the speeds
+        wall_s: Seconds of whole executions of each program; longer runs average over the speeds
             of a shared machine.
         patience: Share of the time that may go into waiting for an undisturbed machine.
         env: Environment variables for the measuring process.

@@ -37,7 +37,7 @@ def sample_rows(
         Rows without ``sample_id``, ``device`` and ``run_id``.
     """
     kernels = [k for k in lowered.kernels if k.takes_time]
-    # Where XLA split an op into several kernels, none of them is a label of the op.
+    # Where XLA split an op into several kernels, none of them alone labels the op.
     single = family.startswith("op:") and len(kernels) == 1
     # Equal kernels of a program are one sample with more executions.
     pooled: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +71,7 @@ def _kernel_row(kernel: Kernel, seconds: Sequence[float]) -> Row:
 def _program_row(lowered: LoweredProgram, wall: Sequence[float], known: set[str]) -> Row:
     kernels = lowered.kernels
     text = schedule_to_json(lowered, known)
-    # The program's type is that of its heaviest kernel.
+    # The program's type is its heaviest kernel's.
     dtypes = [k.dtype for k in sorted(kernels, key=lambda k: k.flops + k.bytes)]
     return latency_columns(wall) | {
         "kernel_hash": hashlib.sha256(text.encode()).hexdigest()[: len(kernels[0].hash)],

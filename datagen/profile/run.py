@@ -76,7 +76,7 @@ class ProfileRun:
         self._measured_s: float | None = None
         self._plan = Plan(settings.mix, settings.seed, settings.suite, given)
         self._done: set[str] = set()
-        # The id sorts by time; the random part keeps two runs of one second apart.
+        # The id sorts by time; the random part separates two runs within one second.
         now = datetime.datetime.now(datetime.UTC)
         self._run_id = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self._run = RunWriter(folder, self._run_id)
@@ -112,7 +112,7 @@ class ProfileRun:
     def _resume(self, device: DeviceSpec) -> None:
         """Take off what earlier runs on the device did: their programs, their share of the budget.
 
-        What another device in the folder measured says nothing about this one.
+        What another device in the folder measured does not count for this one.
         """
         own = {
             run: record
@@ -322,7 +322,7 @@ class ProfileRun:
             self._measure([replace(item, replicate=1)], [])
 
     def _finish(self, stopped: str) -> ProfileResult:
-        # Who interrupts a run does not want to wait for replicates.
+        # A user who interrupts a run does not want to wait for replicates.
         if stopped != "interrupted":
             try:
                 self._measurer.restart()

@@ -17,7 +17,7 @@ Host: TypeAlias = "np.ndarray | jax.Array"
 MakeArguments: TypeAlias = Callable[[int], Sequence[Host]]
 """Draws the arguments of a program from a seed."""
 
-#: Bytes of the last-level cache where they are unknown: that of a common server core complex
+#: Bytes of the last-level cache where they are unknown: the cache of a common server core complex
 #: (engineering estimate).
 DEFAULT_CACHE_BYTES = 32e6
 #: Bounds of rotation: tiny arguments stay in the cache anyway, as they do in real programs, and

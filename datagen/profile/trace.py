@@ -50,7 +50,7 @@ class Event:
     Attributes:
         module: HLO module.
         op: HLO instruction.
-        run: Identifies the run of the program; ``None`` where the trace does not tell runs apart.
+        run: Identifies the run of the program; ``None`` where the trace does not separate runs.
         name: Name that the profiler gives it.
         start: Start.
         end: End.
@@ -90,7 +90,7 @@ class Executed:
 
 
 class _Span(NamedTuple):
-    """Nanoseconds of an execution or of a part of one, and how many of them another kernel ran."""
+    """Nanoseconds of an execution or a part of it, and for how many of them another kernel ran."""
 
     length: float
     shared: float
@@ -106,7 +106,7 @@ def trace(
     Args:
         run: Executes one or several programs, any number of times each, and waits for them.
             Programs that share a session need different HLO module names.
-        executions: Executions per program run by (module, instruction), where known. They tell
+        executions: Executions per program run by (module, instruction), where known. They separate
             loop iterations from the several device kernels, or thunks, of one instruction: a sort
             on a CPU copies each of its inputs first, which are events of its name too.
         reads: The kernels among the instructions, by (module, instruction), with the names of the
@@ -150,7 +150,7 @@ def trace(
 def expected(
     module: str, lowered: LoweredProgram
 ) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], set[str]]]:
-    """What :func:`trace` needs to know of a program: executions and reads of its kernels."""
+    """What :func:`trace` needs from a program: executions and reads of its kernels."""
     kernels = lowered.kernels
     own = [k for k in kernels if k.takes_time]
     executions = {
@@ -383,7 +383,7 @@ def _sum_launches(events: list[Event], count: int) -> list[float]:
 
 
 def _tpu_events(lines: Mapping[str, Any], by_program: bool) -> list[Event]:
-    """Read the ops of the ``XLA Ops`` line; module and run are those of the enclosing span."""
+    """Read the ops of the ``XLA Ops`` line; module and run come from the enclosing span."""
     spans = [_read_event(e, dict(e.stats)) for e in getattr(lines.get("XLA Modules"), "events", ())]
     spans.sort(key=lambda e: e.start)
     events = []
@@ -394,7 +394,7 @@ def _tpu_events(lines: Mapping[str, Any], by_program: bool) -> list[Event]:
         read.op = str(stats.get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
         inside = [s for s in spans if s.start <= read.start < s.end]
         if inside and "hlo_module" not in stats:
-            # The span's name is that of the module with the program's id in brackets.
+            # The span is named after the module, with the program's id in brackets.
             name = inside[-1].name
             read.module, read.run = name if by_program else name.split("(")[0], inside[-1].start
         events.append(read)

@@ -29,7 +29,7 @@ REPLY_TIMEOUT = 600.0
 
 
 class WorkerDied(ProfileError):
-    """The worker process ended or got stuck; the reason says how."""
+    """The worker process ended or got stuck; the reason states how."""
 
 
 class WorkerClient:

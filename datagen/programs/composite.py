@@ -199,7 +199,7 @@ def attention(draws: Draws) -> Draft:
     def cost(sizes: tuple[int, int, int, int]) -> float:
         batch, heads, length, width = sizes
         scores = float(batch * heads * length * length)
-        # Scores and what is made of them take about 20 bytes per element, their softmax and mask
+        # Scores and the values computed from them take about 20 bytes per element, softmax and mask
         # about 160 of work (engineering estimates).
         fits = scores * 20 + 16.0 * batch * heads * length * width < draws.max_bytes
         return scores * (4 * width + 160) if fits else float("inf")

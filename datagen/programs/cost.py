@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-#: Time per output element over that of a FLOP in a matrix product, for ops that are far slower
+#: Time per output element over the time of a FLOP in a matrix product, for ops that are far slower
 #: than others; measured on CPUs, where the differences are largest.
 _WORK_PER_ELEMENT = {
     "lgamma": 800.0,
@@ -50,7 +50,7 @@ _WORK_WINDOW = 100.0
 #: Grouped convolutions, where no library serves them: for one channel per group, for the filter
 #: gradient, and the least.
 _WORK_GROUPED, _WORK_BATCH_GROUPED, _WORK_GROUPED_LEAST = 600.0, 2500.0, 20.0
-#: Products of integers, and of a vector, whose speed is that of memory.
+#: Products of integers, and of a vector, which run at the speed of memory.
 _WORK_INTEGER_DOT, _WORK_VECTOR_DOT = 60.0, 25.0
 #: Ops that move nothing or are removed by the compiler.
 _NO_WORK = {"reshape", "squeeze", "expand_dims", "stop_gradient", "copy_p"}
@@ -64,7 +64,7 @@ class Estimate:
         flops: Floating-point operations, one per element where an op is not a product.
         work: The same weighted by how slow each op is, in FLOPs of a matrix product.
         peak_bytes: Most bytes alive at a time, without fusion, arguments and results included.
-        n_ops: Number of ops, those of a loop body counted once.
+        n_ops: Number of ops; a loop body's ops count once.
     """
 
     flops: float

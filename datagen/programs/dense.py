@@ -27,7 +27,7 @@ from .source import Arg, numpy_dtype
 
 #: Smallest product or convolution aimed at: a 13 x 13 x 13 product, below any device's floor.
 _FEW_FLOPS = 4e3
-#: Layouts of input, filter and result by spatial dimensions: those of XLA and TensorFlow (channels
+#: Layouts of input, filter and result by spatial dimensions: XLA's and TensorFlow's (channels
 #: last), of PyTorch (channels first), and of TFLite's filters.
 _LAYOUTS = {
     1: (("NWC", "WIO", "NWC"), ("NCW", "OIW", "NCW")),

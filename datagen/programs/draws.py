@@ -15,7 +15,7 @@ from .source import Arg, numpy_dtype
 T = TypeVar("T")
 _struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 
-#: Widths of layers: powers of two, 3·2^k, and those of well-known models, such as the feed-forward
+#: Widths of layers: powers of two, 3·2^k, and widths of well-known models, such as the feed-forward
 #: of Llama 7B (11008) and Llama 3 8B (14336).
 WIDTHS = (
     16,
@@ -59,7 +59,7 @@ VOCABULARIES = (1000, 8192, 10000, 30522, 32000, 50257)
 _COMMON = tuple(sorted({*WIDTHS, *CHANNELS, *IMAGES, *BATCHES, *LENGTHS, *VOCABULARIES}))
 #: Smallest number of elements aimed at: below it every kernel takes the same time.
 _FEW = 512
-#: Proposals of which the one nearest to the target size is taken; few, so that sizes stay varied.
+#: Proposals, from which the nearest to the target size is taken; few, so that sizes stay varied.
 _TRIES = 16
 
 
@@ -70,7 +70,7 @@ class Draft:
     Attributes:
         function: Takes one array per argument.
         args: Its arguments.
-        note: Part of its name that tells the variant.
+        note: Part of its name that identifies the variant.
     """
 
     function: Callable[..., Any]

@@ -63,7 +63,7 @@ class Step:
         function: Takes the inputs, then the arguments; returns an array or a tuple of arrays.
         inputs: Values of the pool.
         args: New arguments of the program.
-        smooth: Whether a gradient of it makes sense.
+        smooth: Whether its gradient makes sense.
     """
 
     function: Callable[..., Any]
@@ -182,7 +182,7 @@ def backward(pool: Pool, step: Step) -> Step | None:
     name = HLO_NAMES.get(str(out.dtype))
     if name not in FLOATS:
         return None
-    # Steps with one floating-point result only. Index -1 is that of no value of the pool.
+    # Steps with one floating-point result only. No value of the pool has index -1.
     grad_in, grad_arg = pool.like(Value(-1, tuple(out.shape), name), 0.4)
 
     product = gradient(step.function, wanted)

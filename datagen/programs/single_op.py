@@ -144,7 +144,7 @@ def sample_op(
     draws = Draws(rng, max_bytes, max_flops, tuple(dtypes))
     name = opcode or draws.weighted({key: kind.weight for key, kind in OPCODES.items()})
     for attempt in range(_ATTEMPTS):
-        # A builder knows its sizes only roughly: a draft over the limits leads to a smaller one.
+        # A builder only estimates its sizes: a draft over the limits leads to a smaller one.
         shrink = 0.6**attempt
         smaller = Draws(rng, max_bytes * shrink, max_flops * shrink, tuple(dtypes))
         draft = OPCODES[name].build(smaller)
@@ -196,7 +196,7 @@ def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:
     def main(*args: jax.Array) -> object:
         return draft.function(*args)
 
-    main.__name__ = name  # names the module, by which traces tell programs apart
+    main.__name__ = name  # names the module, which identifies the program in traces
     like = [struct(a.shape, a.dtype) for a in draft.args]
     # Unused arguments are kept, because values are drawn for every one of them.
     traced = jax.jit(main, keep_unused=True).trace(*like)

@@ -1,8 +1,8 @@
 """Operators of PyTorch in a trace, as rows of operator tables, with the time of their kernels.
 
 An operator's label is the sum of the kernels that its call launched: method ``kernel`` of
-:mod:`opcast.features.operators.schema`, which is that of any source without a method of its own.
-Arguments are those of ATen's native functions
+:mod:`opcast.features.operators.schema`, as for any source without a separate method.
+Arguments follow ATen's native functions
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/native_functions.yaml).
 """
 
@@ -166,7 +166,7 @@ _OPERATORS: Mapping[str, tuple[str, _Make]] = {
         for name, op in {
             "add": "add", "sub": "add", "mul": "mul", "div": "div", "pow": "pow",
             "gelu": "gelu", "relu": "relu", "tanh": "tanh",
-            # Passes over the same bytes with as much arithmetic, of which tables have no name.
+            # Passes over the same bytes with similar arithmetic, for which tables have no name.
             "silu": "gelu", "sigmoid": "tanh", "exp": "tanh",
         }.items()
         for suffix in ("", "_")
@@ -252,7 +252,7 @@ def _row(call: Operator, make: _Make) -> Row | None:
     try:
         row = make(call, dtype)
     except (ValueError, IndexError, ZeroDivisionError):
-        # Fewer arguments, or of other ranks, than the operator has in the version that is known.
+        # Fewer arguments, or other ranks, than the operator has in the supported version.
         return None
     # Empty tensors launch nothing that could be predicted.
     sizes = [v for n, v in (row or {}).items() if isinstance(v, int) and n in _POSITIVE]

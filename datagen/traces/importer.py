@@ -1,6 +1,6 @@
 """Turns traces into a dataset: rows of kernels and programs, or of operators and collectives.
 
-By default nothing says what was traced: instructions, functions, files and lines are left out, and
+By default nothing reveals what ran: instructions, functions, files and lines are left out, and
 programs are called by digests. Kernels stay what they are: their shapes, types and, of custom
 calls, the target that decides their cost.
 """
@@ -46,9 +46,9 @@ class ImportedTrace:
         kept: Whether an earlier import had written them.
         programs: Programs that ran, by digest or name, with their number of runs.
         matched: Share of the kernels' time that has a label.
-        unmatched: Share of the time by name of what has none, the largest first.
+        unmatched: Share of the time of unlabelled kernels by name, the largest first.
         collectives: Collectives with sizes, written apart.
-        step: The run, or step, in the middle; ``None`` where times of start are not known.
+        step: The run, or step, in the middle; ``None`` where start times are unknown.
         host_s: Seconds between two runs.
         notes: What the trace lacks.
     """
@@ -67,7 +67,7 @@ class ImportedTrace:
 
 @dataclass
 class _Found:
-    """Rows of a trace, and what is said of it."""
+    """Rows of a trace, and a description of it."""
 
     rows: list[Row] = field(default_factory=list)
     programs: dict[str, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def import_trace(
         "step_s": {} if step is None else asdict(step) | {"gaps": step.gaps},
         "host_s": host_seconds(found.runs),
         "matched": found.matched / total,
-        # Names of what did not match would tell as much as those of what did.
+        # Names of kernels that did not match would reveal as much as names of those that did.
         "unmatched": shares if keep_names else [s for _, s in shares],
         **({"names": found.names, "file": trace.path} if keep_names else {}),
     }
@@ -234,7 +234,7 @@ def _operator_rows(
     labels = pd.DataFrame([latency_columns(o.seconds) for o in operators])
     frame["source"], frame["device"] = SOURCE, device.name
     frame["latency_us"] = labels["latency_us_p50"]
-    # Rows need a name each; it says no more than their order.
+    # Each row needs a name; it reveals no more than the row's position.
     digest = hashlib.sha256(frame.to_csv().encode()).hexdigest()[:8]
     frame["id"] = [f"{SOURCE}-{digest}-{i}" for i in range(len(frame))]
     made = samples(frame, {device.name: device}).assign(**labels)

@@ -1,4 +1,4 @@
-"""Reads Chrome traces object by object: those of a training step are gigabytes as one value."""
+"""Reads Chrome traces object by object: a training step's trace is gigabytes as one value."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def _listed(value: object) -> list[object]:
 
 
 def _shapes(value: object) -> tuple[tuple[int, ...], ...]:
-    """Dimensions by argument; those of a list of tensors one after the other, flat."""
+    """Dimensions by argument; a list of tensors is flattened, one tensor after the other."""
     found = []
     for item in _listed(value):
         flat = [v for v in _listed(item) if isinstance(v, int)]

@@ -177,7 +177,7 @@ def _kernel(
 
 
 def _operator(own: _Range, kernel: str) -> Operator | None:
-    """The operator that a range of PyTorch is of; types are those that the kernel's name tells."""
+    """The operator that a range of PyTorch belongs to, with types from the kernel's name."""
     found = _ATEN.match(own.text)
     if found is None:
         return None
@@ -196,13 +196,13 @@ def _operator(own: _Range, kernel: str) -> Operator | None:
 def read_nsys_csv(path: Path) -> Trace:
     """Read the CSV of ``nsys stats --report cuda_gpu_trace`` or ``cuda_gpu_kern_sum``.
 
-    A summary has no times of start: its kernels count with their median, and gaps are not known.
+    A summary has no start times: its kernels count with their median, and gaps are unknown.
 
     Raises:
         DatasetError: It is neither, or holds no kernels.
     """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        # Lines before the header tell what nsys did.
+        # Lines before the header are nsys's messages.
         lines = [line for line in file if "," in line]
     rows = csv.DictReader(lines)
     header = {_plain(c): c for c in rows.fieldnames or ()}

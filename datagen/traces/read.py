@@ -47,7 +47,7 @@ def read_trace(path: Path, moved: Callable[[int, int], None] = lambda done, tota
         moved: Told how many bytes of a long text are read, and of how many.
 
     Raises:
-        DatasetError: It is of no known format, is cut off, or holds no kernels.
+        DatasetError: Its format is unknown, it is cut off, or it holds no kernels.
     """
     try:
         with path.open("rb") as file:

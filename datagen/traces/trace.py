@@ -20,11 +20,11 @@ class Operator:
 
     Attributes:
         name: Such as ``aten::addmm``.
-        shapes: Dimensions of each argument; of a list of tensors, of each of them; empty for what
+        shapes: Dimensions of each argument, and of each tensor in a list; empty for what
             is no tensor.
         dtypes: Type of each argument by PyTorch's name, such as ``c10::BFloat16``.
         values: Arguments that are no tensors, as text.
-        call: Number of the call, which tells two calls apart.
+        call: Number of the call.
     """
 
     name: str
@@ -40,8 +40,8 @@ class Collective:
 
     Attributes:
         op: Name as in :mod:`opcast.simulate.collectives.choose`, such as ``all_reduce``.
-        bytes: Bytes as nccl-tests counts them; 0 if the trace does not say.
-        ranks: Devices that take part; 0 if the trace does not say.
+        bytes: Bytes as nccl-tests counts them; 0 if the trace lacks them.
+        ranks: Devices that take part; 0 if the trace lacks them.
         dtype: Element type by PyTorch's name, or empty.
     """
 
@@ -57,7 +57,7 @@ class TraceKernel(Event):
 
     Attributes:
         stream: Stream that it ran on.
-        launched: When the host called it; nan if the trace does not say.
+        launched: When the host called it; nan if the trace lacks it.
         operators: Operators that the call was inside of, the innermost first.
         collective: The collective that it is, if any.
         copy: Whether it is a copy or fill by the driver, not a kernel.
@@ -93,7 +93,7 @@ class Trace:
         devices: What each device ran.
         device_name: Name that the trace gives the device, or empty.
         hlo: Text of optimised modules, by ``name(program id)``; events may have the name alone.
-        ordered: Whether times of start are known, and so runs, gaps and overlap.
+        ordered: Whether start times are known, and with them runs, gaps and overlap.
         notes: What the trace lacks.
     """
 

@@ -17,7 +17,7 @@ from ...features.lowering.lower import lower
 from ..profile.trace import Event, Executed, expected
 from .trace import DeviceTrace, RunTime, Trace, TraceKernel, by_run, chosen, run_time
 
-#: Instructions whose events span those of the computations that they call.
+#: Instructions whose events span the events of the computations that they call.
 _CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
 #: Characters that XLA replaces in the names of GPU kernels (``SanitizeFunctionName``).
 _REPLACED = re.compile(r"[^0-9A-Za-z_]")
@@ -25,14 +25,14 @@ _REPLACED = re.compile(r"[^0-9A-Za-z_]")
 
 @dataclass
 class TracedProgram:
-    """A program with what a trace says of it.
+    """A program with its measurements from a trace.
 
     Attributes:
         module: Name of its module in the trace.
         lowered: Its kernels.
         durations: Seconds of each execution by the kernel's name.
         runs: Its runs; none where the trace has no times of start.
-        unmatched: Seconds of all executions by the name of instructions that are no kernels of it.
+        unmatched: Seconds of all executions of instructions that are no kernels of it, by name.
     """
 
     module: str
@@ -48,7 +48,7 @@ class TracedProgram:
 
 
 class _Known(NamedTuple):
-    """A program that may have run, and the module that says what its instructions are."""
+    """A program that may have run, and the module that lists its instructions."""
 
     lowered: LoweredProgram
     program: Program | None
@@ -65,7 +65,7 @@ def traced_programs(
         index: Device of the trace; by default all of them, if they ran the same.
 
     Raises:
-        DatasetError: Devices ran different kernels, or no program is known for what ran.
+        DatasetError: Devices ran different kernels, or the program that ran is missing.
     """
     devices = chosen(trace, index)
     events = [e for device in devices for e in device.executed.events]

@@ -144,7 +144,7 @@ GRIDS: dict[str, dict[str, str]] = {
             layers=24 dim=1024 heads=16 hidden=4096 seq=512 masked=76 batch=32 dtype=bf16
         """,
     },
-    # Largest layers: those of Llama 3.2 1B (2048, 8192) and Llama 3 8B (4096, 14336).
+    # Largest layers: Llama 3.2 1B (2048, 8192) and Llama 3 8B (4096, 14336).
     "llama": {
         "quick": """
             layers=2 dim=64 heads=4 kv_heads=2 hidden=128 seq=32 vocab=500 batch=2

@@ -23,7 +23,7 @@ FORMATS = ("text", "bytecode", "portable", "jax-export")
 
 
 def all_families() -> dict[str, Family]:
-    """Return every family by name, those of other packages after opcast's."""
+    """Return every family by name, other packages' families after opcast's."""
     own = dict(FAMILIES)
     # A plug-in cannot replace a family: its name would mean two programs in a dataset.
     return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
@@ -73,7 +73,7 @@ def resolve(name: str, settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def workload_name(name: str, settings: Mapping[str, Setting]) -> str:
-    """Make a short name that tells settings apart, such as "resnet-depth=50-batch=8-train".
+    """Make a short name from the settings, such as "resnet-depth=50-batch=8-train".
 
     Args:
         name: Name of the family.

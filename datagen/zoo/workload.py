@@ -61,7 +61,7 @@ class Workload:
         if platforms is None and self.settings["data_parallel"] != 1:
             import jax
 
-            platforms = (jax.default_backend(),)  # an abstract mesh does not tell
+            platforms = (jax.default_backend(),)  # an abstract mesh does not reveal it
         lowered: jax.stages.Lowered = self.jitted.trace(*self.abstract_args).lower(
             lowering_platforms=platforms
         )

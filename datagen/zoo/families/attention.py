@@ -78,7 +78,7 @@ def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Arr
     """
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    # Angles in f32: at long positions bf16 could not tell neighbours apart.
+    # Angles in f32: at long positions bf16 could not separate neighbours.
     angle = positions[:, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

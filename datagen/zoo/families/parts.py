@@ -51,7 +51,7 @@ def tokens(shape: tuple[int, ...], high: int) -> Input:
 
 @dataclass(frozen=True)
 class Model:
-    """A flax module with all that is needed to make a program of it.
+    """A flax module with everything needed to make it a program.
 
     Attributes:
         module: Called as ``module(*inputs, train=...)``.
