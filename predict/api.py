@@ -217,7 +217,7 @@ def _refuse_compiler_options(
     named = [name for name, own in given.items() if own]
     if named:
         raise ProgramError(
-            f"{', '.join(named)}: options of XLA's lowering, which a framework of PyTorch has not",
+            f"{', '.join(named)}: options of XLA's lowering, which PyTorch's frameworks lack",
             hint="leave them out, or framework out",
         )
 

@@ -217,7 +217,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     if len(loads) > 1:
         raise PlanError(f"{' and '.join(loads)} are loads of their own", hint="one of them")
     if not asked.rate and asked.burstiness != 1.0:
-        raise PlanError("burstiness is that of a rate", where="burstiness", hint="give rate")
+        raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
     framework, given = known_framework(asked.framework), asked.model_dump()
     formats = Formats(
         asked.weights,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Seconds of whole executions of each program, so many that the two speeds of a shared processor,
 #: which alternate within seconds, average out. Engineering estimate.
 _WALL_SECONDS = 2.0
-#: Factor between a run and the sum of its kernels from which the difference is told: what the CPU
+#: Factor between a run and the sum of its kernels from which the gap is reported: what the CPU
 #: adds between kernels, and kernels without an event of their own, are below half of a program.
 _BUSY = 1.5
 
@@ -130,11 +130,11 @@ def check_programs(
 
     Args:
         programs: Paths of StableHLO programs.
-        predictor: Loaded model; it must know the local device.
+        predictor: Loaded model; it must have the local device.
         progress: Whether to show the progress of measuring.
 
     Raises:
-        OpcastError: A program cannot be read, compiled or run, or the device is not known.
+        OpcastError: A program cannot be read, compiled or run, or the device is unknown.
     """
     from ..datagen.profile.anchors import READINGS, present_anchors, typical
     from ..datagen.profile.profile import profile
@@ -150,7 +150,7 @@ def check_programs(
     # machine that was measured together with its anchors can be compared with itself.
     then = anchors_of(device)
     anchors = [present_anchors(READINGS // 2)] if then else []
-    # A dataset of its own: the comparison needs the profiler's rows, and nobody else does.
+    # A separate dataset: only the comparison needs the profiler's rows.
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
         profile(
             scratch,
@@ -159,7 +159,7 @@ def check_programs(
             progress=progress,
             replicate_share=0.0,
             wall_s=_WALL_SECONDS,
-            # What is measured is the machine as it is: the anchors say how fast that was.
+            # The machine is measured as it is: the anchors show how fast that was.
             patience=0.0,
         )
         _raise_failures(Path(scratch))
@@ -252,7 +252,7 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
 
 
 def _beyond_kernels(result: CheckResult) -> list[str]:
-    """Say so where a run took much longer than the kernels that were measured one by one."""
+    """Warn if a run took much longer than the kernels that were measured one by one."""
     inside = sum(k.measured_us * k.runs for k in result.kernels if np.isfinite(k.measured_us))
     if not result.kernels or result.measured_us < _BUSY * inside:
         return []

@@ -23,7 +23,7 @@ STEP: tuple[str, dict[str, Any]] = (
 #: Seconds of the first section, which the compilers share; what a chip needs without one; and
 #: the least that each compiler gets, however slow the machine. opcast's own rules take over then.
 COMPILE_S, RESERVE_S, LEAST_S = 60.0, 5.0, 15.0
-#: Those chips; the page is of the first.
+#: Absent chips; the page shows the first.
 ABSENT = ("h100-sxm", "a100-sxm-80gb", "tpu-v5e")
 #: Programs that are predicted and then run here; none of them is among what calibrating measures.
 PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -103,7 +103,7 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
         # Lowered for each platform, since JAX writes a function differently for each.
         path = out / f"step-{device}.mlir"
         export(family, sizes, path, platform="tpu" if device.startswith("tpu") else "cuda")
-        # What earlier chips have not used is the later ones'.
+        # Time that earlier chips have not used goes to later ones.
         others = RESERVE_S * (len(ABSENT) - place)
         allowed = max(LEAST_S, until - time.monotonic() - others)
         limits = CompileSettings(timeout_s=allowed)

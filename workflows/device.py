@@ -31,7 +31,7 @@ def local_now(
 
     Args:
         known: Devices that the model was trained on.
-        tell: Called with one line before a probe is made.
+        tell: Called with one line before a probe.
     """
     from ..predict.devices import measured_path
 

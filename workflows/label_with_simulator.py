@@ -122,7 +122,7 @@ def _key(path: Path) -> str:
         # A program that was edited since is another program.
         return f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
     except FileNotFoundError:
-        return path.stem  # reading it will say so
+        return path.stem  # reading it will report that
 
 
 def _rows(

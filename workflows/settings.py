@@ -287,7 +287,7 @@ class ProgramSettings(Settings):
         model: Name or folder of the model of kernels.
         lowering: As of ``opcast predict``.
         track: Whether to log to MLflow.
-        on_stream: Whether times exclude the host's call, as those of regions do.
+        on_stream: Whether times exclude the host's call, as times of regions do.
     """
 
     command: ClassVar[str] = "evaluate --programs"
@@ -308,7 +308,7 @@ class SweepSettings(Settings):
         clusters: Names or files of clusters.
         out: Folder of the results.
         sizes: Sizes of the model, such as ``layers=32``.
-        batches: Batch sizes; none for that of the workload.
+        batches: Batch sizes; none for the workload's own.
         grid: Values of each axis, such as ``tp=4/8,recompute=none/full``, or a YAML file.
         trials: Plans to search with Optuna; 0 evaluates all.
         model: Name or folder of the operator model; ``roofline`` for none.

@@ -42,7 +42,7 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
     bundle = result.model
     if settings.final:
         # Fitted to all rows, test rows included, with the parameters found above; the metrics saved
-        # with it are those of the model that did not see the test rows.
+        # with it come from the model that did not see the test rows.
         bundle = train_final(
             prepared,
             model,
@@ -94,7 +94,7 @@ def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettin
     info, split = result.model.info, settings.split
     digest = info.get("dataset_hash")
     params = {
-        # What was not given as well: a run is repeated with all of them.
+        # Defaults, too: all of them are needed to repeat a run.
         **getattr(result.model.estimator, "params", {}),
         "model": model,
         "split": split,

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 #: Splits of a published table that a model learns from if it is to be tested on the others.
 TRAINING = ("train",)
-#: Families whose tables have so few layers that those held out of a fit make intervals too narrow:
-#: theirs are those of the rows to test on, whose layers are others.
+#: Families whose tables have so few layers that layers held out of a fit make intervals too narrow:
+#: they take their intervals from the test rows, which have other layers.
 RECALIBRATED = frozenset(("layer/product",))
 
 
 def run_import(folder: Path, out: Path, devices: Sequence[str] = ()) -> None:
-    """Import published tables and say how many rows there are.
+    """Import published tables and report how many rows there are.
 
     Args:
         folder: Folder with tables, or a table.
@@ -171,7 +171,7 @@ def _train(
         "estimator": model,
         "seed": seed,
         "metrics": metrics.to_dict("records"),
-        # A final model has seen every row, so its metrics are those of its twin.
+        # A final model has seen every row, so its metrics come from its twin.
         "metrics_of": "the same settings, fitted to the rows of split train alone",
     }
     if settings.join is not None:
@@ -223,7 +223,7 @@ def _run_of(
     return RunLog(
         f"operators-{model}",
         settings,
-        # Those of all rows first, by the names that runs of kernels have them by.
+        # Figures of all rows first, under the names that runs of kernels use.
         {**whole, **{f"parts/{name}": value for name, value in flat(metrics).items()}},
         tables={"metrics": metrics} if len(metrics) else {},
         predictions=tidy(judged, level="op"),
@@ -285,7 +285,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
 
 
 def _learned(model: OpModel) -> str:
-    """What a model learned from, beside errors on rows that may be among it; empty if not known."""
+    """A note on a model's training rows, beside errors on rows that may be among them, or empty."""
     splits, info = model.info.get("splits"), model.info
     if not splits or "rows" not in info:
         return ""

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def keep_model(model: ModelBundle, settings: TrainSettings, name: str) -> Path:
-    """Save a trained model to the requested folders, and say where.
+    """Save a trained model to the requested folders, and report where.
 
     Args:
         model: The trained model.
@@ -107,7 +107,7 @@ def without_devices(dataset: Dataset, exclude: Sequence[str]) -> Dataset:
 
     Raises:
         DatasetError: A device is not in the dataset.
-        DeviceError: A name is of no device.
+        DeviceError: There is no device of a name.
     """
     names = excluded_names(exclude, dataset.frame["device"].unique(), dataset.devices)
     return dataset.select(~dataset.frame["device"].isin(names))

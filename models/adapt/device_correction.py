@@ -28,7 +28,7 @@ from .gaussian_process import (
     start_params,
 )
 
-#: Features that tell how close two kernels are, with their typical spread over the kernels of
+#: Features that show how close two kernels are, with their typical spread over the kernels of
 #: models, which makes distances dimensionless. The spreads are engineering estimates.
 KEYS = {
     "log_roofline_floor": 4.0,
@@ -52,7 +52,7 @@ class DeviceCorrection:
     Attributes:
         correction: The Gaussian process.
         stretch: Interval ends in units of the model's own half-width, from the errors of samples
-            predicted from those of other programs.
+            predicted from samples of other programs.
     """
 
     correction: ErrorPosterior

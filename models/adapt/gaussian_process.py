@@ -296,9 +296,9 @@ def chosen_params(
 
     A device may be closer to the known ones than they are to each other, or its errors rougher:
     then the fitted amplitudes would weigh the samples too little or too much. Or the errors of its
-    libraries may be independent, so that shared terms say less. Each sample is predicted from those
-    of other groups (:func:`left_out_errors`); if no correction is better than none by the share
-    ``gain`` of the error, the smallest amplitudes are taken.
+    libraries may be independent, so that shared terms count less. Each sample is
+    predicted from the samples of other groups (:func:`left_out_errors`); if no correction is better
+    than none by the share ``gain`` of the error, the smallest amplitudes are taken.
     """
     # The error without any correction: what every variant has to beat.
     best, least = _scaled(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
@@ -386,7 +386,7 @@ class ErrorPosterior:
             params: From :func:`fit_params`.
             sites: Sites of the samples.
             errors: ``log(measured / predicted)`` of the samples by the uncorrected model.
-            choose: Whether to rescale ``params`` to what the samples say.
+            choose: Whether to rescale ``params`` to the samples.
             groups: Groups of samples that are alike, such as kernels of one program, shape
                 ``(n,)``: a sample is not predicted from its own group in that choice.
             gain: Share by which a correction must lower the left-out error to be made at all.

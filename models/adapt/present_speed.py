@@ -1,7 +1,7 @@
 """Scales predictions to the speed at which a measured device runs now, by class of work.
 
 A virtual machine shares its host: it may run at half the speed of the hour before, steadily. The
-anchors tell by how much for arithmetic on all cores, for one core and for main memory; a kernel is
+anchors show by how much for arithmetic on all cores, for one core and for main memory; a kernel is
 scaled by the class that limits it.
 
 Only slower speeds move an estimate. A probe keeps the best of its readings as ceilings, but its
@@ -87,5 +87,5 @@ def kernel_speeds(
         ratios.get(name, 1.0) for name in ("arithmetic", "single-thread", "bandwidth")
     )
     by_core = np.where(parallel, arithmetic, single)
-    # A latency is that of one core, whatever the kernel would be divided into.
+    # A latency holds for one core, whatever the kernel would be divided into.
     return np.asarray(np.select([bound == "memory", bound == "latency"], [memory, single], by_core))

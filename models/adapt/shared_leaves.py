@@ -44,7 +44,7 @@ def shared_leaves(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def leaf_variants(params: np.ndarray) -> Iterator[np.ndarray]:
     """Parameters of the covariance that a device's samples choose among, as logarithms.
 
-    Slopes have no part in it: with leaves to say which kernels are alike, they carry errors to
+    Slopes have no part in it: with leaves to show which kernels are alike, they carry errors to
     kernels that have none (docs/operator-learning.md).
 
     Args:

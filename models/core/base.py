@@ -142,7 +142,7 @@ class TableEstimator(Estimator, Protocol):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, for which it needs to know which rows are compared."""
+        """Whether it learns an order, which depends on the rows that are compared."""
         ...
 
     def clone(self) -> Self:

@@ -11,14 +11,14 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel
 from .graphs import KernelGraphs
 
-#: Platforms with cells of their own. The order is that of the cells, which saved models list by
+#: Platforms with separate cells. They are in the order of the cells, which saved models list by
 #: name.
 PLATFORMS = ("cpu", "gpu", "tpu")
 #: Names of the cells (platform × kind) that have intervals and a domain of their own; the last one
 #: takes all other kernels.
 CELLS = (*(f"{platform}/{kind}" for platform in PLATFORMS for kind in KINDS), "other")
 _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
-#: Shortest time of a kernel in seconds: keeps logarithms finite whatever a device description says.
+#: Shortest time of a kernel in seconds: keeps logarithms finite for any device description.
 #: One nanosecond is a few clock cycles, less than any launch.
 SMALLEST = 1e-9
 
@@ -113,7 +113,7 @@ def kernel_table(
 def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
     """Tables one after the other; graphs are kept if all of them have some.
 
-    Features of the widest are kept: those of TPUs are zero for the other platforms.
+    Features of the widest are kept: TPUs' own are zero for the other platforms.
     """
     first = max(tables, key=lambda table: len(table.names))
     tables = [table.with_names(first.names) for table in tables]

@@ -31,7 +31,7 @@ _OWN = {
     "iree": "..simulators.iree:IreeEstimator",
     "compiler": "..simulators.compiler:CompilerEstimator",
 }
-#: Those of opcast's own that predict without training.
+#: opcast's own estimators that predict without training.
 UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")
 
 

@@ -205,12 +205,12 @@ def read_json_model(path: Path, form: int, what: str, made: Callable[[dict[str, 
 
 
 def predicts_operators(manifest: Mapping[str, object]) -> bool:
-    """Whether a manifest is that of a model of library operators, not of programs."""
+    """Whether a manifest describes a model of library operators, not of programs."""
     return manifest.get("kind") == OPERATORS
 
 
 def training_info(manifest: Mapping[str, object], own: Collection[str]) -> dict[str, object]:
-    """Provenance in a manifest: all entries but those of the folder and the ``own`` ones."""
+    """Provenance in a manifest: all entries but the folder's and the ``own`` ones."""
     return {k: v for k, v in manifest.items() if k not in _ADDED and k not in own}
 
 
@@ -228,7 +228,7 @@ def folder_digest(*folders: Path) -> str:
 def contents_of(save: Callable[[Path], object]) -> dict[str, bytes]:
     """Files that ``save`` writes below the folder it is given, by relative name.
 
-    A bundle saves its parts this way, so that :func:`write_folder` writes all of it in one step.
+    A bundle saves its parts this way, so that :func:`write_folder` writes everything in one step.
     """
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..core.kernel_table import CELLS
 
-#: A cell gets weights of its own from this many rows on; fewer do not tell members apart reliably.
+#: A cell gets its own weights from this many rows on; fewer do not separate members reliably.
 #: Engineering estimate; not fitted.
 MIN_CELL_ROWS = 100
 #: Residuals in log space below this (2 %, far less than the labels' noise) count alike, so that

@@ -19,7 +19,7 @@ from .xgboost_trees import SUFFIX, BoostedTrees, compact, expand
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: A cell gets trees of its own from this many rows on, if ``per_cell`` is set: deep trees on fewer
+#: A cell gets its own trees from this many rows on, if ``per_cell`` is set: deep trees on fewer
 #: rows overfit, and the joint model serves such a cell better. Engineering estimate; not fitted.
 MIN_CELL_ROWS = 1000
 
@@ -29,7 +29,7 @@ OBJECTIVES = {
     "squared": "reg:squarederror",
     "pairwise": "rank:pairwise",
 }
-#: Least rows that are put in an order by their leaves of so many trees before all trees are walked:
+#: Least rows that are sorted by their leaves of some trees before all trees are walked:
 #: the nodes that neighbours pass are then in the cache, which makes large models 1.6 times faster.
 MANY, FIRST_TREES = 512, 6
 #: Trees that all rows walk before the next ones: XGBoost takes 64 rows through all trees, which do
@@ -62,7 +62,7 @@ class XGBoostEstimator(TabularEstimator):
             ``pairwise``.
         monotone: Sign by feature name: +1 or -1 forces the ratio to rise or fall with it. The
             target is a ratio to the roofline, so "more work takes longer" is no constraint on it
-            (the ratio of a GEMM falls as it grows); use it for features of which you know the
+            (the ratio of a GEMM falls as it grows); use it for features with a known
             sign of the ratio itself. Only with ``squared``: the absolute error sets leaves to
             medians after the tree is grown, which breaks the constraint.
         stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
@@ -336,7 +336,7 @@ def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:
 
 
 def _alike(booster: Booster, values: np.ndarray) -> np.ndarray:
-    """Order of rows in which those that the first trees put together follow each other."""
+    """Order of rows in which rows that share leaves of the first trees are neighbours."""
     import xgboost as xgb
 
     few = (0, min(FIRST_TREES, booster.num_boosted_rounds()))

@@ -30,7 +30,7 @@ PAIRS = 8
 #: Pairs of held-back rows that early stopping looks at: their share of errors is known to ±0.7 %
 #: (two standard errors of a share of one half).
 _STOP_PAIRS = 20_000
-#: A cell gets a map of its own from this many rows on; a map has this many rows to a knot, so that
+#: A cell gets its own map from this many rows on; a map has this many rows to a knot, so that
 #: the median of a bin is steady. Engineering estimates.
 _CELL_ROWS, _KNOT_ROWS = 200, 20
 #: Most knots of a map; linear interpolation between them leaves errors far below the model's.
@@ -38,7 +38,7 @@ _MAX_KNOTS = 64
 
 
 def device_queries(table: KernelTable) -> np.ndarray:
-    """The query of every row where families are not known: its device, shape ``(n,)``."""
+    """The query of every row where families are unknown: its device, shape ``(n,)``."""
     columns = [i for i, name in enumerate(table.names) if name.startswith("device_")]
     if not columns:
         return np.zeros(len(table), np.int64)
@@ -46,7 +46,7 @@ def device_queries(table: KernelTable) -> np.ndarray:
 
 
 def query_order(queries: np.ndarray, seed: int, limit: int = QUERY_LIMIT) -> tuple[np.ndarray, ...]:
-    """Rows in the order that XGBoost asks for, and the query of each.
+    """Rows in the order that XGBoost requires, and the query of each.
 
     Args:
         queries: Names, shape ``(n,)``.

@@ -36,7 +36,7 @@ from ..trust.domain import Domain
 
 #: What a ratio is, for the manifest.
 TARGET = "log(latency_s / (roofline_s + floor_s))"
-#: A cell with fewer training rows than this is left to the roofline: a handful of kernels says
+#: A cell with fewer training rows than this is left to the roofline: a handful of kernels reveals
 #: nothing of the others of their kind. Engineering estimate; not fitted.
 MIN_ROWS = 8
 #: Learned ratios are limited to this in absolute value (a factor of 3000): more can only come from
@@ -79,7 +79,7 @@ class TabularEstimator(ABC):
 
     @property
     def ranks(self) -> bool:
-        """Whether it learns an order, for which it needs to know which rows are compared."""
+        """Whether it learns an order, which depends on the rows that are compared."""
         return False
 
     @abstractmethod
@@ -171,7 +171,7 @@ class TabularEstimator(ABC):
             domain_scores: Domain scores by those models.
         """
         self.conformal = Conformal.fit(latency_s, predicted_s, table.cell)
-        # 98 % rather than 90 %: it serves cells without training rows, whose errors nobody saw. On
+        # 98 % rather than 90 %: it serves cells without training rows, whose errors are unknown. On
         # a TPU these take the base, and kernels without an estimate the plain roofline: of both.
         own = [ends(np.log(latency_s / s), 0.98) for s in (table.base_s, table.roofline_s)]
         self.fallback = (

@@ -35,7 +35,7 @@ UNSEEN = 4.0
 #: (docs/tpu.md, three programs on four generations: 1.11 to 2.43).
 UNCOMPILED = 2.43
 #: Log half-width of intervals around the compiler's estimates: of other programs and generations
-#: the distance is not known. Engineering estimate.
+#: the distance is unknown. Engineering estimate.
 SILICON = 0.25
 
 
@@ -54,7 +54,7 @@ def by_compiler(
 ) -> KernelPrediction:
     """The prediction with the compiler's own estimates where kernels state them.
 
-    The trees reproduce the compiler, so what it says itself is better. Kernels of another lowering
+    The trees reproduce the compiler, so its own estimate is better. Kernels of another lowering
     state nothing: the trees learned from layouts and fusions of the TPU's compiler, have seen none
     like them, and may be off by more than ten times, so these are held within :data:`UNSEEN` of the
     roofline. Devices that are no TPUs are left as they are.
@@ -112,7 +112,7 @@ class TpuEstimator(XGBoostEstimator):
     A kernel that the compiler leaves out is never free: it takes ``roofline + floor``, marked
     ``roofline`` and out of domain, with a wide interval. Kinds of kernel with too few estimates are
     left to the roofline as well. No kernel is faster than
-    :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees say.
+    :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees predict.
 
     The labels have no noise (equal kernels always have equal estimates, docs/tpu.md), which allows
     smaller leaves and a faster learning rate than the defaults of :class:`XGBoostEstimator`.

@@ -54,7 +54,7 @@ class RowTrees:
         # the condition and where from it on (a leaf leads to itself), feature and condition.
         self.nodes = np.empty((len(left), 4), np.int32)
         for place, child in enumerate((left, right)):
-            # A file may say anything: a child outside its tree would be another tree's, or nothing.
+            # A file may be damaged: a child outside its tree would be another tree's, or nothing.
             if (~leaf & ((child < 0) | (child >= np.repeat(sizes, sizes)))).any():
                 raise ValueError("a node's child lies outside its tree")
             child += np.repeat(self.roots, sizes)
@@ -121,7 +121,7 @@ class RowTrees:
 class BoostedTrees:
     """A booster, and its trees for small batches; of a saved one, each is read when it is needed.
 
-    A process that asks for single operators never loads XGBoost, whose import and preparations take
+    A process that predicts single operators never loads XGBoost, whose import and preparations take
     longer than reading the trees.
 
     Args:
@@ -279,7 +279,7 @@ class _UbjReader:
 
 #: Name of a compressed booster's file: UBJSON in the xz container.
 SUFFIX = ".ubj.xz"
-#: Log-ratios of leaves are kept to so many decimals: 700 trees add up to an error below 0.1 %.
+#: Decimals to which log-ratios of leaves are kept: 700 trees add up to an error below 0.1 %.
 DECIMALS = 6
 #: Most bytes that a file may unpack to, and most memory of the decompressor: a guard against
 #: archives made to fill the memory.

@@ -93,7 +93,7 @@ class NeuralEstimator(TabularEstimator):
 
         Raises:
             KeyError: An array is missing.
-            ValueError: The network's arrays are not those of its parameters.
+            ValueError: The network's arrays do not match its parameters.
         """
         self.inputs = Scaling.from_arrays(arrays, "inputs")
         self.bound = Bound.from_array(arrays["bound"])

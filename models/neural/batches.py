@@ -110,7 +110,7 @@ def cuts(nodes: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
         most: Rows to a batch.
 
     Yields:
-        First row, and the row after the last. A larger graph is a batch of its own.
+        First row, and the row after the last. A larger graph is a separate batch.
     """
     start, held = 0, 0
     for row, size in enumerate(nodes.tolist()):

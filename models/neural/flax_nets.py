@@ -88,7 +88,7 @@ class FlaxGraphNet(nn.Module):
         mean = jax.ops.segment_sum(h, batch.graph, graphs) / jnp.maximum(size, 1)
         # The maximum over no nodes is minus infinity: padding graphs take zero instead.
         most = jnp.where(size > 0, jax.ops.segment_max(h, batch.graph, graphs), 0)
-        # The mean tells of the mix of ops, the maximum whether a rare one is there.
+        # The mean shows the mix of ops, the maximum whether a rare one is there.
         pooled = jnp.concatenate([mean, most], axis=1)[batch.graph_of_row]
         seen = jnp.concatenate([pooled, batch.x], axis=1)
         return Perceptron(self.head, self.layers, name="head")(seen)

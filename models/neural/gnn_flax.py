@@ -21,7 +21,7 @@ class FlaxGraphEstimator(GraphEstimator):
 
     Batches are padded to few different sizes (:mod:`.batches`), so that XLA compiles a handful of
     functions, and rows with the same kernel share their graph within a batch. The parameters are
-    those of :class:`.gnn.GraphEstimator`.
+    the same as :class:`.gnn.GraphEstimator`'s.
     """
 
     name = "gnn-flax"

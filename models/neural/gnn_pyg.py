@@ -20,7 +20,7 @@ from .gnn import GraphEstimator
 class PygGraphEstimator(GraphEstimator):
     """Message passing in PyTorch Geometric, for those who build on PyTorch.
 
-    Network, target and loss are those of ``gnn-flax``, which trains about twice as fast on a CPU
+    Network, target and loss are ``gnn-flax``'s, which trains about twice as fast on a CPU
     (docs/models.md).
 
     Args:

@@ -4,7 +4,7 @@ The choice is made by cross-validation over the training programs alone, whole f
 The kernels' predictions come from cross-fitting; the correction is fitted to the programs of the
 other families, without the kernels that the held-out programs contain; the program model is fitted
 to each candidate in turn and judged on families that it has not seen. A candidate is kept if its
-error is below that of the plain sum by more than 2 %.
+error is below the plain sum's by more than 2 %.
 """
 
 from __future__ import annotations

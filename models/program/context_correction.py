@@ -35,7 +35,7 @@ class ContextCorrection:
         device: DeviceSpec,
         base_s: np.ndarray | None = None,
     ) -> KernelPrediction:
-        """Correct the predictions of a program's kernels; those of the roofline stay as they are.
+        """Correct the predictions of a program's kernels; the roofline's stay as they are.
 
         Args:
             kernels: Predictions of each by itself.
@@ -49,7 +49,7 @@ class ContextCorrection:
             base_s = roofline(lowered.kernels, device).latency_s + device.floor
         features = context_features(kernels.latency, base_s, lowered, device)
         shift = np.mean([trees.shift(features) for trees in self.trees], axis=0)
-        # The trees learned errors of the learned model; those of a bare roofline are other ones.
+        # The trees learned errors of the learned model; a bare roofline errs differently.
         factor = np.where(kernels.source != "roofline", np.exp(shift), 1.0)
         return _scaled(kernels, factor)
 
@@ -76,7 +76,7 @@ class ContextCorrection:
 def in_loops(
     prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
 ) -> KernelPrediction:
-    """Scale the latencies of products in loops; those of the roofline stay as they are.
+    """Scale the latencies of products in loops; the roofline's stay as they are.
 
     Args:
         prediction: Of a program's kernels, each by itself.

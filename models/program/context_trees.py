@@ -2,7 +2,7 @@
 
 They learn the log-ratio of a kernel's label *in a program* to the prediction of a model that had
 not seen it, from the features of :mod:`.context`. A program's time is a sum, so the error of the
-sum matters besides those of its terms; the objective has both,
+sum matters besides the errors of its terms; the objective has both,
 
     Σ_kernels |c_i - r_i|_δ  +  λ n/m Σ_programs |log Σ t_i exp(c_i) - log Σ t_i exp(r_i)|_δ'
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Boosting rounds. Like all settings here chosen on the training part of ``unseen_family``, before
 #: the families of any test were looked at (docs/models.md).
 ROUNDS = 150
-#: Weight λ of the error of a program's sum beside those of its kernels.
+#: Weight λ of the error of a program's sum beside its kernels' errors.
 SUM_WEIGHT = 0.5
 #: Bends δ and δ' of Huber's loss, in log units: single kernels scatter more than sums do.
 BEND_KERNEL = 0.3

@@ -3,7 +3,7 @@
 The choice is made by cross-validation over the training rows alone. In fitting the ensemble, its
 members are fitted to all of a fold's rows anyway, so one pass judges them all. Held out are model
 families and, with two or more devices among the training rows, each device in turn. The ensemble
-is kept if its error is below that of every member wherever it was judged; otherwise the member with
+is kept if its error is below every member's wherever it was judged; otherwise the member with
 the least error takes its place. The test part of the split is for reporting and decides nothing.
 """
 

@@ -56,7 +56,7 @@ class TrainResult:
 
     @property
     def flat_metrics(self) -> dict[str, float]:
-        """Figures by name, for tracking; those of programs start with ``program/``."""
+        """Figures by name, for tracking; figures of programs start with ``program/``."""
         flat = flatten(self.metrics)
         if len(self.program_metrics):
             flat |= flatten(self.program_metrics, prefix="program/")

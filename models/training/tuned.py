@@ -23,7 +23,7 @@ class TrialRecord:
     Attributes:
         number: Its number in the study.
         params: Keywords that were tried.
-        error: Cross-validated error; that of the folds done, if it was stopped early.
+        error: Cross-validated error; of the folds done, if it was stopped early.
         pruned: Whether it was stopped early.
         seconds: Wall time of the trial.
     """

@@ -1,9 +1,9 @@
 """Searches for hyper-parameters by cross-validation, with Optuna.
 
-A trial's error is that of held-out rows in folds of the *training and validation part* of a split,
+A trial's error is the error of held-out rows in folds of the *training and validation part*,
 cut like the split itself (whole families with ``unseen_family``). The test part is never looked at
 while searching. The parameters that an estimator has by default are judged first, on the same
-folds: a search that does not beat them says so and keeps them.
+folds: a search that does not beat them reports that and keeps them.
 
 Trials are kept in an SQLite file, so that a search can be stopped and goes on where it stopped.
 """
@@ -78,11 +78,11 @@ def tune(
     Args:
         dataset: Samples.
         model: Name of an estimator that declares a search space.
-        trials: Trials in the study, those of earlier searches included.
+        trials: Trials in the study, including trials of earlier searches.
         split: Split whose training and validation rows are searched on.
         seed: Seed of the split, the folds, the estimator and the search.
         n_jobs: Threads of the estimator.
-        timeout_s: No trial starts after so many seconds.
+        timeout_s: Seconds after which no trial starts.
         folds: Folds of the cross-validation.
         objective: One of :data:`OBJECTIVES`.
         held_out: Device or run to hold out, for those splits.
@@ -251,7 +251,7 @@ def _finished(study: Study) -> list[TrialRecord]:
 
 def _result(study: Study, judge: _Judge, default_error: float, file: Path) -> Tuning:
     records = _finished(study)
-    # The error of a pruned trial is that of its first folds, which does not compare.
+    # The error of a pruned trial covers its first folds only, which does not compare.
     whole = [r for r in records if not r.pruned]
     best = min(whole, key=lambda r: r.error, default=None)
     better = best is not None and best.error < default_error

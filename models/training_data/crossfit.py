@@ -1,7 +1,7 @@
 """Predicts every training row by a model that has not seen it.
 
 Intervals, the domain's threshold and the program model all need predictions with the error of
-unseen kernels; those of the final model on its own training rows would be far too good. So the rows
+unseen kernels; the final model's errors on its own training rows would be far too good. So the rows
 are cut into folds like the reported split, each fold is predicted by a model fitted to the others,
 and the final model is fitted to all rows (cross-conformal prediction: Vovk, Annals of Mathematics
 and Artificial Intelligence 74, 2015).
@@ -19,7 +19,7 @@ from .prepared import PreparedDataset, ProgramSample
 from .splits import fold_groups, make_folds, query_names
 
 #: Each fold costs a training. Four leave three quarters of the rows to each model, close enough to
-#: the final one for its errors to stand in for those of the final model. Engineering estimate.
+#: the final one for its errors to stand in for the final model's. Engineering estimate.
 DEFAULT_FOLDS = 4
 
 

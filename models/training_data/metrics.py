@@ -50,7 +50,7 @@ def kendall(measured: np.ndarray, predicted: np.ndarray) -> float:
 def kendall_within(measured: np.ndarray, predicted: np.ndarray, groups: np.ndarray) -> float:
     """Mean of Kendall's tau-b over groups, weighted by their sizes; nan if no group has one.
 
-    It says how well candidates of one choice are told apart, where :func:`kendall` over all samples
+    It shows how well candidates of one choice are ordered, where :func:`kendall` over all samples
     also counts how well small kernels are told from large ones.
 
     Args:
@@ -177,7 +177,7 @@ def metrics_table(
             and the columns of ``by``.
         by: Columns to group by, each on its own (``kind``, ``device``, ``split`` …).
         noise: Dataset rows in which to look for replicates; adds the noise figures. Of a group
-            they are those of the kinds and devices that it predicts.
+            they cover the kinds and devices that it predicts.
 
     Returns:
         One row a group: ``group`` (``all`` or ``column=value``) and the figures.
@@ -185,7 +185,7 @@ def metrics_table(
     rows = [{"group": "all", **_figures(predictions, noise)}]
     for column in by:
         for value, part in predictions.groupby(column, sort=True):
-            # Without that column nothing says which of the noise is the group's.
+            # Without that column it is unknown which of the noise is the group's.
             same = noise if noise is not None and column in noise else None
             rows.append({"group": f"{column}={value}", **_figures(part, same)})
     return pd.DataFrame(rows)
@@ -211,7 +211,7 @@ def _figures(rows: pd.DataFrame, noise: pd.DataFrame | None) -> dict[str, float]
 
 
 def _matching(noise: pd.DataFrame, predictions: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the kinds and devices that are predicted: others' noise says nothing about them."""
+    """Rows of the kinds and devices that are predicted: others' noise does not apply to them."""
     for column in {"kind", "device"} & {*noise} & {*predictions}:
         noise = noise[noise[column].isin(predictions[column].unique())]
     return noise

@@ -187,7 +187,7 @@ def _usable(frame: pd.DataFrame) -> pd.DataFrame:
 def _schedules(
     frame: pd.DataFrame, rows: np.ndarray, irs: dict[str, str]
 ) -> dict[int, LoweredProgram]:
-    """Schedules of program rows; a row whose kernels are not all known is left out, and logged."""
+    """Schedules of program rows; a row with unknown kernels is left out, and logged."""
     from ...features.kernels.program_json import schedule_from_json
 
     schedules = {}
@@ -213,7 +213,7 @@ def _keys(
     for row, program in lowered.items():
         device = frame["device"].iloc[row]
         keys.update(dict.fromkeys((device, k.hash) for k in program.kernels if k.hash in irs))
-    # Devices together, since a feature table is of one device; the sort is stable.
+    # Sorted by device, since a feature table covers one device; the sort is stable.
     return sorted(keys, key=lambda key: key[0])
 
 

@@ -11,7 +11,7 @@ samples (:func:`make_split`).
 
 Rows of level ``program`` are never in the test part of the first two: their kernels are on both
 sides. With ``unseen_family`` they follow their family, and no training row has a kernel that is
-inside a held-out program; ``inside`` says which those are.
+inside a held-out program; ``inside`` marks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells whether a kernel lies within a model's training domain.
+"""Decides whether a kernel lies within a model's training domain.
 
 For every cell (platform × kind) and every pair of a few key features, a coarse 2-D grid remembers
 where training kernels lie (grown by one square, so that neighbours count). The score of a kernel is
@@ -20,7 +20,7 @@ from ...common.units import plain
 from ..core.kernel_table import CELLS, KernelTable
 
 #: Squares per axis inside the trained range; one more on each side lies outside. Finer grids leave
-#: holes between training kernels, coarser ones call everything known. Engineering estimate.
+#: holes between training kernels, coarser ones accept everything. Engineering estimate.
 GRID = 16
 #: Most key features: the pairs, and so the table, grow with the square of their number.
 MAX_KEYS = 8
@@ -64,7 +64,7 @@ class Domain:
         keys = key_columns(table)
         values = table.X[:, keys].astype(np.float64)
         low, high = values.min(axis=0), values.max(axis=0)
-        # A feature without spread gets one narrow square, outside of which any other value lies.
+        # A feature without spread gets one narrow square, which no other value falls into.
         step = np.where(high > low, (high - low) / GRID, 1e-6 + 1e-6 * np.abs(low))
         # A single key makes one pair with itself.
         pairs = max(1, len(keys) * (len(keys) - 1) // 2)

@@ -1,4 +1,4 @@
-"""Tells whether rows that were measured later still lie where a model's intervals promise.
+"""Decides whether rows that were measured later still lie where a model's intervals promise.
 
 The test is a game against the promise (Shafer, Journal of the Royal Statistical Society A 184,
 2021; Waudby-Smith and Ramdas, Journal of the Royal Statistical Society B 86, 2024): a stake grows
@@ -18,7 +18,7 @@ from .conformal import COVERAGE
 #: than promised: on layers that it never saw a model may err a little more often than on those that
 #: its intervals come from. Engineering estimate.
 TOLERATED = 1.0 - COVERAGE + 0.05
-#: Shares of the stake that are bet, side by side, since the size of a drift is not known before.
+#: Shares of the stake that are bet, side by side, since the size of a drift is unknown before.
 _BETS = np.array((0.02, 0.05, 0.1, 0.2, 0.4, 0.8))
 
 
@@ -31,7 +31,7 @@ def evidence(
         measured: Measurements in the order in which they were made, shape ``(n,)``.
         lo: Lower ends of 90 % intervals.
         hi: Upper ends.
-        groups: Rows that err together, such as those of one layer, have the same name; they count
+        groups: Rows that err together, such as rows of one layer, have the same name; they count
             once, because a mean of fair bets is fair, however they depend on each other.
 
     Returns:

@@ -1,6 +1,6 @@
 """Keeps training kernels in a compact table, to show which ones a prediction resembles.
 
-A row is a kernel on a device: its key features (those of the domain), standardised and rounded to
+A row is a kernel on a device: its key features (the domain's), standardised and rounded to
 16 bits, its measured latency, its prediction by a model that had not seen it, and where it is from.
 At most :data:`MAX_ROWS` are kept, rare kinds whole, so that the file stays below 1 MB.
 """
@@ -129,7 +129,7 @@ class NeighbourTable:
     def nearest(self, table: KernelTable, hashes: list[str], k: int = 3) -> list[list[Neighbour]]:
         """The nearest training kernels of every kernel of a table, nearest first.
 
-        They are of the same platform and kind if there are any, else of any. Of equally near
+        They have the same platform and kind if there are any such, else any. Of equally near
         kernels the same kernel comes first.
 
         Args:

@@ -62,12 +62,12 @@ class Samples:
         """Add a program's kernels.
 
         Args:
-            rows: Rows of the program; that of the program itself is left out.
+            rows: Rows of the program's kernels; the row of the program itself is left out.
             number: Round that measured them.
             factors: Factors for the program's loops by hash; 1 where one is missing.
 
         Returns:
-            Hashes of the kernels that were not known.
+            Hashes of the kernels that were unknown.
         """
         from ...features.kernels.extract import kernels_from_irs
 
@@ -96,7 +96,7 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
 
     Args:
         item: The program.
-        model: Says which of its kernels take most time.
+        model: Decides which of its kernels take most time.
         device: The local device.
 
     Returns:
@@ -130,6 +130,6 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
     costly = np.argsort(-total)[:MAX_KERNELS]
     # Guard against a model that predicts zero for all of them.
     share = total[costly] / max(float(total.sum()), 1e-12)
-    # One label stands for all executions; those of a branch that is never taken are none.
+    # One label stands for all executions; a branch that is never taken has none.
     mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
     return Candidate(item, tuple(kernels[i] for i in costly), share, mean)

@@ -1,4 +1,4 @@
-"""Says how stale a model of operators is on rows of newer libraries, and repairs it with a few."""
+"""Judges how stale an operator model is on rows of newer libraries, and repairs it with a few."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, 
         :func:`repair`.
 
     Raises:
-        DatasetError: There are no rows with a time, or of no family that the model knows.
+        DatasetError: There are no rows with a time, or of no family that the model has.
         DeviceError: A device is neither described, nor the model's, nor in the catalogue.
         ModelError: There is no such model.
     """
@@ -120,7 +120,7 @@ def _run(
 
 
 def _not_repaired(stale: pd.DataFrame, repaired: pd.DataFrame, samples: int) -> Iterator[str]:
-    """Say of each cell whose intervals do not hold again why, and what may help."""
+    """Explain for each cell whose intervals still do not hold why, and what may help."""
     results = {tuple(row[c] for c in CELL): row for _, row in repaired.iterrows()}
     for _, cell in stale.iterrows():
         what = " ".join(filter(None, (str(cell[c]) for c in CELL)))
@@ -141,7 +141,7 @@ def read_rows(data: Path) -> pd.DataFrame:
 
     Returns:
         Columns as :func:`~opcast.models.operators.rows_of_published` gives them, with ``backend``
-        and ``version`` (empty where they are not known), and ``block`` for families of blocks;
+        and ``version`` (empty where unknown), and ``block`` for families of blocks;
         ``device`` as the tables name it.
 
     Raises:
@@ -195,10 +195,10 @@ def staleness(model: OpModel, rows: pd.DataFrame, false_alarms: float) -> pd.Dat
     Returns:
         One row for each of :data:`CELL`: ``n``, ``groups``, ``mape``, ``bias`` (median of the
         relative error), ``coverage`` of the intervals of known versions, ``unseen`` (coverage of
-        those that the model gives to a version that it does not know) and ``alarm`` (groups after
+        the intervals that the model gives to an unknown version) and ``alarm`` (groups after
         which the alarm rose, 0 if it did not).
     """
-    # What is asked is whether the known versions' promise still holds, so the new one is not named.
+    # The question is whether the known versions' promise still holds, so the new one is not named.
     plain = predictions(model, rows.drop(columns="version"))
     aged = predictions(model, rows)
     plain = plain.assign(version=rows["version"], inside=_inside(aged))
@@ -236,7 +236,7 @@ def repair(
 ) -> pd.DataFrame:
     """Adapt a model, in place, to cells that have drifted; of several versions, to the newest.
 
-    The samples are chosen by what they tell of the others, without looking at their times.
+    The samples are chosen by what they reveal about the others, without looking at their times.
 
     Args:
         model: The model.

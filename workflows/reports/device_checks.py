@@ -173,7 +173,7 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
     cases = 0
     for one, other in pairs:
         fast, slow = sorted((one, other), key=lambda row: -rates[row.device])
-        # Equal rates say nothing about the order.
+        # Equal rates do not decide the order.
         if rates[fast.device] == rates[slow.device]:
             continue
         cases += 1

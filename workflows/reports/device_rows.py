@@ -42,7 +42,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class DeviceRow:
-    """A program on a device. Times are of one run.
+    """A program on a device, with the times of one run.
 
     Attributes:
         program: Name of the program.
@@ -65,7 +65,7 @@ class DeviceRow:
         worst: Least ratio of an estimate to what physics allows; 1 if none is below.
         peak_memory_bytes: Peak device memory.
         memory_source: ``compiler`` or ``liveness``.
-        fits: Whether that is within the device's memory; ``None`` if it is not known.
+        fits: Whether that is within the device's memory; ``None`` if unknown.
         error: Why there are no figures; empty if there are.
     """
 
@@ -96,7 +96,7 @@ def known_programs(names: Sequence[str]) -> dict[str, str]:
     """Select programs of the report by name; all if none is given.
 
     Raises:
-        OpcastError: A name is not known.
+        OpcastError: A name is unknown.
     """
     for name in names:
         if name not in PROGRAMS:
@@ -142,7 +142,7 @@ def device_row(
     device: DeviceSpec,
     lowering: str = "xla",
 ) -> DeviceRow:
-    """Predict a program on a device; the row says why if that fails.
+    """Predict a program on a device; if that fails, the row holds the reason.
 
     Raises:
         CompilerStartError: The compiler is installed, but does not start.
@@ -177,7 +177,7 @@ def figures(
     least = least_seconds(kernels, device)
     takes = np.array([k.takes_time for k in kernels], bool)
     undercut = takes & (by_model.latency < least * (1 - ROUNDING))
-    # Answers are clamped to physics; the unclamped estimates show what the model alone would say.
+    # Answers are clamped to physics; the unclamped estimates show the model's own.
     clamped = takes & (learned.estimate < least * (1 - ROUNDING))
     ratios = learned.estimate[clamped] / least[clamped]
     peak, memory = lowered.peak_memory_bytes, device.memory_bytes
@@ -221,7 +221,7 @@ def _physics_us(
         # roofline.
         estimated = np.where(cycles > 0, cycles / device.clock_hz, prediction.latency)
         prediction = replace(prediction, latency=estimated)
-    # Only the kernels differ: launches and overlap are those of the learned prediction.
+    # Only the kernels differ: launches and overlap come from the learned prediction.
     program_model = predictor.model_for(device).program_model
     wall = program_model.predict(prediction.latency, lowered, device, prediction.lo, prediction.hi)
     return wall.latency * 1e6

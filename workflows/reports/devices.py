@@ -35,7 +35,7 @@ def run_device_report(
 
     Raises:
         CompilerStartError: A compiler is installed, but does not start.
-        OpcastError: A program or device is not known, or a compiler is missing.
+        OpcastError: A program or device is unknown, or a compiler is missing.
     """
     from ...common.files import write_text
     from ...common.progress import tracked, wrote

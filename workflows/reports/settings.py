@@ -1,4 +1,4 @@
-"""Settings of the reports, saved beside their output as those of other commands are."""
+"""Settings of the reports, saved beside their output like other commands' settings."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class OperatorReportSettings(Settings):
         published: Folder with published tables, itself or in its subfolders.
         out: JSON file for the figures; the parts go into :attr:`folder`.
         studies: Names of ``STUDIES`` of :mod:`~opcast.models.operators.studies`; none for all.
-        estimators: Estimators, instead of those of the studies.
+        estimators: Estimators, instead of the studies' own.
         families: Families to restrict the report to.
-        max_rows: Maximum rows, instead of that of the studies.
+        max_rows: Maximum rows, instead of the studies' own.
         seed: Seed of draws and regressors.
         threads: Threads of the estimators.
         track: Whether to log to MLflow.

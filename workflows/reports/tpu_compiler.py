@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Agreement:
-    """A program on a device; sums are of executions, loops multiplied out.
+    """A program on a device; sums run over executions, with loops multiplied out.
 
     Attributes:
         program: Name of the program's file.

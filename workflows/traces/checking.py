@@ -31,7 +31,7 @@ _COLLECTIVE, _COMMUNICATION = "collective", "communication"
 #: Share of the kernels' time that has to be matched for the comparison to go without a note.
 #: Engineering estimate.
 _MATCHED = 0.9
-#: Log of a common factor from which on it is said: shared machines and clocks drift by less from
+#: Log of a common factor from which it is reported: shared machines and clocks drift by less from
 #: one run to the next. Engineering estimate.
 _COMMON = 0.1
 
@@ -41,7 +41,7 @@ class CheckOptions:
     """How to compare.
 
     Attributes:
-        device: Name, file or ``local``; by default what the trace says, and for a CPU this machine.
+        device: Name, file or ``local``; by default the trace's device, and for a CPU this machine.
         model: Name or folder of the model.
         index: Device of a trace of several.
     """
@@ -57,7 +57,7 @@ def check_trace(
     options: CheckOptions,
     tell: Callable[[str], None] = lambda what: None,
 ) -> TraceCheck:
-    """Predict what a trace is of, and compare.
+    """Predict the program of a trace, and compare.
 
     Args:
         path: The trace.
@@ -66,7 +66,7 @@ def check_trace(
         tell: Called with a line for what was assumed.
 
     Raises:
-        OpcastError: The trace cannot be read, no program is known for it, or the device is not.
+        OpcastError: The trace cannot be read, or its program or device is unknown.
     """
     trace = read_one(path)
     refuse_program(trace, program is not None)

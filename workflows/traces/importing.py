@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...features.ir.jax_function import FunctionCall
     from ...features.kernels.kernel import LoweredProgram
 
-#: Shares of the time by name that are printed of what has no label.
+#: Most names that are printed with the share of the time that has no label.
 _SHOWN = 8
 
 
@@ -58,15 +58,15 @@ def refuse_program(trace: Trace, given: bool) -> None:
 
 
 def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> DeviceSpec:
-    """Describe the device that a trace is of: as given, as the trace says, or this machine.
+    """Describe the device of a trace: as given, as the trace names it, or this machine.
 
     Args:
         trace: The trace.
-        device: Name, file or ``local``; ``None`` for what the trace says.
+        device: Name, file or ``local``; ``None`` for the trace's device.
         tell: Called with a line if this machine is taken.
 
     Raises:
-        DeviceError: The device is not known, or neither given nor named in the trace.
+        DeviceError: The device is unknown, or neither given nor named in the trace.
     """
     from ...features.devices.catalogue import find_device
     from ...predict.devices import resolve_device
@@ -83,7 +83,7 @@ def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> 
             )
         return spec
     if device == "local" or on_host:
-        # The machine is not in the trace: its ceilings are those of the one at hand.
+        # The machine is not in the trace: the ceilings of the one at hand are taken.
         from ..device import local_device
 
         if device is None:
@@ -140,14 +140,14 @@ def run_import_traces(
         console: Where to print.
         paths: Files, or log directories of ``jax.profiler``.
         out: The dataset's folder.
-        device: Name, file or ``local``; by default what the trace says, and for a CPU this machine.
+        device: Name, file or ``local``; by default the trace's device, and for a CPU this machine.
         programs: Programs that ran, where the traces do not hold them.
         index: Device of the traces.
         keep_names: Keep names in the run's record.
         tell: Called with a line for each note.
 
     Raises:
-        OpcastError: A trace cannot be read or labelled, or its device is not known.
+        OpcastError: A trace cannot be read or labelled, or its device is unknown.
     """
     from ...datagen.traces.importer import import_trace
     from ...datagen.traces.read import trace_files

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...datagen.traces.trace import RunTime
 
-#: Fewer kernels than this do not tell a common factor from their own errors.
+#: Fewer kernels than this do not separate a common factor from their own errors.
 _LEAST = 4
 
 
@@ -50,7 +50,7 @@ class TraceCheck:
         lo_us: Lower end of its interval.
         hi_us: Upper end.
         traced_us: Traced time of a run; of a trace without times of start, the sum of its kernels.
-        runs: Runs in the trace; 0 if it does not tell them apart.
+        runs: Runs in the trace; 0 if it does not separate them.
         host_us: Between two runs, which no prediction holds.
         matched: Share of the traced kernels' time that is predicted.
         factor: What all kernels take longer by; 1 if there is no common factor.
@@ -160,10 +160,10 @@ def waterfall(
         traced - predicted = (f - 1) K + Σ (k - f K) + u + (c - C) + (g - G) + (O - o) + m
 
     Args:
-        predicted_us: Predicted time of a run; of its kernels alone if ``run`` is not known.
+        predicted_us: Predicted time of a run; of its kernels alone if ``run`` is unknown.
         classes: Kernels by class.
         factor: The factor that is common to all kernels but collectives.
-        run: A traced run; ``None`` if times of start are not known.
+        run: A traced run; ``None`` if start times are unknown.
         unmatched_us: Kernels of a run that were not predicted.
         collective: Name of the class of collectives.
     """
