@@ -496,7 +496,7 @@ def prices_of(values: Collection[str]) -> dict[str, float]:
         except ValueError:
             price = math.nan
         if not 0.0 <= price < math.inf:
-            raise typer.BadParameter(f"{text!r} is no price: write 2.5, or h100-sxm=2.5")
+            raise typer.BadParameter(f"{text!r} is not a price: write 2.5, or h100-sxm=2.5")
         if name:
             from ..features.devices.catalogue import find_typed
 

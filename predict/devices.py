@@ -112,8 +112,8 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
         said = f"{spec.name} names the architecture {printable(named)!r}, which has no rules"
     if not own:
         return (
-            f"{said}: none of {printable(maker)} was measured; single operators are those of a GPU "
-            "unlike all measured ones, operators of steps and serving its roofline",
+            f"{said}: none of {printable(maker)} was measured; single operators are priced as on a "
+            "GPU unlike all measured ones, operators of steps and serving by its roofline",
         )
     close = difflib.get_close_matches(named.lower(), own, n=1)
     wanted = close[0] if close else ", ".join(own[-3:])
@@ -206,7 +206,7 @@ def _other_names(listed: DeviceSpec) -> list[str]:
 
 def _unknown(name: str, known: Mapping[str, DeviceSpec]) -> DeviceError:
     trained = f"known: {', '.join(sorted(known))}; " if known else ""
-    model = ", the model does not know it" if known else ""
+    model = ", the model does not have it" if known else ""
     return DeviceError(
         f"device {name!r} has not been measured here{model}, and the catalogue does not list it",
         hint=f"{trained}close in the catalogue (opcast device --list): "

@@ -215,7 +215,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     asked = SimulateServingQuery.model_validate_json(payload)
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(asked, name)]
     if len(loads) > 1:
-        raise PlanError(f"{' and '.join(loads)} are loads of their own", hint="one of them")
+        raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
     if not asked.rate and asked.burstiness != 1.0:
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
     framework, given = known_framework(asked.framework), asked.model_dump()

@@ -53,7 +53,7 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
         server = uvicorn.Server(config)
         server.run(sockets=[listener])
         if not server.started:
-            raise ServeError("the server did not start", hint="the log above says why")
+            raise ServeError("the server did not start", hint="the log above has the reason")
 
 
 def bound(settings: ServerSettings) -> socket.socket:

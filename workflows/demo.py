@@ -115,7 +115,7 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
         )
         if p.lowering == "fused":
             why = next((n for n in p.notes if n.startswith("lowering fused instead")), "")
-            console.print(f"  {why or 'by rules of its own, not by the compiler'}", highlight=False)
+            console.print(f"  {why or 'by its own rules, not by the compiler'}", highlight=False)
         if device == ABSENT[0]:
             lowering = LoweringOptions(p.lowering, device)
             options = ReportOptions(lowering, compare=(), title=f"{family} {sizes['mode']} step")

@@ -292,8 +292,8 @@ def _learned(model: OpModel) -> str:
     named = "all splits" if splits == "all" else f"split {', '.join(map(str, _listed(splits)))}"
     return (
         f"learned from {info['rows']} rows of {named} of its own data (dataset "
-        f"{info.get('dataset_hash', 'not named')}): of rows here that are among them the errors "
-        "are no test of it"
+        f"{info.get('dataset_hash', 'not named')}): errors of rows here that are among them are "
+        "no test of it"
     )
 
 

@@ -36,7 +36,7 @@ def estimated_rows(
         DeviceError: The device has no clock.
     """
     if not device.clock_hz:
-        raise DeviceError("key 'boost_mhz' is missing, so cycles are no time", where=device.name)
+        raise DeviceError("key 'boost_mhz' is missing to turn cycles into time", where=device.name)
     kernels, _ = extract_kernels(parse_hlo(hlo))
     owners = merged.owners(kernels) if merged else [0] * len(kernels)
     rows: dict[tuple[str, int], dict[str, object]] = {}

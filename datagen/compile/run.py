@@ -153,7 +153,7 @@ class _DeviceRun:
     ) -> None:
         if device.platform != "tpu":
             raise DatasetError(
-                f"{device.name} is no TPU: only the TPU's compiler says how long kernels take",
+                f"{device.name} is not a TPU: only a TPU's compiler estimates kernels",
                 hint="measure a device with: opcast profile",
             )
         self.device = device

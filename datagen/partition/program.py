@@ -85,7 +85,7 @@ def partition_program(
         raise PlanError(
             "the parts of a layer are not known by their names in a program",
             where="--mesh",
-            hint="axes are dp and fsdp; models of the zoo know tp: opcast zoo export --mesh",
+            hint="axes are dp and fsdp; models of the zoo also have tp: opcast zoo export --mesh",
         )
     source = read_program(program)
     own = source.program
@@ -187,7 +187,7 @@ def partition_annotated(source: SourceProgram, format: str = "text") -> bytes:
     own = source.program
     if own.dialect != "stablehlo" or own.num_partitions < 2:
         raise ProgramError(
-            "the program has no shardings of its own to partition it by",
+            "the program has no shardings to partition it by",
             where=source.origin,
             hint="spread it over a mesh: --mesh dp=8; or write it with shardings and "
             "mhlo.num_partitions in its header, as jax.jit does",
@@ -342,7 +342,7 @@ def _batch(
         )
     if not donated or not leading:
         raise ProgramError(
-            "the program does not say which of its arguments are the batch",
+            "the program does not mark which of its arguments are the batch",
             where=where,
             hint="name them with --batch-args 3,4, or donate parameters and state",
         )

@@ -33,7 +33,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, _, size = part.strip().partition("=")
         if axis not in AXES or axis in axes or not size.isdigit() or int(size) < 1:
             raise PlanError(
-                f"{part!r} is no axis of a mesh",
+                f"{part!r} is not an axis of a mesh",
                 where="--mesh",
                 hint=f"axes are {', '.join(AXES)}, each once with its size: fsdp=4,tp=2",
             )

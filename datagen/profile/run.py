@@ -190,7 +190,7 @@ class ProfileRun:
                 return spec
         logger.warning(
             "this machine runs at %s of the %s of the last run in %s: it is measured anew, and "
-            "its samples are of another device",
+            "its samples count as another device's",
             compared[0],
             name,
             self._folder,

@@ -57,7 +57,7 @@ def random_program(
     max_bytes, max_flops = limits(max_bytes, max_flops, (_LEAST_BYTES, _LEAST_FLOPS))
     check_dtypes(dtypes)
     if not 1 <= n_ops[0] <= n_ops[1]:
-        raise ProfileError(f"n_ops={n_ops} is no range", hint="give (fewest, most) from 1 on")
+        raise ProfileError(f"n_ops={n_ops} is not a range", hint="give (fewest, most) from 1 on")
     seed = int(rng.integers(2**32))
     for attempt in range(_ATTEMPTS):
         shrink = 0.5**attempt

@@ -185,7 +185,7 @@ def check_dtypes(dtypes: tuple[str, ...]) -> None:
     """
     if not dtypes or not set(dtypes) <= set(DEFAULT_DTYPES):
         raise ProfileError(
-            f"dtypes={dtypes} is no choice of a floating-point type",
+            f"dtypes={dtypes} is not a choice of floating-point types",
             hint=f"give some of {', '.join(DEFAULT_DTYPES)}",
         )
 

@@ -160,7 +160,7 @@ def _number(value: object) -> float:
     # Newer versions write times as text, to keep nanoseconds.
     number = float(str(value))
     if not math.isfinite(number):
-        raise ValueError(f"{value} is no time")
+        raise ValueError(f"{value} is not a time")
     return number
 
 

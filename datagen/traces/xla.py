@@ -112,7 +112,7 @@ def _unknown(trace: Trace, modules: list[str], given: bool) -> DatasetError:
             "XLA_FLAGS=--xla_dump_to",
         )
     what = f"the trace holds no HLO of {', '.join(modules[:3])}" if modules else (
-        "the trace does not say which instructions its kernels are of"
+        "the trace does not state which instructions its kernels belong to"
     )  # fmt: skip
     return DatasetError(
         what,

@@ -433,7 +433,7 @@ def _check_lanes(values: Values, sheet: Sheet) -> None:
 def _check_dies(values: Values, sheet: Sheet) -> None:
     if "cores_per_die" in values and values["core_count"] % values["cores_per_die"]:
         raise DeviceError(
-            f"core_count {values['core_count']:g} is no multiple of cores_per_die "
+            f"core_count {values['core_count']:g} is not a multiple of cores_per_die "
             f"{values['cores_per_die']:g}",
             where=sheet.where,
             hint="correct one of them; a base may give cores_per_die",

@@ -176,7 +176,7 @@ def _range(value: Any, keys: tuple[str, ...], lines: _Lines, path: Path) -> list
         whole = isinstance(steps, int) and not isinstance(steps, bool) and steps > 1
         if unknown or not whole or steps > MOST_DESIGNS or scale not in ("linear", "log"):
             raise wrong(
-                f"{name!r} is no range",
+                f"{name!r} is not a range",
                 hint="write {from: 2000, to: 5000, steps: 4}, with scale: log for equal ratios; or "
                 "a list of numbers",
             )

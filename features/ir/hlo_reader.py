@@ -128,7 +128,7 @@ class _Reader:
         for computation in known.values():
             for op in computation.ops:
                 if len(op.called) < _CALLS.get(op.opcode, 0):
-                    raise self._error(f"{op.name} does not say which computation it calls")
+                    raise self._error(f"{op.name} does not state which computation it calls")
                 for name in op.called:
                     if name not in known:
                         raise self._error(f"{op.name} calls {name}, which is not in the module")

@@ -112,8 +112,8 @@ def platform_note(source: SourceProgram, device: DeviceSpec) -> str:
     wanted = platform_of(device).name
     if not source.platforms and _chooses(source):
         return (
-            f"{WARNING}the program was exported for several platforms, and the file does not say "
-            "for which: of the branches of all of them the costliest counts; keep the whole export "
+            f"{WARNING}the program was exported for several platforms, and the file does not state "
+            "which: the costliest of all branches counts; keep the whole export "
             f"(exported.serialize()), or export for {wanted} alone"
         )
     known = source.platforms or tuple(filter(None, (evident_platform(source),)))

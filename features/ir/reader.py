@@ -260,7 +260,7 @@ def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> Sourc
     ):
         module = with_partitions(write_bytecode(module), count)
         data = write_bytecode(module)
-        note = f"its shard_map is over {count} devices: so many partitions were put in its header"
+        note = f"its shard_map is over {count} devices: its header was given as many partitions"
     platforms = said_platforms(module)
     return SourceProgram("stablehlo", origin, data, trip_counts, module, platforms, note)
 

@@ -196,10 +196,10 @@ class TpuEstimator(XGBoostEstimator):
                 "longer than by it (docs/tpu.md); to have it: opcast compilers install tpu"
             )
         if not in_catalogue(device.name):
-            notes.append(f"the estimates are of TPUs of the catalogue, not of {device.name}")
+            notes.append(f"the estimates are for TPUs of the catalogue, not for {device.name}")
         left = sum(not is_estimated(k) for k in kernels if k.takes_time)
         if left:
-            notes.append(f"{left} kernels of which it estimates nothing take their roofline")
+            notes.append(f"{left} kernels without an estimate take their roofline")
         return tuple(notes)
 
 

@@ -309,7 +309,7 @@ def _notes(
     if lacking:
         notes.append(
             f"no {' and no '.join(lacking)} given, though every training row names one: the "
-            "interval is that of an unknown device"
+            "interval is as wide as an unknown device's"
         )
     if measured is None:
         notes.append("operator models hold no measured rows: give --data to see neighbours")

@@ -36,7 +36,7 @@ class CompilerEstimator(AnsweringEstimator):
         """
         if device.platform != "tpu" or not device.clock_hz:
             raise DeviceError(
-                "no compiler estimates the time of its kernels: only that of TPUs does",
+                "no compiler estimates the time of its kernels: only the TPUs' does",
                 where=device.name,
                 hint="--device tpu-v4 with --lowering xla; or another estimator",
             )

@@ -171,7 +171,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
     names = sorted({str(n) for n in rows.names.ravel()})
     keys, devices = keys_of(rows), sorted(set(map(str, rows.device)))
     if len(devices) < 2:
-        raise ModelError("tiles of one device alone say nothing of others", where=devices[0])
+        raise ModelError("tiles of one device alone do not predict others", where=devices[0])
     target = np.log(seconds / rows.base_s)
     own, general = rows.known(names, keys, devices), rows.general(names, keys)
     # A problem's rows on all devices are in one fold: its shape is new to all of them.

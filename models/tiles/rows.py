@@ -109,7 +109,7 @@ def tile_rows(table: pd.DataFrame) -> TileRows:
             :data:`SIZES` and :data:`FLAGS`, missing where an op has no such size.
 
     Raises:
-        DatasetError: A column is missing, or a configuration is no JSON object.
+        DatasetError: A column is missing, or a configuration is not a JSON object.
         DeviceError: A device is not in the catalogue.
     """
     for column in NEEDED:
@@ -201,7 +201,7 @@ def _configs(table: pd.DataFrame) -> list[dict[str, object]]:
             value = None
         if not isinstance(value, dict):
             raise DatasetError(
-                f"config {str(text)[:60]!r} is no JSON object", where=f"row {place} of the tiles"
+                f"config {str(text)[:60]!r} is not a JSON object", where=f"row {place} of the tiles"
             )
         found.append(value)
     return found

@@ -156,7 +156,7 @@ def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:
     """
     if not names or "" in names or len(set(names)) < len(names):
         raise ModelError(
-            f"{','.join(names)!r} is no list of different models",
+            f"{','.join(names)!r} is not a list of different models",
             hint="write --model roofline,scalesim,learned",
         )
     # A device's default model depends on its platform, which the device decides later.

@@ -167,7 +167,7 @@ def _powers(most: int) -> list[str]:
 
 def _number(axis: str, value: str) -> int:
     if not value.isdigit() or int(value) < 1:
-        raise PlanError(f"{axis}={value!r} is no number from 1 on", where="grid")
+        raise PlanError(f"{axis}={value!r} is not a number from 1 on", where="grid")
     return int(value)
 
 

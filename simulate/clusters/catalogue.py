@@ -205,7 +205,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
     matched = _rule_of(device.name) or _rule_like(device)
     if matched is None:
         raise DeviceError(
-            f"the catalogue does not say how {device.name} are joined",
+            f"the catalogue does not define how {device.name} are joined",
             where=name,
             hint="describe the cluster in a YAML file (docs/clusters.md)",
         )
@@ -222,7 +222,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
         chips = count // rule.get("cores_per_chip", 1)
         if chips & (chips - 1):
             raise DeviceError(
-                f"{count} devices are no slice of {device.name}",
+                f"{count} devices are not a slice of {device.name}",
                 where=name,
                 hint="take a power of two",
             )
@@ -302,7 +302,7 @@ def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
     chips = count // cores
     if count % cores:
         raise DeviceError(
-            f"{count} devices are no whole chips of {device.name}",
+            f"{count} devices are not whole chips of {device.name}",
             where=name,
             hint=f"a chip has {cores} of them",
         )

@@ -61,7 +61,7 @@ def test_the_demo_in_its_order(home, probe, monkeypatch):
         assert f"llama train step on {chip}: " in first
     # A line below says where they were not lowered by their compilers, and why if it is known.
     fused = first.count(", fused\n")
-    said = first.count("\n  lowering fused instead of") + first.count("\n  by rules of its own")
+    said = first.count("\n  lowering fused instead of") + first.count("\n  by its own rules")
     assert said == fused
     assert (out / "step.html").stat().st_size > 10_000
     assert probe == [pytest.approx(12.0)]

@@ -196,4 +196,4 @@ def test_options_that_do_not_apply_are_refused(tmp_path: Path) -> None:
     unnamed.operator("aten::mm", [[8, 8], [8, 8]], [("k", 1.0)])
     path = unnamed.save(tmp_path / "u.json")
     text = run("data", "import", "trace", path, "--out", tmp_path / "out", status=1)
-    assert "say it with --device" in text
+    assert "name it with --device" in text

@@ -84,7 +84,7 @@ def _run(
     rows = rows[known].reset_index(drop=True)
     if not len(rows):
         hint = "it has: " + ", ".join(sorted(model.families)) + "; " + families_told()
-        raise DatasetError("no row is of a family that the model knows", hint=hint)
+        raise DatasetError("no row has a family that the model knows", hint=hint)
     tell("predicting the rows")
     found = staleness(model, rows, settings.false_alarms)
     print_frame(

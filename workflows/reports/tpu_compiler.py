@@ -71,7 +71,7 @@ def agreement(program: Path, device: DeviceSpec, predictor: Predictor) -> Agreem
 
     if device.platform != "tpu":
         raise DeviceError(
-            "is no TPU: only its compiler says how long kernels take", where=device.name
+            "is not a TPU: only a TPU's compiler estimates how long kernels take", where=device.name
         )
     source = read_program(program)
     lowered = lower(source, "xla", cache=predictor.cache, device=device)

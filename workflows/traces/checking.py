@@ -109,7 +109,7 @@ def _check_program(
     notes = [*trace.notes, *prediction.notes]
     if len(traced) > 1:
         others = ", ".join(t.module for t in traced if t is not own)
-        notes.append(f"this is of {own.module}; the trace also holds {others[:200]}")
+        notes.append(f"this covers {own.module}; the trace also holds {others[:200]}")
     absent = _names(lowered) - named
     if absent:
         notes.append(
@@ -212,7 +212,7 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
     if spec.platform != "gpu":
         raise DeviceError(
             f"operators of PyTorch are priced on GPUs, and {spec.name} is a {spec.platform}",
-            hint="say with --device what the trace ran on",
+            hint="name with --device what the trace ran on",
         )
     devices = chosen(trace, options.index)
     parts = [(own.index, run) for own in devices for run in by_run(own.executed.events)]
@@ -256,7 +256,7 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
     runs = [run_time(run, is_collective, i) for i, run in parts] if trace.ordered else []
     notes = [*trace.notes, "operators are priced one after the other, as eager PyTorch runs them"]
     if sent:
-        notes.append("collectives are not predicted here: opcast cluster tells what they take")
+        notes.append("collectives are not predicted here: opcast cluster prints their times")
     latency = (priced.seconds * 1e6, priced.lo * 1e6, priced.hi * 1e6)
     return _compared(
         trace, spec, pairs, spent, typical(runs) if runs else None, latency, _COMMUNICATION,

@@ -51,7 +51,7 @@ def refuse_program(trace: Trace, given: bool) -> None:
     """
     if given and trace.format == "kineto":
         raise DatasetError(
-            "a trace of PyTorch says itself which operators ran",
+            "a trace of PyTorch itself lists the operators that ran",
             where=trace.path,
             hint="leave the program out",
         )
@@ -87,17 +87,15 @@ def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> 
         from ..device import local_device
 
         if device is None:
-            tell("taken as a trace of this machine; say otherwise with --device")
+            tell("taken as a trace of this machine; name another with --device")
         return local_device(_trained(), tell)
     if trace.device_name:
         try:
             return find_device(trace.device_name)
         except DeviceError as error:
-            raise DeviceError(
-                error.what, where=trace.path, hint="say what it is with --device"
-            ) from None
+            raise DeviceError(error.what, where=trace.path, hint="name it with --device") from None
     raise DeviceError(
-        "the trace does not say what it ran on", where=trace.path, hint="say it with --device"
+        "the trace does not state what it ran on", where=trace.path, hint="name it with --device"
     )
 
 

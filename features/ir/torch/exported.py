@@ -116,7 +116,7 @@ def _as_module(function: object, name: str) -> torch.nn.Module:
             self.used = torch.nn.ModuleList(held)
 
         def forward(self, *args: object, **kwargs: object) -> object:
-            assert callable(function), f"a {type(function).__name__} is no function"
+            assert callable(function), f"a {type(function).__name__} is not a function"
             return function(*args, **kwargs)
 
     Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"

@@ -122,7 +122,7 @@ def tpu_topology(generation: str, count: int) -> str:
     """
     if generation not in _TPU:
         raise DeviceError(
-            f"compiler_target {generation!r} is no TPU that libtpu knows",
+            f"compiler_target {generation!r} is not a TPU that libtpu supports",
             hint=f"one of {', '.join(_TPU)}",
         )
     smallest, cores = _TPU[generation]
@@ -246,7 +246,7 @@ def _capability(architecture: str, spec: DeviceSpec) -> int:
     capability = capability_of(architecture)
     if capability is None:
         raise DeviceError(
-            f"compiler_target {architecture!r} is no architecture that XLA compiles for",
+            f"compiler_target {architecture!r} is not an architecture that XLA compiles for",
             where=f"device {spec.name}",
             hint=f"sm_90 and the like for NVIDIA; {', '.join(NEAREST)} for AMD; for a TPU one of "
             f"{', '.join(_TPU)}, with platform: tpu",

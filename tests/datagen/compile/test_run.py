@@ -104,7 +104,7 @@ def test_a_compiler_that_does_not_start_ends_the_run(compiler, tmp_path: Path, m
 
 
 def test_only_tpus_have_such_labels(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="no TPU"):
+    with pytest.raises(DatasetError, match="not a TPU"):
         compile_dataset(tmp_path, [find_device("h100-sxm")], 1.0, progress=False)
 
 

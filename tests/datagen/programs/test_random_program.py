@@ -166,5 +166,5 @@ def test_bad_limits_are_errors() -> None:
     rng = np.random.default_rng(0)
     with pytest.raises(ProfileError, match="leave no room"):
         random_program(rng, max_bytes=100)
-    with pytest.raises(ProfileError, match="no range"):
+    with pytest.raises(ProfileError, match="not a range"):
         random_program(rng, n_ops=(9, 3))

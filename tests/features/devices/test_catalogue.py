@@ -342,7 +342,7 @@ def test_order_of_ridges() -> None:
 
 
 def test_cores_must_fill_whole_dies(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="core_count 300 is no multiple of cores_per_die 38"):
+    with pytest.raises(DeviceError, match="core_count 300 is not a multiple of cores_per_die 38"):
         load_device_file(write(tmp_path, "name: chip\nbase: mi300x\ncore_count: 300\n"))
 
 

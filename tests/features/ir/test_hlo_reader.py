@@ -467,7 +467,7 @@ def test_large_modules_are_read_fast() -> None:
     [
         ("r = f32[8,4]{1,5} copy(a)", "does not order the dimensions"),
         ("r = f32[8,4]{0} copy(a)", "does not order the dimensions"),
-        ("r = f32[8,4]{1,0} fusion(a), kind=kLoop", "r does not say which computation it calls"),
+        ("r = f32[8,4]{1,0} fusion(a), kind=kLoop", "r does not state which computation it calls"),
     ],
 )
 def test_layouts_and_calls_are_checked(line, what):

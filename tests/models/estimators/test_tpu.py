@@ -154,7 +154,7 @@ def test_it_says_that_nothing_was_measured(model: TpuEstimator) -> None:
     assert "not from measurements" in notes[0]
     assert "roofline" in notes[1]
     other = model.notes([], replace(V5E, name="my-tpu"))
-    assert "not of my-tpu" in other[1]
+    assert "not for my-tpu" in other[1]
 
 
 def test_it_comes_back_from_its_folder(model: TpuEstimator, tmp_path: Path) -> None:

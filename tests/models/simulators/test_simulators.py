@@ -463,7 +463,7 @@ def test_the_compilers_estimates() -> None:
     np.testing.assert_allclose(found.latency[told], cycles[told] / spec.clock_hz)
     assert set(found.source[told]) == {"compiler:libtpu"}
     assert set(found.source[~told]) == {"roofline"}
-    with pytest.raises(DeviceError, match="only that of TPUs"):
+    with pytest.raises(DeviceError, match="only the TPUs' does"):
         make_estimator("compiler").predict(kernels, find_device("h100-sxm"))
 
 

@@ -103,7 +103,7 @@ def test_a_device_without_rows_starts_from_those_of_its_kind() -> None:
 def test_bad_rows_say_what_is_wrong() -> None:
     with pytest.raises(DatasetError, match="column 'args'"):
         tile_rows(candidates().drop(columns="args"))
-    with pytest.raises(DatasetError, match=r"row 0.*no JSON object|no JSON object.*row 0"):
+    with pytest.raises(DatasetError, match=r"row 0.*not a JSON object|not a JSON object.*row 0"):
         tile_rows(candidates(config="[1]"))
 
 

@@ -99,7 +99,7 @@ def test_equal_answers_are_no_dispute(program: Path) -> None:
 
 @pytest.mark.parametrize("names", [[], ["roofline", "roofline"], ["roofline", ""]])
 def test_lists_that_are_none(program: Path, names: list[str]) -> None:
-    with pytest.raises(ModelError, match="no list of different models"):
+    with pytest.raises(ModelError, match="not a list of different models"):
         compare_fidelities(program, names, LoweringOptions(device="tpu-v3"))
 
 

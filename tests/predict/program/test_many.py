@@ -281,9 +281,9 @@ def test_a_file_with_the_documented_minimum_is_enough(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("core_count: {from: 1, to: 2}", "no range"),
-        ("core_count: {from: 1, to: 2, steps: 1}", "no range"),
-        ("core_count: {from: 1, to: 2, steps: 2, by: 3}", "no range"),
+        ("core_count: {from: 1, to: 2}", "not a range"),
+        ("core_count: {from: 1, to: 2, steps: 1}", "not a range"),
+        ("core_count: {from: 1, to: 2, steps: 2, by: 3}", "not a range"),
         ("core_count: {from: 1, to: 2, steps: 5}", "value twice"),
         ("core_count: []", "empty"),
         ("core_count: [1, fast]", "must be a number"),

@@ -68,7 +68,7 @@ def test_default_axes_stay_within_a_box_and_the_model():
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("zz=1", "no axis"), ("tp=two", "no number"), ("data=ddp", "ddp"),
+    [("zz=1", "no axis"), ("tp=two", "not a number"), ("data=ddp", "ddp"),
      ("schedule=fast", "fast"), ("tp=3", "no combination")],
 )  # fmt: skip
 def test_bad_grids(tmp_path, text, said):
