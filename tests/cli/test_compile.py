@@ -63,5 +63,5 @@ def test_the_command_prints_the_error(compiled) -> None:
 
 
 def test_other_devices_have_no_such_estimates() -> None:
-    with pytest.raises(DeviceError, match="no TPU"):
+    with pytest.raises(DeviceError, match="not a TPU"):
         agreement(DATA / "v5e_bias.hlo", find_device("h100-sxm"), opcast.load())
