@@ -373,7 +373,7 @@ def torch_program_of(
     """Take a ``.pt2`` file, or a module of a Python file, as PyTorch's; anything else as it is.
 
     Raises:
-        ProgramError: The optimiser or the loss is not known, or the program is to be trained but
+        ProgramError: The optimiser or the loss is unknown, or the program is to be trained but
             is not PyTorch's.
     """
     from ..common.errors import ProgramError

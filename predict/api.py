@@ -194,7 +194,7 @@ def _torch_program(
     """A program of PyTorch, if it is one.
 
     Raises:
-        ProgramError: The optimiser or loss is not known.
+        ProgramError: The optimiser or loss is unknown.
     """
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import as_torch_program
@@ -260,7 +260,7 @@ def save(
 ) -> Path:
     """Write a function as StableHLO that ``opcast predict`` reads, lowered for a device's platform.
 
-    Donated arguments and source lines are kept; the file says which platform it is for. Optimiser
+    Donated arguments and source lines are kept; the file names the platform it is for. Optimiser
     states and any other trees of arguments are fine, unlike with ``jax.export``'s ``serialize``.
 
     Args:
@@ -275,7 +275,7 @@ def save(
 
     Raises:
         ProgramError: The function cannot be lowered, or the program is a file already.
-        DeviceError: The device is not known.
+        DeviceError: The device is unknown.
     """
     from ..common.files import write_bytes
     from ..features.ir.jax_compat import say_platform, write_bytecode

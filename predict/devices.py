@@ -45,7 +45,7 @@ def resolve_device(
         it, the trained device's name does not.
 
     Raises:
-        DeviceError: The name is unknown, or may be that of several devices; the message lists
+        DeviceError: The name is unknown, or may mean several devices; the message lists
             them.
     """
     if isinstance(device, DeviceSpec):
@@ -67,7 +67,7 @@ def resolve_device(
     if spec is None and in_catalogue(name):
         listed = find_device(name)
         # The catalogue comes last, yet its aliases help to find a measurement or a trained device
-        # of the same chip, which say more about it than a data sheet.
+        # of the same chip, which describe it better than a data sheet.
         spec = _measured_or_trained(_other_names(listed), known) or listed
     if spec is not None:
         return spec
@@ -82,7 +82,7 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
         known: Devices that the model was trained on.
 
     Raises:
-        DeviceError: The cluster does not name its device, or the name is not known.
+        DeviceError: The cluster does not name its device, or the name is unknown.
     """
     if not cluster.device:
         raise DeviceError(
@@ -124,12 +124,12 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
 
 
 def device_stamp(device: str | Path) -> tuple[object, ...]:
-    """Tell what a device's name or file stands for from anything else, without reading it.
+    """Identify what a device's name or file stands for, without reading it.
 
     Returns:
-        The stamp of the file; of a name, those of the user's own measurements, of which any may be
-        the device's by one of its aliases. Another value means that the name may stand for another
-        description (:func:`resolve_device`, with the same devices of the model).
+        The stamp of the file; for a name, the stamps of the user's measurements, any of which may
+        be the device's by one of its aliases. Another value means that the name may stand for
+        another description (:func:`resolve_device`, with the same devices of the model).
     """
     if Path(device).suffix.lower() in (".json", ".yaml", ".yml"):
         return (str(device), file_stamp(device))
@@ -188,7 +188,7 @@ def _measured(name: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
         return None
     spec = _from_path(path)
     if is_measured(spec) and MEASURED_AT not in spec.extra:
-        # Files of earlier versions do not hold the time; that of the file stands for it.
+        # Files of earlier versions do not hold the time; the file's own time stands for it.
         taken = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(taken)})
     return identified(spec, known)

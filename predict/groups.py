@@ -60,7 +60,7 @@ class Group(Generic[K]):
 
     Attributes:
         name: The line (``file:line``), module (a star for each number, and its pass unless that is
-            the forward one), kind or pass. Where it is not known :data:`NO_LINE`, otherwise empty.
+            the forward one), kind or pass. Where it is unknown :data:`NO_LINE`, otherwise empty.
         total_us: Microseconds over all their executions in one run of the program.
         share: Of the summed kernel time.
         kernels: The costliest first.

@@ -63,7 +63,7 @@ def latency(
 
     Raises:
         ProgramError: The text does not describe an operator.
-        DeviceError: The device is not known.
+        DeviceError: The device is unknown.
         ModelError: There is no such model, or it does not know the operator.
     """
     from .devices import device_stamp
@@ -174,14 +174,14 @@ def budget(
 
     Raises:
         BudgetExceeded: A function is predicted to take longer than ``limit``.
-        OpcastError: The device is not known, a function cannot be predicted, or there is a limit
+        OpcastError: The device is unknown, a function cannot be predicted, or there is a limit
             and none was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
     from .api import loaded, predict
     from .devices import resolve_device
 
-    # First of all, so that a name that is not known fails before anything runs.
+    # First of all, so that an unknown name fails before anything runs.
     spec = resolve_device(device, loaded(model).devices)
     result = Budget(spec, limit)
     with recorded_functions() as functions:

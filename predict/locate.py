@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: Models that come with the package.
 SHIPPED = PRETRAINED
 DEFAULT = CPU_MODEL
-#: Default models for devices of other platforms than that of :data:`DEFAULT`.
+#: Default models for devices of other platforms than :data:`DEFAULT`'s.
 PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
@@ -117,7 +117,7 @@ def trained_devices() -> dict[str, DeviceSpec]:
 
 
 def is_untrained(model: str | Path) -> bool:
-    """Whether a name is that of an estimator without a model folder, and of no model."""
+    """Whether a name means an estimator without a model folder, and no model."""
     from ..models.core.registry import UNTRAINED
 
     if str(model) not in UNTRAINED:
@@ -127,7 +127,7 @@ def is_untrained(model: str | Path) -> bool:
 
 
 def model_hash(model: str | Path) -> str:
-    """Compute a model's digest, that of its manifest, which holds the digests of its files.
+    """Compute a model's digest: its manifest's, which holds the digests of its files.
 
     Args:
         model: Name or folder; ``default`` stands for the models of all platforms.

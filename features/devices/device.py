@@ -60,16 +60,16 @@ class DeviceSpec:
         extra: Anything else worth recording.
         vendor: Its maker.
         architecture: Generation, such as ``hopper``; names a row of ``features/devices/rules.py``.
-        lanes_per_core: FP32 lanes of a core, SM or CU; 0 if not known.
-        power_w: Board power limit in watts; 0 if not known.
+        lanes_per_core: FP32 lanes of a core, SM or CU; 0 if unknown.
+        power_w: Board power limit in watts; 0 if unknown.
         link_bandwidth: Bytes/s in one direction of all scale-up links of a device together.
         inter_node_bandwidth: Bytes/s in one direction to other nodes, per device.
         host_bandwidth: Bytes/s in one direction to the host.
-        devices_per_node: Devices of a node; 0 if not known.
-        shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if not known.
-        array_rows: Rows of a systolic array, along which products accumulate; 0 if not known.
-        array_columns: Columns of a systolic array; 0 if not known.
-        arrays_per_core: Systolic arrays of a core; 0 if not known.
+        devices_per_node: Devices of a node; 0 if unknown.
+        shared_bytes_per_core: Shared memory (LDS, VMEM) of a core in bytes; 0 if unknown.
+        array_rows: Rows of a systolic array, along which products accumulate; 0 if unknown.
+        array_columns: Columns of a systolic array; 0 if unknown.
+        arrays_per_core: Systolic arrays of a core; 0 if unknown.
         compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
             GPU's core threads, registers and shared memory in bytes, by key of the device file.
         aliases: Other names of the device, such as JAX's device kind.

@@ -112,7 +112,7 @@ class Source(NamedTuple):
     Attributes:
         op: Name of the StableHLO op, such as ``stablehlo.dot_general``, or the framework's op name.
         file: File of the user's program; of the StableHLO text if it carries no locations.
-        line: Line in that file; 0 if not known.
+        line: Line in that file; 0 if unknown.
         index: Position of the StableHLO op in the program's walk order; -1 if not known.
     """
 

@@ -65,7 +65,7 @@ class CurveTree:
         """
         result = np.zeros(len(table))
         for path, rows in groups(table, depth=4).items():
-            # Without the machine's name the look-up is that of a machine that was never measured.
+            # Without the machine's name the look-up treats it as a machine that was never measured.
             key = self.find(path if known else path[:3])
             result[rows] = curve_us(self.curves[key], table.points.take(rows))
             # Residual tables belong to a machine; they do not carry over to another.

@@ -33,7 +33,7 @@ class Links:
     """Links of one kind of machine. Bandwidths in bytes/s, one direction, of one device.
 
     Attributes:
-        link: Between devices of a scale-up island; that of PCI Express where there is none.
+        link: Between devices of a scale-up island; PCI Express where there is none.
         host: PCI Express to the host.
         inter_node: Network of one device to other nodes.
         devices_per_node: Devices in a node.

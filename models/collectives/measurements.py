@@ -20,7 +20,7 @@ from .table import PLATFORMS, RING_PERMUTE, XLA, device_rows
 NEEDED = ("op", "bytes", "world_size", "latency_us")
 #: Names of operations in the tables that curves were fitted to, where they differ from ours.
 _TABLE_NAMES = {"all_to_all": "alltoall"}
-#: Columns by which a table of XLA's collectives is known (README of the XLA pack).
+#: Columns that identify a table of XLA's collectives (README of the XLA pack).
 XLA_COLUMNS = frozenset(("device", "kind", "pattern", "n_devices", "total_devices", "bytes"))
 #: Devices of XLA's tables that were measured as one: GB200 and GB300 come from one change, and a
 #: seventh of their values are identical.
@@ -43,7 +43,7 @@ def read_collectives(
             perhaps ``backend``, ``devices_per_node``, ``dtype``, ``kernel``, ``split``,
             ``source``; or folders with ``collectives*.csv*`` and device tables ``devices*.csv``.
         device: Device of rows that name none, or instead of what nccl-tests printed.
-        op: Operation, where an output of nccl-tests does not say it.
+        op: Operation, where an output of nccl-tests does not name it.
 
     Returns:
         Rows with ``split`` and ``source``, and links by device: from the device tables beside the
@@ -110,7 +110,7 @@ def xla_rows(table: pd.DataFrame) -> pd.DataFrame:
         ``id`` (the number of the row where the table has none), ``op``, ``bytes``, ``world_size``,
         ``devices_per_node`` (the domain), ``device``, ``backend``, ``group`` (devices measured as
         one), ``dtype``, ``source``, and ``split`` and ``latency_us`` where given; ``suspect`` marks
-        rows of an older generator whose byte count is not known.
+        rows of an older generator whose byte count is unknown.
     """
     device = table["device"].astype(str)
     rows = pd.DataFrame({"device": device, "bytes": table["bytes"], "source": "xla"})
@@ -146,7 +146,7 @@ def parse_nccl_tests(
     nodes come from the list of ranks.
 
     Raises:
-        DatasetError: There is no row of results, or operation, ranks or device are not known.
+        DatasetError: There is no row of results, or operation, ranks or device are unknown.
     """
     rows: list[dict[str, object]] = []
     hosts: dict[int, str] = {}
@@ -199,7 +199,7 @@ def _find(tables: list[pd.DataFrame]) -> FindLinks:
     def find(name: str) -> Links:
         if name in listed:
             return from_tables(name)
-        # The tables write "NVIDIA A40 (vidur a40)"; the catalogue knows the part before.
+        # The tables write "NVIDIA A40 (vidur a40)"; the catalogue has the part before.
         plain = name.split(" (")[0] if name in {d for d, _ in PLATFORMS.values()} else name
         return Links.from_spec(find_device(plain))
 

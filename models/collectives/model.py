@@ -110,7 +110,7 @@ class CollectiveModel:
         return CollectiveModel(tree, intervals, machines, self.provenance)
 
     def joined(self, rows: pd.DataFrame, find: FindLinks, about: dict[str, object]) -> Self:
-        """Return a copy that knows the libraries of measured rows, too.
+        """Return a copy that also covers the libraries of measured rows.
 
         Parameters of libraries and machines (depths 3 and 4) are fitted; those of fabrics and
         operations stay as they are.

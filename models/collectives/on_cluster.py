@@ -90,7 +90,7 @@ class ClusterCollectives:
         algorithm: str = "auto",
         skew: float = 1.0,
     ) -> CollectiveEstimate:
-        """Time of a collective; arguments as those of ``choose.collective_cost``.
+        """Time of a collective, with the arguments of ``choose.collective_cost``.
 
         Args:
             kind: Collective.

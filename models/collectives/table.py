@@ -128,7 +128,7 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
     """Prepare rows for estimation.
 
     Args:
-        frame: ``op``, ``bytes`` (as the module says), ``world_size``, and ``device`` or
+        frame: ``op``, ``bytes`` (see the module), ``world_size``, and ``device`` or
             ``platform``; optionally ``devices_per_node`` (default: those of the machine),
             ``backend`` (default ``torch``: NCCL called from PyTorch, for rows with
             ``source == "vidur"``; otherwise ``nccl``), ``kernel`` (only whether it ends in
@@ -138,7 +138,7 @@ def collective_table(frame: pd.DataFrame, find: Callable[[str], Links]) -> Colle
 
     Raises:
         DatasetError: A column is missing, or a row has fewer than two devices or no bytes.
-        DeviceError: The links of a device are not known.
+        DeviceError: The links of a device are unknown.
     """
     _check(frame)
     machine = _machines(frame)

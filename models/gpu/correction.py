@@ -99,7 +99,7 @@ class Correction:
         latency = np.where(known, own.latency, prediction.latency)
         moved = latency / prediction.latency
         lo, hi = np.where(known, own.lo, prediction.lo), np.where(known, own.hi, prediction.hi)
-        # The errors behind the new ends are those of other devices, which says nothing of this
+        # The errors behind the new ends come from other devices, which prove nothing about this
         # one's.
         if device not in self.devices:
             lo, hi = np.minimum(lo, prediction.lo * moved), np.maximum(hi, prediction.hi * moved)

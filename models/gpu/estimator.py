@@ -65,7 +65,7 @@ class GpuEstimator:
 
     Args:
         operators: Folder of the operator model; ``None`` takes the shipped one.
-        constants: Constants of passes over memory; ``None`` takes those of the shipped model.
+        constants: Constants of passes over memory; ``None`` takes the shipped model's.
         params: Parameters of the estimator that learns the correction.
     """
 
@@ -131,7 +131,7 @@ class GpuEstimator:
         entries = data.entry[rows]
         predicted = predict_entries(plain, data, entries).latency
         frame = data.frame.iloc[rows].reset_index(drop=True)
-        # Whole model families are held out, so that the intervals are those of a new program.
+        # Whole model families are held out, so that the intervals are right for a new program.
         groups = np.unique(fold_groups(frame, "unseen_family").astype(str), return_inverse=True)[1]
         table = data.table.take(entries)
         self.correction = Correction.fit(
@@ -199,7 +199,7 @@ class GpuEstimator:
 
     def _passes(self, row: np.ndarray, device: DeviceSpec) -> Answer:
         passes = traffic(row)
-        # Two independent errors add in quadrature: that of the fitted passes, and that of XLA's
+        # Two independent errors add in quadrature: one of the fitted passes, and one of XLA's
         # fusion or of irregular access.
         times = pass_seconds(passes, device, self.memory)
         known = device.name in self.memory.device_log

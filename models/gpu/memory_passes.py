@@ -118,7 +118,7 @@ def soft_maximum(*limits: np.ndarray) -> np.ndarray:
 def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
     """Time of an empty kernel in seconds, from one graph-replayed kernel to the next.
 
-    The fitted cycles are those of NVIDIA's chips; another vendor's launch is scaled by its floor.
+    The cycles were fitted to NVIDIA's chips; another vendor's launch is scaled by its floor.
     """
     # The rows that determine the fitted cycles are all of NVIDIA's chips. Elsewhere the launch is
     # longer in proportion to the described floor over 2 µs, never shorter (engineering estimate);

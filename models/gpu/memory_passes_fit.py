@@ -68,7 +68,7 @@ class MemoryFit:
         left_out: Interval ends of the log-ratio for devices without samples.
         known: Interval ends for those with samples.
         errors: By device, ``median`` and mean (``mape``) absolute relative error when it was left
-            out, and the number of ``rows``: those of which the launch is less than half.
+            out, and the number of ``rows``: only rows whose launch is less than half count.
         correlation: Share of the variance of log errors that all rows of a device have in common.
     """
 
@@ -246,7 +246,7 @@ def _scores(
 ) -> np.ndarray:
     """Log-ratios of measured to predicted times, of rows that are not mostly launch.
 
-    A row that is mostly launch says nothing of the device, so it is not judged.
+    A row that is mostly launch does not depend on the device, so it is not judged.
     """
     eager = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
     predicted = np.empty(len(rows))

@@ -21,7 +21,7 @@ from .routes import (
     traffic,
 )
 
-#: Share of the bytes of passes from which a note says that they are of long rows.
+#: Share of the bytes of passes over long rows from which a note mentions them.
 _MUCH = 0.2
 _PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 

@@ -88,7 +88,7 @@ class Products:
         """
         answer = self.products(rows)
         # A result wider than that of the bf16 product that was looked up (f32 from bf16) costs more
-        # traffic than the table knows: 90 % of the stream's time is a lower bound. The margin is an
+        # traffic than the table holds: 90 % of the stream's time is a lower bound. The margin is an
         # engineering estimate, since a product in the cache may beat the fitted stream.
         least = 0.9 * self._stream(rows["moved"].to_numpy(np.float64))
         # Operands of a fused epilogue are read on top of the product, which does not hide them.
@@ -132,7 +132,7 @@ class Products:
         product = self.products(rows, grouped=True)
         ratio, tiles = self._tiles(rows, product.latency)
         streamed = self._stream(rows["moved"].to_numpy(np.float64))
-        # The ratio of a launch-bound product says nothing of its arithmetic, so it is limited to
+        # The ratio of a launch-bound product does not describe its arithmetic, so it is limited to
         # what libraries reach on large ones. Engineering estimate; not fitted.
         # The regions show that cuDNN skips the holes of dilated inputs; steps on an MI350 are
         # closer without that for MIOpen.

@@ -101,7 +101,7 @@ class DeviceEffects:
         if not devices:
             return ratio
         for inner, rows in _parts(library):
-            # Devices that ran this very library say more of it; without any, all devices stand in.
+            # Devices that ran this very library predict better; without any, all devices stand in.
             own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
             effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
             effects = effects or [self.table[d] for d in devices]
@@ -127,6 +127,6 @@ def _ridge(share: np.ndarray, ratio: np.ndarray) -> np.ndarray:
 def _parts(names: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Positions of each name."""
     code, found = distinct(names)
-    # In the order of the names, which decides that of saved tables.
+    # In the order of the names, which decides the order of saved tables.
     for place in sorted(range(len(found)), key=lambda at: str(found[at])):
         yield str(found[place]), np.flatnonzero(code == place)

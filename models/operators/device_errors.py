@@ -102,7 +102,7 @@ class DeviceErrors:
         """Apply the corrections of calibrated devices to a prediction, in place."""
         device, library = rows.texts("device"), rows.texts("backend")
         left = np.ones(len(rows), bool)
-        # A correction of a library comes before that of its whole device.
+        # A correction of a library takes precedence over one of its whole device.
         for name in sorted(self.corrections, key=lambda key: OF_LIBRARY not in key):
             where, _, alone = name.partition(OF_LIBRARY)
             mask = left & (device == where)
@@ -110,7 +110,7 @@ class DeviceErrors:
             if not len(at):
                 continue
             left[at] = False
-            # The posterior knows the uncertainty around the corrected value: its interval replaces
+            # The posterior holds the uncertainty around the corrected value: its interval replaces
             # the uncorrected one.
             mean, half = self.corrections[name].apply(
                 self.sites(rows.take(at), features.take(at), devices)

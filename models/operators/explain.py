@@ -165,7 +165,7 @@ def explain_op(
     asked = pd.DataFrame([{**row, "device": device.name}])
     prediction = model.predict(asked, specs)
     members = tuple(model.members(asked, specs))
-    # A mixture has no features of its own: the member nearest to its median is taken apart.
+    # A mixture has no features: the member nearest to its median is explained.
     typical = _typical(members, float(prediction.latency[0]))
     row = {**row, **typical}
     frame = asked.assign(**typical)

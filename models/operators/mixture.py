@@ -21,7 +21,7 @@ from .prediction import FamilyPrediction, joined
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Columns that name a library, and those that say for what it is known.
+#: Columns that name a library, and columns that decide where it is known.
 LIBRARY = ("backend", "kernel")
 FORMAT = ("op", "dtype", "kv_dtype")
 #: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which

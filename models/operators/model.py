@@ -155,9 +155,9 @@ class OpModel:
         result.families = self.families | other.families
         result.devices = self.devices | other.devices
         result.versions = joined_versions(self.versions, other.versions)
-        # The first model's provenance stays; what was added says so itself.
+        # The first model's provenance stays; what was added brings its own.
         added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
-        # Figures of families that are replaced are not those of the result.
+        # Figures of families that are replaced do not describe the result.
         figures = [f for f in _listed(self.info.get("metrics")) if not _is_of(f, other.families)]
         result.info = {**self.info, "added": added}
         if "metrics" in self.info:
@@ -168,7 +168,7 @@ class OpModel:
         """Description of a device: one that was given, else the model's own, else the catalogue's.
 
         Raises:
-            DeviceError: None knows it.
+            DeviceError: There is no such device.
         """
         return find_described(name, {**self.devices, **self.described})
 

@@ -45,7 +45,7 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
 
     Returns:
         ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split``, ``version`` (empty
-        where it is not known) and the columns of the operators' parameters, one row a sample of an
+        where it is unknown) and the columns of the operators' parameters, one row a sample of an
         operator.
 
     Raises:
@@ -181,7 +181,7 @@ def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
 
 
 def unnamed(rows: pd.DataFrame | OpRows, columns: Sequence[str]) -> np.ndarray:
-    """Rows without one of the names, or with one that no feature knows, bool, shape ``(n,)``."""
+    """Rows without one of the names, or with one that has no feature, bool, shape ``(n,)``."""
     rows = OpRows.of(rows)
     lacking = np.zeros(len(rows), bool)
     for column in columns:

@@ -93,7 +93,7 @@ def parts_of(
         names: Names of the studies.
         rows: Operators, with ``key`` and ``device``.
         devices: Descriptions by name.
-        estimators: Estimators to use instead of those of the studies.
+        estimators: Estimators to use instead of the studies' own.
         families: Families to restrict the studies to; all if empty.
         max_rows: Most rows, instead of the number of each study.
         seed: Seed of draws and regressors.
@@ -151,7 +151,7 @@ def earlier_versions(rows: pd.DataFrame, repeats: pd.DataFrame) -> pd.DataFrame:
         repeats: ``of_id``, ``version`` and ``latency_us`` of second measurements.
 
     Returns:
-        Those of the second measurements whose version comes before that of their row.
+        Second measurements whose version comes before their row's.
     """
     again = repeats[["of_id", "version", "latency_us"]].rename(columns={"of_id": "id"})
     joined = rows.merge(again, on="id", suffixes=("_next", ""))

@@ -43,7 +43,7 @@ LEAST_SHARED = 0.25
 
 
 class Strategy(NamedTuple):
-    """How the model is fitted; the field names are those of saved manifests.
+    """How the model is fitted; saved manifests use the same field names.
 
     Attributes:
         within: Whether it learns the residual within each device rather than the ratio itself.

@@ -33,7 +33,7 @@ def energy(
 
     Returns:
         Joules with a 90 % interval, in which errors of power and of time count as independent;
-        ``None`` where the power limit is not known.
+        ``None`` where the power limit is unknown.
     """
     if not spec.power_w:
         return None
@@ -58,7 +58,7 @@ def energy(
 
 
 def energy_fields(joules: Interval | None) -> dict[str, float | None]:
-    """Keys of an energy in plain data; ``None`` where it is not known."""
+    """Keys of an energy in plain data; ``None`` where it is unknown."""
     values = joules or (None, None, None)
     return dict(zip(("energy_j", "energy_lo_j", "energy_hi_j"), values, strict=True))
 

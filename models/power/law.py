@@ -92,7 +92,7 @@ class PowerLaw:
     """``demand = idle + active · busy + product · matrix + bytes · memory``, held below the limit.
 
     Attributes:
-        idle: Of a board whose clocks are up and that runs nothing, as a share of the limit.
+        idle: Power of a board that runs nothing with its clocks up, as a share of the limit.
         active: Of cores that run a kernel; and of those that run attention.
         matrix: Of the matrix unit at its peak; and in attention.
         memory: Of main memory at its bandwidth, with the way to the cores.
@@ -166,7 +166,7 @@ class PowerLaw:
         """Times under a cap over those under the board's own limit, shape ``(n,)``, at least 1.
 
         What a kernel needs of the memory does not slow down with the cores. Both overlap as in the
-        physics of operators: the cube of a time is the sum of those of its parts.
+        physics of operators: the cube of a time is the sum of its parts' cubes.
         """
         return _slower(work, self.clock(work, cap) / self.clock(work))
 
@@ -276,7 +276,7 @@ def cap_share(watts: float | None, spec: DeviceSpec) -> float:
     """A power cap as a share of a device's limit; 1 without a cap.
 
     Raises:
-        DeviceError: The limit is not known, or the cap lies outside what boards allow.
+        DeviceError: The limit is unknown, or the cap lies outside what boards allow.
     """
     if watts is None:
         return 1.0

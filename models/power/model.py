@@ -44,7 +44,7 @@ class PowerAnswer(NamedTuple):
         seconds: Times.
         seconds_lo: Lower ends.
         seconds_hi: Upper ends.
-        watts: Mean board power; nan where the device's limit is not known.
+        watts: Mean board power; nan where the device's limit is unknown.
         watts_lo: Lower ends.
         watts_hi: Upper ends.
         scope: ``known``, or ``unseen`` for devices and classes of kernels without measured power.

@@ -38,8 +38,8 @@ class PowerRows:
 
     Attributes:
         name: Class of kernels of each row, object.
-        seconds: Times by the model of operators, or the start of a time where it knows none.
-        known: Whether that model knows the family, bool.
+        seconds: Times by the operator model, or the start of a time where it has none.
+        known: Whether that model has the family, bool.
         flops: Operations; 0 where no family counts them.
         moved: Bytes.
         fixed: Seconds of fixed costs.
@@ -47,7 +47,7 @@ class PowerRows:
         roofline: Lower bound in seconds.
         peak: Dense FLOP/s of the row's dtype.
         bandwidth: Bytes/s of main memory.
-        limit: Power limit in watts; nan where the device's is not known.
+        limit: Power limit in watts; nan where the device's is unknown.
         shapes: Base-2 logarithms of the parameters, shape ``(n, len(SHAPES))``.
     """
 

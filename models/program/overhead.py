@@ -56,7 +56,7 @@ class Overhead:
         rho = self.correlation
         together = float(np.sqrt(rho + (1.0 - rho) * cost.concentration))
         wall = self.wall(cost)
-        # Errors of the gaps come on top of those of the kernels: both ends of the gap are possible
+        # Errors of the gaps come on top of the kernels' errors: both ends of the gap are possible
         # at once.
         below = (
             together * max(self._busy(cost) - self._busy(low), 0.0)

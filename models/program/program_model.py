@@ -289,7 +289,7 @@ def _fit_overheads(terms: np.ndarray, overlap: float) -> tuple[float, np.ndarray
 
 
 def spread(costs: Sequence[ScheduleCost], correlation: float) -> np.ndarray:
-    """``sqrt(ρ + (1 - ρ) Σ w²)``: error of a program relative to that of a kernel, shape ``(n,)``.
+    """``sqrt(ρ + (1 - ρ) Σ w²)``: error of a program relative to a kernel's, shape ``(n,)``.
 
     Args:
         costs: Costs of the programs.

@@ -43,7 +43,7 @@ class AnsweringEstimator(ABC):
     """An estimator whose answers come from another tool; it learns nothing.
 
     A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and out of domain;
-    :meth:`reasons` says why.
+    :meth:`reasons` gives the reason.
 
     Args:
         params: Keywords of the constructor; saved with the estimator.
@@ -103,8 +103,8 @@ class AnsweringEstimator(ABC):
         simulated = np.array([answer.seconds for answer in answers])
         own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
         latency = np.where(covered, own, table.roofline_s)
-        # No tool is calibrated against measurements, so the interval is that of an uncalibrated
-        # roofline.
+        # No tool is calibrated against measurements, so the interval is as wide as an uncalibrated
+        # roofline's.
         width = float(np.exp(UNCALIBRATED))
         return KernelPrediction(
             latency,

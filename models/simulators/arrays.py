@@ -90,7 +90,7 @@ def require_arrays(device: DeviceSpec, tool: str, memory: bool = False) -> None:
 
     Args:
         device: The device.
-        tool: Who asks, for the message.
+        tool: Name of the tool, for the message.
         memory: Whether sizes of the memories are needed as well.
 
     Raises:
@@ -118,7 +118,7 @@ def shared_cycles(folds: int, length: int, overhead: int, arrays: int) -> int:
     ``ceil(folds · p / arrays) · (overhead + ceil(length / p))``.
 
     Args:
-        folds: Folds of the product, those of a batch included.
+        folds: Folds of the product, including a batch's.
         length: Cycles of a fold that a split divides (the rows that stream through).
         overhead: Cycles of a fold that it does not (fill, drain, loading).
         arrays: Arrays.

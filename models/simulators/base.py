@@ -78,7 +78,7 @@ class SimulatorEstimator(AnsweringEstimator):
         """Seconds of one execution from the tool's reply."""
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-        """Seconds of whole kernels from those of their products, shape ``(n,)``.
+        """Seconds of whole kernels from the seconds of their products, shape ``(n,)``.
 
         ``max(product + vector work, memory traffic) + floor``, the last three as the roofline has
         them: what a fusion does besides its product is not in the tools' models.

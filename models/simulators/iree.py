@@ -76,5 +76,5 @@ class IreeEstimator(SimulatorEstimator):
         return float(reply["seconds"])
 
     def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
-        """The answers themselves: a measurement is of the whole kernel."""
+        """The answers themselves: a measurement covers the whole kernel."""
         return answered

@@ -50,7 +50,7 @@ def run(job: dict[str, Any]) -> dict[str, float | str]:
         ``seconds`` of one run, the median of the repeats; or an ``error``.
     """
     program = unfused(parse_hlo(job["ir"]))
-    # The converter drops copies, whose time would be that of nothing.
+    # The converter drops copies, so that nothing would be timed.
     if any(op.opcode == "copy" for op in program.entry_computation.ops):
         return {"error": "StableHLO has no copy"}
     inputs = [_input(op.type) for op in program.entry_computation.parameters]

@@ -64,7 +64,7 @@ class ZigZagEstimator(SimulatorEstimator):
             "columns": device.array_columns,
             "arrays": arrays_of(device),
             "bits_per_cycle": max(floor(bits_per_cycle), 1),
-            # ZigZag's accelerator is one core: that of the device with all arrays and the memories
+            # ZigZag's accelerator is one core, with all arrays of the device and the memories
             # of all cores.
             "on_chip_bits": int(device.shared_bytes_per_core * device.core_count * 8),
             "memory_bits": int(device.memory_bytes * 8),

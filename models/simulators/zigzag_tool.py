@@ -1,6 +1,6 @@
 """Runs ZigZag in the worker process: cycles of the best mapping of a product that it finds.
 
-Its stages are those of ``zigzag.api``, without the ones that write files.
+Its stages are ``zigzag.api``'s, without the ones that write files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def run(job: dict[str, object]) -> dict[str, float]:
     Args:
         job: ``b m n k`` of the product, ``bits`` of its elements, ``input_bits`` of those of the
             first operand where it streams, and the device as :func:`accelerator` takes it;
-            ``orders`` limits the search to permutations of so many loops.
+            ``orders`` limits the search to permutations of a number of loops.
 
     Returns:
         ``cycles`` of the faster way round, with loading, stalls and writing back, and ``ideal``,

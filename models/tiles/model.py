@@ -93,7 +93,7 @@ class TileModel:
             _offset(rows, self.offsets)
             + _applied(self._boosters[1], rows.general(self.names, self.keys)),
         )
-        # No kernel beats its chip, whatever the trees say.
+        # No kernel beats its chip, whatever the trees predict.
         seconds = np.maximum(rows.base_s * np.exp(log), rows.ceiling_s)
         own = np.array(
             [
@@ -166,7 +166,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         seed: Of the folds and of the trees' draws.
 
     Raises:
-        ModelError: All rows are of one device.
+        ModelError: All rows come from one device.
     """
     names = sorted({str(n) for n in rows.names.ravel()})
     keys, devices = keys_of(rows), sorted(set(map(str, rows.device)))
@@ -186,7 +186,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         start, trees = _grow_general(rows, general, target, ~out & carries, seed)
         others[out] = (target - _offset(rows, start) - _applied(trees, general))[out]
     apart = {d: ends(shapes[rows.device == d]) for d in devices}
-    # Over all devices together: few were measured, and each with ops of its own.
+    # Over all devices together: few were measured, and each with different ops.
     unseen = including_zero(ends(others[carries]))
     every = np.ones(len(rows), bool)
     offsets, trees = _grow_general(rows, general, target, carries, seed)
@@ -206,7 +206,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
 
 
 def _lacked(rows: TileRows) -> np.ndarray:
-    """Rows that say nothing of other devices, bool, shape ``(n,)``.
+    """Rows that do not carry over to other devices, bool, shape ``(n,)``.
 
     XLA had no ragged products for v5p, where what stands in for them is a hundred times slower.
     """
@@ -233,7 +233,7 @@ def _grow_general(
 
 
 def _offset(rows: TileRows, offsets: dict[str, float]) -> np.ndarray:
-    """Offset of each row, that of other kinds of device where its own has none, ``(n,)``."""
+    """Offset of each row, taken from other kinds of device where its own has none, ``(n,)``."""
     by_label: dict[str, list[float]] = {}
     for key, value in offsets.items():
         by_label.setdefault(key.rsplit("|", 1)[0], []).append(value)

@@ -84,7 +84,7 @@ class TileRows:
         return np.array([f"{op}|{made}" for op, made in self.names], object)
 
     def general(self, names: list[str], keys: list[str]) -> np.ndarray:
-        """Features that carry over to other devices, those of configurations too, float32."""
+        """Features that carry over to other devices, including configurations, float32."""
         config = np.array([[_figure(c, key) for key in keys] for c in self.config]).reshape(
             len(self), len(keys)
         )

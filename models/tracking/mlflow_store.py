@@ -240,7 +240,7 @@ def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -
     mlflow = connect(root)
     own = mlflow.get_experiment_by_name(EXPERIMENT).experiment_id
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
-    # A session of its own, so that its workers can be ended with it.
+    # A separate session, so that its workers can be ended with it.
     server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
 
     def end(number: int, frame: object) -> None:
@@ -290,9 +290,9 @@ def _log(mlflow: Any, run: RunLog) -> None:
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Name metrics so that MLflow, which sorts them, shows those of the whole first.
+    """Name metrics so that MLflow, which sorts them, shows the metrics of the whole first.
 
-    Those of parts (``kind:gemm/mape``) become ``parts/…``: a section of their own below. Metrics
+    Metrics of parts (``kind:gemm/mape``) become ``parts/…``, a separate section below. Metrics
     that are not numbers are left out. Characters that MLflow's names must not have, such as the
     ``~`` of a machine that was measured, become ``_``.
     """
@@ -365,7 +365,7 @@ def connect(root: Path | None) -> Any:
 
 @contextmanager
 def _explained(base: Path) -> Iterator[None]:
-    """Turn errors of the store and its database into one that says what to do.
+    """Turn errors of the store and its database into one that states what to do.
 
     Raises:
         ModelError: The store cannot be read or written.

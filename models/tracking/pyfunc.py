@@ -58,7 +58,7 @@ class TrackedModel:
 
         Raises:
             DatasetError: A column is missing, or parameters are given.
-            OpcastError: A row is no kernel or operator, or its device is not known.
+            OpcastError: A row is not a kernel or operator, or its device is unknown.
         """
         if params:
             raise DatasetError("a prediction takes no parameters", where=f"params {params!r}")
@@ -100,7 +100,7 @@ def _read(read: Callable[[str], Row], place: object, text: str) -> Row:
 
 
 def description(folder: Path) -> str:
-    """What MLflow's file ``MLmodel`` says of a model folder: this module, and the columns.
+    """Content of MLflow's file ``MLmodel`` for a model folder: this module, and the columns.
 
     Written by hand from MLflow's documentation ("MLmodel file"): its classes for that import
     everything that MLflow has.

@@ -60,7 +60,7 @@ class Conformal:
         scores = np.log(measured / predicted)
         if len(scores) < MIN_SCORES:
             return cls._wide(scores)
-        # Bins by predicted size, because the measured one is not known when an interval is asked
+        # Bins by predicted size, because the measured one is unknown when an interval is asked
         # for.
         edges, place = size_bins(predicted, bins)
         every = ends(scores)

@@ -204,7 +204,7 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     """A plan from text such as ``tp=4,pp=2``, and engines; ``dp`` without experts is engines.
 
     Raises:
-        PlanError: A name is not known, or the numbers do not agree.
+        PlanError: A name is unknown, or the numbers do not agree.
     """
     known = ("tp", "pp", "dp", "ep", "moe_tp")
     found: dict[str, int] = {}

@@ -34,7 +34,7 @@ def step_energy(
     devices: int,
     cap: float = 1.0,
 ) -> Interval | None:
-    """Joules of a step over all its devices; ``None`` where the power limit is not known.
+    """Joules of a step over all its devices; ``None`` where the power limit is unknown.
 
     The busiest device stands for all, which overstates energy where stages are unequal.
 
@@ -56,7 +56,7 @@ def step_energy(
 def serving_energy(
     deployment: Deployment, load: Load, run: Run, total: Interval
 ) -> Interval | None:
-    """Joules of all devices while they serve a load; ``None`` where the power limit is not known.
+    """Joules of all devices while they serve a load; ``None`` where the power limit is unknown.
 
     Passes read all weights once, and every output token the keys and values before it; products
     count the parameters that are active for a token.

@@ -70,7 +70,7 @@ class PartitionedPrediction(InSeconds):
         device: Name of its device.
         lowering: Lowering of the program, or ``scheduled``.
         peak_memory_bytes: Peak memory of one device.
-        capacity_bytes: Memory of the device; 0 if not known.
+        capacity_bytes: Memory of the device; 0 if unknown.
         notes: Known limits of the prediction.
         sources: Share of the computation time by kind of estimate.
         kernels: Kernels to which ``members`` of the nodes refer.
@@ -115,7 +115,7 @@ class PartitionedPrediction(InSeconds):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak fits into one device's memory; ``None`` if its size is not known."""
+        """Whether the peak fits into one device's memory; ``None`` if its size is unknown."""
         if not self.capacity_bytes:
             return None
         return self.peak_memory_bytes <= self.capacity_bytes

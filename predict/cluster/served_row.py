@@ -175,7 +175,7 @@ def served_by_name(
         files: Whether files are read.
 
     Raises:
-        PlanError: The name or a format is not known, a file cannot be read, or sizes do not fit.
+        PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
     """
     given = {ALIASES.get(key, key): value for key, value in settings.items()}
     known, recurrent, own = plain_name(name), 0, ""
@@ -195,7 +195,7 @@ def served_by_name(
         values = {f.name: getattr(model.workload, f.name) for f in fields(model.workload)}
         work, own = make_workload("llama", {**values, **given}), format_in(name)
     else:
-        # A name that is not known either way is told as it was given.
+        # A name that is unknown either way is told as it was given.
         work = make_workload(known if find_preset(known) else name, given)
         own = format_in(name)
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
@@ -208,7 +208,7 @@ def served_model(cell: Cells) -> ServedModel:
     """The model of a row.
 
     Raises:
-        PlanError: Its sizes or formats are not known, or do not make a model.
+        PlanError: Its sizes or formats are unknown, or do not make a model.
     """
     name = cell.text("model")
     if not cell.count("layers", 0) or not cell.count("d_model", 0):

@@ -22,7 +22,7 @@ from ...models.cost_model import CostModel
 from ...models.operators import OpModel
 from ..operator.step_operators import ROOFLINE_FACTOR
 
-#: Columns of a table. ``shape`` is JSON; times are of one execution, in microseconds.
+#: Columns of a table. ``shape`` is JSON; times are per execution, in microseconds.
 COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")
 #: Largest table: a grid of more rows is taken for a mistake. Engineering estimate.
 MOST_ROWS = 1_000_000

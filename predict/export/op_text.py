@@ -25,7 +25,7 @@ def op_program(
         outputs: Shape and element type of each result.
 
     Raises:
-        ProgramError: The text does not name as many operands as there are types.
+        ProgramError: The numbers of operands and of types in the text differ.
     """
     body = _RESULT.sub("", line.strip(), count=1)
     # Operands come first in MLIR's generic and pretty forms; values used within a region follow and

@@ -10,7 +10,7 @@ from ...common.chrome_trace import ChromeTrace
 from ..cluster.serving import ServingPrediction
 
 #: Most spans of passes and of requests; what comes later is left out, and the name of the trace's
-#: process says so. Engineering estimate of what viewers still draw.
+#: process states it. Engineering estimate of what viewers still draw.
 MOST_SPANS = 50_000
 
 

@@ -159,7 +159,7 @@ def write_vidur(
 ) -> dict[str, int]:
     """Write the tables in Vidur's layout; of a model with experts all but ``mlp.csv``.
 
-    Its columns are those of one MLP that all tokens pass, and hold no routing.
+    Its columns describe one MLP that all tokens pass, and hold no routing.
 
     Args:
         out: Folder in place of Vidur's ``data/profiling``.
@@ -219,7 +219,7 @@ def refuse_experts(work: Workload, whose: str) -> None:
 
 
 def check_shards(work: Workload, tensor_parallel: Sequence[int]) -> None:
-    """Refuse degrees by which a layer cannot be cut.
+    """Refuse degrees that do not divide a layer.
 
     Raises:
         PlanError: Workers do not divide heads.

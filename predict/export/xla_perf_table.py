@@ -38,7 +38,7 @@ COLLECTIVES = {
 }
 #: Bytes of the collectives: as far as XLA's own tables reach.
 BYTES = tuple(2**i for i in range(10, 33))
-#: XLA tells chips of this capability apart by the last word of the device's name.
+#: XLA distinguishes chips of this capability by the last word of the device's name.
 _NAMED = "sm_100"
 
 
@@ -86,7 +86,7 @@ def keys_of(device: DeviceSpec) -> tuple[str, ...]:
     """Names under which XLA looks up a device.
 
     Raises:
-        DeviceError: It is no GPU of NVIDIA's, or its clock is not known.
+        DeviceError: It is not a GPU of NVIDIA's, or its clock is unknown.
     """
     target = str(device.compiler.get("target", ""))
     if device.platform != "gpu" or not target.startswith("sm_") or capability_of(target) is None:
@@ -161,7 +161,7 @@ def collective_table(
         and gets), ``world_size``, ``latency_s``.
 
     Raises:
-        DeviceError: See :func:`keys_of`; or its links are not known.
+        DeviceError: See :func:`keys_of`; or its links are unknown.
     """
     keys = keys_of(device)
     links = Links.from_spec(device)

@@ -58,7 +58,7 @@ def run_data(run: TrackedRun) -> dict[str, object]:
         "rows": run.rows,
         "kept": len(frame),
         "levels": {
-            # A run's label noise is that of its kernels.
+            # A run's label noise is its kernels' noise.
             str(level): _level(own, run.noise if level != "program" else {})
             for level, own in usable.groupby("level", sort=False)
         },

@@ -26,7 +26,7 @@ def compare_devices(
     lowering: str = LOWERING,
     tell: Callable[[str], None] = lambda device: None,
 ) -> list[dict[str, object]]:
-    """Predict a program on devices; a device that fails says why.
+    """Predict a program on devices; a device that fails gets the reason.
 
     Args:
         predictor: Predictor with the model.

@@ -90,7 +90,7 @@ def kernel_columns(
 
     Returns:
         ``columns`` (lists of one length), ``names`` of the words that columns of codes point to,
-        ``left_out`` kernels and their time, and ``position``, by which others find a kernel's row.
+        ``left_out`` kernels and their time, and ``position``, which gives others a kernel's row.
     """
     kept = _kept(schedule.busy)
     # Both bounds of the roofline: the page's sliders recompute the larger one from changed peaks.

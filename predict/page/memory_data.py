@@ -43,7 +43,7 @@ def memory_data(
     profile = memory_over_time(module)
     starts = _starts(lowered, schedule)
     known = [starts.get(name, 0.0) for name in profile.names]
-    # Buffers are in schedule order; ops without time of their own take that of the last kernel.
+    # Buffers are in schedule order; ops that take no time get the time of the last kernel.
     us = np.maximum.accumulate(np.array(known, np.float64)) if known else np.zeros(0)
     us, used = _thinned(us, np.array(profile.bytes, np.float64))
     return {

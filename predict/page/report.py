@@ -47,7 +47,7 @@ class ReportOptions:
         lowering: Lowering options of the program, including the device.
         compare: Devices to compare with; empty for no comparison.
         compare_lowering: Lowering of the comparison.
-        title: Name of the program; by default that of its file.
+        title: Name of the program; by default its file's.
     """
 
     lowering: LoweringOptions = DEFAULTS

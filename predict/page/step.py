@@ -9,7 +9,7 @@ from ..cluster.step import StepPrediction, breakdown
 from .assemble import Page, assemble, rounded, short
 
 SCRIPTS = ("breakdown.js", "timeline.js", "step.js")
-#: Most spans of a timeline; the page says how many were left out. Engineering estimate.
+#: Most spans of a timeline; the page counts the ones left out. Engineering estimate.
 MOST_SPANS = 30_000
 
 

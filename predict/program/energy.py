@@ -24,7 +24,7 @@ def program_energy(
     device: DeviceSpec,
     cap: float = 1.0,
 ) -> Interval | None:
-    """Joules of one run of a program; ``None`` where the device's power limit is not known.
+    """Joules of one run of a program; ``None`` where the device's power limit is unknown.
 
     Args:
         kernels: Its kernels.

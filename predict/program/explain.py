@@ -28,7 +28,7 @@ class ExplainedKernel:
     """A kernel of a program with its explanation.
 
     Attributes:
-        name: Instruction name; for equal kernels, that of the first one.
+        name: Instruction name; for equal kernels, the first one's.
         executions: Executions per run of the program, equal kernels together.
         share: Share of the program's summed kernel time.
         origin: StableHLO op and source line that it mainly came from.

@@ -74,7 +74,7 @@ class Comparison:
     def disputed(self, count: int = 10) -> list[int]:
         """Positions of the kernels whose times differ most (in microseconds), largest first."""
         times = self.times_us
-        # Differences, not ratios: those of tiny kernels would crowd out the ones that matter.
+        # Differences, not ratios: tiny kernels' ratios would crowd out the ones that matter.
         spread = times.max(axis=0) - times.min(axis=0)
         # Stable: equal differences keep the order of the schedule.
         order = np.argsort(-spread, kind="stable")[:count]
@@ -172,7 +172,7 @@ def device_for(
     models may lack.
 
     Raises:
-        DeviceError: The device is not known.
+        DeviceError: The device is unknown.
     """
     known = {n: spec for own in predictors.values() for n, spec in own.devices.items()}
     try:
@@ -190,7 +190,7 @@ def fidelity(
         OpcastError: The estimator cannot be used for the device.
     """
     prediction = predictor.predict_lowered(lowered, device)
-    # The part after the colon says what was learned from; here only the kind matters.
+    # The part after the colon names what was learned from; here only the kind matters.
     sources = [k.source.split(":")[0] for k in prediction.kernels]
     own = tuple(name == ROOFLINE or source != ROOFLINE for source in sources)
     times = np.array([k.total_us for k in prediction.kernels])

@@ -70,7 +70,7 @@ def find_chips(
         here: What ``local`` is, if it was measured already.
 
     Raises:
-        DeviceError: A device is not known, or a file is wrong.
+        DeviceError: A device is unknown, or a file is wrong.
     """
     chips = []
     for name in names:
@@ -210,7 +210,7 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
         predictor: Loaded models.
         strict: Whether an operator without a learned estimate is an error.
     """
-    # With its program, whose identity tells it: the last one alone, since they come in order.
+    # Kept with its program: the last one only, since they come in order.
     last: list[tuple[object, Recording]] = []
 
     def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:

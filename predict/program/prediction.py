@@ -13,7 +13,7 @@ from ..groups import Group, grouped
 
 @dataclass(frozen=True, slots=True)
 class KernelEstimate:
-    """One kernel of a prediction. Times are of one execution, in microseconds.
+    """One kernel of a prediction. Times are per execution, in microseconds.
 
     Attributes:
         name: Instruction name in the lowered program.
@@ -66,8 +66,8 @@ class Memory(NamedTuple):
 
     Attributes:
         peak_bytes: Peak on the device.
-        device_bytes: What the device has; 0 if not known.
-        fits: Whether the peak is within it; ``None`` if that is not known.
+        device_bytes: What the device has; 0 if unknown.
+        fits: Whether the peak is within it; ``None`` if that is unknown.
         source: ``compiler`` or ``liveness``.
     """
 
@@ -93,10 +93,10 @@ class Prediction(InSeconds):
         device: Name of the device.
         notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
-        device_memory_bytes: Memory of the device; 0 if not known.
+        device_memory_bytes: Memory of the device; 0 if unknown.
         energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
             not known.
-        standing: Those of ``notes`` that are about the model and the device, whatever the program.
+        standing: The ``notes`` about the model and the device, whatever the program.
     """
 
     latency_us: float
@@ -120,7 +120,7 @@ class Prediction(InSeconds):
 
     @property
     def fits(self) -> bool | None:
-        """Whether the peak is within the device's memory; ``None`` if that is not known."""
+        """Whether the peak is within the device's memory; ``None`` if that is unknown."""
         if not self.device_memory_bytes:
             return None
         return self.peak_memory_bytes <= self.device_memory_bytes

@@ -208,7 +208,7 @@ class Predictor:
             power_cap_w: As for :meth:`predict`.
 
         Raises:
-            DeviceError: The device is not known, or a cap is outside what it allows.
+            DeviceError: The device is unknown, or a cap is outside what it allows.
             StrictError: ``strict`` is set and a kernel has no learned estimate.
         """
         device = resolve_device(device, self.devices)
@@ -219,7 +219,7 @@ class Predictor:
             from ...models.estimators.tpu import by_compiler
 
             kernels = by_compiler(kernels, lowered.kernels, device)
-        # On the kernels in isolation: corrections for the context say nothing about the source.
+        # On the kernels in isolation: corrections for the context do not change the source.
         if strict:
             _require_learned(lowered.kernels, kernels.source)
         # Latencies in context (cache contents left by neighbours) may differ from those in
@@ -268,7 +268,7 @@ class Predictor:
                 *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,
             ),
-            # What one's own device file could say is not a limit of the model.
+            # A figure that the user's own device file could give is not a limit of the model.
             standing=tuple(n for n in standing if n not in generation_note(device)),
             energy=program_energy(
                 lowered.kernels,
@@ -290,7 +290,7 @@ class Predictor:
             device: Name, path of a device file, or description.
 
         Raises:
-            DeviceError: The device is not known.
+            DeviceError: The device is unknown.
             ProgramError: The text does not describe an operator.
             ModelError: The model does not know the family.
         """
@@ -345,9 +345,9 @@ class Predictor:
         return found
 
     def operator_vendor(self, spec: DeviceSpec) -> str:
-        """Whose libraries operators without a method are of on a device; empty for NVIDIA's.
+        """Whose libraries run operators without a method on a device; empty for NVIDIA's.
 
-        Only a model that knows XLA's products can answer for the others.
+        Only a model with XLA's products can answer for the others.
         """
         return spec.vendor if "xla/linear" in self.operators.families else ""
 
@@ -406,7 +406,7 @@ def load_for_programs(model: str | Path = "default") -> Predictor:
     from ...models.cost_model import CostModel
 
     if not is_untrained(model) and predicts_operators(read_manifest(find_model(model))):
-        CostModel.load(find_model(model))  # raises an error that says what the folder holds
+        CostModel.load(find_model(model))  # raises an error that names the content of the folder
     return load(model)
 
 

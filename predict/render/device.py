@@ -103,14 +103,14 @@ def _row(spec: DeviceSpec) -> Iterator[str | Text]:
         "power_w",
     ):
         figure = known.get(key)
-        # Figures that a rule filled are less certain than those of a data sheet.
+        # Figures that a rule filled are less certain than a data sheet's.
         mark = "~" if figure and figure.defaulted else ""
         yield mark + _short(figure.value) if figure else "–"
     yield Text(spec.aliases[0] if spec.aliases else "")
 
 
 def _numbers(spec: DeviceSpec) -> dict[str, float]:
-    """Figures by key in SI units; 0 where they are not known."""
+    """Figures by key in SI units; 0 where they are unknown."""
     # The last level is main memory; the one before it is the last cache.
     cache = spec.levels[-2] if len(spec.levels) > 1 else None
     return {

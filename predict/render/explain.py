@@ -83,7 +83,7 @@ def _domain_text(e: KernelExplanation) -> str:
     figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
     side = "in" if e.in_domain else "outside"
     text = f"{side} the training domain ({figures})"
-    # Features beyond their range say more than a score; otherwise only the combination is unusual.
+    # Features beyond their range explain more than a score; else only the combination is unusual.
     beyond = [o for o in e.outside if o.beyond]
     if beyond:
         return text + ": " + "; ".join(map(_beyond_text, beyond))

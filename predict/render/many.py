@@ -64,7 +64,7 @@ def _memory(peak: object, fits: object) -> Text:
     """Peak memory and whether it fits; empty where it is not predicted, as of PyTorch's kernels."""
     if not isinstance(peak, float | int) or pd.isna(peak):
         return Text("")
-    # ``fits`` is None where the memory of a device is not known.
+    # ``fits`` is None where the memory of a device is unknown.
     if fits is False:
         return Text(f"{size(peak)} does NOT fit", style="red")
     return Text(f"{size(peak)}{' fits' if fits is True else ''}")

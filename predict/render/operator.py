@@ -66,7 +66,7 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
 
 
 def over_libraries(members: Sequence[Member]) -> str:
-    """Say what a prediction of an operator that names no library is a mixture of."""
+    """List the libraries whose mixture predicts an operator that names none."""
     # Kernels are named where a framework alone does not tell members apart.
     frameworks = [member.backend for member in members]
     shown = ", ".join(

@@ -58,11 +58,11 @@ def print_notes(
 
 
 def unfit(needed: float, capacity: float) -> Text:
-    """Say in a headline that a run does not fit into memory; empty if it does.
+    """A headline's remark that a run does not fit into memory; empty if it does.
 
     Args:
         needed: Bytes.
-        capacity: Bytes of the device; 0 if not known.
+        capacity: Bytes of the device; 0 if unknown.
     """
     fits = not capacity or needed <= capacity
     # No figures: the line has to stay one of 80 columns.
@@ -162,7 +162,7 @@ def place_table(
         top: Rows.
         width: Of the console.
         by: ``line`` or ``module``.
-        aside: Heading of a further column, and what it says of a kernel; of a group the commonest.
+        aside: Heading of a further column, and its text for a kernel; a group shows the commonest.
     """
     root = root_of(kernels)
     columns = (
@@ -270,7 +270,7 @@ def compared_table(width: int, kernels: Sequence[Compared], observed: str, kerne
         Column("runs", 2),
         *((Column("from", justify="left", least=20),) if named else ()),
         Column("kind", 1, "left"),
-        # Without an origin the name alone tells kernels apart.
+        # Without an origin only the name distinguishes kernels.
         Column(kernel, 4 if named else 0, "left", least=20),
     )
     rows = [

@@ -94,7 +94,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             duration(row["step_us"]),
             size(row["memory_bytes_per_device"]),
             f"{row['mfu']:.1%}",
-            # NaN where the device's power limit is not known.
+            # NaN where the device's power limit is unknown.
             "" if joules != joules else energy(joules),
             *(plain(row[name], 4) for name in priced),
             str(row["batch"]),

@@ -69,7 +69,7 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     """One row for each candidate: its settings and figures.
 
     A plan that cannot be evaluated gets a row without
-    figures, whose ``error`` says why: it must not cost the others.
+    figures and the reason in ``error``: it must not cost the others.
 
     Raises:
         OpcastError: Not of a plan but of all: no such cluster, device or model.
@@ -93,7 +93,7 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
 
 
 def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
-    """Say which plan of a sweep misses least, by how much, and what would make it fit.
+    """Report which plan of a sweep misses least, by how much, and what would make it fit.
 
     Args:
         job: Settings of the sweep.

@@ -115,7 +115,7 @@ class Sweep:
         rows = pd.concat(frames, ignore_index=True).drop_duplicates("key")
         # Parts from before there was latency_us have the same time under its other name alone.
         rows = rows.assign(latency_us=rows["step_us"])
-        # Those of before plans could fail have no such column.
+        # Tables from before plans could fail have no such column.
         return rows.assign(error=rows["error"].fillna("") if "error" in rows else "")
 
     def _rows(self, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:

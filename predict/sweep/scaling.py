@@ -17,7 +17,7 @@ def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (the batch over the devices),
-        and ``strong`` and ``weak``: tokens per second and device over those of the smallest
+        and ``strong`` and ``weak``: tokens per second and device relative to the smallest
         cluster with the same batch, or with the same batch per device.
     """
     fitting = frame[frame["fits"]].sort_values("step_us")

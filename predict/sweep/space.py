@@ -42,7 +42,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Digest of all settings, by which results are found again."""
+        """Digest of all settings, under which results are found again."""
         text = json.dumps([self.cluster, self.batch, asdict(self.plan)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -65,7 +65,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 def axis_values(
     workload: Workload, cluster: Cluster, grid: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Choose the values of every axis: those of the grid, else defaults for model and cluster.
+    """Choose the values of every axis: the grid's, else defaults for model and cluster.
 
     By default ``tp`` stays within a box, ``cp`` and ``offload`` are off.
     """
@@ -172,7 +172,7 @@ def _number(axis: str, value: str) -> int:
 
 
 def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
-    """Cut candidates into pieces of at most ``size``, those of a cluster together."""
+    """Cut candidates into pieces of at most ``size``, each within one cluster."""
     # A worker keeps a predictor for each cluster, whose prices the next candidates reuse.
     ordered = sorted(items, key=lambda c: c.cluster)
     for start in range(0, len(ordered), size):

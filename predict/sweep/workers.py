@@ -38,7 +38,7 @@ def run_processes(
 ) -> Iterator[Rows]:
     """Run pieces on processes of this machine; yields results in order of completion.
 
-    Who stops reading gets no more pieces started.
+    If the caller stops iterating, no more pieces are started.
 
     Raises:
         OpcastError: Workers die again and again.

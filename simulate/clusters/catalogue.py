@@ -3,7 +3,7 @@
 ``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``;
 ``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow
 rules that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of
-links inside a box are those of the device file.
+links inside a box come from the device file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
             single device.
 
     Raises:
-        DeviceError: There is no such device, box or file, or the box does not hold so many; the
+        DeviceError: There is no such device, box or file, or the box does not hold as many; the
             message lists similar names.
     """
     if isinstance(name, Cluster):
@@ -71,7 +71,7 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
 
 
 def named_cluster(device: str, count: int) -> str:
-    """Return the name of a cluster of so many of a device; empty if none has a name."""
+    """Return the name of a cluster of a number of devices; empty if none has a name."""
     boxes = [gpu for gpu, rule in _rules("dgx").items() if rule["device"] == device]
     for name in (f"{device}-x{count}", *(f"dgx-{gpu}-x{count}" for gpu in boxes)):
         try:
@@ -91,14 +91,14 @@ def joined(
 
     Args:
         device: Name or alias of a device of the catalogue, or a description. One that the
-            catalogue does not list is joined as those of its vendor and architecture are, by its
+            catalogue does not list is joined like others of its vendor and architecture, by its
             own bandwidth; a single one needs no links.
         count: Devices.
         per_node: Devices of a box; 0 for the rule of the device.
         between: Bytes/s in one direction of one device to other boxes; 0 for the rule.
 
     Raises:
-        DeviceError: The device is unknown, no rule says how it is joined, or the number makes no
+        DeviceError: The device is unknown, no rule joins it, or the number makes no
             whole boxes.
     """
     spec = device if isinstance(device, DeviceSpec) else find_device(device)
@@ -122,7 +122,7 @@ def joined(
         # Larger domains, racks and slices, hold many hosts.
         most = min(per_node, most)
     inner = max((n for n in range(1, min(most, count) + 1) if count % n == 0), default=1)
-    # Slices that users are given may have any even grid; names are of powers of two.
+    # Slices that users are given may have any even grid; names exist for powers of two.
     if table == "slices":
         box = _slice(spec, inner, rule, f"{spec.name}-x{inner}")
     else:

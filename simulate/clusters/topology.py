@@ -56,10 +56,10 @@ class Dimension:
         launch: Seconds that a collective costs before its first byte moves.
         shape: Devices along each axis of a torus, innermost first.
         radix: Devices under a leaf of a fat tree.
-        oversubscription: Bandwidth of a leaf's devices over that of its links to the spine.
-        reduction: Who adds up inside the network, one of :data:`REDUCTIONS`.
+        oversubscription: Bandwidth of a leaf's devices over the bandwidth to the spine.
+        reduction: What adds up inside the network, one of :data:`REDUCTIONS`.
         efficiency: Share of ``bandwidth`` that collectives reach.
-        algorithms: Those of :data:`ALGORITHMS` that the library implements here; a collective that
+        algorithms: The :data:`ALGORITHMS` that the library implements here; a collective that
             none of them covers may use any. Empty for all.
         name: Label such as ``nvlink``.
 
@@ -214,7 +214,7 @@ class Cluster:
         devices_per_node: Devices of one box; the whole cluster if it is a single box.
         sources: Source of each figure, by key (``nvlink.bandwidth_gbps``).
         notes: Free text.
-        host_memory: Bytes of memory of the host of one box; 0 where it is not known.
+        host_memory: Bytes of memory of the host of one box; 0 where it is unknown.
     """
 
     name: str

@@ -117,7 +117,7 @@ def collective_cost(
 
     Raises:
         DeviceError: The collective, the algorithm or a rank does not exist, or the algorithm does
-            not fit the collective and the dimensions; the message says which do.
+            not fit the collective and the dimensions; the message lists those that do.
     """
     name = collective_name(kind)
     topology = cluster.topology if isinstance(cluster, Cluster) else cluster

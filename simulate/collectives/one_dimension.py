@@ -63,7 +63,7 @@ def ring(kind: str, dim: Dimension, size: float) -> Cost | None:
         chunks = chunk_count(size)
         # Each boundary between leaves adds a second latency.
         latency = (n - 1 + leaves(dim) - 1) * dim.latency
-        # Edges inside a leaf run at the port's rate, not at that of the slower uplink.
+        # Edges inside a leaf run at the port's rate, not at the slower uplink's.
         near = (n - leaves(dim)) * (1 / dim.rate - 1 / rate) if leaves(dim) > 1 else 0.0
         return latency, ((n - 2 + chunks) / rate + near) * size / chunks
     # Without physical neighbours an all-to-all goes directly; see :func:`direct`.

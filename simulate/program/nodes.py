@@ -70,7 +70,7 @@ def program_nodes(
 
     Args:
         kernels: Kernels in program order.
-        seconds: Seconds of one execution of each; those of collectives are ignored.
+        seconds: Seconds of one execution of each; collectives' are ignored.
         devices: Devices of the program, which is what empty replica groups mean.
         scheduled: Whether the order is the target's schedule. If so, a collective that is not a
             start/done pair, or is marked ``is_sync``, blocks the device.
@@ -107,7 +107,7 @@ def program_nodes(
 def _collective(kernel: Kernel, devices: int, *, scheduled: bool) -> Collective | None:
     op, entry = kernel.op, kernel.body.entry_computation
     opcode = op.opcode.removesuffix("-start")
-    # Identity ops move nothing; the time of a transfer is that of its ``send``.
+    # Identity ops move nothing; the time of a transfer is the time of its ``send``.
     if opcode in ("partition-id", "replica-id", "recv", "send-done", "recv-done"):
         return None
     # Operands, not results: the convention is bytes contributed (a gather's result is larger).
@@ -127,7 +127,7 @@ def _reduction(kernel: Kernel) -> tuple[str, str] | None:
         return None
     only = kernel.body.computations[kernel.op.called[0]].only_op
     if only is None:
-        # Not that of any other collective: XLA combines none of these.
+        # Other collectives are left alone: XLA combines none of these.
         return kernel.op.type.dtype, kernel.name
     return only.type.dtype, only.opcode
 

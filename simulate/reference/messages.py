@@ -59,7 +59,7 @@ class Links:
 
     @cached_property
     def dims(self) -> tuple[Dimension, ...]:
-        """Dimensions, with every axis of a torus as a ring of its own."""
+        """Dimensions, with every axis of a torus as a separate ring."""
         return tuple(ring for d in self.topology.dims for ring in d.rings())
 
     def lines(self, dim: int) -> list[list[int]]:
@@ -216,7 +216,7 @@ class _Run:
         # The tail leaves when this link has sent it, but never before it came from the last one.
         self.tails[number] = max(end, self.tails[number]) + latency
         self.hops[number] += 1
-        # On the last link the arrival is that of the tail, before it that of the head.
+        # On the last link the tail's arrival counts, before it the head's.
         last = self.hops[number] == len(message.path)
         heapq.heappush(self.events, (self.tails[number] if last else time + latency, _HEAD, number))
 

@@ -81,7 +81,7 @@ def compare_ranks(text: str, wire: Wire) -> Pair:
     """Compute a step of a small decoder both ways.
 
     Args:
-        text: A plan; every sequence is a micro-batch of its own.
+        text: A plan; every sequence is a separate micro-batch.
         wire: Links between all ranks.
     """
     workload, plan = make_workload("llama", _SIZES), parse_plan(text)
