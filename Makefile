@@ -13,6 +13,9 @@ export MYPYPATH := $(VENV)/typing
 # Compilers of GPUs and TPUs that are not here: about 850 and 700 MB.
 export OPCAST_COMPILERS ?= $(CURDIR)/$(VENV)/compilers
 
+# Tests start many processes: with this set, each of them would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Processes that run tests. Each takes one thread: more would wait for each other.
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/bench --durations 40 \
