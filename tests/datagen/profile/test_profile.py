@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,10 +158,13 @@ def test_consolidate_keeps_every_row(measured: Path, tmp_path: Path) -> None:
     assert done_programs(tmp_path) == done_programs(measured)
 
 
+#: With a third argument, it waits for ever before it measures what follows the first file.
 SCRIPT = textwrap.dedent(
     """
-    import sys
+    import sys, time
+    from pathlib import Path
     from opcast.datagen.profile.profile import profile
+    from opcast.datagen.profile.run import ProfileRun
     from opcast.features.devices.device import DeviceSpec, MemoryLevel
     spec = DeviceSpec("cpu-x", "cpu", {"f32": 1e11}, {"f32": 1e10}, (MemoryLevel(1e9, 1e10),), 1e-6)
     text = open(sys.argv[2]).read()
@@ -172,10 +174,20 @@ SCRIPT = textwrap.dedent(
         def __init__(self, n):
             self.name, self.mlir = f"net{n}", text.replace("64", str(n))
 
+    measure = ProfileRun._measure
+
+    def hold(self, batch, ahead):
+        if list(Path(sys.argv[1]).glob("*.parquet")):
+            print("held", flush=True)
+            time.sleep(600)
+        measure(self, batch, ahead)
+
     if __name__ == "__main__":
+        if len(sys.argv) > 3:
+            ProfileRun._measure = hold
         sources = [Source(n) for n in range(8, 20, 2)]
         profile(sys.argv[1], sources=sources, device_spec=spec, check_every_s=0.0,
-                replicate_share=0.0, progress=False)
+                replicate_share=0.0, patience=0.0, progress=False)
     """
 )
 
@@ -185,12 +197,9 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     text.write_text(TEXT.format(n=64))
     command = [sys.executable, str(script), str(out), str(text)]
-    process = subprocess.Popen(command)
-    limit = time.monotonic() + 120  # a busy machine needs a minute
-    while not list(out.glob("*.parquet")) and time.monotonic() < limit:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    with subprocess.Popen([*command, "hold"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        process.send_signal(signal.SIGKILL)
     first = Dataset.load(out).frame  # no half files: it loads
     assert 0 < first["program"].nunique() < 6
     subprocess.run(command, check=True, timeout=90)

@@ -1,8 +1,4 @@
-import contextlib
 import os
-import signal
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.step.plan import Plan
 from opcast.simulate.step.workload import make_workload
+from opcast.tests.support import killed_once
 
 WORK = make_workload(
     "llama",
@@ -244,40 +241,11 @@ def test_scaling_by_hand(tmp_path):
 @pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(tmp_path, whole, monkeypatch):
     monkeypatch.setattr("opcast.predict.sweep.run.PIECE", 4)
-    before, killed = set(_children()), []
-
-    def kill():
-        while not killed:
-            for pid in set(_children()) - before:
-                if b"spawn_main" in _command(pid):
-                    time.sleep(0.5)
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
-                    return
-            time.sleep(0.02)
-
-    threading.Thread(target=kill, daemon=True).start()
-    found = grid(Sweep(JOB, tmp_path, workers=2), CLUSTERS, [32], GRID)
-    assert killed
+    monkeypatch.setattr(sweep_run, "judge", killed_once.judge)
+    monkeypatch.setenv(killed_once.FLAG, str(tmp_path / "killed"))
+    found = grid(Sweep(JOB, tmp_path / "out", workers=2), CLUSTERS, [32], GRID)
+    assert (tmp_path / "killed").exists()
     pd.testing.assert_frame_equal(found, whole)
-
-
-def _children():
-    """Processes that this one has started."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-                found += [int(path.name)] if int(fields[1]) == os.getpid() else []
-    return found
-
-
-def _command(pid):
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.mark.slow
