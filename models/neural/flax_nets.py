@@ -5,9 +5,10 @@ Imported only where a network is trained or evaluated, since Flax takes a second
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ class State(NamedTuple):
     """Weights and the state of the optimiser."""
 
     weights: Weights
-    optimiser: optax.GradientTransformation
+    optimiser: optax.OptState
 
 
 class CompiledNetwork(NamedTuple):
@@ -206,9 +207,43 @@ def to_arrays(weights: Weights) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float32) for name, leaf in flat.items()}
 
 
-def from_arrays(arrays: dict[str, np.ndarray]) -> Weights:
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
     """Restore weights from the arrays of :func:`to_arrays`."""
-    return {"params": unflatten_dict(arrays, sep="/")}
+    return {"params": unflatten_dict(dict(arrays), sep="/")}
+
+
+@dataclass
+class TrainedNetwork:
+    """A graph network with its weights: a :class:`.gnn.GraphNetwork`.
+
+    Attributes:
+        functions: The network's functions.
+        state: Its weights and optimiser.
+        bound: Of the log-ratios, as :meth:`.scaling.Bound.to_array` gives it.
+    """
+
+    functions: CompiledNetwork
+    state: State
+    bound: np.ndarray
+
+    @classmethod
+    def restored(
+        cls, functions: CompiledNetwork, arrays: Mapping[str, np.ndarray], bound: np.ndarray
+    ) -> Self:
+        """A network that predicts with the weights of :meth:`arrays`, and is not trained."""
+        return cls(functions, State(from_arrays(arrays), optax.EmptyState()), bound)
+
+    def step(self, batch: GraphBatch, rate: np.float32) -> None:
+        """Train on one batch."""
+        self.state = self.functions.step(self.state, batch, batch.y, batch.weight, rate, self.bound)
+
+    def ratio(self, batch: GraphBatch) -> np.ndarray:
+        """Log-ratios of the batch's rows, shape ``(rows,)``."""
+        return np.asarray(self.functions.ratio(self.state.weights, batch, self.bound))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The weights by name."""
+        return to_arrays(self.state.weights)
 
 
 def example_batch(columns: int, node_columns: int) -> GraphBatch:

@@ -1,10 +1,11 @@
-"""Base class of the graph networks: the graphs they see, and the schema they check."""
+"""Graph networks but for their layers, which a library computes: graphs, training, prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
@@ -14,8 +15,24 @@ from ..core.graphs import KernelGraphs
 from ..core.kernel_table import KernelTable
 from ..core.store import check_schema
 from .base import NeuralEstimator
-from .batches import GraphRows
+from .batches import GraphBatch, GraphRows
+from .fitting import best_epoch, learning_rates, shuffled
 from .scaling import Scaling
+
+Weights = Mapping[str, np.ndarray]
+
+
+class GraphNetwork(Protocol):
+    """The layers in one library, with their weights."""
+
+    def step(self, batch: GraphBatch, rate: np.float32) -> None:
+        """Move the weights against the gradient of the loss, by AdamW at a learning rate."""
+
+    def ratio(self, batch: GraphBatch) -> np.ndarray:
+        """Log-ratios of the batch's rows, padding included, shape ``(rows,)``."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the weights by name."""
 
 
 class GraphEstimator(NeuralEstimator):
@@ -81,6 +98,49 @@ class GraphEstimator(NeuralEstimator):
         y = np.zeros(len(table), np.float32) if target is None else target
         nodes = self._known(self.nodes)
         return GraphRows(graphs.packed, graphs.index, self._scaled(table), y, nodes)
+
+    @abstractmethod
+    def _network(self, weights: Weights | None = None) -> GraphNetwork:
+        """A network with the given weights, or with new ones that are drawn by the seed."""
+
+    def _train(
+        self, table: KernelTable, target: np.ndarray, stop: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        rows = self._rows(table, target)
+        held = list(rows.take(stop).batches(self.params["batch"]))
+        return best_epoch(
+            self._epochs(rows.take(~stop)),
+            (lambda weights: self._error(weights, held)) if held else None,
+            self.params["stop_epochs"],
+        )
+
+    def _epochs(self, rows: GraphRows) -> Iterator[dict[str, np.ndarray]]:
+        """Weights after every epoch over the rows."""
+        p, network = self.params, self._network()
+        rng = np.random.default_rng(p["seed"])
+        for epoch in range(p["epochs"]):
+            order = shuffled(len(rows.y), p["batch"], rng)
+            rates = learning_rates(p["epochs"] * len(order), p["learning_rate"])
+            for step, batch in rows.training_batches(order):
+                network.step(batch, rates[epoch * len(order) + step])
+            yield network.arrays()
+
+    def _error(self, weights: Weights, held: list[GraphBatch]) -> float:
+        """Mean absolute error of the log-ratio."""
+        network = self._network(weights)
+        total, count = 0.0, 0.0
+        for batch in held:
+            total += float((np.abs(network.ratio(batch) - batch.y) * batch.weight).sum())
+            count += float(batch.weight.sum())
+        return total / count
+
+    def _network_ratio(self, table: KernelTable) -> np.ndarray:
+        network = self._network(self.weights)
+        batches = self._rows(table).batches(self.params["batch"])
+        return np.concatenate([network.ratio(batch)[batch.weight > 0] for batch in batches])
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: array.shape for name, array in self._network().arrays().items()}
 
     def _graphs(self, table: KernelTable) -> KernelGraphs:
         if table.graphs is None:

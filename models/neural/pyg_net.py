@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv, global_max_pool, global_mean_pool
 
 from ...features.table.kernel_graph import OPCODES
-from .batches import GraphRows
+from .batches import GraphBatch
+from .fitting import CLIP_NORM
+from .scaling import Bound
+
+_POOLS = (global_mean_pool, global_max_pool)
 
 
 class PygGraphNet(nn.Module):
@@ -49,50 +53,76 @@ class PygGraphNet(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, batch: Data) -> torch.Tensor:
-        """Raw output, shape ``(rows,)``, for a batch of :func:`graph_data`."""
-        edges, users_to_producers = batch.edge_index, batch.edge_index.flip(0)
-        h = functional.silu(self.opcode(batch.opcode) + self.node(batch.features))
+    def forward(self, batch: GraphBatch) -> torch.Tensor:
+        """Raw output, shape ``(rows,)``."""
+        edges = torch.stack([_tensor(batch.source), _tensor(batch.target)])
+        graph, graphs = _tensor(batch.graph), len(batch.graph_of_row) + 1
+        h = functional.silu(self.opcode(_tensor(batch.opcode)) + self.node(_tensor(batch.features)))
         for producers, users in zip(self.producers, self.users, strict=True):
-            h = h + functional.silu(producers(h, edges) + users(h, users_to_producers))
-        rows = len(batch.x)
-        pooled = [pool(h, batch.batch, rows) for pool in (global_mean_pool, global_max_pool)]
-        z = torch.cat([*pooled, batch.x], dim=1)
+            h = h + functional.silu(producers(h, edges) + users(h, edges.flip(0)))
+        pooled = torch.cat([pool(h, graph, graphs) for pool in _POOLS], dim=1)
+        z = torch.cat([pooled[_tensor(batch.graph_of_row)], _tensor(batch.x)], dim=1)
         for layer in self.head:
             z = functional.silu(layer(z))
         out: torch.Tensor = self.out(z)[:, 0]
         return out
 
 
-def graph_data(rows: GraphRows) -> list[Data]:
-    """One graph a row; rows with the same kernel share its tensors."""
-    unique, graph_of_row = np.unique(rows.graph, return_inverse=True)
-    graphs = rows.packed.take(unique)
-    features = torch.from_numpy(rows.nodes(graphs.features))
-    opcode = torch.from_numpy(graphs.opcode.astype(np.int64))
-    last_node, last_edge = np.cumsum(graphs.nodes), np.cumsum(graphs.uses)
-    first_node, first_edge = last_node - graphs.nodes, last_edge - graphs.uses
-    # From positions among all packed nodes to positions within each graph, as PyTorch Geometric
-    # counts.
-    local = graphs.edges - np.repeat(first_node, graphs.uses)
-    edges = torch.from_numpy(local.astype(np.int64))
-    x, y = torch.from_numpy(rows.x), torch.from_numpy(rows.y)
-    data_list = []
-    for row, graph in enumerate(graph_of_row.tolist()):
-        own = slice(first_node[graph], last_node[graph])
-        data = Data(x=x[row : row + 1], y=y[row : row + 1], num_nodes=int(graphs.nodes[graph]))
-        data.opcode, data.features = opcode[own], features[own]
-        data.edge_index = edges[:, first_edge[graph] : last_edge[graph]]
-        data_list.append(data)
-    return data_list
+class TrainedNetwork:
+    """A graph network with its weights and optimiser: a :class:`.gnn.GraphNetwork`.
+
+    Args:
+        layers: The network.
+        bound: Of the log-ratios.
+        delta: Errors of the log-ratio below this count quadratically.
+        weight_decay: Weight decay of AdamW.
+        weights: As :meth:`arrays` gives them; ``None`` leaves those of the layers.
+    """
+
+    def __init__(
+        self,
+        layers: PygGraphNet,
+        bound: Bound,
+        delta: float,
+        weight_decay: float,
+        weights: Mapping[str, np.ndarray] | None,
+    ) -> None:
+        self._layers, self._bound, self._delta = layers, bound, delta
+        if weights is not None:
+            layers.load_state_dict({n: torch.from_numpy(a) for n, a in weights.items()})
+        self._optimiser = torch.optim.AdamW(layers.parameters(), weight_decay=weight_decay)
+
+    def step(self, batch: GraphBatch, rate: np.float32) -> None:
+        """Train on one batch."""
+        residual = self._bound(self._layers(batch), torch.sigmoid) - _tensor(batch.y)
+        weight = _tensor(batch.weight)
+        # sqrt(r² + δ²): the loss of the networks in Flax, so that both learn the same.
+        loss = (weight * torch.sqrt(residual**2 + self._delta**2)).sum() / weight.sum()
+        self._optimiser.param_groups[0]["lr"] = float(rate)
+        self._optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._layers.parameters(), CLIP_NORM)
+        self._optimiser.step()
+
+    def ratio(self, batch: GraphBatch) -> np.ndarray:
+        """Log-ratios of the batch's rows, shape ``(rows,)``."""
+        with torch.no_grad():
+            found: np.ndarray = self._bound(self._layers(batch), torch.sigmoid).numpy()
+        return found
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the weights by name."""
+        return {n: t.numpy().copy() for n, t in self._layers.state_dict().items()}
 
 
-def to_arrays(net: nn.Module) -> dict[str, np.ndarray]:
-    """Weights as plain arrays by name; copies, since training goes on."""
-    return {name: tensor.numpy().copy() for name, tensor in net.state_dict().items()}
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed PyTorch's generator, and leave the user's as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
-def from_arrays(net: PygGraphNet, arrays: Mapping[str, np.ndarray]) -> PygGraphNet:
-    """Load the weights of :func:`to_arrays` into the network, and return it."""
-    net.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-    return net
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    """A tensor; of whole numbers, 64 bits wide, as PyTorch wants positions."""
+    return torch.from_numpy(values.astype(np.int64) if values.dtype == np.int32 else values)

@@ -2,8 +2,8 @@
 
 All three train the same network on the same kernels, on one core. An epoch of the estimators is
 what a longer training takes beyond a shorter one, all preparation of batches included; compiling
-and reading graphs happen in a first training that is not counted. The loop computes a gradient for
-every graph and takes as many optimiser steps as the others do. Seconds are of processor time: on
+and reading graphs happen in a first training that is not counted. The loop takes a step of the
+optimiser for every graph. Seconds are of processor time: on
 one core, what it takes when nothing else runs.
 """
 
@@ -24,6 +24,7 @@ from common import show
 from opcast.features.dataset import Dataset
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.core.registry import estimator_class
+from opcast.models.neural.batches import assemble
 from opcast.models.neural.gnn import GraphEstimator
 from opcast.models.neural.gnn_pyg import PygGraphEstimator
 from opcast.models.training_data.prepared import PreparedDataset, prepare
@@ -57,23 +58,16 @@ def epoch_seconds(name: str, table: KernelTable, latency_s: np.ndarray) -> float
 def loop_seconds(table: KernelTable, latency_s: np.ndarray) -> float:
     """Seconds of one epoch of a loop that passes one graph at a time through the network."""
     import torch
-    from torch_geometric.data import Batch
-
-    from opcast.models.neural.pyg_net import graph_data
 
     model = PygGraphEstimator(epochs=1).fit_table(table.take(np.arange(256)), latency_s[:256])
     torch.set_num_threads(1)
     target = np.log(latency_s / table.base_s).astype(np.float32)
-    graphs = [Batch.from_data_list([one]) for one in graph_data(model._rows(table, target))]
-    net, every = model._network(), model.params["batch"]
-    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    rows = model._rows(table, target)
+    graphs = [assemble(rows.take(np.array([row])), 1) for row in range(len(table))]
+    network = model._network()
     start = time.process_time()
-    for number, graph in enumerate(graphs, 1):
-        residual = model.bound(net(graph), torch.sigmoid) - graph.y
-        torch.sqrt(residual**2 + model.params["delta"] ** 2).mean().backward()
-        if number % every == 0:
-            optimiser.step()
-            optimiser.zero_grad()
+    for graph in graphs:
+        network.step(graph, np.float32(1e-3))
     return time.process_time() - start
 
 
