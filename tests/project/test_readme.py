@@ -37,7 +37,7 @@ COMMANDS = list(
     )
 )
 #: Replaced, so that the test takes minutes.
-FASTER = {"30m": "15s"}
+FASTER = {"30m": "5s"}
 MAKE = re.findall(r"`?make (\w+)", README)
 
 
@@ -75,7 +75,7 @@ def test_readme_figures_are_filled_in():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", ["15s", pytest.param("75s", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("budget", ["5s", pytest.param("75s", marks=pytest.mark.exhaustive)])
 def test_commands_of_the_readme_work_in_order(budget, tmp_path, op_rows):
     env = os.environ | {
         "OPCAST_CACHE": str(tmp_path / "cache"),
@@ -86,7 +86,7 @@ def test_commands_of_the_readme_work_in_order(budget, tmp_path, op_rows):
     outputs: dict[str, str] = {}
     for command in COMMANDS:
         outputs[command] = run(shlex.split(command), tmp_path, env, budget)
-        if command.startswith("opcast profile") and budget == "15s":
+        if command.startswith("opcast profile") and budget == "5s":
             measured_longer(tmp_path / "data")
 
     def output(start: str) -> str:
@@ -103,13 +103,15 @@ def test_commands_of_the_readme_work_in_order(budget, tmp_path, op_rows):
     assert "xgboost" in output("opcast compare")
     manifest = json.loads((tmp_path / "cache/models/mine/manifest.json").read_text())
     assert manifest["estimator"] == "xgboost"
-    serves_the_runs(tmp_path, env)
+    # A fresh server takes half a minute; that `opcast ui` serves one, test_mlflow_store.py checks.
+    if budget != "5s":
+        serves_the_runs(tmp_path, env)
 
 
 def measured_longer(folder: Path) -> None:
     """Adds what half an hour gives and seconds do not: programs of several families."""
     found = Dataset.load(COMMITTED)
-    part = found.frame.groupby(["family", "level"]).head(60).reset_index(drop=True)
+    part = found.frame.groupby(["family", "level"]).head(30).reset_index(drop=True)
     Dataset(part, found.runs).save(folder, "samples-longer.parquet")
 
 

@@ -130,8 +130,8 @@ def test_figures_may_differ_a_little_and_words_may_not():
     assert says("first word, rest\n", ["first […] other"]) == "first […] other"
 
 
-#: Pages that measure and train for more than a minute; ``own-gpu`` does the same in less.
-LONG = ("compare-models",)
+#: Pages that measure and train for a minute or more; test_readme.py does the same in less.
+LONG = ("compare-models", "own-gpu")
 
 
 @pytest.mark.slow
