@@ -116,7 +116,13 @@ def dtype_of(kind):
 
 
 @pytest.mark.parametrize(
-    ("made", "count", "again"), [(mlp, 2, 0), (mlp, 3, LAYERS), (llama, 2, 0), (llama, 4, 2)]
+    ("made", "count", "again"),
+    [
+        (mlp, 2, 0),
+        (mlp, 3, LAYERS),
+        pytest.param(llama, 2, 0, marks=pytest.mark.exhaustive),
+        (llama, 4, 2),
+    ],
 )
 def test_stages_make_what_the_step_makes(made, count, again):
     module, flat, batch = made()
