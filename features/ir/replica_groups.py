@@ -77,20 +77,13 @@ def parse_replica_groups(
     return expand_lists(_lists(text), n_devices)
 
 
-def expand_replica_groups(
-    groups: Sequence[Sequence[int]] | np.ndarray, n_devices: int = 0
-) -> Groups:
+def expand_lists(rows: Sequence[Sequence[int]], n_devices: int) -> Groups:
     """Drop padding (``-1``) and expand an empty list to one group of all devices.
 
     Args:
-        groups: Device numbers, one row a group.
+        rows: Device numbers, one row a group.
         n_devices: Number of devices; 0 leaves an empty list empty.
     """
-    return expand_lists([[int(d) for d in row] for row in groups], n_devices)
-
-
-def expand_lists(rows: Sequence[Sequence[int]], n_devices: int) -> Groups:
-    """Do what :func:`expand_replica_groups` does, for lists of Python integers."""
     groups = tuple(tuple(d for d in row if d >= 0) for row in rows)
     groups = tuple(group for group in groups if group)
     return groups or ((tuple(range(n_devices)),) if n_devices else ())

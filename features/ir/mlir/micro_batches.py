@@ -6,7 +6,7 @@ the gradient does; sums over the batch, such as gradients, are added up over its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +51,7 @@ def in_micro_batches(module: ir.Module, plan: Accumulation, parts: int) -> ir.Mo
     Raises:
         ValueError: An op does not fit a part of the batch.
     """
-    from jaxlib.mlir import ir
-
-    copy = copy_module(module)
-    with copy.context, ir.Location.unknown():
-        _Writer(copy, plan, parts).write()
-        if not copy.operation.verify():
-            raise ValueError("an op of the step does not fit a part of the batch")
-    return copy
+    return _rewritten(module, plan, parts, _Writer.write)
 
 
 def one_micro_batch(module: ir.Module, plan: Accumulation, parts: int) -> ir.Module:
@@ -74,11 +67,17 @@ def one_micro_batch(module: ir.Module, plan: Accumulation, parts: int) -> ir.Mod
     Raises:
         ValueError: An op does not fit a part of the batch.
     """
+    return _rewritten(module, plan, parts, _Writer.shrink)
+
+
+def _rewritten(
+    module: ir.Module, plan: Accumulation, parts: int, rewrite: Callable[[_Writer], None]
+) -> ir.Module:
     from jaxlib.mlir import ir
 
     copy = copy_module(module)
     with copy.context, ir.Location.unknown():
-        _Writer(copy, plan, parts).shrink()
+        rewrite(_Writer(copy, plan, parts))
         if not copy.operation.verify():
             raise ValueError("an op of the step does not fit a part of the batch")
     return copy

@@ -4,7 +4,7 @@ import pytest
 
 from opcast.common.errors import ProgramError
 from opcast.features.ir.replica_groups import (
-    expand_replica_groups,
+    expand_lists,
     mesh_groups,
     parse_replica_groups,
 )
@@ -51,8 +51,8 @@ def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]) -> None:
 
 
 def test_replica_groups_as_numbers() -> None:
-    assert expand_replica_groups([[0, 2], [1, -1]]) == ((0, 2), (1,))
-    assert expand_replica_groups([], 3) == ((0, 1, 2),)
+    assert expand_lists([[0, 2], [1, -1]], 0) == ((0, 2), (1,))
+    assert expand_lists([], 3) == ((0, 1, 2),)
     # The order of the named axes is the order within a group: device 2 x + y, y before x.
     assert mesh_groups({"x": 2, "y": 2}, [("y", 1, 2), ("x", 1, 2)]) == ((0, 2, 1, 3),)
 
