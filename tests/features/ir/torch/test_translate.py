@@ -59,13 +59,17 @@ class Function(torch.nn.Module):
         return self.function(*args)
 
 
+def _exhaustive(case):
+    return pytest.param(case, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_pass_is_pytorchs(kind):
     module, inputs = examples()[kind]
     agree(module.eval(), *inputs)
 
 
-@pytest.mark.parametrize("kind", ("unet", "mamba", "moe", "dlrm", "vit", "whisper"))
+@pytest.mark.parametrize("kind", ("unet", "mamba", "moe", "dlrm", "vit", _exhaustive("whisper")))
 def test_models_as_users_write_them(kind):
     module, inputs = torch_user_models.examples()[kind]
     agree(module.eval(), *inputs)
@@ -101,7 +105,7 @@ def test_rotations_by_complex_numbers_and_their_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ("mlp", "resnet", "gpt", *map(_exhaustive, ("encoder", "llama"))))
 def test_a_training_step_is_pytorchs(kind):
     """The loss, every weight after a step of SGD, and the buffers that the pass moved."""
     module, inputs = examples()[kind]
@@ -267,7 +271,7 @@ def test_images_with_channels_last():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, _exhaustive(2), 4])
 def test_attention_with_groups_and_masks(causal, groups):
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, n, 6, 8) for n in (4, groups, groups))
