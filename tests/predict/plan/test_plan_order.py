@@ -71,6 +71,7 @@ def test_the_order_of_plans_is_that_of_simulate(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute: eight plans are compiled
 def test_plans_that_people_make_by_hand_are_found_or_beaten(tmp_path):
     sizes = {**ZOO, "dim": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "seq": 512}
     program = read_planned(
