@@ -228,6 +228,12 @@ FrameworkOpt = Annotated[
     str,
     typer.Option("--framework", help="Framework that runs it, such as nanotron; else an average."),
 ]
+SourceOpt = Annotated[
+    str,
+    typer.Option(
+        "--source", help="Whose cluster it is, as in tables of steps, such as one of 'calibrate'."
+    ),
+]
 CompiledOpt = Annotated[
     bool, typer.Option("--compiled", help="Steps are compiled, or replayed as CUDA graphs.")
 ]

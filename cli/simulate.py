@@ -19,6 +19,7 @@ from .options import (
     PowerCapOpt,
     PriceOpt,
     Settings,
+    SourceOpt,
     StepModelOpt,
     Timeline,
     Workload,
@@ -46,6 +47,7 @@ def simulate(
     model: OperatorModelOpt = OPERATOR_MODEL,
     framework: FrameworkOpt = "",
     compiled: CompiledOpt = False,
+    source: SourceOpt = "own",
     steps: StepModelOpt = "default",
     explain: Annotated[
         bool, typer.Option("--explain", help="Take the step apart into terms.")
@@ -93,6 +95,7 @@ def simulate(
         framework=framework,
         compiled=compiled,
         learned=learned,
+        source=source,
         power_cap_w=power_cap,
     )
     prediction = predictor.predict(

@@ -22,7 +22,8 @@ from ..models.steps.model import StepModel, find_step_model
 from ..models.tracking.mlflow_store import RunLog, tidy
 from ..models.tracking.prediction_log import TrackedRun
 from ..predict.cluster.next_run import next_run
-from ..predict.cluster.step_runs import RowPrediction, StepRuns
+from ..predict.cluster.step import StepPrediction
+from ..predict.cluster.step_runs import StepRuns
 from ..predict.cluster.step_table import StepRow, read_rows, read_steps
 from ..predict.locate import OPERATOR_MODEL
 from ..predict.operator.step_operators import load_step_model
@@ -72,7 +73,7 @@ def predicted_frame(
     table: pd.DataFrame,
     rows: Sequence[StepRow | None],
     reasons: Sequence[str],
-    predicted: Sequence[RowPrediction | str],
+    predicted: Sequence[StepPrediction | str],
 ) -> pd.DataFrame:
     """Predictions of a table: a row for each of its rows, empty with a reason where there is none.
 
@@ -85,7 +86,7 @@ def predicted_frame(
     for name, row, reason in zip(table["id"], rows, reasons, strict=True):
         record: dict[str, object] = {"id": str(name), "reason": reason}
         answer = next(said) if row is not None else reason
-        if row is not None and isinstance(answer, RowPrediction):
+        if row is not None and isinstance(answer, StepPrediction):
             record |= _record(row, answer)
         else:
             record["reason"] = answer
@@ -100,17 +101,17 @@ def predicted_frame(
 PARTS = ("compute_us", "exposed_communication_us", "bubble_us", "host_us", "update_us")
 
 
-def _record(row: StepRow, said: RowPrediction) -> dict[str, object]:
-    step, scale = said.step, said.factor * 1e6
+def _record(row: StepRow, said: StepPrediction) -> dict[str, object]:
+    step, scale = said.step, row.share * 1e6
     update = step.stages[step.worst].update.compute
     parts = (step.compute - update, step.exposed, step.bubble, step.host, update)
     # Rounding of the bubble aside, the parts add up to the step.
     rest = step.total - sum(parts)
     return {
-        "latency_us": said.seconds * 1e6,
-        "lo_us": said.lo * 1e6,
-        "hi_us": said.hi * 1e6,
-        "memory_bytes": said.memory_bytes,
+        "latency_us": step.total * scale,
+        "lo_us": said.interval.lo * scale,
+        "hi_us": said.interval.hi * scale,
+        "memory_bytes": said.fit.worst.total,
         **dict(zip(PARTS, (value * scale for value in (parts[0] + rest, *parts[1:])), strict=True)),
         "known": said.known,
         "source": row.source,
@@ -317,9 +318,9 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     for name, which in (("before", base), ("after", model)):
         answers = runs.predict(which)
         ratios = [
-            answer.seconds / row.measured_s
+            answer.step.total * row.share / row.measured_s
             for answer, row in zip(answers, own, strict=True)
-            if isinstance(answer, RowPrediction)
+            if isinstance(answer, StepPrediction)
         ]
         error = 100 * np.abs(np.array(ratios) - 1.0).mean()
         console.print(f"error of these {len(own)} steps {name}: {error:.1f} %", highlight=False)

@@ -24,13 +24,6 @@ from ..models.steps.model import (
     cluster_ends,
     interval_ends,
 )
-from ..models.steps.residual import (
-    LEAST_RUNS,
-    earns_its_place,
-    fit_residual,
-    stacked,
-    unseen_corrections,
-)
 from ..models.tracking.mlflow_store import RunLog
 from ..predict.cluster.step_runs import StepRuns, fullest
 from ..predict.cluster.step_table import read_rows, read_steps
@@ -48,6 +41,8 @@ MOST_ROWS = 200
 #: Tasks of a pipeline that are placed one by one while learning: long ones are extrapolated from
 #: four rounds, which changes a step by less than 0.5 %.
 PLACED = 256
+#: Runs of a cluster from which its intervals have ends of their own.
+LEAST_RUNS = 60
 #: Sources, numbers of runs and draws of the figures on adapting to a cluster.
 CURVES = 3
 RUNS = (0, 5, 10, 20)
@@ -105,8 +100,6 @@ def train_steps(
     model = StepModel(effects)
     left = study.left_out(tell)
     curve, gains = study.calibration(tell), study.gains(tell)
-    row = left["row"]
-    left["row"] = row._replace(error=row.error + study.residuals(model, tell))
     model.ends = study.ends(left)
     model.memory = fit_laws(
         [r.framework for r in rows], [fullest(r) for r in rows], [r.memory_bytes for r in rows]
@@ -234,7 +227,7 @@ class _Study:
 
         Returns:
             ``without``, and the mean error over groups with rows (``row``) and with clusters
-            (``cluster``) left out, residuals aside.
+            (``cluster``) left out.
         """
         found = []
         for cost in ("", *LEARNED, WHOLE):
@@ -300,33 +293,6 @@ class _Study:
         error = self.measured[own[rest]] - np.array(said)
         return group_error(error, self.groups[own[rest]])
 
-    def residuals(self, model: StepModel, tell: Tell) -> np.ndarray:
-        """Add residuals of clusters that earn them; gives what they add to unseen rows' errors."""
-        added = np.zeros(len(self.measured))
-        for cluster, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
-            if count < LEAST_RUNS:
-                continue
-            at = [int(i) for i in np.flatnonzero(self.groups == cluster)]
-            contexts = [self.runs.contexts[i] for i in at]
-            steps = [
-                self.runs.step(self.runs.rows[i], model.table.effects(c))
-                for i, c in zip(at, contexts, strict=True)
-            ]
-            features = stacked([self.runs.features(i, s) for i, s in zip(at, steps, strict=True)])
-            whole = np.array([model.table.log_factors(c)[WHOLE] for c in contexts])
-            share = np.array([self.runs.rows[i].share for i in at])
-            said = np.log([s.total for s in steps]) + np.log(share) + whole
-            left = self.measured[at] - said
-            unseen = unseen_corrections(features, left, self.seed)
-            if earns_its_place(left, unseen):
-                model.residuals[str(cluster)] = fit_residual(features, left, self.seed)
-                added[at] = -unseen
-                tell(
-                    f"residual of {cluster}: mean error of unseen rows "
-                    f"{np.abs(left).mean():.3f} -> {np.abs(left - unseen).mean():.3f}"
-                )
-        return added
-
     def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
         """Whether intervals from other groups' errors hold a group's rows, by what was left out.
 
@@ -388,7 +354,7 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
     groups = percent(left_out_groups(left), ["group", "rows"])
     print_frame(console, groups, "of each source and device: error and share inside, in %")
-    title = "error in % without the effects of a class, rows and clusters left out, no residuals"
+    title = "error in % without the effects of a class, rows and clusters left out"
     print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
         wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()

@@ -1,6 +1,5 @@
 """What measured training steps teach: how far a step is from its operators and collectives alone.
 
 ``context`` says what a step has in common with others, ``effects`` holds the learned factors of
-each level, ``fit`` learns them, ``residual`` is what is left of clusters with many runs, and
-``model`` puts them together and adds intervals.
+each level, ``fit`` learns them, and ``model`` adds intervals.
 """

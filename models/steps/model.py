@@ -1,26 +1,24 @@
-"""The model of steps: effects, residuals of well-measured clusters, intervals by what is known."""
+"""The model of steps: effects, and intervals by what is known."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import hypot
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ...common.paths import PACKAGE
 from ..core.store import read_json_model, write_json_model
 from .context import StepContext
-from .effects import CLUSTER, WHOLE, EffectTable
+from .effects import CLUSTER, EffectTable
 from .memory import MemoryLaw
-from .residual import Residual
 
 #: Format of the file that :meth:`StepModel.save` writes.
-FORMAT = 3
+FORMAT = 4
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "steps.json"
 #: What is known of a step, most first: runs of its cluster; of its framework and its generation of
@@ -46,25 +44,12 @@ _LESS_SURE = (
 COVERAGE = 0.9
 
 
-class StepAnswer(NamedTuple):
-    """What the model adds to simulated steps, arrays of shape ``(n,)``.
-
-    Attributes:
-        factor: On the simulated seconds.
-        tier: One of :data:`TIERS`.
-    """
-
-    factor: np.ndarray
-    tier: list[str]
-
-
 @dataclass
 class StepModel:
     """Learned steps.
 
     Attributes:
         table: Effects.
-        residuals: By cluster.
         ends: Ends of the interval in deviations of a step's logarithm (:meth:`EffectTable.spread`):
             of clusters with runs (:data:`CLUSTER`), of all others (:data:`ELSEWHERE`), of both for
             models with experts (:data:`OF_EXPERTS`), and by cluster where one has runs enough for
@@ -74,7 +59,6 @@ class StepModel:
     """
 
     table: EffectTable = field(default_factory=EffectTable)
-    residuals: dict[str, Residual] = field(default_factory=dict)
     ends: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory: dict[str, MemoryLaw] = field(default_factory=dict)
     provenance: dict[str, object] = field(default_factory=dict)
@@ -115,27 +99,11 @@ class StepModel:
         spread = self.table.spread(context, slopes)
         return -hypot(low * spread, operators[0]), hypot(high * spread, operators[1])
 
-    def answer(self, contexts: Sequence[StepContext], features: np.ndarray) -> StepAnswer:
-        """Factors on steps that were simulated with the model's effects.
-
-        Args:
-            contexts: Of the steps.
-            features: For residuals, shape ``(n, k)``.
-        """
-        logs = np.array([self.table.log_factors(c)[WHOLE] for c in contexts])
-        for cluster, residual in self.residuals.items():
-            at = [i for i, c in enumerate(contexts) if c.cluster == cluster]
-            if at:
-                logs[at] += residual.predict(features[at])
-        tiers = [self.tier(c) for c in contexts]
-        return StepAnswer(np.exp(logs), tiers)
-
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
             "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
             "deviations": {k: round(v, 5) for k, v in sorted(self.table.deviations.items())},
-            "residuals": {k: json.loads(r.text) for k, r in self.residuals.items()},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "memory": {k: law.to_list() for k, law in self.memory.items()},
             "provenance": self.provenance,
@@ -156,7 +124,6 @@ class StepModel:
                     {str(k): float(v) for k, v in data["effects"].items()},
                     {str(k): float(v) for k, v in data["deviations"].items()},
                 ),
-                {str(k): Residual(json.dumps(v)) for k, v in data["residuals"].items()},
                 {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
                 {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
                 dict(data["provenance"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -187,6 +188,8 @@ class StepPredictor:
             that ships.
         source: Name under which the model was adapted to the cluster.
         power_cap_w: Sustained power of a device in watts, below its limit.
+        latency: What prices operators, where other clusters of the device share it; by default
+            made of ``model`` and the power cap.
 
     Raises:
         DeviceError: The cluster names no device, and none is given; or a power cap is outside what
@@ -204,6 +207,7 @@ class StepPredictor:
         learned: StepModel | None = None,
         source: str = OWN,
         power_cap_w: float | None = None,
+        latency: OperatorLatency | None = None,
     ) -> None:
         cluster = find_cluster(cluster)
         self.cluster = cluster
@@ -211,9 +215,26 @@ class StepPredictor:
         self.framework, self.compiled = framework.lower(), compiled
         self.learned, self.source = learned or shipped_steps(), source
         self.cap = cap_share(power_cap_w, self.spec)
-        self.latency = OperatorLatency(self.spec, model, self.cap)
-        self._priced = cluster_costs(cluster, self.spec, self.latency)
-        self._costs = self._priced
+        self.latency = latency or OperatorLatency(self.spec, model, self.cap)
+        #: Before effects.
+        self.priced = cluster_costs(cluster, self.spec, self.latency)
+        self._costs = self.priced
+
+    def run_by(
+        self, framework: str, *, compiled: bool, source: str, learned: StepModel
+    ) -> StepPredictor:
+        """Predictor of steps of another framework or owner, with the times that are known already.
+
+        Args:
+            framework: As of the class.
+            compiled: As of the class.
+            source: As of the class.
+            learned: As of the class.
+        """
+        other = copy(self)
+        other.framework, other.compiled = framework.lower(), compiled
+        other.source, other.learned = source, learned
+        return other
 
     def predict(
         self,
@@ -330,7 +351,7 @@ class StepPredictor:
         launched = not self.compiled and not self.framework.startswith(COMPILED)
         context = context_of(workload, self.spec, self.framework, self.source, launched=launched)
         effects = self.learned.table.whole_effects(context)
-        self._costs = self._priced.with_effects(effects, self.cluster.box)
+        self._costs = self.priced.with_effects(effects, self.cluster.box)
         return context
 
     def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:

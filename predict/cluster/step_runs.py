@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
-from math import exp, log2
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,43 +14,17 @@ from ...features.devices.catalogue import find_device
 from ...models.operators import OpModel
 from ...models.steps.context import StepContext, context_of
 from ...models.steps.effects import EffectTable
-from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
-from ...models.steps.residual import stacked
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import OpCall
 from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
-from ...simulate.step.layer_ops import micro_tokens
 from ...simulate.step.memory import StageMemory
 from ..operator.step_operators import OperatorLatency
-from .peaks import arithmetic_seconds, as_multiplied
-from .step import cluster_costs, step_interval
+from .peaks import as_multiplied
+from .step import StepPrediction, StepPredictor
 from .step_table import FAULTS, StepRow, reason_of
-
-
-@dataclass(frozen=True)
-class RowPrediction:
-    """A row's step.
-
-    Attributes:
-        seconds: Estimate.
-        lo: Lower end of the 90 % interval, seconds.
-        hi: Upper end.
-        step: Its parts, before the factor on the whole step.
-        factor: ``seconds`` over the parts' total.
-        memory_bytes: Peak of the fullest device.
-        known: What is known of the step, as :data:`opcast.models.steps.model.TIERS`.
-    """
-
-    seconds: float
-    lo: float
-    hi: float
-    step: StepTime
-    factor: float
-    memory_bytes: float
-    known: str
 
 
 class StepRuns:
@@ -79,7 +52,7 @@ class StepRuns:
         self.contexts: list[StepContext] = [row_context(row) for row in self.rows]
         self._latency: dict[str, OperatorLatency] = {}
         self._ops: dict[str, dict[OpCall, np.ndarray]] = {}
-        self._costs: dict[Cluster, Costs] = {}
+        self._clusters: dict[Cluster, StepPredictor] = {}
         self._prepare()
 
     def _prepare(self) -> None:
@@ -105,16 +78,17 @@ class StepRuns:
         part.rows, part.contexts = list(rows), [row_context(row) for row in rows]
         return part
 
+    def _on(self, cluster: Cluster) -> StepPredictor:
+        """Predictor of steps on a cluster; its collectives are asked for once."""
+        if cluster not in self._clusters:
+            own = StepPredictor(cluster, None, latency=self._latency[cluster.device])
+            own.priced.ops = self._ops[cluster.device]
+            self._clusters[cluster] = own
+        return self._clusters[cluster]
+
     def costs(self, row: StepRow, effects: StepEffects) -> Costs:
-        """Costs of a row under effects; collectives of a cluster are asked for once."""
-        cluster = row.cluster
-        if cluster not in self._costs:
-            known = cluster_costs(
-                cluster, find_device(cluster.device), self._latency[cluster.device]
-            )
-            known.ops = self._ops[cluster.device]
-            self._costs[cluster] = known
-        return self._costs[cluster].with_effects(effects, cluster.box)
+        """Costs of a row under effects."""
+        return self._on(row.cluster).priced.with_effects(effects, row.cluster.box)
 
     def step(self, row: StepRow, effects: StepEffects) -> StepTime:
         """Simulate a row."""
@@ -131,71 +105,18 @@ class StepRuns:
             logs[place] = np.log(self.step(row, effects).total * row.share)
         return logs
 
-    def _interval(self, model: StepModel, index: int, step: StepTime) -> tuple[float, float]:
-        row, context = self.rows[index], self.contexts[index]
-        return step_interval(
-            model,
-            context,
-            row.workload,
-            row.plan,
-            self.costs(row, model.table.effects(context)),
-            step,
-            self._latency[row.cluster.device],
-            self.most_tasks,
-        )
-
-    def features(self, index: int, step: StepTime) -> list[float]:
-        """Features for residuals, of plan, sizes and the simulated parts."""
-        row = self.rows[index]
-        w, p = row.workload, row.plan
-        sizes = (p.tp, p.pp, p.dp * p.fsdp, p.cp, p.ep, p.virtual, row.cluster.size)
-        micro = (p.microbatches, micro_tokens(w, p), w.layers / p.pp, w.d_model, w.seq)
-        parts = (step.exposed, step.host, step.bubble)
-        return [
-            *(log2(value) for value in (*sizes, *micro)),
-            *(part / step.total for part in parts),
-            log2(step.total / p.microbatches),
-            float(p.stage),
-            float(p.recompute == "full"),
-            float(w.experts > 0),
-        ]
-
-    def predict(self, model: StepModel) -> list[RowPrediction | str]:
-        """Predict every row; where that fails, say why instead."""
-        steps: dict[int, StepTime] = {}
-        intervals: dict[int, tuple[float, float]] = {}
-        memory: dict[int, float] = {}
-        reasons: dict[int, str] = {}
-        for i, (row, context) in enumerate(zip(self.rows, self.contexts, strict=True)):
+    def predict(self, model: StepModel) -> list[StepPrediction | str]:
+        """Predict every row as a user who types it gets it; where that fails, say why instead."""
+        found: list[StepPrediction | str] = []
+        for row in self.rows:
             try:
-                steps[i] = self.step(row, model.table.effects(context))
-                intervals[i] = self._interval(model, i, steps[i])
-                memory[i] = law_of(model.memory, row.framework).total(fullest(row))
+                own = self._on(row.cluster).run_by(
+                    row.framework, compiled=not row.launched, source=row.source, learned=model
+                )
+                found.append(own.predict(row.workload, row.plan, remedy=False))
             except (OpcastError, *FAULTS) as error:
-                steps.pop(i, None)
-                reasons[i] = reason_of(error)
-            self.show(i + 1, len(self.rows))
-        found: list[RowPrediction | str] = [reasons.get(i, "") for i in range(len(self.rows))]
-        if not steps:
-            return found
-        features = stacked([self.features(i, step) for i, step in steps.items()])
-        answer = model.answer([self.contexts[i] for i in steps], features)
-        for place, (i, step) in enumerate(steps.items()):
-            factor = float(answer.factor[place]) * self.rows[i].share
-            seconds = step.total * factor
-            low, high = intervals[i]
-            row = self.rows[i]
-            device = find_device(row.cluster.device)
-            floor = arithmetic_seconds(row.workload, row.plan, device) * row.share
-            found[i] = RowPrediction(
-                max(seconds, floor),
-                max(seconds * exp(low), floor),
-                max(seconds * exp(high), floor),
-                step,
-                factor,
-                memory[i],
-                answer.tier[place],
-            )
+                found.append(reason_of(error))
+            self.show(len(found), len(self.rows))
         return found
 
 

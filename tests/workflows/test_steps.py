@@ -5,18 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from opcast.cli import app
+from opcast.common.errors import DeviceError
 from opcast.models.steps.model import StepModel, shipped_steps
-from opcast.predict.cluster import step_runs
-from opcast.predict.cluster.step_table import read_steps
+from opcast.predict.cluster import step as steps
+from opcast.predict.cluster.step_table import StepRow, read_rows, read_steps
+from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
+from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.workflows.steps import PARTS, evaluate_steps, judge, plan_choice
 from opcast.workflows.train_steps import train_steps
 
@@ -90,14 +95,14 @@ def test_parts_add_up_and_rows_that_cannot_be_expressed_stay() -> None:
 
 
 def test_a_row_that_opcast_fails_on_does_not_cost_the_others(monkeypatch) -> None:
-    real = step_runs.step_time
+    real = steps.step_time
 
-    def fails(workload, plan, *rest):
+    def fails(workload, plan, *rest, **named):
         if plan.tp == 4:
             raise ZeroDivisionError("no layers")
-        return real(workload, plan, *rest)
+        return real(workload, plan, *rest, **named)
 
-    monkeypatch.setattr(step_runs, "step_time", fails)
+    monkeypatch.setattr(steps, "step_time", fails)
     frame, judged, _ = evaluate_steps(table(), StepModel(), None)
     failed = frame["latency_us"].isna()
     assert failed.tolist() == [False, False, True, False, False, False]
@@ -225,3 +230,57 @@ def test_every_published_step_is_expressed_and_most_are_inside() -> None:
     # These rows were learned from; without any learning the mean over groups is 33 %.
     assert judged.overall["mape"] < 0.16
     assert judged.overall["coverage"] > 0.8
+
+
+def typed(row: StepRow, folder: Path, model: str) -> list[str]:
+    """The command that asks for a row of a table."""
+    sizes = folder / "workload.yaml"
+    sizes.write_text(yaml.safe_dump({"family": "llama", **asdict(row.workload)}))
+    asked = ["simulate", "--workload", str(sizes), "--cluster", row.cluster.name]
+    asked += ["--plan", row.plan.text(), "--model", model, "--json"]
+    asked += ["--framework", row.framework, "--source", row.source]
+    return asked if row.launched else [*asked, "--compiled"]
+
+
+def can_be_typed(row: StepRow) -> bool:
+    """Whether a row's cluster has a name, and all of its micro-batches are of one size."""
+    try:
+        return row.share == 1.0 and find_cluster(row.cluster.name) == row.cluster
+    except DeviceError:
+        return False
+
+
+def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None:
+    """Assert that tables and commands give one answer, to the last digit."""
+    operators = load_step_model(model)
+    frame = evaluate_steps(asked, shipped_steps(), operators)[0]
+    for said, row in zip(frame.to_dict("records"), read_rows(asked)[0], strict=True):
+        assert row is not None
+        result = CliRunner().invoke(app, typed(row, folder, model))
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        for name in ("latency_us", "lo_us", "hi_us", "host_us", "bubble_us"):
+            assert found[name] == said[name], (row, name)
+        assert found["memory_bytes_per_device"] == said["memory_bytes"]
+        assert found["known"] == said["known"]
+
+
+def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
+    kinds = [
+        {},
+        {"framework": "nanotron", "source": "vinjn/nanotron-ultrascale-playbook"},
+        {"compile": True, "device": "h100-sxm"},
+        {"framework": "megatron-bridge", "device": "b200", "experts": 8, "top_k": 2, "ep": 2},
+        {"framework": "maxtext", "device": "tpu-v6e", "source": "AI-Hypercomputer/tpu-recipes"},
+    ]
+    asked = pd.concat([table(**kind) for kind in kinds], ignore_index=True)
+    asked["ep"] = asked["ep"].where(asked["dp"] > 1)
+    compare_with_commands(asked, tmp_path, "roofline")
+
+
+@published
+def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
+    asked = read_steps(TABLE)
+    plain = [row is not None and can_be_typed(row) for row in read_rows(asked)[0]]
+    some = asked[plain].sample(30, random_state=0).reset_index(drop=True)
+    compare_with_commands(some, tmp_path, OPERATOR_MODEL)

@@ -11,32 +11,27 @@ from opcast.common.errors import ModelError
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.memory import MemoryLaw, fit_laws, law_of
 from opcast.models.steps.model import PRETRAINED, StepModel, shipped_steps
-from opcast.models.steps.residual import earns_its_place, fit_residual, unseen_corrections
 from opcast.simulate.step.memory import StageMemory
 
 from .test_fit import context
 
 
 def test_a_saved_model_answers_as_before(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    features = draw.normal(size=(80, 3)).astype(np.float32)
-    residual = fit_residual(features, (features[:, 0] > 0) * 0.5)
     model = StepModel(
         EffectTable({"whole/cluster/x|h100-sxm": 0.25}, {"whole/cluster/x|h100-sxm": 0.05}),
-        {"x|h100-sxm": residual},
         {"cluster": (-0.1, 0.2)},
         {"a": MemoryLaw(1.5, 2.0, 3.0)},
         {"rows": 80},
     )
     model.save(tmp_path / "steps.json")
     again = StepModel.load(tmp_path / "steps.json")
-    asked = [context("a", "x|h100-sxm")] * 80
-    before, after = model.answer(asked, features), again.answer(asked, features)
-    assert np.array_equal(before.factor, after.factor) and before.tier == after.tier
     assert again.table == model.table
     assert again.provenance == {"rows": 80} and again.memory == model.memory
-    other = again.answer([context("a", "y|h100-sxm")], features[:1])
-    assert other.factor[0] == 1.0
+    assert again.ends == model.ends
+    ours, others = (context("a", f"{name}|h100-sxm") for name in "xy")
+    assert again.tier(ours) == model.tier(ours) == "cluster"
+    assert again.table.log_factors(ours)["whole"] == 0.25
+    assert again.table.log_factors(others)["whole"] == 0.0
 
 
 def test_memory_of_a_framework_is_learned_from_its_peaks() -> None:
@@ -56,7 +51,7 @@ def test_memory_of_a_framework_is_learned_from_its_peaks() -> None:
 
 def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
-    path.write_text('{"format": 3, "effects": 3}')
+    path.write_text('{"format": 4, "effects": 3}')
     with pytest.raises(ModelError, match="cannot be read") as caught:
         StepModel.load(path)
     assert caught.value.where == str(path)
@@ -65,18 +60,9 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
         StepModel.load(path)
 
 
-def test_a_residual_is_kept_only_if_unseen_runs_gain() -> None:
-    draw = np.random.default_rng(1)
-    features = draw.normal(size=(200, 4)).astype(np.float32)
-    rule = np.where(features[:, 1] > 0, 1.0, -1.0)
-    noise = draw.normal(size=200)
-    assert earns_its_place(rule, unseen_corrections(features, rule))
-    assert not earns_its_place(noise, unseen_corrections(features, noise))
-
-
 def test_the_shipped_model_knows_what_it_was_learned_from() -> None:
     model = shipped_steps()
-    assert PRETRAINED.stat().st_size < 3_000_000
+    assert PRETRAINED.stat().st_size < 30_000
     assert {"h100-sxm", "a100-sxm-80gb", "gb200", "tpu-v6e"} <= set(model.provenance["devices"])
     for low, high in model.ends.values():
         assert -3.0 < low < 0.0 < high < 5.0  # in deviations
