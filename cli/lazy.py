@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .from_dataclass import flat
+
 if TYPE_CHECKING:
     from typer._click import Command as ClickCommand
     from typer._click import Context, HelpFormatter
@@ -171,7 +173,8 @@ class GroupedCommand(TyperCommand):
             if parameter.param_type_name == "argument":
                 title = "Arguments"
             elif len(options) > MOST_TOGETHER:
-                title = SECTION_OF.get(str(parameter.name), title)
+                own = getattr(parameter, "rich_help_panel", None)
+                title = own or SECTION_OF.get(str(parameter.name), title)
             sections.setdefault(title, []).append(record)
         for title in sorted(sections, key=lambda own: ORDER.index(own)):
             with formatter.section(title):
@@ -215,7 +218,7 @@ def _load(name: str, entry: Command | Group) -> ClickCommand:
             cls=GroupedCommand,
             context_settings=dict(entry.settings),
             epilog=lines if entry.examples else None,
-        )(function)
+        )(flat(function))
     command = typer.main.get_command(app)
     command.name = name
     return command

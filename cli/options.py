@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.parquet import TABLES
+from ..common import options as common
+from .from_dataclass import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,54 +30,12 @@ PriceOpt = Annotated[
     float | None,
     typer.Option(min=0.0, help="Price of a device for an hour, in any currency: prints the cost."),
 ]
-#: Units that options take, as factors to the unit they are kept in; without a unit that unit.
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_BYTES = {"": 1.0, "GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
-_WATTS = {"": 1.0, "W": 1.0, "kW": 1e3}
 
-
-def _quantity(text: str, units: Mapping[str, float], what: str, example: str) -> float:
-    number = text.rstrip("".join({*"".join(units), " "}))
-    try:
-        value = float(number) * units[text[len(number) :].strip()]
-    except (ValueError, KeyError):
-        value = math.nan
-    # Also false for NaN.
-    if not 0.0 < value < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a {what}: write {example}")
-    return value
-
-
-def seconds_of(text: str) -> float:
-    """Parse a duration such as ``90s``, ``10m`` or ``2h`` into seconds.
-
-    Raises:
-        typer.BadParameter: It is not a positive, finite duration.
-    """
-    return _quantity(text, _SECONDS, "duration", "90s, 10m or 2h")
-
-
-def bytes_of(text: str) -> float:
-    """Parse an amount of memory such as ``60GiB`` or ``80GB`` into bytes.
-
-    Raises:
-        typer.BadParameter: It is not a finite amount of a MiB or more.
-    """
-    value = _quantity(text, _BYTES, "memory size", "60GiB or 64GB")
-    if value < _BYTES["MiB"]:
-        raise typer.BadParameter(f"{text!r} is less than 1 MiB: write a unit, as in 60GiB")
-    return value
-
-
-def watts_of(text: str) -> float:
-    """Parse a power such as ``400``, ``400W`` or ``0.4kW`` into watts.
-
-    Raises:
-        typer.BadParameter: It is not a positive, finite power.
-    """
-    return _quantity(text, _WATTS, "power", "400W")
-
-
+seconds_of, bytes_of, watts_of = (
+    told(common.seconds_of),
+    told(common.bytes_of),
+    told(common.watts_of),
+)
 PowerCapOpt = Annotated[
     float | None,
     typer.Option(
@@ -97,33 +56,6 @@ PricesOpt = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
-    """Make the check of an option for a file: its suffix must name the format of its content.
-
-    Args:
-        suffixes: Suffixes of the formats that the command writes.
-    """
-
-    def check(path: Path | None) -> Path | None:
-        if path is not None and path.suffix.lower() not in suffixes:
-            kinds = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-            raise typer.BadParameter(f"{str(path)!r} has to be called {kinds}")
-        return path
-
-    return check
-
-
-def folder(path: Path | None) -> Path | None:
-    """Check an option for a folder: refuse a file, and the name of one.
-
-    Raises:
-        typer.BadParameter: It is a file, or called as one.
-    """
-    if path is not None and (path.is_file() or path.suffix.lower() in (*TABLES, ".html", ".png")):
-        raise typer.BadParameter(f"{str(path)!r} is called as a file, but a folder is written")
-    return path
-
-
 def named_out(out: Path | None, check: Callable[[Path | None], Path | None]) -> None:
     """Check an ``--out`` whose kind depends on other options.
 
@@ -136,8 +68,15 @@ def named_out(out: Path | None, check: Callable[[Path | None], Path | None]) -> 
         raise typer.BadParameter(f"--out: {error.message}") from None
 
 
-json_file, page_file, yaml_file = called(".json"), called(".html", ".htm"), called(".yaml", ".yml")
-table_file, plot_file = called(*TABLES), called(".png", ".svg", ".pdf", ".jpg")
+json_file, page_file, yaml_file = map(told, (common.json_file, common.page_file, common.yaml_file))
+table_file, plot_file, folder = map(told, (common.table_file, common.plot_file, common.folder))
+
+
+def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """As :func:`..common.options.called`, for Typer."""
+    return told(common.called(*suffixes))
+
+
 Out = Annotated[Path, typer.Option("--out", callback=folder, help="Folder to write.")]
 Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
 OptionalData = Annotated[

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated
 
 from ..common.errors import OpcastError
+from ..common.options import Option, seconds_of
 
 _LOOPBACK_NAME = "localhost"
 
@@ -16,45 +18,56 @@ class ServeError(OpcastError):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server.
+    """Settings of a server: models, address and limits.
 
     Attributes:
-        models: Names or folders of the models; the first answers where a request names none.
-        host: Address to bind.
-        port: Port to bind; 0 takes a free one.
-        token: Bearer token that requests must carry; empty for none.
-        allow_compile: Whether target compilers may be run.
-        max_body_bytes: Maximum size of a request's body.
-        max_rows: Maximum kernels in a request.
-        timeout_s: Time limit of a request.
-        concurrency: Maximum concurrent requests.
-        workers: Maximum programs and plans processed at a time.
         waiting: Maximum programs and plans waiting for one of ``workers``.
-        memory_bytes: Limit of private memory of a program's or plan's process.
-        cache_entries: Number of kernels whose answers are cached.
     """
 
-    models: tuple[str, ...] = ("default",)
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str = ""
-    allow_compile: bool = False
-    # Limits and sizes are engineering estimates; each has an option of opcast serve.
-    max_body_bytes: int = 64 * 2**20
-    max_rows: int = 100_000
-    timeout_s: float = 60.0
-    concurrency: int = 64
-    workers: int = 2
+    models: Annotated[
+        tuple[str, ...],
+        Option(
+            "Model to serve; may be given again. The first is the default.",
+            ("--model",),
+            "Estimates",
+        ),
+    ] = ("default",)
+    host: Annotated[str, Option("Address to bind; all but loopback need a token.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port; 0 picks a free one.", least=0, most=65535)] = 8000
+    token: Annotated[
+        str, Option("Bearer token that requests must carry.", environment="OPCAST_TOKEN")
+    ] = ""
+    allow_compile: Annotated[
+        bool, Option("Allow requests to run target compilers.", ("--allow-compile",))
+    ] = False
+    timeout_s: Annotated[
+        float,
+        Option("Time limit of a request.", ("--timeout",), "Run", parse=seconds_of, typed="60s"),
+    ] = 60.0
+    # Limits and sizes are engineering estimates.
+    max_body_bytes: Annotated[
+        int, Option("Size limit of a request body in MiB.", ("--max-body",), unit=2**20, least=1)
+    ] = 64 * 2**20
+    max_rows: Annotated[int, Option("Maximum kernels in a request.", least=1)] = 100_000
+    concurrency: Annotated[int, Option("Maximum concurrent requests.", least=1)] = 64
+    workers: Annotated[int, Option("Maximum programs and plans at a time.", least=1)] = 2
+    memory_bytes: Annotated[
+        int,
+        Option("Memory limit of a program or plan in GiB.", ("--memory",), unit=2.0**30, least=1),
+    ] = 4 * 2**30
+    cache_entries: Annotated[
+        int, Option("Number of kernel predictions to cache.", ("--cache",), least=0)
+    ] = 200_000
     waiting: int = 16
-    memory_bytes: int = 4 * 2**30
-    cache_entries: int = 200_000
 
     def __post_init__(self) -> None:
-        """Check that the address may be bound without a token.
+        """Take each model once, and check that the address may be bound without a token.
 
         Raises:
             ServeError: It is not a loopback address, and there is no token.
         """
+        # In the order given: the first is the default.
+        object.__setattr__(self, "models", tuple(dict.fromkeys(self.models)))
         # The server runs models for whoever reaches it; on loopback only local users can.
         if not self.token and not is_loopback(self.host):
             raise ServeError(

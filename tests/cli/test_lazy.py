@@ -24,7 +24,7 @@ except SystemExit:
     pass
 print("MODULES", *(name for name in sys.modules if name.startswith("opcast.cli.")))
 """
-ALWAYS = {"opcast.cli.main", "opcast.cli.guard", "opcast.cli.lazy", "opcast.cli.options"}
+ALWAYS = {f"opcast.cli.{name}" for name in ("main", "from_dataclass", "guard", "lazy", "options")}
 
 
 def entries(
