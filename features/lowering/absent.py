@@ -23,11 +23,10 @@ from ..ir.source_ops import SourceOps
 from ..kernels.kernel import LoweredProgram
 from .cache import LoweringCache, from_data, to_data
 from .local_target import LocalTarget
-from .op import lower_op
+from .op import lower_op, work_notes
 from .repeated_layers.lower import MIN_LAYERS, extrapolate, shorten
 from .target_compiler.process import CompileSettings, compile_programs
 from .target_compiler.target import CompileTarget, target_of
-from .work_check import work_notes
 from .xla import _as_stablehlo, _unknown_loops, lower_compiled
 
 if TYPE_CHECKING:

@@ -10,26 +10,20 @@ from ..kernels.extract import extract_kernels
 from ..kernels.kernel import LoweredProgram
 from ..kernels.memory import peak_memory
 from .fused.dataflow.graph import Graph, build_graph
-from .fused.dataflow.machine import Machine, machine_of
+from .fused.dataflow.work import Machine, machine_of
 from .fused.fusion.clusters import Clusters
 from .fused.fusion.emit import ComputationWriter, Emitter
-from .fused.fusion.epilogues import fuse_epilogues
-from .fused.fusion.fills import join_fills, own_fills
-from .fused.fusion.horizontal import HorizontalFusion
-from .fused.fusion.multi_output import MultiOutputFusion
-from .fused.fusion.priority import PriorityFusion
-from .fused.fusion.softmax import fuse_softmax
+from .fused.fusion.epilogues import fuse_epilogues, fuse_softmax
+from .fused.fusion.multi_output import HorizontalFusion, MultiOutputFusion
+from .fused.fusion.priority import PriorityFusion, join_fills, own_fills
 from .fused.on_chip import on_chip_of, place_on_chip
-from .fused.rewrites.convolutions import canonical_convs
-from .fused.rewrites.expand import expand_ops
+from .fused.rewrites.convolutions import canonical_convs, expand_ops
 from .fused.rewrites.loops import copy_loop_state, drop_dead_state, merge_counters
 from .fused.rewrites.products import canonical_dots, merge_dots
-from .fused.rewrites.reductions import split_reductions
+from .fused.rewrites.reductions import pad_products, reduce_vector_products, split_reductions
 from .fused.rewrites.simplify import simplify
 from .fused.rewrites.sinking import sink_transposes
-from .fused.rewrites.vectors import pad_products, reduce_vector_products
-from .op import whole_notes
-from .work_check import uncosted_notes
+from .op import uncosted_notes, whole_notes
 
 
 def lower_fused(
@@ -130,7 +124,7 @@ def _fused(
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.
     PriorityFusion(clusters, machine).run()
-    # CopyFusion runs on the entry computation only (fusion/fills.py).
+    # CopyFusion runs on the entry computation only (fusion/priority.py).
     if is_entry:
         join_fills(clusters)
     MultiOutputFusion(clusters, machine).run()

@@ -21,7 +21,7 @@ from ..kernels.memory import peak_memory
 from ..kernels.provenance import infer_sources
 from .cache import LoweringCache, from_data, to_data
 from .local_target import LocalTarget, environment_hash, local_target
-from .work_check import uncosted_notes
+from .op import uncosted_notes
 
 if TYPE_CHECKING:
     import jax

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .excise import Excision
-from .runs import OpTable, Read
+from .runs import Excision, OpTable, Read
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir

@@ -1,4 +1,4 @@
-"""Runs of equal blocks in a sequence of ops, found as periods in what the ops do."""
+"""Runs of equal blocks in a sequence of ops, and which ops go when blocks are taken out."""
 
 from __future__ import annotations
 
@@ -119,3 +119,149 @@ def disjoint(candidates: Sequence[Run], count: int = 0) -> list[Run]:
         if all(run.stop <= other.start or other.stop <= run.start for other in chosen):
             chosen.append(run)
     return sorted(chosen, key=lambda run: run.start)
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The layers of a program.
+
+    Attributes:
+        layers: How many there are.
+        runs: Their runs of blocks.
+        layer_of: For each run the layer of each block.
+    """
+
+    layers: int
+    runs: tuple[Run, ...]
+    layer_of: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Excision:
+    """The changes that give a program with fewer layers.
+
+    Attributes:
+        removed: Ops that go.
+        rewired: What operands of kept ops read instead, by op and operand number.
+    """
+
+    removed: frozenset[int]
+    rewired: dict[tuple[int, int], Read]
+
+
+def excise(table: OpTable, repeats: Repeats, keep: int) -> Excision | None:
+    """Take layers out of the middle.
+
+    Args:
+        table: The ops.
+        repeats: Their layers.
+        keep: Layers to keep, half of them at either end.
+
+    Returns:
+        What is removed and what is read instead; ``None`` if a kept op reads a value without a
+        counterpart.
+    """
+    first = keep // 2
+    # From the middle: the first and last layers, whose surroundings differ, stay.
+    gone = range(first, repeats.layers - (keep - first))
+    if not gone or any(not set(gone) <= set(labels) for labels in repeats.layer_of):
+        return None
+    removed = {
+        op
+        for run, labels in zip(repeats.runs, repeats.layer_of, strict=True)
+        for block, layer in enumerate(labels)
+        if layer in gone
+        for op in range(run.start + block * run.period, run.start + (block + 1) * run.period)
+    }
+    rewired: dict[tuple[int, int], Read] = {}
+    seams = _Seams(table, repeats, gone)
+    for op in range(len(table.reads)):
+        if op in removed:
+            continue
+        for number, (source, _) in enumerate(table.reads[op]):
+            if source in removed:
+                instead = seams.counterpart(op, number)
+                # An op can only read what stands before it.
+                if instead is None or instead[0] in removed or instead[0] >= op:
+                    return None
+                rewired[op, number] = instead
+    return Excision(frozenset(removed), rewired)
+
+
+class _Seams:
+    """Finds what stands in the place of an op that goes."""
+
+    def __init__(self, table: OpTable, repeats: Repeats, gone: range) -> None:
+        self.table = table
+        self.runs = repeats.runs
+        # One more for the tail, which is always kept: of the layer that the whole blocks lack.
+        self.kept_blocks = [
+            [*(b for b, layer in enumerate(labels) if layer not in gone), len(labels)]
+            for labels in repeats.layer_of
+        ]
+        self.labels = []
+        for labels in repeats.layer_of:
+            # A run of one block less (the first or last layer differs) has a tail or head of that
+            # layer.
+            lacking = set(range(repeats.layers)) - set(labels)
+            self.labels.append((*labels, lacking.pop() if len(lacking) == 1 else -1))
+
+    def _place(self, op: int) -> tuple[int, int, int] | None:
+        for number, run in enumerate(self.runs):
+            if run.start <= op < run.stop + run.tail:
+                return (number, *divmod(op - run.start, run.period))
+        return None
+
+    def counterpart(self, reader: int, number: int) -> Read | None:
+        """Find what an operand reads instead: what is as far from the reader as that was."""
+        source, result = self.table.reads[reader][number]
+        at, of = self._place(reader), self._place(source)
+        if of is None:
+            return None
+        if at is None:
+            block = self._end(of)
+        else:
+            kept = self.kept_blocks[at[0]]
+            away = self._distance(at, of)
+            position = kept.index(at[1]) + away
+            if not 0 <= position < len(kept):
+                return self._first_or_last(at, number, away)
+            block = self._same_layer(at[0], kept[position], of[0])
+        run = self.runs[of[0]]
+        if block < 0 or (block == run.count and of[2] >= run.tail):
+            return None
+        return run.start + block * run.period + of[2], result
+
+    def _same_layer(self, run: int, block: int, other: int) -> int:
+        """Return the block of another run with the layer of a block; -1 if there is none."""
+        layer, target = self.labels[run][block], self.labels[other]
+        if run == other:
+            return block
+        return target.index(layer) if layer >= 0 and layer in target else -1
+
+    def _distance(self, at: tuple[int, int, int], of: tuple[int, int, int]) -> int:
+        """Count blocks between a reader and what it reads, in the order of the reader's run.
+
+        Where frameworks sort layers by name, a run goes through them in another order, and a block
+        that begins within a layer reads of the next one in that order.
+        """
+        if at[0] == of[0]:
+            return of[1] - at[1]
+        labels, wanted = self.labels[at[0]], self.labels[of[0]][of[1]]
+        if wanted in labels:
+            return labels.index(wanted) - at[1]
+        # The reader's run lacks that layer, which lies beyond one of its ends.
+        return -at[1] - 1 if wanted < min(labels[:-1]) else len(labels) - at[1]
+
+    def _end(self, of: tuple[int, int, int]) -> int:
+        """Find the block that an op outside of all runs reads: the first or last one, else -1."""
+        kept = self.kept_blocks[of[0]]
+        if of[1] == self.runs[of[0]].count - 1:
+            return kept[-2] if len(kept) > 1 else -1
+        return kept[0] if of[1] == 0 else -1
+
+    def _first_or_last(self, at: tuple[int, int, int], number: int, away: int) -> Read:
+        """Return what the first (or last) block reads there, beyond which there is no other."""
+        run = self.runs[at[0]]
+        block = 0 if away < 0 else run.count - 1
+        return self.table.reads[run.start + block * run.period + at[2]][number]

@@ -1,14 +1,18 @@
-"""Scalars known beforehand: constants, arrays of one value, and arithmetic on them."""
+"""Simpler values: scalars that are known beforehand, and ops that only move data.
+
+Constants, arrays of one value and arithmetic on them are folded; reshapes, transposes, broadcasts,
+slices and pads of each other become one.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....ir.op_table import ELEMENTWISE
-from ....ir.program import TensorType
+from ....ir.program import Source, TensorType
 from .graph import Node, constant
 
 #: Arithmetic on known scalars, in Python's numbers: enough for counters, bounds and epsilons.
@@ -67,12 +71,12 @@ def is_splat(node: Node, value: float) -> bool:
     return repeated is not None and not isinstance(repeated, bool) and repeated == value
 
 
-def splat_node(value: object, like: TensorType) -> Node:
+def splat_node(value: object, like: TensorType, source: Source | None = None) -> Node:
     """An array of one value: a scalar constant, and a broadcast if it has dimensions."""
     scalar = constant(value, TensorType(like.dtype))
     if not like.shape:
         return scalar
-    return Node("broadcast", [scalar], (like,), {"dimensions": ()})
+    return Node("broadcast", [scalar], (like,), {"dimensions": ()}, source=source)
 
 
 def fold(node: Node) -> Node | None:
@@ -139,3 +143,174 @@ def _sink(node: Node) -> Node | None:
     result = TensorType(node.type.dtype)
     inner = Node(node.opcode, scalars, (result,), dict(node.attrs), source=node.source)
     return Node("broadcast", [inner], node.results, {"dimensions": ()}, source=node.source)
+
+
+def simplify_view(node: Node) -> Node | None:
+    """Return a simpler node with the same value; ``None`` if there is none."""
+    rule = _RULES.get(node.opcode)
+    return rule(node) if rule is not None else None
+
+
+def reshape(node: Node, shape: tuple[int, ...], like: Node | None = None) -> Node:
+    """Make a reshape of ``node``, or return ``node`` itself if it has that shape."""
+    if node.type.shape == shape:
+        return node
+    source = (like or node).source
+    return Node("reshape", [node], (TensorType(node.type.dtype, shape),), source=source)
+
+
+def transposed(node: Node, order: Sequence[int], source: Source | None = None) -> Node:
+    """Make a transpose of ``node``, or return ``node`` itself if no dimension changes place."""
+    order = tuple(order)
+    if order == tuple(range(len(order))):
+        return node
+    kind = TensorType(node.type.dtype, tuple(node.type.shape[d] for d in order))
+    return Node("transpose", [node], (kind,), {"dimensions": order}, source=source or node.source)
+
+
+def spread(node: Node, dims: Sequence[int], shape: tuple[int, ...], source: Source | None) -> Node:
+    """Repeat ``node`` over a shape in which its dimensions take the places ``dims``."""
+    # A broadcast maps dimensions in ascending order.
+    small = transposed(node, sorted(range(len(dims)), key=dims.__getitem__), source)
+    kind = TensorType(node.type.dtype, shape)
+    return Node("broadcast", [small], (kind,), {"dimensions": tuple(sorted(dims))}, source=source)
+
+
+def padded(
+    node: Node, config: Sequence[tuple[int, int, int]], value: Node, source: Source | None
+) -> Node:
+    """Pad ``node`` by so many elements before, after and between those of each dimension."""
+    if not any(map(any, config)):
+        return node
+    shape = tuple(s + low + high for s, (low, high, _) in zip(node.type.shape, config, strict=True))
+    kind = TensorType(node.type.dtype, shape)
+    return Node("pad", [node, value], (kind,), {"padding": tuple(config)}, source=source)
+
+
+def _reshape(node: Node) -> Node | None:
+    inner = node.operands[0]
+    if inner.type.shape == node.type.shape:
+        return inner
+    if inner.opcode == "reshape":
+        return Node("reshape", [inner.operands[0]], node.results, source=node.source)
+    if inner.opcode == "broadcast" and not inner.operands[0].type.shape:
+        return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": ()})
+    # Masks compare iotas of one shape: with the reshape moved away, equal ones are merged.
+    if inner.opcode == "iota" and _squeezed(inner.type.shape) == _squeezed(node.type.shape):
+        return _moved_iota(inner, node)
+    return None
+
+
+def _moved_iota(inner: Node, node: Node) -> Node | None:
+    """Make an iota whose dimensions of size one are elsewhere."""
+    (along,) = inner.attrs["dimensions"]
+    if inner.type.shape[along] == 1:
+        return None
+    rank = len(_squeezed(inner.type.shape[:along]))
+    places = [d for d, size in enumerate(node.type.shape) if size != 1]
+    return Node("iota", [], node.results, {"dimensions": (places[rank],)}, source=node.source)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
+def _transpose(node: Node) -> Node | None:
+    inner = node.operands[0]
+    order = tuple(node.attrs["dimensions"])
+    if order == tuple(range(len(order))):
+        return inner
+    if inner.opcode == "transpose":
+        first = tuple(inner.attrs["dimensions"])
+        attrs = {"dimensions": tuple(first[d] for d in order)}
+        return Node("transpose", [inner.operands[0]], node.results, attrs, source=node.source)
+    if inner.opcode == "broadcast":
+        place = {old: new for new, old in enumerate(order)}
+        dims = tuple(place[d] for d in inner.attrs.get("dimensions", ()))
+        # A broadcast maps dimensions in ascending order; others would need a transpose first.
+        if dims == tuple(sorted(dims)):
+            return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": dims})
+    moved = [d for d in order if inner.type.shape[d] != 1]
+    if moved == sorted(moved):
+        return Node("reshape", [inner], node.results, source=node.source)
+    return None
+
+
+def _broadcast(node: Node) -> Node | None:
+    """Drop repeated size-one dimensions, broadcasts of broadcasts, and broadcasts of all."""
+    inner = node.operands[0]
+    dims = tuple(node.attrs.get("dimensions", ()))
+    shape = node.type.shape
+    if inner.type.shape == shape:
+        return inner
+    # A dimension of size one is repeated, which HLO's broadcast may not do: it is dropped first.
+    kept = [i for i, d in enumerate(dims) if inner.type.shape[i] != 1]
+    if len(kept) < len(dims):
+        small = reshape(inner, tuple(inner.type.shape[i] for i in kept), node)
+        attrs = {"dimensions": tuple(dims[i] for i in kept)}
+        return Node("broadcast", [small], node.results, attrs, source=node.source)
+    if inner.opcode == "broadcast":
+        first = inner.attrs.get("dimensions", ())
+        attrs = {"dimensions": tuple(dims[d] for d in first)}
+        return Node("broadcast", [inner.operands[0]], node.results, attrs, source=node.source)
+    if inner.type.size == node.type.size and dims == tuple(sorted(dims)):
+        return Node("reshape", [inner], node.results, source=node.source)
+    return None
+
+
+def _slice(node: Node) -> Node | None:
+    inner = node.operands[0]
+    if inner.type.shape == node.type.shape:
+        return inner
+    if inner.opcode == "broadcast" and not inner.operands[0].type.shape:
+        return Node("broadcast", [inner.operands[0]], node.results, {"dimensions": ()})
+    limits = node.attrs["slice"]
+    if inner.opcode == "slice" and all(s == 1 for _, _, s in (*limits, *inner.attrs["slice"])):
+        joined = tuple(
+            (a + c, a + d, 1)
+            for (a, _, _), (c, d, _) in zip(inner.attrs["slice"], limits, strict=True)
+        )
+        return Node("slice", [inner.operands[0]], node.results, {"slice": joined})
+    return _slice_of_concatenate(node, inner) if inner.opcode == "concatenate" else None
+
+
+def _slice_of_concatenate(node: Node, inner: Node) -> Node | None:
+    """Slice the one operand that a slice of a concatenation reads from."""
+    along = int(inner.attrs["dimensions"][0])
+    begin, end, step = node.attrs["slice"][along]
+    offset = 0
+    for operand in inner.operands:
+        size = operand.type.shape[along]
+        # A slice across two operands keeps the concatenation.
+        if offset <= begin and end <= offset + size:
+            limits = list(node.attrs["slice"])
+            limits[along] = (begin - offset, end - offset, step)
+            return Node("slice", [operand], node.results, {"slice": tuple(limits)})
+        offset += size
+    return None
+
+
+def _concatenate(node: Node) -> Node | None:
+    return node.operands[0] if len(node.operands) == 1 else None
+
+
+def _pad(node: Node) -> Node | None:
+    nothing = all(not any(config) for config in node.attrs["padding"])
+    return node.operands[0] if nothing else None
+
+
+def _reverse(node: Node) -> Node | None:
+    shape = node.type.shape
+    dims = tuple(d for d in node.attrs["dimensions"] if shape[d] != 1)
+    return None if dims else node.operands[0]
+
+
+_RULES: dict[str, Callable[[Node], Node | None]] = {
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "broadcast": _broadcast,
+    "slice": _slice,
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "reverse": _reverse,
+}

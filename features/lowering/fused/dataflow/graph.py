@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -127,6 +127,18 @@ def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
         for operand in dict.fromkeys(node.operands):
             users.setdefault(id(operand), []).append(node)
     return users
+
+
+def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
+    """Replace nodes, operands first, by what a rule makes of them; ``None`` keeps a node."""
+    # By id(): what is replaced stays alive in the list of nodes, what replaces it in this table.
+    replaced: dict[int, Node] = {}
+    for node in graph.nodes():
+        node.operands = [replaced.get(id(o), o) for o in node.operands]
+        made = rule(node)
+        if made is not None:
+            replaced[id(node)] = made
+    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
 
 
 def build_graph(program: Program) -> Graph:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
 from .....common.errors import LoweringError
 from ....ir.program import Computation, Op, Program
 from ..dataflow.classify import is_consumer
@@ -52,7 +55,58 @@ class Emitter:
         return computation.name
 
 
-class ComputationWriter:
+class _Writer(ABC):
+    """The ops of one computation, and which of them holds each node's value."""
+
+    def __init__(self, emitter: Emitter) -> None:
+        self.emitter = emitter
+        self.ops: list[Op] = []
+        self.place: dict[int, int] = {}
+
+    @abstractmethod
+    def _make(self, node: Node) -> int:
+        """Write a value that no kernel makes; returns its place."""
+
+    def _value(self, node: Node) -> int:
+        """Find the op that holds a node's value; views and constants are written here."""
+        known = self.place.get(id(node))
+        if known is not None:
+            return known
+        if node.opcode in ("reshape", "bitcast"):
+            source = self._value(node.operands[0])
+            return self._put(node, Op("", "bitcast", (source,), node.results, source=node.source))
+        return self._make(node)
+
+    def _op(self, node: Node) -> Op:
+        """The op that computes a node, its operands written before it."""
+        operands = tuple(self._value(operand) for operand in node.operands)
+        called = tuple(self.emitter.called(name) for name in node.called)
+        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
+        return Op(
+            "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
+        )
+
+    def _append(self, op: Op, base: str = "") -> int:
+        op.name = self.emitter.name(base or op.opcode)
+        self.ops.append(op)
+        return len(self.ops) - 1
+
+    def _put(self, node: Node, op: Op, base: str = "") -> int:
+        self.place[id(node)] = position = self._append(op, base)
+        return position
+
+    def _tuple(self, nodes: Sequence[Node], places: Iterable[int]) -> int:
+        types = tuple(t for node in nodes for t in node.results)
+        return self._append(Op("", "tuple", tuple(places), types, is_tuple=True))
+
+    def _computation(self, name: str, roots: Sequence[Node]) -> Computation:
+        """What was written, with the values of nodes as the result."""
+        places = [self._value(node) for node in roots]
+        root = places[0] if len(places) == 1 else self._tuple(roots, places)
+        return Computation(name, self.ops, root)
+
+
+class ComputationWriter(_Writer):
     """Writes one graph's clusters as one computation.
 
     Args:
@@ -70,12 +124,9 @@ class ComputationWriter:
         *,
         one_parameter: bool = False,
     ) -> None:
-        self.emitter = emitter
+        super().__init__(emitter)
         self.clusters = clusters
         self.bodies = bodies
-        self.ops: list[Op] = []
-        self.place: dict[int, int] = {}
-        self.element_of: dict[int, int] = {}
         self.one_parameter = one_parameter
 
     def write(self, name: str) -> Computation:
@@ -83,12 +134,7 @@ class ComputationWriter:
         self._parameters()
         for cluster in self._scheduled():
             self._cluster(cluster)
-        outputs = [self._value(node) for node in self.clusters.graph.outputs]
-        graph = self.clusters.graph
-        if len(outputs) != 1:
-            types = tuple(t for node in graph.outputs for t in node.results)
-            outputs = [self._append(Op("", "tuple", tuple(outputs), types, is_tuple=True))]
-        return Computation(name, self.ops, outputs[0])
+        return self._computation(name, self.clusters.graph.outputs)
 
     def _scheduled(self) -> list[Cluster]:
         """Order clusters so that each stands after what it reads.
@@ -127,44 +173,25 @@ class ComputationWriter:
         parameters = self.clusters.graph.parameters
         if self.one_parameter and parameters:
             types = tuple(t for node in parameters for t in node.results)
-            whole = self._append(
-                Op("", "parameter", (), types, {"index": 0}, is_tuple=True), "parameter"
-            )
+            op = Op("", "parameter", (), types, {"index": 0}, is_tuple=True)
+            whole = self._append(op, "parameter")
             for i, node in enumerate(parameters):
-                op = Op("", "get-tuple-element", (whole,), node.results, {"index": i})
-                self.place[id(node)] = self._append(op)
+                self._put(node, Op("", "get-tuple-element", (whole,), node.results, {"index": i}))
             return
         for i, node in enumerate(parameters):
             op = Op("", "parameter", (), node.results, {"index": i}, is_tuple=node.is_tuple)
-            self.place[id(node)] = self._append(op)
+            self._put(node, op)
 
-    def _append(self, op: Op, base: str = "") -> int:
-        op.name = self.emitter.name(base or op.opcode)
-        self.ops.append(op)
-        return len(self.ops) - 1
-
-    def _value(self, node: Node) -> int:
-        """Find the op that holds a node's value; views and constants are written here."""
-        known = self.place.get(id(node))
-        if known is not None:
-            return known
-        if node.opcode in ("reshape", "bitcast"):
-            source = self._value(node.operands[0])
-            op = Op("", "bitcast", (source,), node.results, source=node.source)
-        elif node.opcode == "get-tuple-element":
-            source = self._value(node.operands[0])
-            op = Op("", "get-tuple-element", (source,), node.results, dict(node.attrs))
-            op.is_tuple = node.is_tuple
-        else:
-            operands = tuple(self._value(o) for o in node.operands)
-            op = Op("", node.opcode, operands, node.results, dict(node.attrs))
-            op.is_tuple, op.source = node.is_tuple, node.source
-        self.place[id(node)] = position = self._append(op)
-        return position
+    def _make(self, node: Node) -> int:
+        op = self._op(node)
+        if node.opcode == "get-tuple-element":
+            op.source = None
+        return self._put(node, op)
 
     def _cluster(self, cluster: Cluster) -> None:
         members = self.clusters.members(cluster)
-        if len(members) == 1 and not _is_fusion(members[0]):
+        # As compilers wrap lone ops.
+        if len(members) == 1 and not is_consumer(members[0]):
             self._single(members[0])
             return
         body = _Fused(self, cluster, members)
@@ -178,82 +205,47 @@ class ComputationWriter:
             self.place[id(cluster.root)] = position
             return
         for i, root in enumerate(cluster.roots):
-            read = Op("", "get-tuple-element", (position,), root.results, {"index": i})
-            self.place[id(root)] = self._append(read)
+            self._put(root, Op("", "get-tuple-element", (position,), root.results, {"index": i}))
 
     def _single(self, node: Node) -> None:
         """Write a node that is a kernel as it stands: a product, a sort, a loop."""
-        operands = [self._value(operand) for operand in node.operands]
-        called = tuple(self.emitter.called(name) for name in node.called)
-        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
+        op = self._op(node)
         if id(node) in self.bodies:
-            called = self.bodies[id(node)]
+            op.called = self.bodies[id(node)]
             if node.opcode == "conditional":
-                types = tuple(t for o in node.operands[1:] for t in o.results)
-                state = Op("", "tuple", tuple(operands[1:]), types, is_tuple=True)
                 # HLO hands each branch one operand: all get the same tuple.
-                operands = [operands[0]] + [self._append(state)] * len(called)
-            elif attrs.get("trip_count") is not None:
+                state = self._tuple(node.operands[1:], op.operands[1:])
+                op.operands = (op.operands[0], *[state] * len(op.called))
+            elif op.attrs.get("trip_count") is not None:
                 # A GPU runs a loop of known length without asking its condition.
                 # The text that XLA:GPU writes; extraction reads it (kernels/extract.py:
                 # _counted_by_compiler).
-                attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
-        op = Op("", node.opcode, tuple(operands), node.results, attrs, called, node.is_tuple)
-        op.source = node.source
-        self.place[id(node)] = self._append(op)
+                op.attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
+        self._put(node, op)
 
 
-class _Fused:
+class _Fused(_Writer):
     """The computation inside of one fusion."""
 
     def __init__(self, writer: ComputationWriter, cluster: Cluster, members: list[Node]) -> None:
+        super().__init__(writer.emitter)
         self.writer = writer
         self.cluster = cluster
         self.members = members
         self.outside: list[int] = []
-        self.ops: list[Op] = []
-        self.place: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
 
     def write(self, name: str) -> Computation:
+        """Write the computation."""
         for node in self.members:
-            self.place[id(node)] = self._append(self._copy(node))
-        roots = [self.place[id(root)] for root in self.cluster.roots]
-        if len(roots) > 1:
-            types = tuple(t for root in self.cluster.roots for t in root.results)
-            roots = [self._append(Op("", "tuple", tuple(roots), types, is_tuple=True))]
-        return Computation(name, self.ops, roots[0])
+            self._put(node, self._op(node))
+        return self._computation(name, self.cluster.roots)
 
-    def _append(self, op: Op) -> int:
-        op.name = self.writer.emitter.name(op.opcode)
-        self.ops.append(op)
-        return len(self.ops) - 1
-
-    def _copy(self, node: Node) -> Op:
-        operands = tuple(self._value(operand) for operand in node.operands)
-        called = tuple(self.writer.emitter.called(name) for name in node.called)
-        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
-        return Op(
-            "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
-        )
-
-    def _value(self, node: Node) -> int:
-        known = self.place.get(id(node))
-        if known is not None:
-            return known
+    def _make(self, node: Node) -> int:
+        """Make a parameter for a value from outside; views of it are taken inside."""
         if node.opcode == "constant":
             op = Op("", "constant", (), node.results, node.attrs, source=node.source)
-            self.place[id(node)] = position = self._append(op)
-            return position
-        if node.opcode in ("reshape", "bitcast"):
-            inner = self._value(node.operands[0])
-            op = Op("", "bitcast", (inner,), node.results, source=node.source)
-            self.place[id(node)] = position = self._append(op)
-            return position
-        return self._parameter(node)
-
-    def _parameter(self, node: Node) -> int:
-        """Make a parameter for a value from outside; views of it are taken inside."""
+            return self._put(node, op)
         # Keyed by the op outside: a value and its views become one parameter.
         outer = self.writer._value(node)
         parameter = self.parameters.get(outer)
@@ -264,11 +256,6 @@ class _Fused:
             parameter = self.parameters[outer] = self._append(op)
         self.place[id(node)] = parameter
         return parameter
-
-
-def _is_fusion(node: Node) -> bool:
-    """Return whether a kernel of one node is written as a fusion, as compilers wrap lone ops."""
-    return is_consumer(node)
 
 
 def _kind(cluster: Cluster) -> str:

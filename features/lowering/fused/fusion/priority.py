@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Hashable, Iterator
 
 from ....ir.op_table import UPDATES, ops_with
 from ..dataflow.classify import Shape, is_loop_reduction, reduction, source_of
-from ..dataflow.folding import is_elementwise
-from ..dataflow.graph import Node
-from ..dataflow.machine import LAUNCH_S, Machine
-from ..dataflow.work import MAX_BRANCHES, Work, blocks_of
+from ..dataflow.folding import is_elementwise, splat, splat_node
+from ..dataflow.graph import Graph, Node
+from ..dataflow.work import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
 from .clusters import Cluster, Clusters
 
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
@@ -153,10 +153,8 @@ class PriorityFusion:
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         for node in consumer.members.values():
             # The array that an update writes to has to exist in memory before.
-            if node.opcode in UPDATES:
-                written = (len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1
-                if any(source_of(operand) is root for operand in node.operands[:written]):
-                    return False
+            if any(source_of(node.operands[i]) is root for i in written(node)):
+                return False
             if node.opcode in _MANY_READS and source_of(node.operands[0]) is root:
                 return False
             if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
@@ -171,3 +169,53 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs.values()) <= 1
+
+
+def own_fills(graph: Graph) -> None:
+    """Give each update in place its own array, where several would write to one fill."""
+    writes: dict[int, list[tuple[Node, int]]] = {}
+    for node in graph.nodes():
+        for i in written(node):
+            source = source_of(node.operands[i])
+            if source.opcode == "broadcast" and splat(source) is not None:
+                writes.setdefault(id(source), []).append((node, i))
+    for places in writes.values():
+        # The first keeps the shared fill; XLA's CopyInsertion copies for the others.
+        for node, i in places[1:]:
+            like = node.operands[i]
+            node.operands[i] = splat_node(splat(like), like.type, source_of(like).source)
+
+
+def join_fills(clusters: Clusters) -> None:
+    """Merge the fills that updates of one array start from, and the fills that start one loop."""
+    known: dict[Hashable, Cluster] = {}
+    for key, fill in _fills(clusters):
+        own = clusters.by_root.get(id(fill))
+        # Something was fused into it, so it is no plain fill any more.
+        if own is None or own.inputs or fill.opcode != "broadcast":
+            continue
+        first = known.setdefault(key, own)
+        if first is not own:
+            if len(first.roots) + len(own.roots) <= MAX_OPERANDS:
+                known[key] = clusters.merge(first, own)
+            else:
+                known[key] = own
+
+
+def written(node: Node) -> range:
+    """Return the places of the operands that an op updates in place."""
+    if node.opcode not in UPDATES:
+        return range(0)
+    return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
+
+
+def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:
+    """Yield arrays that a loop starts from or an update writes to, with what they must share."""
+    for node in clusters.nodes:
+        if node.opcode == "while":
+            for operand in dict.fromkeys(map(source_of, node.operands)):
+                yield (id(node), operand.type.shape), operand
+    for node in clusters.nodes:
+        for i in written(node):
+            fill = source_of(node.operands[i])
+            yield (repr(splat(fill)), fill.type.dtype, fill.size), fill

@@ -5,7 +5,6 @@ XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 
 from __future__ import annotations
 
-from ....ir.program import TensorType
 from ..dataflow.classify import source_of
 from ..dataflow.folding import splat, splat_node
 from ..dataflow.graph import Graph, Node, topological
@@ -121,13 +120,8 @@ def _own_start(start: Node, loop: Node) -> Node:
     """Give a loop its own copy of a start value; a constant is written again instead."""
     # Filling an array is cheaper than copying one, and can join other fills.
     if splat(start) is not None and start.type.shape:
-        return Node("broadcast", *_parts(start), source=loop.source)
+        return splat_node(splat(start), start.type, loop.source)
     return Node("copy", [start], start.results, source=loop.source)
-
-
-def _parts(start: Node) -> tuple[list[Node], tuple[TensorType, ...], dict[str, object]]:
-    value = splat_node(splat(start), start.type)
-    return value.operands, start.results, {"dimensions": ()}
 
 
 def _copy_exchanges(body: Graph) -> None:

@@ -9,13 +9,13 @@ one run of memory and batches are not innermost. Other orders need a transpose o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from ....ir.program import TensorType
-from ..dataflow.graph import Graph, Node, users_of
-from ..dataflow.views import reshape
+from ..dataflow.folding import reshape, transposed
+from ..dataflow.graph import Graph, Node, rewrite, users_of
 
 #: Products are merged if at least one moves no more bytes than this: the default of
 #: ``xla_gpu_dot_merger_threshold_mb``.
@@ -33,23 +33,21 @@ class _Operand(NamedTuple):
 
 def canonical_dots(graph: Graph) -> None:
     """Turn every ``dot`` into one of two or three dimensions between reshapes and transposes."""
-    nodes = graph.nodes()
-    users = users_of(nodes)
+    users = users_of(graph.nodes())
     outputs = {id(node) for node in graph.outputs}
-    replaced: dict[int, Node] = {}
     swapped: set[int] = set()
-    for node in nodes:
-        node.operands = [replaced.get(id(o), o) for o in node.operands]
+
+    def rule(node: Node) -> Node | None:
         if node.opcode == "dot":
             mine = users[id(node)]
             # C = A·B transposed is Bᵀ·Aᵀ: swapping the operands saves the transpose of the result.
             turn = len(mine) == 1 and id(node) not in outputs and _is_swap(mine[0], node)
             if turn:
                 swapped.add(id(mine[0]))
-            replaced[id(node)] = _canonical(node, turn)
-        elif id(node) in swapped:
-            replaced[id(node)] = reshape(node.operands[0], node.type.shape)
-    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+            return _canonical(node, turn)
+        return reshape(node.operands[0], node.type.shape) if id(node) in swapped else None
+
+    rewrite(graph, rule)
 
 
 def _is_swap(transpose: Node, dot: Node) -> bool:
@@ -133,22 +131,17 @@ def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
 def _through_transpose(side: _Operand) -> _Operand | None:
     if side.node.opcode != "transpose":
         return None
-    order = side.node.attrs["dimensions"]
-    batch, free, contract = (
-        tuple(order[d] for d in dims) for dims in (side.batch, side.free, side.contract)
-    )
-    return _Operand(side.node.operands[0], batch, free, contract)
+    return _moved_to(side, side.node.operands[0], side.node.attrs["dimensions"])
 
 
 def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
-    shape = tuple(side.node.type.shape[d] for d in order)
-    result = TensorType(side.node.type.dtype, shape)
-    node = Node("transpose", [side.node], (result,), {"dimensions": order}, source=side.node.source)
-    place = {old: new for new, old in enumerate(order)}
-    batch, free, contract = (
-        tuple(place[d] for d in dims) for dims in (side.batch, side.free, side.contract)
-    )
-    return _Operand(node, batch, free, contract)
+    return _moved_to(side, transposed(side.node, order), {d: new for new, d in enumerate(order)})
+
+
+def _moved_to(side: _Operand, node: Node, place: Sequence[int] | Mapping[int, int]) -> _Operand:
+    """Return the operand with another node, in which each dimension has its place."""
+    roles = (tuple(place[d] for d in dims) for dims in (side.batch, side.free, side.contract))
+    return _Operand(node, *roles)
 
 
 def _order(side: _Operand) -> str:

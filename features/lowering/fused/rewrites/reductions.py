@@ -1,13 +1,16 @@
-"""Split long reductions in two steps, so that enough threads take part (TreeReductionRewriter)."""
+"""Reductions: long ones in two steps, products with a vector as sums; odd products padded.
+
+Long reductions are split so that enough threads take part (XLA's TreeReductionRewriter).
+"""
 
 from __future__ import annotations
 
 from math import isqrt
 
-from ....ir.program import TensorType
+from ....ir.program import Computation, Op, Program, TensorType
 from ..dataflow.classify import Reduction, Shape, is_loop_reduction, reduction
-from ..dataflow.graph import Graph, Node
-from ..dataflow.views import reshape
+from ..dataflow.folding import padded, reshape, splat_node, spread, transposed
+from ..dataflow.graph import Graph, Node, rewrite
 
 #: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
 #: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
@@ -74,12 +77,150 @@ def _in_parts(
     """Split the operand's summed dimensions into parts and what is summed first."""
     parts, rest = parts_of(reduced.length)
     flat = reshape(value, (*before, reduced.length, *after))
-    if parts * rest != reduced.length:
-        config = [(0, 0, 0)] * len(flat.type.shape)
-        config[len(before)] = (0, parts * rest - reduced.length, 0)
-        kind = TensorType(flat.type.dtype, (*before, parts * rest, *after))
-        attrs = {"padding": tuple(config)}
-        flat = Node("pad", [flat, start], (kind,), attrs, source=value.source)
+    config = [(0, 0, 0)] * len(flat.type.shape)
+    config[len(before)] = (0, parts * rest - reduced.length, 0)
+    flat = padded(flat, config, start, value.source)
     # Columns are cut so that neighbours stay side by side; rows, so that each part is contiguous.
     inner = (rest, parts) if reduced.shape is Shape.COLUMN else (parts, rest)
     return reshape(flat, (*before, *inner, *after))
+
+
+#: Products with a vector below this many multiply-adds become a reduction: the threshold in XLA's
+#: dot_strength_reduction.cc. Larger ones are worth a library call or a Triton kernel.
+SMALL_PRODUCT = 10_000_000
+#: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
+PADDED_TO = 8
+#: Name of the computation that adds two scalars, by dtype.
+ADDER = "opcast.add"
+
+
+def reduce_vector_products(graph: Graph, program: Program) -> None:
+    """Replace small products with a vector by a multiply and a sum, outer ones by a multiply.
+
+    Args:
+        graph: Products are canonical
+            (:func:`opcast.features.lowering.fused.rewrites.products.canonical_dots`).
+        program: Takes in the computation that adds two scalars.
+    """
+    rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
+
+
+def pad_products(graph: Graph) -> None:
+    """Pad products in 16-bit floats whose sizes are no multiple of eight, and slice the result."""
+    rewrite(graph, lambda node: _padded(node) if node.opcode == "dot" else None)
+
+
+def _sizes(dot: Node) -> tuple[int, int, int, int]:
+    """Return the batch, rows, columns and contracted length of a canonical product."""
+    shape = dot.type.shape
+    batch = shape[0] if len(shape) == 3 else 1
+    depth = dot.operands[0].type.shape[dot.attrs["lhs_contracting_dims"][0]]
+    return batch, shape[-2], shape[-1], depth
+
+
+def _as_reduction(dot: Node, program: Program) -> Node | None:
+    batch, rows, columns, depth = _sizes(dot)
+    if depth == 1:
+        lhs, rhs = (_spread(dot, side) for side in (0, 1))
+        return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
+    # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
+    if min(rows, columns) > 1 or batch * rows * columns * depth >= SMALL_PRODUCT:
+        return None
+    # The matrix keeps its order in memory; the vector is spread over it.
+    matrix = 0 if columns == 1 else 1
+    operand = dot.operands[matrix]
+    key = "lhs" if matrix == 0 else "rhs"
+    vector = _vector_along(dot, 1 - matrix, operand, key)
+    product = Node("multiply", [operand, vector], operand.results, source=dot.source)
+    if operand.type.dtype != dot.type.dtype:
+        kind = TensorType(dot.type.dtype, operand.type.shape)
+        product = Node("convert", [product], (kind,), source=dot.source)
+    along = dot.attrs[f"{key}_contracting_dims"][0]
+    shape = tuple(s for d, s in enumerate(operand.type.shape) if d != along)
+    kind = TensorType(dot.type.dtype, shape)
+    zero = splat_node(0, TensorType(dot.type.dtype))
+    total = Node(
+        "reduce",
+        [product, zero],
+        (kind,),
+        {"dimensions": (along,)},
+        (adder(program, dot.type.dtype),),
+        source=dot.source,
+    )
+    batch_dims = dot.attrs[f"{key}_batch_dims"]
+    if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
+        # The sum left the free dimension before the batch, but a product returns the batch first.
+        total = transposed(total, (1, 0), dot.source)
+    return reshape(total, dot.type.shape)
+
+
+def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
+    """Spread the vector operand to the matrix's shape."""
+    own = "rhs" if key == "lhs" else "lhs"
+    vector = dot.operands[side]
+    dims = [dot.attrs[f"{key}_contracting_dims"][0]]
+    if dot.attrs["lhs_batch_dims"]:
+        dims.append(dot.attrs[f"{key}_batch_dims"][0])
+        if dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]:
+            dims.reverse()
+    small = reshape(vector, tuple(matrix.type.shape[d] for d in dims))
+    return spread(small, dims, matrix.type.shape, dot.source)
+
+
+def _spread(dot: Node, side: int) -> Node:
+    """Spread one side of an outer product to the result's shape."""
+    operand = dot.operands[side]
+    shape = dot.type.shape
+    dims = [len(shape) - 2 + side]
+    if len(shape) == 3:
+        key = "lhs" if side == 0 else "rhs"
+        batch = dot.attrs[f"{key}_batch_dims"][0]
+        free = ({0, 1, 2} - {batch, *dot.attrs[f"{key}_contracting_dims"]}).pop()
+        dims = [0, *dims] if batch < free else [*dims, 0]
+    wide = spread(reshape(operand, tuple(shape[d] for d in dims)), dims, shape, dot.source)
+    if operand.type.dtype == dot.type.dtype:
+        return wide
+    return Node("convert", [wide], dot.results, source=dot.source)
+
+
+def adder(program: Program, dtype: str) -> str:
+    """Name of a computation of ``program`` that adds two scalars; made if it is not there."""
+    name = f"{ADDER}.{dtype}"
+    if name not in program.computations:
+        kind = TensorType(dtype)
+        ops = [
+            Op(f"{name}.0", "parameter", (), (kind,), {"index": 0}),
+            Op(f"{name}.1", "parameter", (), (kind,), {"index": 1}),
+            Op(f"{name}.2", "add", (0, 1), (kind,)),
+        ]
+        program.computations[name] = Computation(name, ops, 2)
+    return name
+
+
+def _padded(dot: Node) -> Node | None:
+    # XLA pads products of 16-bit types only.
+    if dot.operands[0].type.dtype not in ("bf16", "f16"):
+        return None
+    if all(size % PADDED_TO == 0 for size in _sizes(dot)[1:]):
+        return None
+    operands = []
+    for side, operand in zip(("lhs", "rhs"), dot.operands, strict=True):
+        batch = dot.attrs[f"{side}_batch_dims"]
+        config = [
+            (0, 0 if d in batch else _up(size) - size, 0)
+            for d, size in enumerate(operand.type.shape)
+        ]
+        zero = splat_node(0, TensorType(operand.type.dtype))
+        operands.append(padded(operand, config, zero, dot.source))
+    wanted = dot.type.shape
+    full = (*wanted[:-2], _up(wanted[-2]), _up(wanted[-1]))
+    kind = TensorType(dot.type.dtype, full)
+    product = Node("dot", operands, (kind,), dict(dot.attrs), source=dot.source)
+    if full == wanted:
+        return product
+    limits = tuple((0, size, 1) for size in wanted)
+    return Node("slice", [product], dot.results, {"slice": limits}, source=dot.source)
+
+
+def _up(size: int) -> int:
+    return -(-size // PADDED_TO) * PADDED_TO

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from ....ir.program import Program
-from ..dataflow.folding import fold, is_splat, splat, splat_node
+from ..dataflow.folding import fold, is_splat, simplify_view, splat, splat_node
 from ..dataflow.graph import Graph, Node
-from ..dataflow.views import simplify_view
 
 #: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
 _MAX_ROUNDS = 4

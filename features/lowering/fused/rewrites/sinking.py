@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ....ir.program import TensorType
 from ..dataflow.classify import source_of
-from ..dataflow.folding import is_elementwise
-from ..dataflow.graph import Graph, Node
+from ..dataflow.folding import is_elementwise, spread, transposed
+from ..dataflow.graph import Graph, Node, rewrite
 
 #: How many ops back from an operand its order is looked for. Engineering estimate: it bounds the
 #: search where elementwise ops form long chains.
@@ -18,23 +18,20 @@ _DEPTH = 6
 
 def sink_transposes(graph: Graph) -> None:
     """Move transposes of products and convolutions below elementwise ops and reductions."""
-    replaced: dict[int, Node] = {}
     sinkable: set[int] = set()
-    keep: list[Node] = []
-    for node in graph.nodes():
-        node.operands = [replaced.get(id(o), o) for o in node.operands]
+
+    def rule(node: Node) -> Node | None:
         if node.opcode == "transpose":
             # Only their layouts are fixed by a library; other transposes are fused anyway.
             if source_of(node.operands[0]).opcode in ("dot", "convolution"):
                 sinkable.add(id(node))
-            continue
+            return None
         made = _sunk(node, sinkable)
-        if made is not None:
-            keep += [node, made]
-            replaced[id(node)] = made
-            if made.type.shape:  # a scalar may stand beside operands of any shape
-                sinkable.add(id(made))
-    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+        if made is not None and made.type.shape:  # a scalar may stand beside operands of any shape
+            sinkable.add(id(made))
+        return made
+
+    rewrite(graph, rule)
 
 
 def _sunk(node: Node, sinkable: set[int]) -> Node | None:
@@ -84,7 +81,7 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
         shape[order[d]] = size
     kind = TensorType(node.type.dtype, tuple(shape))
     if node.opcode == "broadcast":
-        return _turned_broadcast(node, order, kind)
+        return _turned_broadcast(node, order, kind.shape)
     if node.opcode == "iota":
         attrs = {"dimensions": (order[node.attrs["dimensions"][0]],)}
         return Node("iota", [], (kind,), attrs, source=node.source)
@@ -101,17 +98,13 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
 
 def _turned_transpose(node: Node, order: tuple[int, ...]) -> Node:
     """Make another transpose of the same value: at worst it takes a kernel, as this one would."""
-    inner = node.operands[0]
     dims = [0] * len(order)
     for d, place in zip(node.attrs["dimensions"], order, strict=True):
         dims[place] = d
-    if dims == sorted(dims):
-        return inner
-    kind = TensorType(node.type.dtype, tuple(inner.type.shape[d] for d in dims))
-    return Node("transpose", [inner], (kind,), {"dimensions": tuple(dims)}, source=node.source)
+    return transposed(node.operands[0], dims, node.source)
 
 
-def _turned_broadcast(node: Node, order: tuple[int, ...], kind: TensorType) -> Node | None:
+def _turned_broadcast(node: Node, order: tuple[int, ...], shape: tuple[int, ...]) -> Node:
     small = node.operands[0]
     dims = [order[d] for d in node.attrs.get("dimensions", ())]
     if small.opcode == "transpose":
@@ -120,10 +113,4 @@ def _turned_broadcast(node: Node, order: tuple[int, ...], kind: TensorType) -> N
         for i, d in enumerate(before):
             moved[d] = dims[i]
         small, dims = small.operands[0], moved
-    if dims != sorted(dims):
-        turn = tuple(sorted(range(len(dims)), key=dims.__getitem__))
-        shape = tuple(small.type.shape[d] for d in turn)
-        result = TensorType(small.type.dtype, shape)
-        small = Node("transpose", [small], (result,), {"dimensions": turn}, source=small.source)
-        dims = sorted(dims)
-    return Node("broadcast", [small], (kind,), {"dimensions": tuple(dims)}, source=node.source)
+    return spread(small, dims, shape, node.source)

@@ -25,12 +25,11 @@ from opcast.features.lowering.fused.dataflow.classify import (
     reduction,
 )
 from opcast.features.lowering.fused.dataflow.graph import Node, build_graph
-from opcast.features.lowering.fused.dataflow.machine import Machine, machine_of
+from opcast.features.lowering.fused.dataflow.work import Machine, machine_of
 from opcast.features.lowering.fused.fusion.clusters import Clusters
-from opcast.features.lowering.fused.fusion.epilogues import fuse_epilogues
+from opcast.features.lowering.fused.fusion.epilogues import fuse_epilogues, fuse_softmax
 from opcast.features.lowering.fused.fusion.multi_output import MultiOutputFusion
 from opcast.features.lowering.fused.fusion.priority import PriorityFusion
-from opcast.features.lowering.fused.fusion.softmax import fuse_softmax
 from opcast.features.lowering.fused.rewrites.loops import drop_dead_state, merge_counters
 from opcast.features.lowering.fused.rewrites.reductions import parts_of
 from opcast.features.lowering.fused.rewrites.simplify import simplify

@@ -16,11 +16,9 @@ from opcast.features.ir.jax_compat import tag_locations, write_bytecode
 from opcast.features.ir.reader import SourceProgram, read_program
 from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
-from opcast.features.lowering.repeated_layers.excise import excise
-from opcast.features.lowering.repeated_layers.find import find_repeats
-from opcast.features.lowering.repeated_layers.lower import extrapolate, shorten
+from opcast.features.lowering.repeated_layers.lower import extrapolate, find_repeats, shorten
 from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
-from opcast.features.lowering.repeated_layers.runs import OpTable, Run
+from opcast.features.lowering.repeated_layers.runs import OpTable, Run, excise
 from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.target_compiler.process import CompileSettings
 

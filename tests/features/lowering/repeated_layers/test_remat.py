@@ -19,7 +19,7 @@ from opcast.features.ir.mlir.inline import inline_calls
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import peak_memory
 from opcast.features.lowering.lower import lower
-from opcast.features.lowering.repeated_layers.find import find_repeats
+from opcast.features.lowering.repeated_layers.lower import find_repeats
 from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
 from opcast.features.lowering.repeated_layers.remat import layers_of, rematerialised
 from opcast.features.lowering.target_compiler.install import find_compiler

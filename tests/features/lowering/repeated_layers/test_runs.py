@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from opcast.features.lowering.repeated_layers.excise import Repeats, excise
-from opcast.features.lowering.repeated_layers.find import find_repeats
+from opcast.features.lowering.repeated_layers.lower import find_repeats
 from opcast.features.lowering.repeated_layers.runs import (
     MIN_LAYERS,
     OpTable,
+    Repeats,
     Run,
     disjoint,
+    excise,
     find_runs,
     likely_counts,
 )
