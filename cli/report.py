@@ -61,8 +61,7 @@ def program(
         refuse(context, "a page without comparison (--compare none)", {"compare_lowering"})
     from ..features.lowering.options import LoweringOptions
     from ..predict.devices import resolve_device
-    from ..predict.page.compare import DEVICES
-    from ..predict.page.report import ReportOptions, report_page
+    from ..predict.page.report import DEVICES, ReportOptions, report_page
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)

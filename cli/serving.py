@@ -300,7 +300,7 @@ def simulate_serving(
         write_trace(serving_trace(prediction), timeline)
         wrote(timeline, "Chrome trace")
     if html is not None:
-        from ..predict.page.serving import serving_page
+        from ..predict.page.cluster import serving_page
 
         write_text(html, serving_page(prediction))
         wrote(html, "page; open it in a browser")

@@ -106,7 +106,7 @@ def simulate(
         write_trace(step_trace(prediction.step, prediction.plan, title), timeline)
         wrote(timeline, "Chrome trace")
     if html is not None:
-        from ..predict.page.step import step_page
+        from ..predict.page.cluster import step_page
 
         write_text(html, step_page(prediction))
         wrote(html, "page; open it in a browser")

@@ -171,7 +171,7 @@ def train(
 
     chosen = {}
     if params is not None:
-        from ..models.training.tuned import read_params
+        from ..models.training.tuning import read_params
 
         # Refused if the file was written for another model.
         chosen = read_params(params, model)

@@ -29,9 +29,9 @@ from .core.store import (
     unpack,
     write_folder,
 )
-from .program.context_correction import ContextCorrection, in_loops
-from .program.overhead import UNMEASURED
+from .program.context_trees import ContextCorrection, in_loops
 from .program.program_model import ProgramModel, ProgramPrediction
+from .program.schedule_cost import UNMEASURED
 
 if TYPE_CHECKING:
     from .trust.neighbours import NeighbourTable

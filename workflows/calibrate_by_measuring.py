@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..datagen.profile.plan import Item
     from ..features.devices.device import DeviceSpec
     from ..features.kernels.kernel import Kernel
-    from ..models.adapt.next_program import RemainingVariance
+    from ..models.adapt.active import RemainingVariance
     from ..models.cost_model import CostModel
     from .settings import CalibrateSettings
 
@@ -200,7 +200,7 @@ class Calibration:
 
     def _chosen(self, candidates: Sequence[Candidate]) -> list[int]:
         """Positions of the candidates of the next round."""
-        from ..models.adapt.next_program import choose_programs
+        from ..models.adapt.active import choose_programs
 
         unique = {k.hash: k for c in candidates for k in c.kernels}
         place = {digest: i for i, digest in enumerate(unique)}
@@ -219,8 +219,8 @@ class Calibration:
 
     def _doubts(self, kernels: Sequence[Kernel], share: np.ndarray) -> RemainingVariance:
         """Remaining variance of kernels, weighted by share of the time and the model's interval."""
+        from ..models.adapt.active import RemainingVariance
         from ..models.adapt.device_correction import half_width, kernel_sites, prior_params
-        from ..models.adapt.next_program import RemainingVariance
         from ..models.core.kernel_table import kernel_table
 
         # Expected squared error: the target's weight is its share of the time and the square of its

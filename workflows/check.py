@@ -137,6 +137,7 @@ def check_programs(
         OpcastError: A program cannot be read, compiled or run, or the device is unknown.
     """
     from ..datagen.profile.anchors import READINGS, present_anchors, typical
+    from ..datagen.profile.plan import ProfileSettings
     from ..datagen.profile.profile import profile
     from ..features.dataset import Dataset
     from ..features.ir.reader import read_program
@@ -154,13 +155,11 @@ def check_programs(
     with tempfile.TemporaryDirectory(prefix="opcast-check-") as scratch:
         profile(
             scratch,
+            # The machine is measured as it is: the anchors show how fast that was.
+            ProfileSettings(replicate_share=0.0, wall_s=_WALL_SECONDS, patience=0.0),
             sources=[Path(p) for p in programs],
             device_spec=device,
             progress=progress,
-            replicate_share=0.0,
-            wall_s=_WALL_SECONDS,
-            # The machine is measured as it is: the anchors show how fast that was.
-            patience=0.0,
         )
         _raise_failures(Path(scratch))
         frame = Dataset.load(scratch).frame

@@ -38,25 +38,18 @@ def parse_mix(text: str) -> dict[str, float]:
 
 def run_profile(settings: ProfileSettings) -> None:
     """Measure into a dataset folder and print what was done."""
+    from ..datagen.profile.plan import ProfileSettings as RunSettings
+
     mix = parse_mix(settings.mix)
+    own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
     if settings.ray:
         from ..datagen.profile.fleet import profile_fleet
-        from ..datagen.profile.settings import ProfileSettings as RunSettings
 
-        own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
         result = profile_fleet(settings.out, settings.ray, own, progress=settings.progress)
     else:
         from ..datagen.profile.profile import profile
 
-        result = profile(
-            settings.out,
-            device=settings.device,
-            budget_s=settings.budget_s,
-            seed=settings.seed,
-            suite=settings.suite,
-            mix=mix,
-            progress=settings.progress,
-        )
+        result = profile(settings.out, own, progress=settings.progress)
     # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
     # On a fleet the hosts do both beside one another, in the time that they measure.

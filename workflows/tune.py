@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.tracking.mlflow_store import ParentRun
-    from ..models.training.tuned import TrialRecord, Tuning
+    from ..models.training.tuning import TrialRecord, Tuning
     from .settings import TuneSettings
 
 logger = logging.getLogger(__name__)
@@ -25,8 +25,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
     from ..common.tables_text import print_frame, print_metrics
     from ..features.dataset import Dataset
     from ..models.training.train import train
-    from ..models.training.tuned import write_params
-    from ..models.training.tuning import require_optuna, tune
+    from ..models.training.tuning import require_optuna, tune, write_params
     from ..models.training_data.prepared import prepare
 
     require_optuna()  # before the minutes that reading a large dataset takes

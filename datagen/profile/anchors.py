@@ -13,7 +13,7 @@ from .plan import Item
 
 if TYPE_CHECKING:
     from .measure import Limits, Prepared
-    from .pulse import Pulse
+    from .runner import Pulse
 
 # One program for each resource that another process may take away. Sizes are for host processors,
 # where disturbances are frequent: long enough for every thread, short enough to cost little.

@@ -11,7 +11,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...common.errors import ProfileError
@@ -21,8 +21,8 @@ from ...common.ray_tasks import Host, hosts_of, run_on_hosts
 from ...features.dataset import read_record, write_record
 from ...features.devices.device import DeviceSpec
 from ..dataset_folder import FAILURES, add_failures, read_failures, run_records
+from .plan import ProfileResult, ProfileSettings
 from .profile import profile
-from .settings import ProfileResult, ProfileSettings
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def measure_piece(piece: Piece) -> Measured:
         for name, data in piece.known.items():
             (folder / name).write_bytes(data)
         before = len(read_failures(folder))
-        result = profile(folder, progress=False, device_spec=piece.device_spec, **asdict(own))
+        result = profile(folder, own, progress=False, device_spec=piece.device_spec)
         made = [p for p in sorted(folder.iterdir()) if p.name not in (*piece.known, FAILURES)]
         files = {p.name: p.read_bytes() for p in made if p.suffix == ".parquet" or _is_record(p)}
         return Measured(files, read_failures(folder)[before:], result)

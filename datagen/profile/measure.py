@@ -16,9 +16,8 @@ from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..programs.arguments import random_arguments
 from .plan import WALL_SECONDS, Item, LoadedItem, load_item
-from .pulse import STEADY, Pulse
 from .rows import sample_rows
-from .runner import MakeArguments, Runner, module_name, rotation
+from .runner import STEADY, MakeArguments, Pulse, Runner, module_name, rotation
 from .trace import Durations, expected, trace
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.identity import compare_ceilings, is_measured
 from ..dataset_folder import RunWriter, done_programs, run_records
 from .anchors import DISTURBED, AnchorLog
-from .plan import Item, Plan
-from .settings import ProfileResult, ProfileSettings
+from .plan import Item, Plan, ProfileResult, ProfileSettings
 from .worker import has_nvidia_gpu
 from .worker_client import Measurer
 

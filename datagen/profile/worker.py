@@ -27,7 +27,7 @@ from .runner import DEFAULT_CACHE_BYTES
 
 if TYPE_CHECKING:
     from .measure import Prepared
-    from .pulse import Pulse
+    from .runner import Pulse
 
 #: Part of the free memory that a program may need; the rest is for XLA, a second batch that is
 #: compiled meanwhile, and other processes (engineering choice).
@@ -68,7 +68,7 @@ class Worker:
 
     @cached_property
     def _pulse(self) -> Pulse | None:
-        from .pulse import local_pulse
+        from .runner import local_pulse
 
         return local_pulse(self._best_pulse_s)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...common.errors import ProfileError
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
-from .plan import Item
+from .plan import REPLY_TIMEOUT, Item
 
 #: Settings of glibc's allocator (mallopt(3)) under which freed memory stays with the process, in
 #: one arena: no mmap for large blocks, no trimming below 100 GB, growth by 64 MiB. With its
@@ -23,9 +23,6 @@ ALLOCATOR_ENV = {
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     "MALLOC_TOP_PAD_": "67108864",
 }
-#: Seconds without any reply after which a worker counts as stuck: the slowest compilations of large
-#: training steps take minutes (engineering choice).
-REPLY_TIMEOUT = 600.0
 
 
 class WorkerDied(ProfileError):

@@ -96,10 +96,6 @@ class LoweringCache:
         except OSError as error:
             logger.warning("cannot write to the cache %s: %s", self.root, error)
 
-    def size_bytes(self) -> int:
-        """Sum the bytes of all entries."""
-        return sum(size for _, size, _ in self._entries())
-
     def clear(self) -> None:
         """Delete all entries."""
         for _, _, path in list(self._entries()):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -44,15 +44,19 @@ class KernelPrediction:
 
     def take(self, index: np.ndarray) -> KernelPrediction:
         """The given kernels, by position or mask."""
-        return KernelPrediction(
-            self.latency[index],
-            self.lo[index],
-            self.hi[index],
-            self.bound[index],
-            self.source[index],
-            self.in_domain[index],
-            None if self.unclamped is None else self.unclamped[index],
-        )
+        columns = ((name, getattr(self, name)) for name in self.__slots__)
+        return replace(self, **{name: c[index] for name, c in columns if c is not None})
+
+    @classmethod
+    def none(cls) -> KernelPrediction:
+        """The prediction of no kernels."""
+        empty, names = np.zeros(0), np.zeros(0, object)
+        return cls(empty, empty, empty, names, names, np.zeros(0, bool))
+
+    def scaled(self, factor: np.ndarray | float) -> KernelPrediction:
+        """Latencies and both ends of their intervals times a factor."""
+        own = {name: getattr(self, name) * factor for name in ("latency", "lo", "hi")}
+        return replace(self, **own)
 
     @property
     def estimate(self) -> np.ndarray:
@@ -67,6 +71,11 @@ def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
     index = np.array([first.setdefault(k.hash, len(first)) for k in kernels], np.intp)
     by_hash = {k.hash: k for k in kernels}
     return [by_hash[h] for h in first], index
+
+
+def own_params(given: Mapping[str, object]) -> dict[str, Any]:
+    """The keywords of a constructor, from its ``locals()``."""
+    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
 
 
 class ModelBundle(Protocol):

@@ -16,20 +16,20 @@ GROUP = "opcast.estimators"
 #: Opcast's own by class path, so that they are found even if the package is not installed; imported
 #: on use, since some need heavy libraries.
 _OWN = {
-    "roofline": "..estimators.roofline:RooflineEstimator",
+    "roofline": "..estimators.linear:RooflineEstimator",
     "ridge": "..estimators.linear:RidgeEstimator",
     "forest": "..estimators.forest:ForestEstimator",
     "xgboost": "..estimators.boosted:XGBoostEstimator",
     "ensemble": "..estimators.ensemble:EnsembleEstimator",
     "mlp": "..neural.mlp:MLPEstimator",
-    "gnn-flax": "..neural.gnn_flax:FlaxGraphEstimator",
-    "gnn-pyg": "..neural.gnn_pyg:PygGraphEstimator",
+    "gnn-flax": "..neural.gnn:FlaxGraphEstimator",
+    "gnn-pyg": "..neural.gnn:PygGraphEstimator",
     "gpu-xla": "..gpu.estimator:GpuEstimator",
     "tpu-xgboost": "..estimators.tpu:TpuEstimator",
     "scalesim": "..simulators.scalesim:ScaleSimEstimator",
     "zigzag": "..simulators.zigzag:ZigZagEstimator",
     "iree": "..simulators.iree:IreeEstimator",
-    "compiler": "..simulators.compiler:CompilerEstimator",
+    "compiler": "..estimators.tpu:CompilerEstimator",
 }
 #: opcast's own estimators that predict without training.
 UNTRAINED = ("roofline", "scalesim", "zigzag", "iree", "compiler")

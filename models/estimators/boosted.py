@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import ModelError
+from ..core.base import own_params
 from ..core.kernel_table import CELLS, KernelTable
 from ..core.store import pack, unpack
 from ..training_data.stopping import stop_rows
@@ -91,23 +92,8 @@ class XGBoostEstimator(TabularEstimator):
         n_jobs: int = 1,
         compact: bool = False,
     ) -> None:
-        super().__init__(
-            rounds=rounds,
-            max_depth=max_depth,
-            learning_rate=learning_rate,
-            min_child_weight=min_child_weight,
-            subsample=subsample,
-            colsample=colsample,
-            reg_lambda=reg_lambda,
-            max_bin=max_bin,
-            objective=objective,
-            per_cell=per_cell,
-            monotone=dict(monotone or {}),
-            stop_rounds=stop_rounds,
-            seed=seed,
-            n_jobs=n_jobs,
-            compact=compact,
-        )
+        monotone = dict(monotone or {})
+        super().__init__(**own_params(locals()))
         self._trees: dict[str, BoostedTrees] = {}
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.base import own_params
 from ..core.kernel_table import KernelTable
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
@@ -44,14 +45,7 @@ class ForestEstimator(TabularEstimator):
         seed: int = 0,
         n_jobs: int = 1,
     ) -> None:
-        super().__init__(
-            trees=trees,
-            min_samples_leaf=min_samples_leaf,
-            max_features=max_features,
-            max_depth=max_depth,
-            seed=seed,
-            n_jobs=n_jobs,
-        )
+        super().__init__(**own_params(locals()))
         self._trees: dict[str, np.ndarray] = {}
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""A ridge regression of the log-ratio, robust to outliers."""
+"""The simplest estimators: physics alone, and a ridge regression robust to outliers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,75 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..core.kernel_table import CELLS, KernelTable
-from ..core.robust_regression import huber_ridge
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
+
+
+def huber_ridge(
+    design: np.ndarray, target: np.ndarray, alpha: float, delta: float, *, rounds: int = 8
+) -> np.ndarray:
+    """Ridge regression with Huber's loss, by iteratively reweighted least squares.
+
+    Minimises ``mean(huber(target - design @ w)) + alpha / 2 * |w[:-1]|²``; the last column of the
+    design is the intercept and is not penalised (Huber, Robust Statistics, 1981, chapter 7).
+
+    Args:
+        design: Shape ``(n, d)``, the last column ones.
+        target: Shape ``(n,)``.
+        alpha: Penalty per row.
+        delta: Residual at which the loss turns from quadratic to linear.
+        rounds: Reweightings.
+
+    Returns:
+        Coefficients, shape ``(d,)``.
+    """
+    n, d = design.shape
+    penalty = np.full(d, alpha * n)
+    penalty[-1] = 1e-9 * n  # not zero, so that the system stays solvable
+    # All rows count fully in the first round, which is plain ridge regression.
+    weight = np.ones(n)
+    coef = np.zeros(d)
+    for _ in range(rounds):
+        weighted = design * weight[:, None]
+        coef = np.linalg.solve(weighted.T @ design + np.diag(penalty), weighted.T @ target)
+        residual = np.abs(target - design @ coef)
+        # Huber: weight 1 up to delta, beyond it in inverse proportion to the residual.
+        weight = delta / np.maximum(residual, delta)
+    return coef
+
+
+class RooflineEstimator(TabularEstimator):
+    """Predicts roofline plus the device's floor, without training.
+
+    Fitting learns intervals and the domain only, so that the baseline is reported with the same
+    figures as the others.
+    """
+
+    name = "roofline"
+    learned = False
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
+        return
+
+    def log_ratio(self, table: KernelTable) -> np.ndarray:
+        """Log-ratio of the roofline to the table's base, whatever cells were trained, ``(n,)``.
+
+        It is 0 except on TPUs, whose base is not the roofline.
+        """
+        return np.asarray(np.log(table.roofline_s / table.base_s))
+
+    def _ratio(self, table: KernelTable) -> np.ndarray:
+        return self.log_ratio(table)
+
+    def _weights(self) -> dict[str, bytes]:
+        return {}
+
+    def _restore(self, files: Mapping[str, bytes]) -> None:
+        return
+
 
 #: Standardised features are clipped here, so that one far value cannot rule a linear prediction.
 CLIP = 4.0

@@ -214,9 +214,7 @@ class TabularEstimator(ABC):
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; equal kernels are computed once."""
         if not kernels:
-            empty = np.zeros(0)
-            names = np.zeros(0, dtype=object)
-            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+            return KernelPrediction.none()
         # A program repeats its layers: most of its kernels are equal.
         unique, index = distinct(kernels)
         prediction = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
@@ -316,10 +314,4 @@ def _at_least(prediction: KernelPrediction, least_s: np.ndarray) -> KernelPredic
     factor = np.maximum(least_s / prediction.latency, 1.0)
     if (factor == 1.0).all():
         return prediction
-    return replace(
-        prediction,
-        latency=prediction.latency * factor,
-        lo=prediction.lo * factor,
-        hi=prediction.hi * factor,
-        unclamped=prediction.estimate,
-    )
+    return replace(prediction.scaled(factor), unclamped=prediction.estimate)

@@ -1,6 +1,7 @@
 """Reproduces the TPU compiler's estimates of kernels, in milliseconds and without compiling.
 
 The labels are libtpu's own estimates of cycles (``estimated_cycles``); nothing was measured.
+For kernels that the compiler has just made, its estimates are an estimator of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ...common.errors import DeviceError
 from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import least_seconds, roofline
-from ..core.base import KernelPrediction
+from ..core.base import KernelPrediction, own_params
 from ..core.kernel_table import SMALLEST
-from ..program.overhead import UNMEASURED, Overhead
+from ..program.schedule_cost import UNMEASURED, Overhead
+from ..simulators.base import Answer, AnsweringEstimator
 from .boosted import XGBoostEstimator
 
 #: Opcodes for which libtpu writes no ``estimated_cycles`` (docs/tpu.md).
@@ -142,16 +145,8 @@ class TpuEstimator(XGBoostEstimator):
         n_jobs: int = 1,
         **params: Any,
     ) -> None:
-        super().__init__(
-            rounds=rounds,
-            max_depth=max_depth,
-            learning_rate=learning_rate,
-            min_child_weight=min_child_weight,
-            compact=compact,
-            seed=seed,
-            n_jobs=n_jobs,
-            **params,
-        )
+        own = own_params(locals())
+        super().__init__(**own.pop("params"), **own)
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; those that no compiler estimates by the roofline."""
@@ -212,3 +207,41 @@ def _not_below(prediction: KernelPrediction, least: np.ndarray) -> KernelPredict
         hi=np.maximum(prediction.hi, least),
         unclamped=prediction.latency,
     )
+
+
+class CompilerEstimator(AnsweringEstimator):
+    """Returns the cycles that libtpu wrote into each kernel's ``backend_config``, over the clock.
+
+    They are estimates, not measurements. Only lowering ``xla`` for a TPU has them, and not for
+    every kernel (docs/tpu.md).
+    """
+
+    name = "compiler"
+    source = "compiler:libtpu"
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @property
+    def version(self) -> str:
+        """A generic name: the prediction names the version that compiled the kernels."""
+        return "the TPU's compiler"
+
+    def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
+        """The compiler's estimate of each kernel.
+
+        Raises:
+            DeviceError: The device is not a TPU, or its clock is unknown.
+        """
+        if device.platform != "tpu" or not device.clock_hz:
+            raise DeviceError(
+                "no compiler estimates the time of its kernels: only the TPUs' does",
+                where=device.name,
+                hint="--device tpu-v4 with --lowering xla; or another estimator",
+            )
+        return [
+            Answer(kernel.cycles / device.clock_hz)
+            if kernel.cycles > 0
+            else Answer(0.0, f"the compiler has no estimate ({kernel.kind})")
+            for kernel in kernels
+        ]

@@ -17,7 +17,7 @@ from ...features.kernels.kernel import Kernel
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import KernelTable, kernel_table
 from ..core.store import check_estimator, contents_of, read_files, read_manifest, write_folder
-from ..program.overhead import Overhead
+from ..program.schedule_cost import Overhead
 from .attention import attention_answer
 from .correction import Correction
 from .depthwise import LOWER, UPPER, depthwise_seconds
@@ -149,8 +149,7 @@ class GpuEstimator:
         """Predict every kernel on the device; equal kernels are computed once."""
         unique, index = distinct(kernels)
         if not unique:
-            empty, names = np.zeros(0), np.zeros(0, object)
-            return KernelPrediction(empty, empty, empty, names, names, np.zeros(0, bool))
+            return KernelPrediction.none()
         table = kernel_table(unique, device)
         prediction = self._predict(unique, canonical(device), table)
         if self.correction is not None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.graphs import PackedGraphs
-from .scaling import Scaling
+from ..core.kernel_table import PackedGraphs
+from .base import Scaling
 
 #: Most nodes of a batch of several graphs: bounds the memory of its activations (at 64 floats a
 #: node 4 MB a layer). Engineering estimate.

@@ -18,9 +18,8 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ...features.table.kernel_graph import OPCODES
+from .base import CLIP_NORM, Bound
 from .batches import GraphBatch
-from .fitting import CLIP_NORM
-from .scaling import Bound
 
 Array = jax.Array | np.ndarray
 #: Inputs of a network: rows of a table, or a batch of graphs.
@@ -219,7 +218,7 @@ class TrainedNetwork:
     Attributes:
         functions: The network's functions.
         state: Its weights and optimiser.
-        bound: Of the log-ratios, as :meth:`.scaling.Bound.to_array` gives it.
+        bound: Of the log-ratios, as :meth:`.base.Bound.to_array` gives it.
     """
 
     functions: CompiledNetwork

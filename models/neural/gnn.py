@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.extras import extra_hint
 from ...features.table.kernel_graph import graph_schema_hash
-from ..core.graphs import KernelGraphs
-from ..core.kernel_table import KernelTable
+from ..core.base import own_params
+from ..core.kernel_table import KernelGraphs, KernelTable
 from ..core.store import check_schema
-from .base import NeuralEstimator
+from .base import NeuralEstimator, Scaling, best_epoch, learning_rates, shuffled
 from .batches import GraphBatch, GraphRows
-from .fitting import best_epoch, learning_rates, shuffled
-from .scaling import Scaling
 
 Weights = Mapping[str, np.ndarray]
 
@@ -71,19 +72,7 @@ class GraphEstimator(NeuralEstimator):
         stop_epochs: int = 8,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            hidden=hidden,
-            rounds=rounds,
-            head=head,
-            layers=layers,
-            epochs=epochs,
-            batch=batch,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            delta=delta,
-            stop_epochs=stop_epochs,
-            seed=seed,
-        )
+        super().__init__(**own_params(locals()))
         self.nodes: Scaling | None = None
 
     def _look_at(self, table: KernelTable) -> None:
@@ -166,3 +155,86 @@ class GraphEstimator(NeuralEstimator):
     ) -> Self:
         check_schema(path, manifest, graph_schema_hash(), kind="graph")
         return super()._from_parts(path, manifest, files, schema)
+
+
+class FlaxGraphEstimator(GraphEstimator):
+    """Message passing in Flax.
+
+    Batches are padded to few different sizes (:mod:`.batches`), so that XLA compiles a handful of
+    functions. The parameters are the same as :class:`.gnn.GraphEstimator`'s.
+    """
+
+    name = "gnn-flax"
+
+    def _network(self, weights: Weights | None = None) -> GraphNetwork:
+        from .flax_nets import FlaxGraphNet, TrainedNetwork, compiled, example_batch
+
+        p, inputs, nodes = self.params, self._known(self.inputs), self._known(self.nodes)
+        layers = FlaxGraphNet(p["hidden"], p["rounds"], p["head"], p["layers"])
+        functions = compiled(layers, p["delta"], p["weight_decay"])
+        bound = self.bound.to_array()
+        if weights is not None:
+            return TrainedNetwork.restored(functions, weights, bound)
+        example = example_batch(inputs.width, nodes.width)
+        return TrainedNetwork(functions, functions.init(p["seed"], example), bound)
+
+
+class PygGraphEstimator(GraphEstimator):
+    """Message passing in PyTorch Geometric, for those who build on PyTorch.
+
+    Network, batches, target and loss are ``gnn-flax``'s, which trains faster on a CPU
+    (docs/models.md).
+
+    Args:
+        seed: Seed of weights, order and held-back groups.
+        n_jobs: Threads.
+        params: The others of :class:`.gnn.GraphEstimator`.
+
+    Raises:
+        ModelError: PyTorch or PyTorch Geometric is not installed.
+    """
+
+    name = "gnn-pyg"
+
+    def __init__(self, *, seed: int = 0, n_jobs: int = 1, **params: Any) -> None:
+        # Asked for without importing, which takes seconds.
+        missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
+        if missing:
+            raise ModelError(
+                f"estimator 'gnn-pyg' needs {' and '.join(missing)}",
+                hint=f"{extra_hint('gnn')}, or take gnn-flax",
+            )
+        super().__init__(seed=seed, **params)
+        self.params["n_jobs"] = n_jobs
+
+    def _train(
+        self, table: KernelTable, target: np.ndarray, stop: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        with self._threads():
+            return super()._train(table, target, stop)
+
+    def _network_ratio(self, table: KernelTable) -> np.ndarray:
+        with self._threads():
+            return super()._network_ratio(table)
+
+    def _network(self, weights: Weights | None = None) -> GraphNetwork:
+        from .pyg_net import PygGraphNet, TrainedNetwork, seeded
+
+        p, inputs, nodes = self.params, self._known(self.inputs), self._known(self.nodes)
+        with seeded(p["seed"]):
+            layers = PygGraphNet(
+                inputs.width, nodes.width, p["hidden"], p["rounds"], p["head"], p["layers"]
+            )
+        return TrainedNetwork(layers, self.bound, p["delta"], p["weight_decay"], weights)
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Use :attr:`n_jobs` threads, and as many as before afterwards."""
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.params["n_jobs"])
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

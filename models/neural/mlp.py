@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..core.base import own_params
 from ..core.kernel_table import KernelTable
-from .base import NeuralEstimator
+from .base import NeuralEstimator, best_epoch, learning_rates, shuffled
 from .batches import row_bucket
-from .fitting import best_epoch, learning_rates, shuffled
 
 if TYPE_CHECKING:
     from .flax_nets import CompiledNetwork, Perceptron, Weights
@@ -49,17 +49,7 @@ class MLPEstimator(NeuralEstimator):
         stop_epochs: int = 10,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            hidden=hidden,
-            layers=layers,
-            epochs=epochs,
-            batch=batch,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            delta=delta,
-            stop_epochs=stop_epochs,
-            seed=seed,
-        )
+        super().__init__(**own_params(locals()))
 
     def _train(
         self, table: KernelTable, target: np.ndarray, stop: np.ndarray

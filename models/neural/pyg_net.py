@@ -13,9 +13,8 @@ from torch.nn import functional
 from torch_geometric.nn import SAGEConv, global_max_pool, global_mean_pool
 
 from ...features.table.kernel_graph import OPCODES
+from .base import CLIP_NORM, Bound
 from .batches import GraphBatch
-from .fitting import CLIP_NORM
-from .scaling import Bound
 
 _POOLS = (global_mean_pool, global_max_pool)
 

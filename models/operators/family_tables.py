@@ -16,8 +16,7 @@ from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
 from ..adapt.gaussian_process import time_shares
-from ..core.graphs import KernelGraphs
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelGraphs, KernelTable
 from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects

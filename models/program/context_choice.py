@@ -18,8 +18,7 @@ from ..training_data.crossfit import CrossFit
 from ..training_data.prepared import PreparedDataset, ProgramSample
 from ..training_data.splits import balanced_folds
 from .context import context_features, loop_factors
-from .context_correction import ContextCorrection
-from .context_trees import ContextProgram, ContextTrees
+from .context_trees import ContextCorrection, ContextProgram, ContextTrees
 from .program_model import GAIN, ProgramModel
 
 SUM, TREES = "sum", "trees"

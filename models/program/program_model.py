@@ -30,10 +30,9 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, LoweredProgram
-from ..core.robust_regression import huber_ridge
+from ..estimators.linear import huber_ridge
 from ..trust.conformal import UNCALIBRATED, Conformal
-from .overhead import Overhead
-from .schedule_cost import SMALLEST, ScheduleCost, schedule_cost
+from .schedule_cost import SMALLEST, Overhead, ScheduleCost, schedule_cost
 
 #: Features of the second stage, all dimensionless or logarithms.
 CORRECTION = (

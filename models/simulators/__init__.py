@@ -4,7 +4,6 @@ Each predicts the kernels that its tool can model; the others take the roofline,
 Tools run in a separate process, and their answers are cached on disk (docs/fidelities.md).
 """
 
-from .answers import Answer, AnsweringEstimator
-from .base import SimulatorEstimator
+from .base import Answer, AnsweringEstimator, SimulatorEstimator
 
 __all__ = ["Answer", "AnsweringEstimator", "SimulatorEstimator"]

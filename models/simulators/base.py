@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -16,15 +19,200 @@ from ...common.errors import ModelError
 from ...common.extras import extra_hint
 from ...common.paths import home
 from ...common.progress import waiting
+from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
+from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.lowering.cache import LoweringCache
 from ...features.table.columns import INDEX
 from ...features.table.roofline import compute_seconds, memory_seconds
 from ...features.table.row import rows
-from ..core.base import distinct
-from .answers import Answer, AnsweringEstimator
-from .tool_process import ToolProcess
+from ..core.base import KernelPrediction, distinct
+from ..core.kernel_table import SMALLEST, kernel_table
+from ..core.store import check_estimator, read_manifest, write_folder
+from ..trust.conformal import UNCALIBRATED
+
+#: Seconds that a tool may take to be imported, on top of the limit of its first job. Engineering
+#: estimate for a cold disk.
+START_S = 60.0
+#: JAX must not load compilers of absent devices there, nor Matplotlib look for a display.
+_SET = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+class ToolProcess:
+    """A tool's process, started on the first job and again after it hung or died.
+
+    Args:
+        tool: Module of this package with a function ``run(job) -> reply``.
+        limit_s: Seconds of one job.
+    """
+
+    def __init__(self, tool: str, limit_s: float) -> None:
+        self._tool = tool
+        self._limit_s = limit_s
+        self._worker: WorkerProcess | None = None
+
+    def __enter__(self) -> ToolProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def ask(self, job: Mapping[str, object]) -> dict[str, object]:
+        """The tool's reply, or ``{"error": …}``; with ``"hung": True`` if the limit passed."""
+        limit_s = self._limit_s + (START_S if self._worker is None else 0.0)
+        worker = self._worker = self._worker or self._started()
+        try:
+            worker.send(json.dumps(job).encode(), limit_s)
+            return dict(json.loads(worker.receive(limit_s)))
+        except WorkerTimeout:
+            self.stop()
+            return {"error": f"no answer within {self._limit_s:g} s", "hung": True}
+        except WorkerEnded:
+            worker.ending()
+            last = worker.last_error(200)
+            self.stop()
+            return {"error": f"the tool's process died{': ' if last else ''}{last}"}
+
+    def stop(self) -> None:
+        """End the process and what it started."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.stop()
+
+    def _started(self) -> WorkerProcess:
+        command = module_command(f"{__package__}.worker", self._tool)
+        return WorkerProcess(command, variables=_SET)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A tool's answer about a kernel.
+
+    Attributes:
+        seconds: Time of the part of the kernel that it models; 0 if it models none.
+        reason: Why it models none; empty if it models the kernel.
+    """
+
+    seconds: float
+    reason: str = ""
+
+    @property
+    def covered(self) -> bool:
+        """Whether the tool models the kernel."""
+        return not self.reason
+
+
+class AnsweringEstimator(ABC):
+    """An estimator whose answers come from another tool; it learns nothing.
+
+    A kernel without an answer takes ``roofline + floor``, marked ``roofline`` and out of domain;
+    :meth:`reasons` gives the reason.
+
+    Args:
+        params: Keywords of the constructor; saved with the estimator.
+    """
+
+    name: str = ""
+    #: ``source`` of its answers.
+    source: ClassVar[str] = ""
+
+    def __init__(self, **params: object) -> None:
+        self.params = params
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """Name and version of the tool."""
+
+    @abstractmethod
+    def answers(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[Answer]:
+        """The tool's answer about each kernel.
+
+        Raises:
+            ModelError: The tool is not installed.
+            DeviceError: It cannot model the device.
+        """
+
+    def latency(self, answered: np.ndarray, row: np.ndarray, device: DeviceSpec) -> np.ndarray:
+        """Seconds of whole kernels from the answers, shape ``(n,)``: the answers themselves.
+
+        Args:
+            answered: Seconds of the answers.
+            row: Feature rows of the kernels.
+            device: Device they run on.
+        """
+        return answered
+
+    def fit(self, dataset: Dataset) -> Self:
+        """Return the estimator as it is: it learns nothing."""
+        return self
+
+    def reasons(self, kernels: Sequence[Kernel], device: DeviceSpec) -> list[str]:
+        """Why each kernel takes its roofline; empty for those that the tool models."""
+        return [answer.reason for answer in self.answers(kernels, device)]
+
+    def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
+        """Predict every kernel on the device.
+
+        Raises:
+            OpcastError: As :meth:`answers`.
+        """
+        answers = self.answers(kernels, device)
+        if not kernels:
+            return KernelPrediction.none()
+        table = kernel_table(kernels, device)
+        covered = np.array([answer.covered for answer in answers], bool)
+        simulated = np.array([answer.seconds for answer in answers])
+        own = np.maximum(self.latency(simulated, rows(kernels), device), SMALLEST)
+        latency = np.where(covered, own, table.roofline_s)
+        # No tool is calibrated against measurements, so the interval is as wide as an uncalibrated
+        # roofline's.
+        width = float(np.exp(UNCALIBRATED))
+        return KernelPrediction(
+            latency,
+            latency / width,
+            latency * width,
+            table.bound,
+            source=np.where(covered, self.source, "roofline").astype(object),
+            in_domain=covered,
+        )
+
+    def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
+        """Share of the kernels that the tool models, and reasons for the others, as notes."""
+        own = [kernel for kernel in kernels if kernel.takes_time]
+        reasons = Counter(filter(None, self.reasons(own, device)))
+        covered = len(own) - sum(reasons.values())
+        notes = [f"{self.version} models {covered} of {len(own)} kernels; nothing is calibrated"]
+        notes += [f"{count} kernels take the roofline: {why}" for why, count in reasons.items()]
+        return tuple(notes)
+
+    def save(self, path: Path) -> None:
+        """Write the model folder: a manifest, no weights."""
+        manifest = {"estimator": self.name, "params": self.settings, "units": {"latency": "s"}}
+        write_folder(Path(path), manifest, {})
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Keywords that construct the same estimator again."""
+        return dict(self.params)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model folder.
+
+        Raises:
+            ModelError: The folder is missing, damaged, or of another estimator.
+        """
+        manifest = read_manifest(Path(path))
+        check_estimator(Path(path), manifest, cls.name)
+        return cls(**manifest.get("params", {}))
+
 
 #: Version of the drivers, part of a cached answer's key. Increase it when they change what they ask
 #: a tool, or how they read its answer.
@@ -51,8 +239,6 @@ class SimulatorEstimator(AnsweringEstimator):
     #: the key of an answer.
     extra: ClassVar[str] = ""
     packages: ClassVar[tuple[str, ...]] = ()
-    #: Module of this package that runs it.
-    tool: ClassVar[str] = ""
 
     def __init__(self, limit_s: float = 60.0, progress: bool = True, **params: Any) -> None:
         super().__init__(**params)
@@ -162,7 +348,7 @@ class SimulatorEstimator(AnsweringEstimator):
 
     def _run(self, jobs: Mapping[str, Job], device: DeviceSpec) -> None:
         with (
-            ToolProcess(self.tool, self.limit_s) as process,
+            ToolProcess(self.name, self.limit_s) as process,
             waiting(f"{self.name} for {device.name}", len(jobs), self.progress) as show,
         ):
             for done, (key, job) in enumerate(jobs.items(), start=1):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from math import floor
-from typing import ClassVar
+from pathlib import Path
+from string import Template
+from typing import Any, ClassVar
 
 import numpy as np
+import yaml
 
 from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
@@ -30,7 +35,6 @@ class ZigZagEstimator(SimulatorEstimator):
     name = "zigzag"
     extra = "zigzag"
     packages: ClassVar[tuple[str, ...]] = ("zigzag-dse",)
-    tool = "zigzag_tool"
     source = "simulator:zigzag"
 
     def __init__(self, orders: int = 5, limit_s: float = 60.0, progress: bool = True) -> None:
@@ -75,3 +79,96 @@ class ZigZagEstimator(SimulatorEstimator):
     def seconds(self, reply: Reply, job: Job) -> float:
         """Seconds of the best mapping's cycles."""
         return float(reply["cycles"] * job["scale_s"])
+
+
+#: Fewest bits that a port moves in one access. Engineering estimate.
+_LEAST = 64
+
+
+def run(job: dict[str, object]) -> dict[str, float]:
+    """Search a mapping, with either operand as the stationary weights.
+
+    Args:
+        job: ``b m n k`` of the product, ``bits`` of its elements, ``input_bits`` of those of the
+            first operand where it streams, and the device as :func:`described` takes it;
+            ``orders`` limits the search to permutations of a number of loops.
+
+    Returns:
+        ``cycles`` of the faster way round, with loading, stalls and writing back, and ``ideal``,
+        those of the arithmetic alone.
+    """
+    # As the product of the transposes. What was the convolution's input is then the weights, which
+    # count with all their bits.
+    turned = {**job, "m": job["n"], "n": job["m"], "input_bits": job["bits"]}
+    ways = [job] if job["m"] == job["n"] else [job, turned]
+    return min((_search(way) for way in ways), key=lambda reply: reply["cycles"])
+
+
+def _search(job: dict[str, Any]) -> dict[str, float]:
+    from zigzag.mapping.temporal_mapping import TemporalMappingType
+    from zigzag.stages.evaluation.cost_model_evaluation import CostModelStage
+    from zigzag.stages.main import MainStage
+    from zigzag.stages.mapping.spatial_mapping_generation import SpatialMappingGeneratorStage
+    from zigzag.stages.mapping.temporal_mapping_generator_stage import TemporalMappingGeneratorStage
+    from zigzag.stages.parser.accelerator_parser import AcceleratorParserStage
+    from zigzag.stages.parser.workload_parser import WorkloadParserStage
+    from zigzag.stages.results.reduce_stages import MinimalLatencyStage, SumStage
+    from zigzag.stages.workload_iterator import WorkloadStage
+
+    stages = [
+        WorkloadParserStage,
+        AcceleratorParserStage,
+        SumStage,
+        WorkloadStage,
+        MinimalLatencyStage,
+        SpatialMappingGeneratorStage,
+        MinimalLatencyStage,
+        TemporalMappingGeneratorStage,
+        CostModelStage,
+    ]
+    with tempfile.TemporaryDirectory(prefix="opcast-zigzag-") as name:
+        parts = described(job)
+        files = {part: Path(name) / f"{part}.yaml" for part in ("accelerator", "mapping")}
+        for part, file in files.items():
+            # The order of the memories is their order in the hierarchy.
+            file.write_text(yaml.safe_dump(parts[part], sort_keys=False))
+        results = MainStage(
+            stages,
+            workload=parts["workload"],
+            accelerator=str(files["accelerator"]),
+            mapping=str(files["mapping"]),
+            # LOMA orders loop prime factors; the limit bounds how many there are to permute.
+            loma_lpf_limit=int(job["orders"]),
+            loma_show_progress_bar=False,
+            nb_mappings_generated=1,
+            access_same_data_considered_as_no_access=True,
+            temporal_mapping_type=TemporalMappingType.UNEVEN,
+        ).run()
+    best = results[0][0]
+    return {"cycles": float(best.latency_total2), "ideal": float(best.ideal_cycle)}
+
+
+def described(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``accelerator``, its ``mapping`` and the ``workload`` in ZigZag's own terms.
+
+    Args:
+        job: Of the product ``b m n k``, ``bits`` and ``input_bits``; of the device ``rows``,
+            ``columns``, ``arrays``, ``on_chip_bits`` and ``memory_bits`` of the memories, and
+            ``bits_per_cycle`` of main memory.
+    """
+    # Loops of size 1 are left out of a batch.
+    batch = job["b"] > 1
+    loops = {"B": job["b"]} if batch else {}
+    loops |= {"D": job["m"], "K": job["n"], "C": job["k"]}
+    text = Path(__file__).with_name("zigzag.yaml").read_text(encoding="utf-8")
+    filled = Template(text).safe_substitute(
+        job,
+        two_values=2 * job["bits"],
+        least=min(job["bits"], _LEAST),
+        main_least=min(job["bits_per_cycle"], _LEAST),
+        shared="B" if batch else "D",
+        lead="[b]" if batch else "",
+        loops=list(loops),
+        sizes=list(loops.values()),
+    )
+    return dict(yaml.safe_load(filled))

@@ -11,10 +11,10 @@ import pandas as pd
 
 from ...features.dataset import Dataset
 from ..cost_model import CostModel
-from ..training_data.metrics import kendall_within, metrics_table
+from ..training_data.metrics import metrics_table
 from ..training_data.prepared import PreparedDataset, prepare
 from ..training_data.splits import leave_family_out
-from .predictions import _total, prediction_frame, program_frame
+from .train import _total, prediction_frame, program_frame
 
 #: Estimators that are compared by default: all that learn from a table but networks and ensembles.
 MODELS = ("roofline", "ridge", "forest", "xgboost")
@@ -91,47 +91,6 @@ def compare_models(
                 figures = _total(result.program_metrics)
                 row |= {f"program_{k}": v for k, v in figures.items()}
             rows.append({**row, "seconds": result.seconds})
-    return pd.DataFrame(rows)
-
-
-def compare_objectives(
-    dataset: Dataset | PreparedDataset,
-    splits: Sequence[str] = ("random", "unseen_family"),
-    objectives: Sequence[str] = ("absolute", "pairwise"),
-    seed: int = 0,
-    n_jobs: int = 1,
-    **params: Any,
-) -> pd.DataFrame:
-    """Objectives of ``xgboost`` side by side on the test part of splits, as rankings too.
-
-    Args:
-        dataset: Samples.
-        splits: Names of splits.
-        objectives: Objectives of ``xgboost``.
-        seed: Seed of splits and estimators.
-        n_jobs: Threads of the estimators.
-        params: Other parameters of ``xgboost``.
-
-    Returns:
-        One row a (split, objective): figures on the split's test kernels, and
-        ``kendall_within``, Kendall's tau within kernels of one kind, family and device.
-    """
-    from .train import train
-
-    data = prepare(dataset)
-    rows = []
-    for split in splits:
-        for objective in objectives:
-            result = train(data, "xgboost", split, seed, n_jobs, objective=objective, **params)
-            predictions = result.predictions
-            choice = predictions["device"] + "|" + predictions["kind"] + "|" + predictions["family"]
-            within = kendall_within(
-                predictions["measured_us"].to_numpy(np.float64),
-                predictions["predicted_us"].to_numpy(np.float64),
-                choice.to_numpy(object),
-            )
-            figures = {**_total(result.metrics), "kendall_within": within}
-            rows.append({"split": split, "objective": objective, **figures})
     return pd.DataFrame(rows)
 
 

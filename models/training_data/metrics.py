@@ -47,27 +47,6 @@ def kendall(measured: np.ndarray, predicted: np.ndarray) -> float:
     return float(kendalltau(measured, predicted).statistic)
 
 
-def kendall_within(measured: np.ndarray, predicted: np.ndarray, groups: np.ndarray) -> float:
-    """Mean of Kendall's tau-b over groups, weighted by their sizes; nan if no group has one.
-
-    It shows how well candidates of one choice are ordered, where :func:`kendall` over all samples
-    also counts how well small kernels are told from large ones.
-
-    Args:
-        measured: Shape ``(n,)``.
-        predicted: Shape ``(n,)``.
-        groups: Name of every sample's group, shape ``(n,)``.
-    """
-    parts = pd.Series(np.arange(len(groups))).groupby(np.asarray(groups, object)).indices.values()
-    taus = [(kendall(measured[own], predicted[own]), len(own)) for own in parts]
-    # NaN is not equal to itself: groups of one kernel, or of equal times, have no order.
-    known = [(tau, size) for tau, size in taus if tau == tau]
-    if not known:
-        return float("nan")
-    tau, size = np.array(known).T
-    return float(np.average(tau, weights=size))
-
-
 def top_k_recall(measured: np.ndarray, predicted: np.ndarray, k: int | None = None) -> float:
     """Share of the ``k`` slowest samples that are among the ``k`` predicted to be slowest.
 

@@ -18,8 +18,7 @@ from ...common.errors import DatasetError
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
-from ..core.graphs import KernelGraphs
-from ..core.kernel_table import KernelTable, concatenate, kernel_table
+from ..core.kernel_table import KernelGraphs, KernelTable, concatenate, kernel_table
 from .splits import is_family
 
 logger = logging.getLogger(__name__)

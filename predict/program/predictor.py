@@ -391,7 +391,7 @@ def load(model: str | Path = "default", *, cache: LoweringCache | None = None) -
 def roofline_predictor() -> Predictor:
     """Make a predictor that uses the roofline alone, for any device."""
     from ...models.cost_model import CostModel
-    from ...models.estimators.roofline import RooflineEstimator
+    from ...models.estimators.linear import RooflineEstimator
 
     return Predictor(CostModel(RooflineEstimator()))
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from opcast.datagen.profile.plan import ProfileSettings
 from opcast.datagen.profile.profile import profile
 from opcast.features.dataset import Dataset
 from opcast.features.ir.reader import read_program
@@ -61,7 +62,7 @@ def main() -> None:
                 save(function, *arguments, path=path)
         paths = sorted(Path(folder).glob("*.mlir"))
         out = Path(folder) / "data"
-        profile(out, sources=paths, device_spec=device, replicate_share=0.0)
+        profile(out, ProfileSettings(replicate_share=0.0), sources=paths, device_spec=device)
         frame = Dataset.load(out).frame
         products = frame[frame["kind"] == "gemm"].groupby("program")["latency_us_p50"].mean()
         for m, k, n in SIZES:

@@ -14,8 +14,7 @@ from opcast.features.ir.program import Program
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.table.kernel_graph import KernelGraph, graph_schema_hash
 from opcast.models.core.base import KernelPrediction
-from opcast.models.core.graphs import KernelGraphs
-from opcast.models.core.kernel_table import KernelTable
+from opcast.models.core.kernel_table import KernelGraphs, KernelTable
 from opcast.models.core.registry import UNTRAINED, estimator_class, estimator_names
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.tabular import TabularEstimator

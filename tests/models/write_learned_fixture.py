@@ -19,8 +19,7 @@ from write_fixture import DEVICE, chain, program_model
 
 from opcast.features.table.kernel_graph import NODE_FEATURES, OPCODE_ID, KernelGraph
 from opcast.models.core.base import KernelPrediction
-from opcast.models.core.graphs import KernelGraphs
-from opcast.models.core.kernel_table import KernelTable
+from opcast.models.core.kernel_table import KernelGraphs, KernelTable
 from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.tabular import TabularEstimator

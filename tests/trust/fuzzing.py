@@ -306,7 +306,7 @@ def _operators(data: bytes, folder: Path) -> None:
 
 
 def _params(data: bytes, folder: Path) -> None:
-    from opcast.models.training.tuned import read_params
+    from opcast.models.training.tuning import read_params
 
     read_params(_put(folder / "params.json", data), "xgboost")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.datagen.profile.settings import ProfileResult
+from opcast.datagen.profile.plan import ProfileResult
 from opcast.workflows.profile import run_profile
 from opcast.workflows.settings import ProfileSettings
 
@@ -26,7 +26,7 @@ def test_what_a_budget_did_not_go_to_is_told(
     parts: tuple[float, ...],
     told: str,
 ) -> None:
-    def measured(folder: Path, **_: object) -> ProfileResult:
+    def measured(folder: Path, *_: object, **__: object) -> ProfileResult:
         return ProfileResult(folder, "r", 412, 31, 0, 90.2, "budget", *parts)
 
     monkeypatch.setattr("opcast.datagen.profile.profile.profile", measured)

@@ -213,7 +213,7 @@ def _physics_us(
     cycles: np.ndarray | None = None,
 ) -> float:
     """Program time in µs with rooflines for kernels, or with estimated cycles where there are."""
-    from ...models.estimators.roofline import RooflineEstimator
+    from ...models.estimators.linear import RooflineEstimator
 
     prediction = RooflineEstimator().predict(lowered.kernels, device)
     if cycles is not None:

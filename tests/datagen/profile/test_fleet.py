@@ -14,7 +14,7 @@ from opcast.common.errors import ProfileError
 from opcast.datagen.dataset_folder import RunWriter, read_failures, run_records
 from opcast.datagen.profile import fleet
 from opcast.datagen.profile.fleet import Measured, Piece, measure_piece, profile_fleet
-from opcast.datagen.profile.settings import ProfileResult, ProfileSettings
+from opcast.datagen.profile.plan import ProfileResult, ProfileSettings
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 

@@ -18,11 +18,10 @@ from opcast.common.errors import ProfileError
 from opcast.datagen.dataset_folder import consolidate, done_programs, read_failures
 from opcast.datagen.profile.anchors import AnchorLog
 from opcast.datagen.profile.measure import first_runs, median_width
-from opcast.datagen.profile.plan import Item, Plan, given_items
+from opcast.datagen.profile.plan import Item, Plan, ProfileSettings, given_items
 from opcast.datagen.profile.profile import profile
 from opcast.datagen.profile.run import ProfileRun
 from opcast.datagen.profile.runner import Runner, rotation
-from opcast.datagen.profile.settings import ProfileSettings
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 
@@ -70,7 +69,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     sources = [*tiny(8, 16, 64, 96, 128), Source("bad", BAD), Source("huge", TEXT.format(n=8192))]
     result = profile(
-        folder, sources=sources, device_spec=SPEC, max_memory=200e6, replicate_share=0.2
+        folder,
+        ProfileSettings(max_memory=200e6, replicate_share=0.2),
+        sources=sources,
+        device_spec=SPEC,
     )
     assert (result.programs, result.failed, result.stopped) == (6, 2, "done")
     return folder
@@ -128,7 +130,7 @@ def test_replicates_are_rows_of_the_same_kernels(measured: Path) -> None:
 def test_nothing_is_left_to_do(measured: Path) -> None:
     before = sorted(path.name for path in measured.iterdir())
     sources = [*tiny(8, 16, 64, 96, 128), Source("bad", BAD), Source("huge", TEXT.format(n=8192))]
-    result = profile(measured, sources=sources, device_spec=SPEC, max_memory=200e6)
+    result = profile(measured, ProfileSettings(max_memory=200e6), sources=sources, device_spec=SPEC)
     assert (result.run_id, result.samples, result.stopped) == ("", 0, "done")
     assert (result.setup_s, result.check_s) == (result.elapsed_s, 0.0)
     assert sorted(path.name for path in measured.iterdir()) == before
@@ -138,7 +140,9 @@ def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_pat
     for path in measured.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     other = dataclasses.replace(SPEC, name="cpu-y")
-    result = profile(tmp_path, sources=tiny(8), device_spec=other, max_memory=200e6)
+    result = profile(
+        tmp_path, ProfileSettings(max_memory=200e6), sources=tiny(8), device_spec=other
+    )
     assert (result.programs, result.stopped) == (1, "done")
     # Starting JAX comes before the first program, another worker's start after the last one.
     assert result.setup_s > 0.1 and result.check_s > 0.1
@@ -163,6 +167,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys, time
     from pathlib import Path
+    from opcast.datagen.profile.plan import ProfileSettings
     from opcast.datagen.profile.profile import profile
     from opcast.datagen.profile.run import ProfileRun
     from opcast.features.devices.device import DeviceSpec, MemoryLevel
@@ -186,8 +191,8 @@ SCRIPT = textwrap.dedent(
         if len(sys.argv) > 3:
             ProfileRun._measure = hold
         sources = [Source(n) for n in range(8, 20, 2)]
-        profile(sys.argv[1], sources=sources, device_spec=spec, check_every_s=0.0,
-                replicate_share=0.0, patience=0.0, progress=False)
+        settings = ProfileSettings(check_every_s=0.0, replicate_share=0.0, patience=0.0)
+        profile(sys.argv[1], settings, sources=sources, device_spec=spec, progress=False)
     """
 )
 
@@ -233,9 +238,9 @@ def test_donated_state_is_chained() -> None:
 
 def test_wrong_device_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"JAX sees a cpu.*jax\[tpu\]"):
-        profile(tmp_path, sources=tiny(8), device="tpu", device_spec=SPEC)
+        profile(tmp_path, ProfileSettings(device="tpu"), sources=tiny(8), device_spec=SPEC)
     with pytest.raises(ProfileError, match="unknown device"):
-        profile(tmp_path, sources=tiny(8), device="npu")
+        profile(tmp_path, ProfileSettings(device="npu"), sources=tiny(8))
 
 
 def test_user_mistakes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opcast.datagen.profile import measure
-from opcast.datagen.profile.pulse import STEADY, Pulse, local_pulse
+from opcast.datagen.profile.runner import STEADY, Pulse, local_pulse
 
 
 @pytest.fixture

@@ -4,9 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.models.adapt.active import allocate, choose, shares_of, spread_evenly
+from opcast.models.adapt.active import (
+    RemainingVariance,
+    allocate,
+    choose,
+    choose_programs,
+    shares_of,
+    spread_evenly,
+)
 from opcast.models.adapt.gaussian_process import Sites, covariance, noise_variance, start_params
-from opcast.models.adapt.next_program import RemainingVariance, choose_programs
 from opcast.models.operators.curves import ALL, Curve, Trial, error_curve, joint_curve
 
 KEYS = 2

@@ -8,9 +8,8 @@ from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import Kernel
 from opcast.features.table.kernel_graph import NODE_FEATURES, KernelGraph, kernel_graph
-from opcast.models.core import graphs as module
-from opcast.models.core.graphs import KernelGraphs, PackedGraphs
-from opcast.models.core.kernel_table import concatenate, kernel_table
+from opcast.models.core import kernel_table as module
+from opcast.models.core.kernel_table import KernelGraphs, PackedGraphs, concatenate, kernel_table
 
 HLO = """HloModule net, is_scheduled=true
 

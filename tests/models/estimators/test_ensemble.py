@@ -13,8 +13,7 @@ from opcast.common.errors import ModelError
 from opcast.features.devices.device import DeviceSpec
 from opcast.models.core.kernel_table import CELLS, KernelTable
 from opcast.models.cost_model import CostModel
-from opcast.models.estimators.blend import blend_weights, simplex_weights
-from opcast.models.estimators.ensemble import EnsembleEstimator
+from opcast.models.estimators.ensemble import EnsembleEstimator, blend_weights, simplex_weights
 from opcast.models.training.ensemble_choice import choose, cross_validate, train_ensemble
 from opcast.models.training_data.prepared import PreparedDataset
 

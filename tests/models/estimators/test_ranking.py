@@ -10,9 +10,8 @@ from opcast.common.errors import ModelError
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.estimators.boosted import XGBoostEstimator
 from opcast.models.estimators.ranking import ScoreMap, _Discordance, device_queries, query_order
-from opcast.models.training.evaluate import compare_objectives
 from opcast.models.training.train import train
-from opcast.models.training_data.metrics import kendall, kendall_within
+from opcast.models.training_data.metrics import kendall
 from opcast.models.training_data.prepared import PreparedDataset
 from opcast.models.training_data.splits import query_names
 
@@ -126,18 +125,3 @@ def test_training_passes_queries_on(
     assert len(seen) == 3 and all("cpu-test|random" in names for names in seen)
     assert result.metrics.set_index("group").loc["all", "kendall"] > 0.6
     assert result.model.estimator._queries is None  # type: ignore[attr-defined]
-
-
-def test_kendall_within_groups() -> None:
-    measured = np.array([1.0, 2.0, 3.0, 10.0, 20.0, 5.0])
-    predicted = np.array([1.0, 2.0, 3.0, 20.0, 10.0, 5.0])
-    groups = np.array(["a", "a", "a", "b", "b", "c"])
-    # a: τ = 1 of 3 samples; b: τ = -1 of 2; c: a single sample has none
-    assert kendall_within(measured, predicted, groups) == pytest.approx((3 * 1 + 2 * -1) / 5)
-    assert np.isnan(kendall_within(measured[:1], predicted[:1], groups[:1]))
-
-
-def test_objectives_side_by_side(prepared: PreparedDataset) -> None:
-    frame = compare_objectives(prepared, ("random",), rounds=40, max_depth=3)
-    assert list(frame["objective"]) == ["absolute", "pairwise"]
-    assert (frame["kendall_within"] > 0.3).all()

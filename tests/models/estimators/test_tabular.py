@@ -10,10 +10,8 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.kernel_table import KernelTable, cells
 from opcast.models.core.registry import estimator_class, estimator_names, make_estimator
-from opcast.models.core.robust_regression import huber_ridge
 from opcast.models.estimators.forest import export_trees, walk
-from opcast.models.estimators.linear import RidgeEstimator
-from opcast.models.estimators.roofline import RooflineEstimator
+from opcast.models.estimators.linear import RidgeEstimator, RooflineEstimator, huber_ridge
 from opcast.models.estimators.tabular import TabularEstimator
 
 Tables = Callable[..., tuple[KernelTable, np.ndarray]]

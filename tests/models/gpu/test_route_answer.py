@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from opcast.models.gpu.route_answer import Answer, spread, unknown
-from opcast.models.program.overhead import Overhead
 from opcast.models.program.program_model import ProgramModel
-from opcast.models.program.schedule_cost import ScheduleCost
+from opcast.models.program.schedule_cost import Overhead, ScheduleCost
 
 
 def cost(total: float, concentration: float) -> ScheduleCost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from opcast.models.neural.base import Bound
 from opcast.models.neural.flax_nets import (
     FlaxGraphNet,
     Perceptron,
@@ -16,7 +17,6 @@ from opcast.models.neural.flax_nets import (
     shapes,
     to_arrays,
 )
-from opcast.models.neural.scaling import Bound
 
 BOUND = Bound.fit(np.array([-1.0, 0.5, 3.0]))
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)

@@ -18,14 +18,11 @@ from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import Kernel
 from opcast.features.table.kernel_graph import NODE_FEATURES, OPCODE_ID, KernelGraph
 from opcast.models.core.base import KernelPrediction
-from opcast.models.core.graphs import KernelGraphs
-from opcast.models.core.kernel_table import KernelTable
+from opcast.models.core.kernel_table import KernelGraphs, KernelTable
 from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
 from opcast.models.neural.batches import assemble, cuts, node_bucket, row_bucket
-from opcast.models.neural.gnn import GraphEstimator
-from opcast.models.neural.gnn_flax import FlaxGraphEstimator
-from opcast.models.neural.gnn_pyg import PygGraphEstimator
+from opcast.models.neural.gnn import FlaxGraphEstimator, GraphEstimator, PygGraphEstimator
 
 Tables = Callable[..., tuple[KernelTable, np.ndarray]]
 SMALL = {"hidden": 16, "rounds": 1, "head": 32, "layers": 1, "batch": 64}

@@ -20,11 +20,11 @@ from opcast.models.program.context_choice import (
     held_out_shifts,
     pair_correlation,
 )
-from opcast.models.program.context_correction import ContextCorrection
 from opcast.models.program.context_trees import (
     BEND_KERNEL,
     BEND_SUM,
     SUM_WEIGHT,
+    ContextCorrection,
     ContextProgram,
     ContextTrees,
     objective,

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from opcast.models.simulators import tool_process
+from opcast.models.simulators import base
 
 DATA = Path(__file__).parent / "data"
 RECORDING = os.environ.get("OPCAST_RECORD") == "1"
@@ -48,7 +48,7 @@ class Recorded:
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-class ReplayedTool(tool_process.ToolProcess):
+class ReplayedTool(base.ToolProcess):
     """Stands in for a tool's process."""
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from opcast.features.kernels.kernel import Kernel
 from opcast.features.table.roofline import roofline
 from opcast.features.table.row import rows
 from opcast.models.core.registry import UNTRAINED, estimator_class, make_estimator
-from opcast.models.simulators import base, tool_process
+from opcast.models.simulators import base
 from opcast.models.simulators.arrays import passes, product_of, shared_cycles
 from opcast.models.simulators.base import SimulatorEstimator
 from opcast.models.simulators.iree import IreeEstimator
@@ -200,7 +200,7 @@ def test_cycles_of_scalesim_are_the_formula(
     dataflow: str, across: int, down: int, length: int, expected: int
 ) -> None:
     pytest.importorskip("scalesim")
-    from opcast.models.simulators.scalesim_tool import compute_cycles
+    from opcast.models.simulators.scalesim import compute_cycles
 
     assert compute_cycles(across, down, length, 8, 8, dataflow) == expected
 
@@ -247,7 +247,7 @@ def test_the_driver_agrees_with_stock_scalesim(
     import scalesim.memory.double_buffered_scratchpad_mem as memory
     from scalesim.scale_sim import scalesim
 
-    from opcast.models.simulators.scalesim_tool import run
+    from opcast.models.simulators.scalesim import run
 
     # Version 3.0.0 gives int() a list of arrays with one element, which NumPy 2.4 refuses.
     monkeypatch.setattr(
@@ -318,7 +318,7 @@ def test_the_driver_agrees_with_stock_zigzag(
     import yaml
     from zigzag.api import get_hardware_performance_zigzag
 
-    from opcast.models.simulators import zigzag_tool
+    from opcast.models.simulators import zigzag
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -331,19 +331,20 @@ def test_the_driver_agrees_with_stock_zigzag(
     turned = {**job, "m": n, "n": m}
     stock = []
     for own in [job] if m == n else [job, turned]:
-        Path("a.yaml").write_text(yaml.safe_dump(zigzag_tool.accelerator(own), sort_keys=False))
-        Path("m.yaml").write_text(yaml.safe_dump(zigzag_tool.mapping(own)))
-        Path("w.yaml").write_text(yaml.safe_dump(zigzag_tool.workload(own)))
+        parts = zigzag.described(own)
+        Path("a.yaml").write_text(yaml.safe_dump(parts["accelerator"], sort_keys=False))
+        Path("m.yaml").write_text(yaml.safe_dump(parts["mapping"]))
+        Path("w.yaml").write_text(yaml.safe_dump(parts["workload"]))
         _, cycles, _ = get_hardware_performance_zigzag(
             "w.yaml", "a.yaml", "m.yaml", dump_folder="out", lpf_limit=4,
             nb_spatial_mappings_generated=1, loma_show_progress_bar=False,
         )  # fmt: skip
         stock.append(cycles)
-    found = zigzag_tool.run(job)
+    found = zigzag.run(job)
     assert found["cycles"] == min(stock)
     assert found["ideal"] == b * m * n * k / (16 * 16 * 2)
     assert found["cycles"] >= found["ideal"]
-    recorded = Recorded("zigzag_tool")
+    recorded = Recorded("zigzag")
     assert recorded.versions == {"zigzag-dse": version("zigzag-dse")}
     if shape == (1, 128, 32, 64):
         if RECORDING:
@@ -420,22 +421,22 @@ def test_a_limit_of_time_is_a_reason_until_it_is_longer(monkeypatch: pytest.Monk
 
 def test_recorded_answers_are_those_of_scalesim(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("scalesim")
-    recorded = Recorded("scalesim_tool")
+    recorded = Recorded("scalesim")
     assert recorded.versions == {"scalesim": version("scalesim")}
     job = {"m": 8, "n": 8, "k": 8, "rows": 8, "columns": 8, "dataflow": "ws"}
-    with tool_process.ToolProcess("scalesim_tool", 60.0) as process:
+    with base.ToolProcess("scalesim", 60.0) as process:
         assert process.ask({"m": 1})["error"] == "KeyError: 'n'"
         assert process.ask(job)["ways"][0] == {"folds": 1, "length": 8, "overhead": 22}
         for request, reply in recorded.replies.items():
             assert process.ask(json.loads(request)) == reply
-    monkeypatch.setattr(tool_process, "START_S", 0.0)
-    with tool_process.ToolProcess("scalesim_tool", 0.01) as process:
+    monkeypatch.setattr(base, "START_S", 0.0)
+    with base.ToolProcess("scalesim", 0.01) as process:
         assert process.ask(job) == {"error": "no answer within 0.01 s", "hung": True}
 
 
 def test_a_tool_whose_process_dies_is_started_again() -> None:
     pytest.importorskip("scalesim")
-    with tool_process.ToolProcess("no_such_tool", 60.0) as process:
+    with base.ToolProcess("no_such_tool", 60.0) as process:
         for _ in range(2):
             error = process.ask({})["error"]
             assert error.startswith("the tool's process died: ModuleNotFoundError")
@@ -476,7 +477,7 @@ def test_iree_runs_on_this_machine_alone() -> None:
 
 
 def test_a_fusion_becomes_its_computation() -> None:
-    from opcast.models.simulators.iree_tool import unfused
+    from opcast.models.simulators.iree import unfused
 
     program = parse_hlo(
         "HloModule m\nf {\n  p = f32[4,2] parameter(0)\n  q = f32[8] bitcast(p)\n"
@@ -488,7 +489,7 @@ def test_a_fusion_becomes_its_computation() -> None:
 
 
 def test_the_median_of_the_repeats_counts() -> None:
-    from opcast.models.simulators.iree_tool import median_seconds
+    from opcast.models.simulators.iree import median_seconds
 
     rows = [{"run_type": "iteration", "cpu_time": t, "time_unit": "us"} for t in (9, 2, 4)]
     rows.append({"run_type": "aggregate", "cpu_time": 100, "time_unit": "us"})
@@ -504,7 +505,7 @@ def test_iree_measurements_are_the_latencies() -> None:
     found = estimator.predict(kernels, local)
     assert found.source.tolist() == ["measured:iree"] * 2
     jobs = [estimator.job(k, row, local) for k, row in zip(kernels, rows(kernels), strict=True)]
-    replies = [Recorded("iree_tool").reply(job) for job in jobs if not isinstance(job, str)]
+    replies = [Recorded("iree").reply(job) for job in jobs if not isinstance(job, str)]
     assert found.latency.tolist() == [reply["seconds"] for reply in replies]
 
 
@@ -521,9 +522,9 @@ def test_recorded_answers_are_those_of_iree() -> None:
     reason = "needs the extra iree (390 MB), which the tests do not install"
     for module in ("iree.compiler", "iree.runtime"):
         pytest.importorskip(module, reason=reason)
-    recorded = Recorded("iree_tool")
+    recorded = Recorded("iree")
     assert recorded.versions == {name: version(name) for name in recorded.versions}
-    with tool_process.ToolProcess("iree_tool", 120.0) as process:
+    with base.ToolProcess("iree", 120.0) as process:
         for request, reply in recorded.replies.items():
             found = process.ask(json.loads(request))
             if "error" in reply:

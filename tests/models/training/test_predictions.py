@@ -8,7 +8,7 @@ from opcast.models.core.base import KernelPrediction
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.tabular import TabularEstimator
-from opcast.models.training.predictions import prediction_frame, program_frame
+from opcast.models.training.train import prediction_frame, program_frame
 from opcast.models.training_data.prepared import PreparedDataset
 
 

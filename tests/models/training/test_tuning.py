@@ -10,8 +10,15 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.registry import estimator_class, make_estimator
 from opcast.models.estimators.tuning_spaces import search_space
-from opcast.models.training.tuned import TrialRecord, Tuning, read_params, write_params
-from opcast.models.training.tuning import mean_abs_log, median_ape, tune
+from opcast.models.training.tuning import (
+    TrialRecord,
+    Tuning,
+    mean_abs_log,
+    median_ape,
+    read_params,
+    tune,
+    write_params,
+)
 from opcast.models.training_data.prepared import PreparedDataset
 
 pytest.importorskip("optuna", reason="the search needs optuna, of the extra tune")

@@ -17,8 +17,7 @@ from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.kernels.program_json import schedule_to_json
 from opcast.models.cost_model import CostModel
 from opcast.models.estimators.boosted import XGBoostEstimator
-from opcast.models.estimators.linear import RidgeEstimator
-from opcast.models.estimators.roofline import RooflineEstimator
+from opcast.models.estimators.linear import RidgeEstimator, RooflineEstimator
 from opcast.models.training_data.prepared import prepare
 
 HLO = """HloModule net, is_scheduled=true

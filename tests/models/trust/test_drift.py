@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opcast.models.trust.drift import TOLERATED, alarm_after, evidence
+from opcast.workflows.measured.drift import TOLERATED, alarm_after, evidence
 
 BETS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 

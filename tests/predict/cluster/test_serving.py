@@ -20,7 +20,7 @@ from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
 from opcast.predict.cluster.serving_runs import cache_transfer
 from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.export.serving_timeline import serving_trace
-from opcast.predict.page.serving import serving_page
+from opcast.predict.page.cluster import serving_page
 from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.load import Load

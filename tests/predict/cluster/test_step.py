@@ -19,7 +19,7 @@ from opcast.predict.cluster.network import ClusterNetwork, analytical_time, lear
 from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
-from opcast.predict.page.step import step_data, step_page
+from opcast.predict.page.cluster import step_data, step_page
 from opcast.predict.render.step import print_step
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.space import Candidate

@@ -16,10 +16,14 @@ from opcast.predict.devices import resolve_device
 from opcast.predict.page import Page, assemble
 from opcast.predict.page import kernel_data as kernel_data_module
 from opcast.predict.page.assemble import json_for_html, short
-from opcast.predict.page.compare import compare_devices
-from opcast.predict.page.kernel_data import kernel_columns, schedule_of
-from opcast.predict.page.memory_data import memory_data
-from opcast.predict.page.report import SCRIPTS, ReportOptions, report_data, report_page
+from opcast.predict.page.kernel_data import kernel_columns, memory_data, schedule_of
+from opcast.predict.page.report import (
+    SCRIPTS,
+    ReportOptions,
+    compare_devices,
+    report_data,
+    report_page,
+)
 
 SCHEDULE = Path(__file__).parents[2] / "features" / "data" / "gpu_schedule.hlo"
 #: Every name that a program brings, written so that it would run if it were taken for markup.
