@@ -32,7 +32,16 @@ SECTIONS = {
     ),
     "Device and plan": (
         *("device", "cluster", "gpus", "plan", "replicas", "prefill", "prefill_replicas"),
-        *("transfer", "router", "together", "power_cap", "batch_dims", "axes", "remat"),
+        *(
+            "prefill_batch",
+            "transfer",
+            "router",
+            "together",
+            "power_cap",
+            "batch_dims",
+            "axes",
+            "remat",
+        ),
         *("micro_batches", "grid", "jitter", "speed"),
     ),
     "Load": (
@@ -40,7 +49,16 @@ SECTIONS = {
         *("prompt", "output", "slo"),
     ),
     "Framework": (
-        *("framework", "compiled", "max_batch", "token_budget", "chunked", "memory", "block"),
+        *(
+            "framework",
+            "source",
+            "compiled",
+            "max_batch",
+            "token_budget",
+            "chunked",
+            "memory",
+            "block",
+        ),
         *("watermark", "preemption", "prefix_hits", "prefix_cache", "drafts", "accepted"),
         *("draft", "eager"),
     ),

@@ -37,6 +37,9 @@ _MODERATE, _TRIED = 0.7, 256
 #: (simulate/step/workload.py). Larger figures are slips of the hand.
 _MOST = 10**7
 
+#: Options of workers that run prompts alone.
+PREFILLED = {"prefill_replicas", "prefill_batch", "transfer"}
+
 ServingModelOpt = Annotated[
     str, typer.Option("--serving", help="File of 'opcast calibrate --serving', for your own stack.")
 ]
@@ -55,8 +58,12 @@ Framework = Annotated[
     str,
     typer.Option(
         help="Engine, whose rules and costs are taken: vllm, sglang, trtllm (tensorrt-llm), "
-        "lmdeploy or deepspeed-mii; empty for another."
+        "lmdeploy or deepspeed-mii, or a release of one, such as vllm@0.18.0; empty for another."
     ),
+]
+Source = Annotated[
+    str,
+    typer.Option(help="Whose machines these are, as tables of serving name them."),
 ]
 SloOpt = Annotated[
     str, typer.Option(help="What requests have to keep, such as ttft=500ms,tpot=30ms,e2e=20s.")
@@ -154,9 +161,16 @@ def simulate_serving(
         str, typer.Option(help="Plan of workers that run prompts alone, such as tp=4.")
     ] = "",
     prefill_replicas: Annotated[int, typer.Option(min=1, max=_MOST, help="How many of them.")] = 1,
+    prefill_batch: Annotated[
+        int,
+        typer.Option(
+            min=0, max=_MOST, help="Most sequences of a rank of theirs; 0 for --max-batch."
+        ),
+    ] = 0,
     transfer: Transfer = 0.0,
     router: Router = "round-robin",
     framework: Framework = "vllm",
+    source: Source = "",
     weights: Weights = "",
     experts: Experts = "",
     activations: Activations = "",
@@ -227,7 +241,7 @@ def simulate_serving(
     """
     _refuse_loads(context, requests, concurrency, batch, offline)
     if not prefill:
-        refuse(context, "engines that run prompts themselves", {"prefill_replicas", "transfer"})
+        refuse(context, "engines that run prompts themselves", PREFILLED)
     if not drafts:
         refuse(context, "decoding without --drafts", {"accepted", "draft"})
     if bool(cluster) == bool(device):
@@ -247,15 +261,18 @@ def simulate_serving(
             parse_lengths(text)
         except PlanError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
-    engine = known_framework(framework)
+    engine, _ = known_framework(framework)
     formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
     asked = ServingQuery(
+        framework=framework,
+        source=source,
         cluster=cluster,
         device=device,
         plan=plan,
         replicas=replicas,
         prefill=prefill,
         prefill_replicas=prefill_replicas,
+        prefill_batch=prefill_batch,
         transfer=transfer,
         router=router,
         max_batch=max_batch,
@@ -275,7 +292,6 @@ def simulate_serving(
     chosen = workload_of(workload, hf, served=True)
     deployment = asked.deployment(
         served_by_name(chosen, sizes_of(settings), formats, files=True),
-        engine,
         lambda name: served_by_name(name, {}, Formats(), files=True),
     )
     deployment = replace(deployment, context=find_checkpoint(chosen).context)
@@ -375,6 +391,7 @@ def plan_serving(
     settings: Settings = None,
     slo: SloOpt = "",
     framework: Framework = "vllm",
+    source: Source = "",
     weights: Weights = "",
     experts: Experts = "",
     activations: Activations = "",
@@ -430,11 +447,13 @@ def plan_serving(
     from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
 
-    engine = known_framework(framework)
+    engine, _ = known_framework(framework)
     formats = Formats(weights, kv_cache, experts, activations, linear_layers, engine)
     chosen = workload_of(workload, hf, served=True)
     model = served_by_name(chosen, sizes_of(settings), formats, files=True)
     query = ServingQuery(
+        framework=framework,
+        source=source,
         device=device,
         router=router,
         max_batch=max_batch,
@@ -451,9 +470,7 @@ def plan_serving(
         draft=draft,
         eager=eager,
     )
-    base = query.deployment(
-        model, engine, lambda name: served_by_name(name, {}, Formats(), files=True)
-    )
+    base = query.deployment(model, lambda name: served_by_name(name, {}, Formats(), files=True))
     base = replace(base, options=replace(base.options, transfer=transfer * 1e9))
     spec, asked = parse_load(load), parse_slo(slo)
     predictor = _predictor(operators, serving)

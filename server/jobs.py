@@ -218,7 +218,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
         raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
     if not asked.rate and asked.burstiness != 1.0:
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
-    framework, given = known_framework(asked.framework), asked.model_dump()
+    (framework, _), given = known_framework(asked.framework), asked.model_dump()
     formats = Formats(
         asked.weights,
         asked.kv_cache,
@@ -229,7 +229,6 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     )
     deployment = ServingQuery(**{f.name: given[f.name] for f in fields(ServingQuery)}).deployment(
         served_by_name(asked.workload, asked.settings, formats),
-        framework,
         lambda name: served_by_name(name, {}, Formats()),
     )
     deployment = replace(deployment, context=find_checkpoint(asked.workload).context)

@@ -228,9 +228,11 @@ class SimulateServingQuery(Body):
     replicas: int = Field(0, ge=0, le=4096)
     prefill: _Plan = Field("", description="Of workers that run prompts alone.")
     prefill_replicas: int = Field(1, ge=1, le=4096)
+    prefill_batch: int = Field(0, ge=0, le=10**6)
     transfer: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="GB/s of caches.")
     router: Literal["round-robin", "least-loaded", "prefix-aware"] = "round-robin"
-    framework: Name | Literal[""] = "vllm"
+    framework: str = Field("vllm", max_length=60, description="Such as vllm or vllm@0.18.0.")
+    source: str = Field("", max_length=80, description="Whose machines, as tables name them.")
     concurrency: int = Field(0, ge=0, le=100_000, description="Of a closed loop.")
     rate: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="Requests a second.")
     burstiness: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)

@@ -145,14 +145,13 @@ class ServingEffects:
         return sums
 
     def weights(self, context: Context) -> np.ndarray:
-        """Seconds of a unit of each of :data:`COSTS`."""
+        """Seconds of a unit of each of :data:`COSTS`; what makes all slower is in each."""
         logs = self.logs(context)
-        return np.array([PRIOR[cost] * np.exp(logs[cost]) for cost in COSTS])
+        return np.array([PRIOR[cost] * np.exp(logs[cost] + logs[WHOLE]) for cost in COSTS])
 
-    def factor(self, context: Context, metric: str) -> float:
-        """Factor on a simulated latency: ``ttft``, ``tpot`` or ``per_token``."""
-        logs = self.logs(context)
-        return float(np.exp(logs[WHOLE] + (logs[FIRST] if metric == "ttft" else 0.0)))
+    def first(self, context: Context) -> float:
+        """Factor on times to the first token."""
+        return float(np.exp(self.logs(context)[FIRST]))
 
     def knows(self, level: str, value: str) -> bool:
         """Whether any cost has an effect of a level's value."""
@@ -166,13 +165,11 @@ class ServingDesign(NamedTuple):
         keys: ``cost/level/value`` of each column.
         deviations: Of each column's effect.
         matrix: Change of a logarithm with an effect, shape ``(latencies, columns)``.
-        inner: Whether the simulator applies a column's effect.
     """
 
     keys: list[str]
     deviations: np.ndarray
     matrix: np.ndarray
-    inner: np.ndarray
 
 
 def serving_design(
@@ -209,5 +206,4 @@ def serving_design(
         list(columns),
         np.array([level.deviation for level in levels]),
         matrix,
-        np.array([level.cost not in (WHOLE, FIRST) for level in levels]),
     )

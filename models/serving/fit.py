@@ -27,7 +27,7 @@ class Observed(NamedTuple):
         rows: Which row each is of.
         metrics: ``ttft``, ``tpot`` or ``per_token``.
         measured: Logarithms of seconds.
-        simulated: The same, without factors on the whole.
+        simulated: The same, under the effects.
         shares: Of the classes of cost, shape ``(n, costs)``.
         queued: Share of the time to the first token of each one's row that is waiting.
     """
@@ -158,8 +158,7 @@ def linear_serving(
     design = serving_design(own, seen.shares, seen.metrics == "ttft")
     known = np.array([now.values.get(key, 0.0) for key in design.keys])
     # Without the effects at which the shares were taken, so that all are shrunk towards 0.
-    applied = design.matrix @ np.where(design.inner, known, 0.0)
-    return LinearServing(design, seen.measured - seen.simulated + applied)
+    return LinearServing(design, seen.measured - seen.simulated + design.matrix @ known)
 
 
 def fit_serving(
@@ -187,7 +186,7 @@ def fit_serving(
     for turn in range(ROUNDS + 1):
         tell(f"effects: simulating, round {turn} of at most {ROUNDS}")
         seen = observe(effects)
-        error = simulated_error(seen, contexts, groups, effects)
+        error = simulated_error(seen, groups)
         tell(f"effects: mean absolute error of logarithms {error:.4f}")
         settled = best is not None and error > (1.0 - GAIN) * best[0]
         # The linear model may overshoot, so that a later round is not always a better one.
@@ -201,16 +200,9 @@ def fit_serving(
     return best[1], best[2]
 
 
-def simulated_error(
-    seen: Observed, contexts: Sequence[Context], groups: np.ndarray, effects: ServingEffects
-) -> float:
-    """Mean absolute error of logarithms of latencies that were simulated with effects, weighted."""
-    own = [contexts[row] for row in seen.rows]
-    factors = [
-        effects.factor(context, metric) for context, metric in zip(own, seen.metrics, strict=True)
-    ]
-    errors = np.abs(seen.measured - seen.simulated - np.log(factors))
-    return float(np.average(errors, weights=_weights(seen, groups)))
+def simulated_error(seen: Observed, groups: np.ndarray) -> float:
+    """Mean absolute error of logarithms of simulated latencies, weighted."""
+    return float(np.average(np.abs(seen.measured - seen.simulated), weights=_weights(seen, groups)))
 
 
 def _weights(seen: Observed, groups: np.ndarray) -> np.ndarray:

@@ -88,21 +88,26 @@ class ServingModel:
         return stack if isinstance(stack, dict) and known else {}
 
     def group_of(self, shape: str) -> str:
-        """Model group of the measured runs whose model has a shape; empty if there is none."""
+        """Model group of the measured runs whose model has a shape; without any, the shape."""
         shapes = self.provenance.get("shapes", {})
-        return str(shapes.get(shape, "")) if isinstance(shapes, dict) else ""
+        return str(shapes.get(shape, shape)) if isinstance(shapes, dict) else shape
 
-    def own_stack(self, device: str) -> tuple[str, float]:
+    def own_stack(self, device: str, source: str = "") -> tuple[str, float]:
         """Source of the runs on a device that the model was adapted to, and their memory's share.
 
-        Empty and 0 where there are none.
+        Args:
+            device: Its name.
+            source: The only one that counts, and that is given back; empty for any.
+
+        Returns:
+            Empty and 0 where there are none.
         """
         own = self.provenance.get("own", {})
         for name, stack in own.items() if isinstance(own, dict) else ():
-            source, _, known = str(name).partition("|")
-            if known == device:
-                return source, float(stack["memory"])
-        return "", 0.0
+            known, _, where = str(name).partition("|")
+            if where == device and source in ("", known):
+                return known, float(stack["memory"])
+        return source, 0.0
 
     def interval(
         self,

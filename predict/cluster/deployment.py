@@ -9,18 +9,63 @@ from math import inf
 from ...common.errors import PlanError
 from ...features.devices.catalogue import in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
-from ...models.serving.model import ServingModel
 from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.serving.load import Load
 from ...simulate.serving.policies import runs_on
 from ...simulate.serving.served import EnginePlan, ServedModel
-from .serving_load import LoadSpec
-from .serving_table import EngineOptions, ServingRow, Workers
+from .served_row import known_framework
 
-#: Newer than any release, so that engines count as rewritten.
-NEWEST = "9999.0"
+
+@dataclass(frozen=True)
+class Workers:
+    """Workers of one kind.
+
+    Attributes:
+        plan: Of each.
+        count: How many; replicas of an engine that prefills and decodes.
+        batch: Most sequences of each of its ranks; 0 for the limit of the deployment.
+    """
+
+    plan: EnginePlan
+    count: int = 1
+    batch: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices of all of them."""
+        return self.plan.devices * self.count
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What may be told to an engine beside its plan; defaults are the framework's own.
+
+    Attributes:
+        memory: Share of the memory for weights, activations and cache; 0 for the framework's.
+        block: Tokens of a block of the cache; 0 for the framework's.
+        swap: Whether the cache of an evicted request moves to the host.
+        watermark: Share of the cache that stays free when a request is admitted.
+        eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
+        prefix_cache: Whether what prompts begin with is kept for later ones.
+        drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
+        draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
+        draft_name: What drafts: ``ngram``, ``mtp``, or the name of a model.
+        transfer: Bytes a second at which caches move between workers; 0 for the links' own.
+        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
+    """
+
+    memory: float = 0.0
+    block: int = 0
+    swap: bool = False
+    watermark: float = 0.0
+    eager: bool = False
+    prefix_cache: bool = True
+    drafts: int = 0
+    draft: ServedModel | None = None
+    draft_name: str = "ngram"
+    transfer: float = 0.0
+    router: str = "round-robin"
 
 
 @dataclass(frozen=True)
@@ -40,7 +85,9 @@ class Deployment:
         accepted: Tokens that a step of decoding yields; 1 without speculation.
         hit_rate: Share of each prompt that the cache has already.
         options: What else the engines are told.
-        group: Name of the model among measured ones; empty to look it up by its sizes.
+        version: Of the framework; empty for its newest.
+        source: Whose machines these are, as tables of measured serving name them; empty for one's
+            own, if there are runs of it, else an average.
         cluster: Links of the engines; ``None`` for those of the device's usual machines.
         context: Tokens of a sequence that the checkpoint allows; 0 if unknown.
     """
@@ -56,7 +103,8 @@ class Deployment:
     accepted: float = 1.0
     hit_rate: float = 0.0
     options: EngineOptions = field(default_factory=EngineOptions)
-    group: str = ""
+    version: str = ""
+    source: str = ""
     cluster: Cluster | None = None
     context: int = 0
 
@@ -124,33 +172,12 @@ class Deployment:
             return own
         return f"{self.prefill.count} x ({self.prefill.plan.text()}) prefill + {own} decode"
 
-    def row(self, spec: LoadSpec, load: Load, model: ServingModel) -> ServingRow:
-        """The same as a row of a table of serving."""
-        source, memory = model.own_stack(self.device)
-        options = self.options
-        if memory and not options.memory:
-            options = replace(options, memory=memory)
+    @property
+    def links(self) -> Cluster:
+        """Devices and links of the largest worker."""
         largest = max(w.plan.devices for w in (self.engine, self.prefill) if w)
-        return ServingRow(
-            id="",
-            source=source,
-            framework=self.framework,
-            version=NEWEST,
-            group=self.group or model.group_of(self.model.shape()),
-            model=self.model,
-            # The device keeps the name that it was given: that of a file is read again from there.
-            cluster=self.cluster or replace(joined(self.spec, largest), device=self.device),
-            engine=self.engine,
-            prefill=self.prefill,
-            load=spec.row_load(load),
-            max_batch=self.max_batch,
-            token_budget=self.token_budget,
-            chunked=self.chunked,
-            speculative="yes" if self.accepted > 1.0 else "no",
-            accepted=self.accepted,
-            measured={},
-            options=options,
-        )
+        # The device keeps the name that it was given: that of a file is read again from there.
+        return self.cluster or replace(joined(self.spec, largest), device=self.device)
 
 
 def on_cluster(
@@ -302,18 +329,21 @@ class ServingQuery:
     """A deployment as a command line or a request says it; empty texts and 0 are defaults.
 
     Attributes:
+        framework: Engine, and after ``@`` its version; empty for one that is not listed.
+        source: As of :class:`Deployment`.
         cluster: Name or file, which engines fill; else ``device``.
         device: Name in the catalogue, or path of a device file.
         plan: Of an engine, such as ``tp=4``.
         replicas: Engines.
         prefill: Plan of workers that run prompts alone.
         prefill_replicas: How many of them.
+        prefill_batch: Most sequences of a rank of theirs; 0 for ``max_batch``.
         transfer: GB/s at which caches move between workers.
         router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
         max_batch: As of :class:`Deployment`, like the next two.
         token_budget: Most tokens of a pass.
         chunked: Whether prompts may be cut.
-        memory: As of :class:`~.serving_table.EngineOptions`, like the next two.
+        memory: As of :class:`EngineOptions`, like the next two.
         block: Tokens of a block of the cache.
         watermark: Share of the cache that stays free at admission.
         preemption: ``recompute`` or ``swap``.
@@ -325,12 +355,15 @@ class ServingQuery:
         eager: Whether kernels are launched one by one.
     """
 
+    framework: str = "vllm"
+    source: str = ""
     cluster: str = ""
     device: str = ""
     plan: str = ""
     replicas: int = 0
     prefill: str = ""
     prefill_replicas: int = 1
+    prefill_batch: int = 0
     transfer: float = 0.0
     router: str = "round-robin"
     max_batch: int = 0
@@ -347,12 +380,11 @@ class ServingQuery:
     draft: str = "ngram"
     eager: bool = False
 
-    def deployment(self, model: ServedModel, framework: str, models: Lookup) -> Deployment:
+    def deployment(self, model: ServedModel, models: Lookup) -> Deployment:
         """What it says.
 
         Args:
             model: What is served.
-            framework: Lower case; empty for one that is not listed.
             models: Looks a model that drafts up by its name.
 
         Raises:
@@ -364,11 +396,13 @@ class ServingQuery:
             raise PlanError(f"preemption {self.preemption!r}", hint="recompute or swap")
         if not self.drafts and (self.draft != "ngram" or self.accepted > 1.0):
             raise PlanError("draft and accepted are of drafts", where="draft", hint="give drafts")
-        if not self.prefill and (self.prefill_replicas > 1 or self.transfer):
+        if not self.prefill and (self.prefill_replicas > 1 or self.prefill_batch or self.transfer):
             raise PlanError(
-                "prefill_replicas and transfer are of workers that run prompts alone",
+                "prefill_replicas, prefill_batch and transfer are of workers that run prompts "
+                "alone",
                 hint="give prefill",
             )
+        framework, version = known_framework(self.framework)
         device, engine, prefill = engines_of(
             model,
             cluster=self.cluster,
@@ -378,10 +412,14 @@ class ServingQuery:
             prefill=self.prefill,
             prefill_replicas=self.prefill_replicas,
         )
+        if prefill is not None:
+            prefill = replace(prefill, batch=self.prefill_batch)
         return Deployment(
             model=model,
             device=device,
             framework=framework,
+            version=version,
+            source=self.source,
             engine=engine,
             prefill=prefill,
             max_batch=self.max_batch,

@@ -143,20 +143,26 @@ def framework_of(text: str) -> str:
     return name.strip()
 
 
-def known_framework(text: str) -> str:
-    """:func:`framework_of` of an engine that is known, or that is not named.
+def known_framework(text: str) -> tuple[str, str]:
+    """:func:`framework_of` of an engine that is known, or that is not named, and its version.
+
+    Args:
+        text: Such as ``vllm`` or ``vllm@0.18.0``.
 
     Raises:
-        PlanError: The name is none of a framework.
+        PlanError: The name is none of a framework, or the version has no number.
     """
-    name = framework_of(text)
+    said, _, version = text.partition("@")
+    name = framework_of(said)
     if name and name not in FRAMEWORKS:
         near = get_close_matches(name, FRAMEWORKS, n=3, cutoff=0.5) or list(FRAMEWORKS)
         raise PlanError(
-            f"framework {text!r} is not known",
+            f"framework {said!r} is not known",
             hint=f"{', '.join(near)}; empty for one that is not listed",
         )
-    return name
+    if "@" in text and not version[:1].isdigit():
+        raise PlanError(f"{version!r} is no version of {said}", hint="as in vllm@0.18.0")
+    return name, version
 
 
 def served_by_name(

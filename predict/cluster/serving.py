@@ -10,7 +10,6 @@ import numpy as np
 
 from ...common.errors import PlanError
 from ...common.interval import Interval, latency_fields
-from ...features.devices.catalogue import read_device
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.effects import Context
@@ -44,16 +43,16 @@ from ..devices import generation_note
 from ..operator.serving_operators import weight_only
 from .deployment import Deployment
 from .energy import serving_energy
-from .serving_load import LoadSpec
-from .serving_runs import (
-    ServingRuns,
+from .serving_engine import (
+    MOST_TABLES,
+    Engines,
     cache_transfer,
     engine_memory,
-    row_context,
-    row_delay,
-    row_floors,
+    levels,
+    request_delay,
+    request_floors,
 )
-from .serving_table import ServingRow
+from .serving_load import LoadSpec
 
 #: Rates that differ by less are taken for equal.
 RATE_TIE = 0.02
@@ -207,17 +206,148 @@ def _ends(name: str, interval: Interval) -> dict[str, object]:
     return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """A load as engines serve it under learned effects.
+
+    Attributes:
+        deployment: What serves.
+        load: Its requests.
+        context: Levels of the deployment that effects are learned on.
+        stations: The engines.
+        delay: Seconds between sending a request and an engine's queue.
+        run: What became of the requests.
+        first: Factor on times to the first token.
+        floor: Least times of the requests.
+        seen: Latencies as users see them.
+    """
+
+    deployment: Deployment
+    load: Load
+    context: Context
+    stations: Sequence[Station]
+    delay: float
+    run: Run
+    first: float
+    floor: Floors
+    seen: Served
+
+    @property
+    def queued(self) -> float:
+        """Share of the time to the first token that is waiting for other requests."""
+        return queued_share(self.load, self.run)
+
+    @property
+    def span(self) -> float:
+        """Seconds that the load takes."""
+        if not self.load.concurrency:
+            return self.run.makespan
+        # Of a closed loop, what makes requests longer makes fewer of them come.
+        simulated = float((self.run.finished - self.run.sent).mean())
+        return self.run.makespan * self.seen.figure("e2e", "mean") / simulated
+
+    def seconds(self, metric: str) -> float:
+        """Mean of one of :data:`opcast.models.serving.model.METRICS`."""
+        if metric == "per_token":
+            return self.span / float(self.load.outputs.sum())
+        return self.seen.figure(metric, "mean")
+
+    def shares(self, metric: str) -> np.ndarray:
+        """Shares of the classes of cost and of the request itself in a metric, adding up to 1."""
+        first, later = np.append(self.run.waits, self.delay), np.append(self.run.tokens, 0.0)
+        if metric == "per_token":
+            parts = first + later if self.load.concurrency else np.append(self.run.busy, 0.0)
+        else:
+            parts = first if metric == "ttft" else later
+        total = parts.sum()
+        return parts / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
+
+    def again(self, slower: float) -> Run:
+        """The same load served by engines that are slower by a factor."""
+        return _run(self.deployment, self.load, self.stations, self.delay, slower, record=False)
+
+
+def _run(
+    own: Deployment,
+    load: Load,
+    stations: Sequence[Station],
+    delay: float,
+    slower: float = 1.0,
+    *,
+    record: bool,
+) -> Run:
+    engines = [replace(s, weights=s.weights * slower) for s in stations]
+    return run_fleet(
+        load,
+        *engines,
+        router=own.options.router,
+        delay=delay * slower,
+        transfer=cache_transfer(own),
+        record=record,
+    )
+
+
 class ServingPredictor:
     """Predicts deployments; those that differ in their load alone share tables of costs.
 
     Args:
         operators: Model of library operators; ``None`` for rooflines.
         model: What measured serving taught; by default the model that ships.
+        tables: Tables of costs that are kept.
     """
 
-    def __init__(self, operators: OpModel | None, model: ServingModel | None = None) -> None:
-        self.runs = ServingRuns((), operators)
+    def __init__(
+        self,
+        operators: OpModel | None,
+        model: ServingModel | None = None,
+        tables: int = MOST_TABLES,
+    ) -> None:
+        self.engines = Engines(operators, tables)
         self.model = model or shipped_serving()
+
+    def own(self, deployment: Deployment) -> Deployment:
+        """A deployment with what was measured of one's own stack, if anything."""
+        source, memory = self.model.own_stack(deployment.device, deployment.source)
+        options = deployment.options
+        options = replace(options, memory=options.memory or memory)
+        return replace(deployment, source=source, options=options)
+
+    def context(self, deployment: Deployment) -> dict[str, str]:
+        """Levels of a deployment that effects are learned on."""
+        return levels(self.own(deployment), self.model)
+
+    def simulate(
+        self,
+        deployment: Deployment,
+        spec: LoadSpec,
+        load: Load | None = None,
+        *,
+        record: bool = False,
+    ) -> Simulated:
+        """Serve a load by engines whose passes have the learned costs.
+
+        Args:
+            deployment: What serves it.
+            spec: The load.
+            load: Requests of ``spec``, where they were drawn already.
+            record: Whether to keep histories of the engines; without, there are no times between
+                tokens, and those of requests stand for them.
+
+        Raises:
+            PlanError: The deployment does not fit into memory, or a request into its cache; the
+                load lacks what the router looks at.
+        """
+        load = load_of(deployment, load or spec.draw())
+        deployment = self.own(deployment)
+        context, effects = levels(deployment, self.model), self.model.effects
+        weights, first = effects.weights(context), effects.first(context)
+        stations = self.engines.stations(deployment, load, weights)
+        alone = spec.kind in ("static-batch", "offline")
+        delay = request_delay(deployment, served=not alone, weights=weights)
+        run = _run(deployment, load, stations, delay, record=record)
+        floor = request_floors(deployment, load, run.found)
+        seen = served(load, run, first, floor=floor)
+        return Simulated(deployment, load, context, stations, delay, run, first, floor, seen)
 
     def predict(
         self,
@@ -228,56 +358,41 @@ class ServingPredictor:
         load: Load | None = None,
         record: bool = True,
     ) -> ServingPrediction:
-        """Serve a load.
+        """Serve a load, with 90 % intervals.
 
         Args:
             deployment: What serves it.
             spec: The load.
             slo: What requests have to keep.
-            load: Requests of ``spec``, where they were drawn already.
-            record: Whether to keep histories of the engines; without, there are no times between
-                tokens, and those of requests stand for them.
+            load: As of :meth:`simulate`.
+            record: As of :meth:`simulate`.
 
         Raises:
-            PlanError: The deployment does not fit into memory, or a request into its cache; the
-                load lacks what the router looks at.
+            PlanError: As of :meth:`simulate`.
         """
-        load = load_of(deployment, load or spec.draw())
-        row = deployment.row(spec, load, self.model)
-        context = row_context(row)
-        effects = self.model.effects
-        # What every latency is multiplied with slows passes down, so that queues feel it too.
-        weights = effects.weights(context) * effects.factor(context, "tpot")
-        first = effects.factor(context, "ttft") / effects.factor(context, "tpot")
-        tier = self.model.tier(context)
-        stations = self._stations(row, load, weights)
-        run = self._run(row, load, stations, weights, 1.0, record)
-        queued = queued_share(load, run)
-        floor = row_floors(row, load.prompts, load.outputs, run.found)
-        seen = served(load, run, first, floor=floor)
-        count, tokens = len(load.prompts), float(load.outputs.sum())
+        found = self.simulate(deployment, spec, load, record=record)
+        load, run, seen, queued = found.load, found.run, found.seen, found.queued
+        tier = self.model.tier(found.context)
         overload = 0.0
         if is_open(spec, load):
-            factors = {m: self.model.interval(m, tier, queued, context) for m in MODEL_METRICS}
-            room = capacity(load, *stations) / (spec.rate or load.rate)
-            ends, spans, overload = self._open(
-                row, load, stations, weights, run, first, room, factors, floor
-            )
+            ends, spans, overload = self._open(found, tier, queued, spec.rate or load.rate)
         else:
-            ends, spans = self._tied(load, run, seen, tier, queued, context, floor)
+            ends, spans = self._tied(found, tier, queued)
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
                 own = [each.figure(metric, level) for each in (seen, *ends)]
                 name = f"p{level}" if isinstance(level, int) else level
                 figures[f"{metric}/{name}"] = Interval(own[0], min(own), max(own))
+        count, tokens = len(load.prompts), float(load.outputs.sum())
         rates = [1.0 / span for span in spans]
         low, high = min(rates), max(rates)
         good = [each.good(slo) for each in (seen, *ends)]
         if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
             # The longer the load lasts, the fewer of its requests are in time.
             good.append(0.0)
-        memory = engine_memory(row, row.engine)
+        memory = engine_memory(found.deployment, deployment.engine)
+        room = found.stations[0].cache.tokens
         return ServingPrediction(
             deployment=deployment,
             spec=spec,
@@ -289,15 +404,15 @@ class ServingPredictor:
             good=Interval(good[0], min(good), max(good)),
             slo=slo,
             memory=memory,
-            cache_tokens=stations[0].cache.tokens,
+            cache_tokens=room,
             queued=queued,
             known=tier,
             notes=(
-                *_notes(row, tier, queued, load, run, effects.values, memory),
+                *_notes(found, tier, queued, self.model.effects.values, memory),
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
                 *_context_note(deployment.context, load),
             ),
-            states=states_of(run, stations[0].cache.tokens, deployment.engine.count),
+            states=states_of(run, room, deployment.engine.count),
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
@@ -305,16 +420,7 @@ class ServingPredictor:
         )
 
     def _open(
-        self,
-        row: ServingRow,
-        load: Load,
-        stations: Sequence[Station],
-        weights: np.ndarray,
-        run: Run,
-        first: float,
-        room: float,
-        factors: Mapping[str, tuple[float, float]],
-        floor: Floors,
+        self, found: Simulated, tier: str, queued: float, rate: float
     ) -> tuple[list[Served], list[float], float]:
         """Latencies of an open load at both ends, how long its run takes, and overload's chance.
 
@@ -322,82 +428,43 @@ class ServingPredictor:
         are too slow for the load without end, so that the upper ends are of engines that keep up.
 
         Args:
-            row: What is asked for.
-            load: The requests.
-            stations: The engines.
-            weights: Of the classes and of a request.
-            run: Of the estimate.
-            first: Factor on times to the first token.
-            room: What the engines serve at most over what is offered.
-            factors: Ends by metric.
-            floor: Least times of the requests of ``run``.
+            found: The estimate.
+            tier: What is known of the deployment.
+            queued: Share of the time to the first token that is waiting.
+            rate: Requests a second that are offered.
         """
+        load, run = found.load, found.run
+        factors = {m: self.model.interval(m, tier, queued, found.context) for m in MODEL_METRICS}
+        # What the engines serve at most over what is offered.
+        room = capacity(load, *found.stations) / rate
         fast, slow = factors["per_token"]
         ends, spans = [], [run.makespan]
         for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):
-            other = self._run(row, load, stations, weights, slower, False)
+            other = found.again(slower)
             times = factors["ttft"][side], factors["tpot"][side]
-            own = served(load, run, first * times[0], times[1], floor)
+            own = served(load, run, found.first * times[0], times[1], found.floor)
             # Other queues may leave other prompts in the caches.
-            least = row_floors(row, load.prompts, load.outputs, other.found)
-            ends.append(wider(own, served(load, other, first, floor=least), side))
+            least = request_floors(found.deployment, load, other.found)
+            ends.append(wider(own, served(load, other, found.first, floor=least), side))
             spans.append(other.makespan)
         # Engines that do not keep up need as long as they take for all requests.
         spans.append(max(spans[2], slow / room * float(load.arrivals.max())))
         return ends, spans, 1.0 - Interval(1.0, fast, slow).chance_below(room)
 
-    def _tied(
-        self,
-        load: Load,
-        run: Run,
-        seen: Served,
-        tier: str,
-        queued: float,
-        context: Context,
-        floor: Floors,
-    ) -> tuple[list[Served], list[float]]:
+    def _tied(self, found: Simulated, tier: str, queued: float) -> tuple[list[Served], list[float]]:
         """Latencies at both ends, and how long the run takes: estimate and ends."""
-        first, whole = (seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
-        closed = load.concurrency > 0
+        first, whole = (found.seen.figure(metric, "mean") for metric in ("ttft", "e2e"))
         known = self.model.tied_intervals(
             tier,
             queued,
-            context,
+            found.context,
             (first, whole - first),
-            REQUEST_TIME if closed else "per_token",
+            REQUEST_TIME if found.load.concurrency else "per_token",
         )
         sides = zip(known["ttft"], known["tpot"], known[REQUEST_TIME], strict=True)
-        ends = [tied(seen, one, later, both, floor) for one, later, both in sides]
-        # Of a closed loop, what makes requests longer makes fewer of them come.
-        longer = whole / float((run.finished - run.sent).mean()) if closed else 1.0
-        span = run.makespan * longer
+        ends = [tied(found.seen, one, later, both, found.floor) for one, later, both in sides]
+        span = found.span
         return ends, [span, *(span * end.figure("e2e", "mean") / whole for end in ends)]
-
-    def _stations(self, row: ServingRow, load: Load, weights: np.ndarray) -> list[Station]:
-        longest = int((load.prompts + load.outputs).max())
-        most = load.concurrency or len(load.prompts)
-        workers = [row.engine, *([row.prefill] if row.prefill else [])]
-        return [self.runs.station(row, own, weights, most, longest) for own in workers]
-
-    def _run(
-        self,
-        row: ServingRow,
-        load: Load,
-        stations: Sequence[Station],
-        weights: np.ndarray,
-        slower: float,
-        record: bool,
-    ) -> Run:
-        own = [replace(s, weights=s.weights * slower) for s in stations]
-        return run_fleet(
-            load,
-            own[0],
-            own[1] if len(own) > 1 else None,
-            router=row.options.router,
-            delay=row_delay(row, weights) * slower,
-            transfer=cache_transfer(row),
-            record=record,
-        )
 
 
 def is_open(spec: LoadSpec, load: Load) -> bool:
@@ -475,25 +542,22 @@ def _context_note(context: int, load: Load) -> tuple[str, ...]:
 
 
 def _notes(
-    row: ServingRow,
+    found: Simulated,
     tier: str,
     queued: float,
-    load: Load,
-    run: Run,
     handovers: Iterable[str],
     memory: dict[str, float],
 ) -> tuple[str, ...]:
     """What lies outside of what was measured.
 
     Args:
-        row: What was asked for.
+        found: What was simulated.
         tier: What is known of it.
         queued: Share of the time to the first token that is waiting.
-        load: Its requests.
-        run: What became of them.
-        memory: Bytes of a device by use.
         handovers: Names of the effects that were learned, those of handing over among them.
+        memory: Bytes of a device by use.
     """
+    own, load = found.deployment, found.load
     known = {
         "architecture": "no run of this framework was measured on any chip; its host time is an "
         "average",
@@ -508,15 +572,15 @@ def _notes(
             "the framework's own share of the memory leaves no cache: nearly all is taken, which "
             "its launch command has to say (memory)"
         )
-    if row.prefill is not None:
+    if own.prefill is not None:
         said = "few runs of engines with prompts on workers of their own were measured"
-        own = f"request/handover/{row.framework}|"
-        if not any(key.startswith(own) for key in handovers):
+        named = f"request/handover/{own.framework}|"
+        if not any(key.startswith(named) for key in handovers):
             said += ", none of them under this framework"
-        if row.framework != "sglang":
+        if own.framework != "sglang":
             said += "; TensorRT-LLM on H100 took seconds to hand requests over, unexplained"
         notes.append(f"{said}: on other machines predictions err by factors")
-    spec, model = read_device(row.cluster.device), row.model
+    spec, model = own.spec, own.model
     formats = {model.weights, model.attention_format, model.expert_weights}
     notes += [
         f"{spec.name} has no units for {name}: products widen the weights and run in 16 bits"
@@ -525,7 +589,7 @@ def _notes(
     ]
     notes += generation_note(spec)
     closed = load.concurrency > 0
-    if (typical_wait(load, run) if closed else queued) > SATURATED:
+    if (typical_wait(load, found.run) if closed else queued) > SATURATED:
         notes.append("times to the first token are mostly waiting: the engines are saturated")
     mean = float(load.outputs.mean())
     if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= IN_STEP * mean:

@@ -18,8 +18,7 @@ from ...simulate.serving.memory import (
 )
 from ...simulate.serving.policies import Policy, framework_defaults, runs_on
 from ...simulate.serving.served import EnginePlan
-from .deployment import Deployment
-from .serving_table import Workers
+from .deployment import Deployment, Workers
 
 
 @dataclass(frozen=True)
@@ -255,7 +254,7 @@ class _Worker:
         self.gave_way = gave_way(self.parts)
         policy: Policy = framework_defaults(own.framework).policy
         #: Limits of a rank with sequences of its own.
-        self.batch = workers.batch // workers.plan.dp or own.max_batch or policy.max_batch
+        self.batch = workers.batch or own.max_batch or policy.max_batch
         self.budget = own.token_budget or policy.token_budget
         rank = " of each rank" if workers.plan.dp > 1 else ""
         self.batch_why = f"most sequences{rank}"

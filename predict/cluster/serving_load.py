@@ -16,7 +16,6 @@ from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
-from .serving_table import ServingLoad
 
 #: Distributions of lengths with their figures.
 LENGTHS = {
@@ -66,7 +65,7 @@ class LoadSpec:
 
     @property
     def kind(self) -> str:
-        """One of :data:`~opcast.predict.cluster.serving_table.LOADS`."""
+        """``trace``, ``closed``, ``static-batch``, ``open-poisson`` or ``offline``."""
         if self.trace is not None:
             return "trace"
         if self.concurrency:
@@ -105,17 +104,6 @@ class LoadSpec:
             arrivals = np.cumsum(rng.gamma(shape, 1.0 / (self.rate * shape), count))
         prompts, outputs = (parse_lengths(t)(rng, count) for t in (self.prompt, self.output))
         return Load(prompts, outputs, arrivals, self.concurrency)
-
-    def row_load(self, load: Load) -> ServingLoad:
-        """The load as a row of a table says it."""
-        return ServingLoad(
-            self.kind,
-            float(load.prompts.mean()),
-            float(load.outputs.mean()),
-            concurrency=self.concurrency or self.batch,
-            rate=self.rate,
-            count=len(load.prompts),
-        )
 
 
 def parse_load(text: str) -> LoadSpec:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import dataclass, replace
+from math import ceil, gcd
 from pathlib import Path
 
 import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError, PlanError
 from ...features.devices.catalogue import find_device
-from ...simulate.clusters.catalogue import joined
-from ...simulate.clusters.topology import Cluster
+from ...simulate.serving.policies import FRAMEWORKS
 from ...simulate.serving.served import EnginePlan, ServedModel
+from .deployment import Deployment, EngineOptions, Workers
 from .served_row import framework_of, served_model
+from .serving_engine import engine_cache
+from .serving_load import LoadSpec
 from .step_table import FAULTS, Cells, reason_of
 
 #: Columns that a row cannot do without.
@@ -28,133 +30,34 @@ NEEDED = ("device", "framework", "load")
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
 #: What may be measured, with its unit as the suffix says.
 ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s")
-
-
-@dataclass(frozen=True)
-class ServingLoad:
-    """Requests of a row.
-
-    Attributes:
-        kind: One of :data:`LOADS`.
-        prompt: Mean tokens of a prompt.
-        output: Mean tokens that a request generates.
-        spread: Lowest length over the highest: lengths are uniform between; 1 for fixed ones.
-        concurrency: Requests in flight of a closed loop, or of a static batch; 0 if open.
-        rate: Requests a second of an open load; 0 for all at once.
-        count: Requests; 0 if the row does not say.
-        trace: File with arrivals and lengths; empty for none.
-    """
-
-    kind: str
-    prompt: float
-    output: float
-    spread: float = 1.0
-    concurrency: int = 0
-    rate: float = 0.0
-    count: int = 0
-    trace: str = ""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Workers of one kind.
-
-    Attributes:
-        plan: Of each.
-        count: How many; replicas of an engine that prefills and decodes.
-        batch: Most sequences of each; 0 if the row does not say.
-        counted: Whether the row says how many there are; otherwise ``count`` is 1, and workers that
-            decode alone are as many as hold the requests in flight.
-    """
-
-    plan: EnginePlan
-    count: int = 1
-    batch: int = 0
-    counted: bool = True
-
-    @property
-    def devices(self) -> int:
-        """Devices of all of them."""
-        return self.plan.devices * self.count
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What may be told to an engine beside its plan; defaults are the framework's own.
-
-    Attributes:
-        memory: Share of the memory for weights, activations and cache; 0 for the framework's.
-        block: Tokens of a block of the cache; 0 for the framework's.
-        swap: Whether the cache of an evicted request moves to the host.
-        watermark: Share of the cache that stays free when a request is admitted.
-        eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
-        prefix_cache: Whether what prompts begin with is kept for later ones.
-        drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
-        draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
-        draft_name: What drafts: ``ngram``, ``mtp``, or the name of a model.
-        transfer: Bytes a second at which caches move between workers; 0 for the links' own.
-        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
-    """
-
-    memory: float = 0.0
-    block: int = 0
-    swap: bool = False
-    watermark: float = 0.0
-    eager: bool = False
-    prefix_cache: bool = True
-    drafts: int = 0
-    draft: ServedModel | None = None
-    draft_name: str = "ngram"
-    transfer: float = 0.0
-    router: str = "round-robin"
+#: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
+#: most of an engine that are simulated: more waves than three change means by a few per cent.
+WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000
+#: Requests a second from which all are sent at once.
+UNLIMITED = 1e4
 
 
 @dataclass(frozen=True)
 class ServingRow:
-    """A row, as the simulator takes it.
+    """A row: what is asked, as users ask it, and what was measured.
 
     Attributes:
         id: Of the row.
-        source: Who measured it, without a revision.
-        framework: Lower case, such as ``vllm``.
-        version: Of the framework; empty if the row does not say.
-        group: Models of equal shape.
-        model: What is served.
-        cluster: Devices and links of the largest worker.
-        engine: Workers that decode, and prefill as well unless ``prefill`` does.
-        prefill: Workers that only prefill; ``None`` where engines do both.
-        load: Requests.
-        max_batch: Most sequences of an engine; 0 for the framework's own limit.
-        token_budget: Most tokens of a pass; 0 for the framework's own.
-        chunked: Whether prompts may be cut; ``None`` for what the framework does by itself.
-        speculative: What the row says of speculative decoding: ``no``, ``ambiguous``, or ``yes``.
-        accepted: Tokens that a step of speculative decoding yields; 1 without.
+        deployment: What serves.
+        spec: The load.
+        group: Models of equal shape, as the table names them.
         measured: Answers that the row gives, by names of :data:`ANSWERS`.
-        options: What else the engine is told.
     """
 
     id: str
-    source: str
-    framework: str
-    version: str
+    deployment: Deployment
+    spec: LoadSpec
     group: str
-    model: ServedModel
-    cluster: Cluster
-    engine: Workers
-    prefill: Workers | None
-    load: ServingLoad
-    max_batch: int
-    token_budget: int
-    chunked: bool | None
-    speculative: str
-    accepted: float
     measured: dict[str, float]
-    options: EngineOptions = EngineOptions()
 
-    @property
-    def devices(self) -> int:
-        """Devices of all workers."""
-        return self.engine.devices + (self.prefill.devices if self.prefill else 0)
+    def closed_output(self) -> float:
+        """Mean tokens of an output of a closed loop; 0 of other loads."""
+        return float(self.spec.draw().outputs.mean()) if self.spec.concurrency else 0.0
 
 
 def read_serving(path: str | Path) -> pd.DataFrame:
@@ -215,32 +118,36 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         OpcastError: The row says something that cannot be expressed; the message says what.
     """
     cell = Cells(row)
-    spec = find_device(cell.text("device"))
-    model = served_model(cell)
+    framework, chunked = framework_of(cell.text("framework")), cell.text("chunked_prefill").lower()
+    model, accepted = served_model(cell), _accepted(cell)
     engine, prefill = _workers(cell, model)
-    largest = max(w.plan.devices for w in (engine, prefill) if w)
-    measured = {name: cell.number(name) for name in ANSWERS}
-    says = cell.text("spec_decode").lower()
-    chunked = cell.text("chunked_prefill").lower()
-    return ServingRow(
-        id=cell.text("id"),
-        source=cell.text("source").split("@")[0],
-        framework=framework_of(cell.text("framework")),
-        version=cell.text("framework_version"),
-        group=cell.text("model_group") or cell.text("model"),
+    spec = _load(cell, folder, engine.count)
+    own = Deployment(
         model=model,
-        cluster=joined(spec.name, largest),
+        device=find_device(cell.text("device")).name,
+        framework=framework if framework in FRAMEWORKS else "",
         engine=engine,
         prefill=prefill,
-        load=_load(cell, folder),
-        max_batch=cell.count("max_num_seqs", 0),
+        max_batch=cell.count("max_num_seqs", 0) or cell.count("decode_batch", 0),
         token_budget=cell.count("max_num_batched_tokens", 0) or _budget(cell),
         chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
-        speculative=_speculative(says),
-        accepted=_accepted(cell, _speculative(says)),
-        measured={name: value for name, value in measured.items() if value == value and value > 0},
+        accepted=accepted,
         # Benchmarks of random prompts turn off what could not be found again.
-        options=EngineOptions(prefix_cache=False),
+        options=EngineOptions(prefix_cache=False, drafts=ceil(accepted) - 1),
+        version=_version(cell, spec),
+        source=cell.text("source").split("@")[0],
+    )
+    if prefill is not None and not cell.count("decode_workers", 0):
+        # As many as hold the requests in flight.
+        each = engine_cache(own, engine).share_of(sum(_means(cell)))
+        own = replace(own, engine=replace(engine, count=max(1, ceil(spec.concurrency * each))))
+    measured = {name: cell.number(name) for name in ANSWERS}
+    return ServingRow(
+        id=cell.text("id"),
+        deployment=own,
+        spec=spec,
+        group=cell.text("model_group") or cell.text("model"),
+        measured={name: value for name, value in measured.items() if value == value and value > 0},
     )
 
 
@@ -255,12 +162,6 @@ def _budget(cell: Cells) -> int:
     return _DYNAMO_BUDGET if dynamo and framework_of(cell.text("framework")) != "sglang" else 0
 
 
-def _speculative(text: str) -> str:
-    if text.startswith(("ambiguous", "unstated")):
-        return text.split()[0]
-    return "no" if not text or text.startswith("no") else "yes"
-
-
 #: Tokens of a step where drafts are made and nothing says how many are accepted: one of
 #: DeepSeek-V3's extra predictions, of which 85 to 90 % are (DeepSeek-V3, 2024, section 5.4.3).
 _ACCEPTED = 1.85
@@ -269,10 +170,23 @@ _ACCEPTED = 1.85
 _MIXED = 1.5
 
 
-def _accepted(cell: Cells, speculative: str) -> float:
+def _version(cell: Cells, spec: LoadSpec) -> str:
+    """Version of the engine; empty for the newest.
+
+    What tables give of a server may be the version of a router before it, such as Dynamo's. Whole
+    batches without a version are of engines before they were rewritten.
+    """
+    if spec.kind not in ("static-batch", "offline"):
+        return ""
+    said = cell.text("framework_version")
+    return said if said[:1].isdigit() else "0" if spec.batch else ""
+
+
+def _accepted(cell: Cells) -> float:
     """Tokens that a step of decoding yields."""
-    usual = {"yes": _ACCEPTED, "ambiguous": _MIXED}.get(speculative, 1.0)
-    length = cell.number("spec_accept_len", usual)
+    said = cell.text("spec_decode").lower()
+    usual = 1.0 if not said or said.startswith(("no", "unstated")) else _ACCEPTED
+    length = cell.number("spec_accept_len", _MIXED if said.startswith("ambiguous") else usual)
     if length < 1.0:
         raise PlanError(f"spec_accept_len={length:g} is below 1", hint="tokens of a step")
     return length
@@ -290,6 +204,9 @@ def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | Non
     if moe_tp * ep > tp * dp:
         # Some tables count the tensor-parallel ranks of attention alone.
         dp = max(1, moe_tp * ep // tp)
+    if model.workload.heads % tp:
+        # Heads that do not share out stay whole: the table counts all ranks as tp.
+        tp, dp = 1, tp * dp
     if not moe_tp and not ep and dp == 1 and "enable_attention_dp true" in cell.text("note"):
         # TensorRT-LLM's published tables give the ranks as tp.
         tp, dp = 1, tp
@@ -307,7 +224,7 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
     if prefill and decode:
         return (
             _pool(decode, cell, "decode_"),
-            _pool(prefill, cell, "prefill_"),
+            replace(_pool(prefill, cell, "prefill_"), batch=cell.count("prefill_batch", 0)),
         )
     plan = _plan(cell, model)
     devices = cell.count("n_gpus", 0)
@@ -352,12 +269,19 @@ def _pool(plan: EnginePlan, cell: Cells, prefix: str) -> Workers:
     count = max(1, cell.count(f"{prefix}workers", 1))
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
-    counted = cell.count(f"{prefix}workers", 0) > 0
-    # Batch limits are of ranks with sequences of their own.
-    return Workers(plan, count, cell.count(f"{prefix}batch", 0) * plan.dp, counted)
+    return Workers(plan, count)
 
 
-def _load(cell: Cells, folder: Path) -> ServingLoad:
+def _means(cell: Cells) -> tuple[float, float]:
+    """Mean tokens of a prompt and of an output."""
+    prompt = cell.number("isl_mean", cell.number("isl"))
+    output = cell.number("osl_mean", cell.number("osl"))
+    if not prompt >= 1 or not output >= 1:
+        raise PlanError("the lengths of prompts and outputs are not given", hint="isl and osl")
+    return prompt, output
+
+
+def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     kind = cell.text("load").lower()
     if kind not in LOADS:
         raise PlanError(f"a load {kind!r} is not known", hint=", ".join(LOADS))
@@ -366,28 +290,40 @@ def _load(cell: Cells, folder: Path) -> ServingLoad:
         file = folder / trace
         if not file.exists():
             raise DatasetError(f"there is no trace {trace}", where=str(folder))
-        return ServingLoad(kind, 0.0, 0.0, rate=cell.number("request_rate", 0.0), trace=str(file))
-    prompt = cell.number("isl_mean", cell.number("isl"))
-    output = cell.number("osl_mean", cell.number("osl"))
-    if not prompt >= 1 or not output >= 1:
-        raise PlanError("the lengths of prompts and outputs are not given", hint="isl and osl")
+        return LoadSpec(trace=file)
     concurrency = cell.count("concurrency", 0)
     count = cell.count("n_requests", 0)
     if kind in ("closed", "static-batch") and concurrency < 1:
         raise PlanError(f"a load {kind} has a concurrency", hint="give concurrency")
-    rate = cell.number("request_rate", 0.0)
     if kind == "single-stream" or (kind == "offline" and 0 < concurrency < count):
         # All requests at hand, but so many in flight at a time.
         kind, concurrency = "closed", max(concurrency, 1)
-    return ServingLoad(
-        kind,
-        prompt,
-        output,
-        _spread(cell.text("length_dist")),
-        concurrency,
-        rate if rate == rate and rate < 1e4 else 0.0,
-        count,
-    )
+    spread = _spread(cell.text("length_dist"))
+    prompt, output = (_lengths(mean, spread) for mean in _means(cell))
+    own = LoadSpec(prompt, output)
+    most = MOST_REQUESTS * engines
+    if kind == "static-batch":
+        return replace(own, batch=concurrency)
+    if kind == "closed":
+        waves = concurrency * min(WAVES, max(LEAST_WAVES, most // concurrency))
+        count = min(waves, max(concurrency, count)) if count else waves
+        return replace(own, concurrency=concurrency, count=count)
+    rate = cell.number("request_rate", 0.0) if kind.startswith("open") else 0.0
+    count = min(most, count or most)
+    return replace(own, rate=rate if 0.0 < rate < UNLIMITED else 0.0, count=count)
+
+
+def _lengths(mean: float, spread: float) -> str:
+    """A distribution of lengths.
+
+    Args:
+        mean: Of the lengths.
+        spread: Lowest over highest; 1 for equal ones.
+    """
+    if spread >= 1.0:
+        return str(max(1, round(mean)))
+    high = 2.0 * mean / (1.0 + spread)
+    return f"uniform:{max(1, round(high * spread))}:{max(1, round(high))}"
 
 
 def _spread(text: str) -> float:

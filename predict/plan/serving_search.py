@@ -11,11 +11,10 @@ from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
-from ..cluster.deployment import Deployment
+from ..cluster.deployment import Deployment, Workers
 from ..cluster.serving import ServingPredictor, is_open, load_of
+from ..cluster.serving_engine import engine_cache, engine_memory
 from ..cluster.serving_load import LoadSpec
-from ..cluster.serving_runs import engine_cache, engine_memory
-from ..cluster.serving_table import Workers
 from .serving_answer import Planned, ServingPlans
 
 #: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade
@@ -122,10 +121,9 @@ def search(
     asked, slow = [], []
     tried = counts(devices) if fewer else [devices]
     for one in (own for count in tried for own in deployments(base, count, apart)):
-        row = one.row(spec, load, predictor.model)
-        workers = [w for w in (one.engine, one.prefill) if w]
+        owned = predictor.own(one)
         try:
-            memories = [engine_memory(row, own) for own in workers]
+            memories = [engine_memory(owned, w) for w in (one.engine, one.prefill) if w]
         except OpcastError as error:
             found.refused[one.text()] = str(error)
             continue
@@ -140,7 +138,7 @@ def search(
     try:
         _simulate(predictor, found, asked, spec, load, show)
         if found.nothing_fits:
-            found.fewest = _fewest(predictor, base, devices, spec, load)
+            found.fewest = _fewest(predictor, base, devices, load)
         # Smaller batches of what is good already.
         better = []
         for kept in found.front():
@@ -161,9 +159,7 @@ def search(
 _MOST_DEVICES = 1024
 
 
-def _fewest(
-    predictor: ServingPredictor, base: Deployment, devices: int, spec: LoadSpec, load: Load
-) -> int:
+def _fewest(predictor: ServingPredictor, base: Deployment, devices: int, load: Load) -> int:
     """Devices of the smallest engine that holds the model and the longest request; 0 for none."""
     longest = int((load.prompts + load.outputs).max())
     for count in (1 << n for n in range(_MOST_DEVICES.bit_length())):
@@ -171,9 +167,9 @@ def _fewest(
             if plan.devices != count:
                 continue
             workers = Workers(plan)
-            row = replace(base, engine=workers, prefill=None).row(spec, load, predictor.model)
+            own = predictor.own(replace(base, engine=workers, prefill=None))
             try:
-                if engine_cache(row, workers).share_of(longest) * plan.dp <= 1.0:
+                if engine_cache(own, workers).share_of(longest) * plan.dp <= 1.0:
                     return count
             except OpcastError:
                 continue

@@ -134,17 +134,12 @@ def runs_on(name: str, platform: str, vendor: str) -> bool:
 _REWRITTEN = {"vllm": (0, 8), "tensorrt-llm": (0, 17)}
 
 
-def engine_era(name: str, version: str, load: str) -> str:
+def engine_era(name: str, version: str) -> str:
     """``early`` for engines before they were rewritten, else ``now``.
 
     Args:
         name: Of a framework, in lower case.
-        version: Of it; whole batches without one count as ``early``.
-        load: Kind of load; of servers only current ones were measured.
+        version: Of it; empty for the newest.
     """
-    if load not in ("static-batch", "offline"):
-        return "now"
-    numbers = re.findall(r"\d+", version)[:2]
-    if len(numbers) < 2:
-        return "early" if load == "static-batch" else "now"
-    return "early" if tuple(map(int, numbers)) < _REWRITTEN.get(name, (0, 0)) else "now"
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    return "early" if numbers and numbers < _REWRITTEN.get(name, (0, 0)) else "now"

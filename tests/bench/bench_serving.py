@@ -6,10 +6,9 @@ import time
 
 from common import show
 from opcast.models.core.registry import OPERATOR_MODEL
-from opcast.predict.cluster.deployment import Deployment
+from opcast.predict.cluster.deployment import Deployment, EngineOptions, Workers
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_load import LoadSpec
-from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.operator.serving_operators import load_serving_operators
 from opcast.predict.plan.serving_search import search
 from opcast.simulate.serving.latencies import Slo

@@ -25,7 +25,8 @@ from ...models.serving.model import (
     own_ends,
     shared_kind,
 )
-from ...predict.cluster.serving_runs import ServingRuns, memory_share, row_context
+from ...predict.cluster.serving import ServingPredictor
+from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from .evaluate import observer, serving_operators
 
@@ -71,12 +72,11 @@ def calibrate_serving(
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
         raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
-    # Models are looked up by their sizes when they are predicted.
-    own = [
-        replace(row, group=model.group_of(row.model.shape()) or row.group or row.model.shape())
-        for row in own
-    ]
-    contexts = [row_context(row) for row in own]
+    old = model.provenance.get("shapes")
+    shapes = {row.deployment.model.shape(): row.group for row in own}
+    known = {**model.provenance, "shapes": shapes | (old if isinstance(old, dict) else {})}
+    predictor = ServingPredictor(operators, replace(model, provenance=known))
+    contexts = [predictor.context(row.deployment) for row in own]
     clusters = sorted({context["cluster"] for context in contexts})
     devices = [cluster.split("|")[1] for cluster in clusters]
     if len(set(devices)) < len(devices):
@@ -84,7 +84,7 @@ def calibrate_serving(
             f"runs of several sources: {', '.join(clusters)}",
             hint="one file for each stack, or the same source in all rows",
         )
-    seen = observer(ServingRuns(own, operators), contexts)(model.effects)
+    seen = observer(predictor, own)(model.effects)
     effects = adapt_serving(seen, contexts, model.effects)
     before = linear_errors(seen, contexts, model.effects, model.effects)
     after = linear_errors(seen, contexts, model.effects, effects)
@@ -102,16 +102,12 @@ def calibrate_serving(
     figures.insert(1, "runs", errors.groupby("metric").size().to_numpy())
     # A run that is the only one was judged by the model as it was.
     left = np.where(np.isfinite(left), left, before)
-    outputs = [row.load.output if row.load.kind == "closed" else 0.0 for row in own]
-    whole = request_errors(seen, left, outputs)
+    whole = request_errors(seen, left, [row.closed_output() for row in own])
     stacks = {
         cluster: {"memory": share, **_known(cluster, model, seen, contexts, left, whole)}
-        for cluster, share in zip(clusters, _memory(rows, table, clusters), strict=True)
+        for cluster, share in zip(clusters, _memory(rows, table, predictor, clusters), strict=True)
     }
-    old = model.provenance.get("shapes")
-    shapes = {row.model.shape(): row.group for row in own} | (old if isinstance(old, dict) else {})
-    provenance = {**model.provenance, "own": stacks, "shapes": shapes}
-    return replace(model, effects=effects, provenance=provenance), figures
+    return replace(model, effects=effects, provenance={**known, "own": stacks}), figures
 
 
 def _known(
@@ -141,7 +137,10 @@ def _known(
 
 
 def _memory(
-    rows: Sequence[ServingRow | None], table: pd.DataFrame, clusters: Sequence[str]
+    rows: Sequence[ServingRow | None],
+    table: pd.DataFrame,
+    predictor: ServingPredictor,
+    clusters: Sequence[str],
 ) -> list[float]:
     """Share of the memory that the engines of each cluster use; 0 where no row says it."""
     if CACHE not in table:
@@ -150,8 +149,9 @@ def _memory(
     for row, tokens in zip(rows, pd.to_numeric(table[CACHE], errors="coerce"), strict=True):
         if row is None or not tokens > 0:
             continue
-        share = memory_share(row, row.engine, float(tokens))
-        found.setdefault(row_context(row)["cluster"], []).append(float(np.clip(share, 0.05, 1.0)))
+        own = row.deployment
+        share = float(np.clip(memory_share(own, own.engine, float(tokens)), 0.05, 1.0))
+        found.setdefault(predictor.context(own)["cluster"], []).append(share)
     return [float(np.median(found[c])) if c in found else 0.0 for c in clusters]
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DatasetError
+from ...common.errors import DatasetError, OpcastError
 from ...common.parquet import write_table
 from ...common.progress import counting, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
-from ...models.serving.effects import Context, ServingEffects
+from ...models.serving.effects import ServingEffects
 from ...models.serving.fit import Observe, Observed, adapt_serving
-from ...models.serving.model import METRICS, REQUEST_TIME, ServingModel, find_serving_model
+from ...models.serving.model import METRICS, ServingModel, find_serving_model
 from ...models.tracking.mlflow_store import RunLog
-from ...predict.cluster.serving_runs import RowRun, ServingRuns, row_context, row_floors
+from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from ...predict.cluster.step_table import FAULTS, reason_of
 from ...predict.operator.serving_operators import load_serving_operators
 from ..training import log_training
 
@@ -36,6 +37,9 @@ COLUMNS = (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "tpot"), ("out_t
 #: What configurations of one model have in common, and fewest that are compared.
 SAME = ("source", "model", "device", "isl", "osl", "load")
 LEAST_PLANS = 3
+
+
+Asked = TypeVar("Asked")
 
 
 @dataclass(frozen=True)
@@ -70,32 +74,49 @@ def measured_seconds(row: ServingRow, metric: str) -> float:
     return own * 1e-3
 
 
-def observer(runs: ServingRuns, contexts: Sequence[Context]) -> Observe:
+def ask_rows(
+    rows: Sequence[ServingRow],
+    ask: Callable[[ServingRow], Asked],
+    show: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Asked | str]:
+    """Ask something of every row; where that fails, the reason why.
+
+    Rows of one configuration follow each other, since only so many tables of costs are kept.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        own = row.deployment
+        key = (own.device, own.framework, own.model, own.engine, own.prefill)
+        groups.setdefault(key, []).append(index)
+    found: dict[int, Asked | str] = {}
+    for index in (index for group in groups.values() for index in group):
+        try:
+            found[index] = ask(rows[index])
+        except (OpcastError, *FAULTS) as error:
+            found[index] = reason_of(error)
+        show(len(found), len(rows))
+    return [found[index] for index in range(len(rows))]
+
+
+def observer(predictor: ServingPredictor, rows: Sequence[ServingRow]) -> Observe:
     """The simulator as learning asks it: measured latencies beside simulated ones."""
 
     def observe(effects: ServingEffects) -> Observed:
-        said = runs.run([effects.weights(context) for context in contexts])
+        predictor.model = replace(predictor.model, effects=effects)
+        said = ask_rows(rows, lambda row: predictor.simulate(row.deployment, row.spec))
         found: list[tuple[int, str, float, float, np.ndarray, float]] = []
-        for index, (row, run) in enumerate(zip(runs.rows, said, strict=True)):
-            if not isinstance(run, RowRun):
+        for index, (row, run) in enumerate(zip(rows, said, strict=True)):
+            if isinstance(run, str):
                 continue
             for metric in METRICS:
-                measured = measured_seconds(row, metric)
-                latency = run.latency(metric)
-                if np.isfinite(measured) and latency.seconds > 0.0:
-                    logs = (float(np.log(measured)), float(np.log(latency.seconds)))
-                    found.append((index, metric, *logs, latency.shares, run.queued))
+                measured, simulated = measured_seconds(row, metric), run.seconds(metric)
+                if np.isfinite(measured) and simulated > 0.0:
+                    logs = (float(np.log(measured)), float(np.log(simulated)))
+                    found.append((index, metric, *logs, run.shares(metric), run.queued))
         if not found:
             raise DatasetError("no row with a measured latency can be expressed")
-        rows, metrics, measured_logs, simulated, shares, queued = zip(*found, strict=True)
-        return Observed(
-            np.array(rows),
-            np.array(metrics),
-            np.array(measured_logs),
-            np.array(simulated),
-            np.stack(shares),
-            np.array(queued),
-        )
+        columns = [np.array(column) for column in zip(*found, strict=True)]
+        return Observed(*columns)
 
     return observe
 
@@ -125,20 +146,14 @@ def evaluate_serving(
         model = _calibrated(
             [r for r, own in zip(rows, learn, strict=True) if own and r], operators, model
         )
-    runs = ServingRuns([row for row in rows if row is not None], operators, show)
-    contexts = [row_context(row) for row in runs.rows]
-    said = iter(runs.run([model.effects.weights(context) for context in contexts]))
-    own = iter(contexts)
+    predictor = ServingPredictor(operators, model)
+    asked = [row for row in rows if row is not None]
+    said = iter(ask_rows(asked, lambda row: predicted_row(predictor, row), show))
     records = []
     for name, row, reason in zip(table["id"], rows, reasons, strict=True):
-        record: dict[str, object] = {"id": str(name), "reason": reason}
-        if row is not None:
-            run, context = next(said), next(own)
-            if isinstance(run, RowRun):
-                record |= _record(row, run, context, model)
-            else:
-                record["reason"] = run
-        records.append(record)
+        answer = reason if row is None else next(said)
+        own = {"reason": answer} if isinstance(answer, str) else {"reason": "", **answer}
+        records.append({"id": str(name), **own})
     frame = pd.DataFrame(records).reindex(columns=list(_columns()))
     return frame, judge_serving(frame[~learn.to_numpy()] if calibrate else frame, table), model
 
@@ -150,87 +165,30 @@ def _columns() -> list[str]:
     return ["id", *ends, *per, *own, *(f"measured_{name}" for name, _ in COLUMNS), "reason"]
 
 
-def _record(
-    row: ServingRow, run: RowRun, context: Context, model: ServingModel
-) -> dict[str, object]:
-    tier = model.tier(context)
+def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, object]:
+    """A row's columns of :func:`evaluate_serving`, as a user who types it gets them."""
+    own = row.deployment
+    found = predictor.predict(own, row.spec, record=False)
     record: dict[str, object] = {
-        "n_gpus": row.devices,
-        "queued_share": run.queued,
-        "known": tier,
-        "source": row.source,
-        "device": row.cluster.device,
+        "n_gpus": own.devices,
+        "queued_share": found.queued,
+        "known": found.known,
+        "source": own.source,
+        "device": own.device,
         "model_group": row.group,
-        "framework": row.framework,
+        "framework": own.framework,
     }
-    seconds_of, ends = _predicted(row, run, context, model, tier)
     for name, metric in COLUMNS:
-        seconds, (low, high) = seconds_of[metric], ends[metric]
         record[f"measured_{name}"] = row.measured.get(name, float("nan"))
-        if metric == "per_token":
-            rate = 1.0 / seconds
-            # The most tokens a second are the fewest seconds a token.
-            values = (rate, rate / high, rate / low)
-            for end, value in zip(("", "_lo", "_hi"), values, strict=True):
-                record[f"out_tok_s_per_gpu{end}"] = value / row.devices
-        elif metric == "tpot" and row.load.output < 2 and not row.load.trace:
-            continue
-        else:
-            values = (seconds * 1e3, seconds * low * 1e3, seconds * high * 1e3)
-        for end, value in zip(("", "_lo", "_hi"), values, strict=True):
-            record[f"{name}{end}"] = value
+        rate = metric == "per_token"
+        interval = found.tokens_per_s if rate else found.figures[f"{metric}/mean"]
+        for end, value in zip(("", "_lo", "_hi"), interval, strict=True):
+            if rate:
+                record[f"out_tok_s_per_gpu{end}"] = value / own.devices
+            if value:
+                # A single token has no time of a further one.
+                record[f"{name}{end}"] = value if rate else value * 1e3
     return record
-
-
-def _predicted(
-    row: ServingRow, run: RowRun, context: Context, model: ServingModel, tier: str
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Seconds of each metric, and their ends as factors; those of a load that is not open agree."""
-    factor = model.effects.factor
-    seconds = {m: run.latency(m).seconds * factor(context, m) for m in METRICS}
-    ends = {m: model.interval(m, tier, run.queued, context) for m in METRICS}
-    floor = _floor(row)
-    if row.load.trace or row.load.kind.startswith("open"):
-        return _at_least(seconds, ends, floor)
-    steps = max(0.0, row.load.output - 1.0)
-    parts = seconds["ttft"], seconds["tpot"] * steps
-    closed = row.load.kind == "closed"
-    tied = model.tied_intervals(
-        tier, run.queued, context, parts, REQUEST_TIME if closed else "per_token"
-    )
-    ends |= {m: tied[m] for m in ("ttft", "tpot")}
-    if closed:
-        # Throughput is requests in flight over the time of one.
-        before = run.ttft.seconds + run.tpot.seconds * steps
-        whole = run.per_token.seconds / before
-        seconds["per_token"] = whole * sum(parts)
-        ends["per_token"] = tied[REQUEST_TIME]
-        floor["per_token"] = whole * (floor["ttft"] + floor["tpot"] * steps)
-    return _at_least(seconds, ends, floor)
-
-
-def _floor(row: ServingRow) -> dict[str, float]:
-    """Least seconds of both parts of a mean request; 0 where a trace has the lengths.
-
-    A row does not say what a cache had of its prompts, which may be all but a token.
-    """
-    if row.load.trace:
-        return dict.fromkeys(METRICS, 0.0)
-    prompt = np.array([row.load.prompt])
-    found = row_floors(row, prompt, np.array([row.load.output]), np.maximum(prompt - 1.0, 0.0))
-    return {"ttft": float(found.ttft[0]), "tpot": float(found.tpot[0]), "per_token": 0.0}
-
-
-def _at_least(
-    seconds: dict[str, float], ends: dict[str, tuple[float, float]], floor: dict[str, float]
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Predictions of which neither estimates nor ends lie below what devices can do."""
-    at = {m: max(own, floor[m]) for m, own in seconds.items()}
-    for metric, own in seconds.items():
-        if own > 0.0:
-            low, high = (max(own * end, floor[metric]) / at[metric] for end in ends[metric])
-            ends[metric] = low, high
-    return at, ends
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
@@ -352,8 +310,9 @@ def _calibrated(
             "no row to calibrate on",
             hint="give rows a split that begins with calib, and a latency or throughput",
         )
-    contexts = [row_context(row) for row in own]
-    seen = observer(ServingRuns(own, operators), contexts)(model.effects)
+    predictor = ServingPredictor(operators, model)
+    contexts = [predictor.context(row.deployment) for row in own]
+    seen = observer(predictor, own)(model.effects)
     return replace(model, effects=adapt_serving(seen, contexts, model.effects))
 
 

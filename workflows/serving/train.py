@@ -13,6 +13,7 @@ from ...common.errors import DatasetError
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
+from ...models.serving.effects import Context, ServingEffects
 from ...models.serving.fit import (
     Observed,
     fit_serving,
@@ -32,7 +33,7 @@ from ...models.serving.model import (
     serving_ends,
 )
 from ...models.tracking.mlflow_store import RunLog
-from ...predict.cluster.serving_runs import ServingRuns, row_context
+from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
 from ..training import digests, log_training
 from .evaluate import observer, serving_operators
@@ -49,6 +50,14 @@ FAULTY = "impossible|suspicious|beyond the context|prefix_reuse"
 #: Folds of the rows for errors of known models.
 FOLDS = 5
 
+#: What is left out, and the level of a context that it is.
+LEFT_OUT = (
+    ("model_group", "group"),
+    ("framework", "framework"),
+    ("device", "device"),
+    ("architecture", "architecture"),
+    ("source", "source"),
+)
 #: What is left out together: rows of both are judged, rows of either are not learned from.
 TOGETHER = (("device", "framework"), ("device", "source"), ("device", "model_group"))
 
@@ -91,22 +100,24 @@ def train_serving(
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
         )
-    contexts = [row_context(row) for row in rows]
-    groups = np.array(
-        [f"{row.source}|{group_key(c)}" for row, c in zip(rows, contexts, strict=True)]
+    predictor = ServingPredictor(
+        operators,
+        ServingModel(start.effects if start else ServingEffects(), provenance=_measured(rows)),
+        tables=len(rows),
     )
+    contexts = [predictor.context(row.deployment) for row in rows]
+    groups = np.array([f"{context['source']}|{group_key(context)}" for context in contexts])
     tell(f"{len(rows)} measured rows")
-    runs = ServingRuns(rows, operators, tables=len(rows))
-    began = start.effects if start else None
-    effects, seen = fit_serving(observer(runs, contexts), contexts, groups, tell, began)
+    began = predictor.model.effects
+    effects, seen = fit_serving(observer(predictor, rows), contexts, groups, tell, began)
     model = ServingModel(effects)
     linear = linear_serving(seen, contexts, effects)
     left = {"fit": linear_errors(seen, contexts, effects, effects, linear)}
     # Scores by what was left out: its name, and the latencies.
     scores: list[tuple[str, list[int], list[Score]]] = []
-    outputs = [row.load.output if row.load.kind == "closed" else 0.0 for row in rows]
+    outputs = [row.closed_output() for row in rows]
     requests: list[Score] = []
-    for part in left_outs(rows, seed):
+    for part in left_outs(contexts, seed):
         judge, learn = part.judge[seen.rows], part.learn[seen.rows]
         if not judge.any() or not learn.any():
             continue
@@ -132,9 +143,7 @@ def train_serving(
     model.provenance = {
         "rows": len(rows),
         **_learned(seen, contexts, np.ones(len(seen.rows), bool)),
-        "shapes": _shapes(rows),
-        "sources": sorted({row.source for row in rows}),
-        "devices": sorted({row.cluster.device for row in rows}),
+        **_measured(rows),
         "vendors": sorted({context["vendor"] for context in contexts}),
     }
     frame = pd.DataFrame(
@@ -151,7 +160,7 @@ def train_serving(
 
 def _score(
     seen: Observed,
-    contexts: Sequence[dict[str, str]],
+    contexts: Sequence[Context],
     groups: np.ndarray,
     known: ServingModel,
     at: int,
@@ -199,15 +208,17 @@ def _inside(
     return found
 
 
-def _shapes(rows: Sequence[ServingRow]) -> dict[str, str]:
-    """Model groups by the sizes of their models; of groups of equal sizes that of most rows."""
-    counts = Counter((row.model.shape(), row.group) for row in rows)
-    return dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1]))
+def _measured(rows: Sequence[ServingRow]) -> dict[str, object]:
+    """Sources and devices, and model groups by the sizes of their models: those of most rows."""
+    counts = Counter((row.deployment.model.shape(), row.group) for row in rows)
+    return {
+        "shapes": dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1])),
+        "sources": sorted({row.deployment.source for row in rows}),
+        "devices": sorted({row.deployment.device for row in rows}),
+    }
 
 
-def _learned(
-    seen: Observed, contexts: Sequence[dict[str, str]], learn: np.ndarray
-) -> dict[str, object]:
+def _learned(seen: Observed, contexts: Sequence[Context], learn: np.ndarray) -> dict[str, object]:
     """What was learned from: model groups with engines and chips, and machines.
 
     A handful of runs does not tell how others of its model or on its machines lie, so that they do
@@ -240,20 +251,19 @@ class LeftOut(NamedTuple):
     learn: np.ndarray
 
 
-def left_outs(rows: Sequence[ServingRow], seed: int = 0) -> Iterator[LeftOut]:
+def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
     """What is left out in turn.
 
     A fifth of the rows, model groups, frameworks, devices, generations, sources; devices together
     with all of a framework, a source or a model group.
+
+    Args:
+        contexts: Of the rows.
+        seed: Of the fifths.
     """
-    order = np.random.default_rng(seed).permutation(len(rows))
-    keys = {
-        "row": (order % FOLDS).astype(str),
-        "model_group": np.array([row.group for row in rows]),
-        "framework": np.array([row.framework for row in rows]),
-        "device": np.array([row.cluster.device for row in rows]),
-        "architecture": np.array([row_context(row)["architecture"] for row in rows]),
-        "source": np.array([row.source for row in rows]),
+    order = np.random.default_rng(seed).permutation(len(contexts))
+    keys = {"row": (order % FOLDS).astype(str)} | {
+        name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT
     }
     for name, key in keys.items():
         for value in np.unique(key):

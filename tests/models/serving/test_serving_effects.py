@@ -69,10 +69,12 @@ def observe(effects: ServingEffects) -> Observed:
 
 
 def test_weights_are_priors_times_effects() -> None:
-    effects = ServingEffects({"host/engine/vllm now": np.log(3.0), "whole/engine/vllm now": 0.1})
+    logs = {"host/engine/vllm now": np.log(3.0), "whole/engine/vllm now": 0.1}
+    effects = ServingEffects({**logs, "first/engine/vllm now": 0.2})
     weights = effects.weights(context("vllm"))
-    assert weights[COSTS.index("host")] == pytest.approx(3.0 * PRIOR["host"])
-    assert effects.factor(context("vllm"), "tpot") == pytest.approx(np.exp(0.1))
+    assert weights[COSTS.index("host")] == pytest.approx(3.0 * np.exp(0.1) * PRIOR["host"])
+    assert weights[COSTS.index("decode")] == pytest.approx(np.exp(0.1) * PRIOR["decode"])
+    assert effects.first(context("vllm")) == pytest.approx(np.exp(0.2))
     assert effects.weights(context("other")) == pytest.approx(list(PRIOR.values()))
     assert effects.knows("engine", "vllm now") and not effects.knows("engine", "sglang now")
 
@@ -92,26 +94,20 @@ def test_a_fit_that_starts_from_the_best_effects_stays_there() -> None:
     groups = np.array([c["framework"] for c in CONTEXTS])
     effects, _ = fit_serving(observe, CONTEXTS, groups)
     said: list[str] = []
-    again, seen = fit_serving(observe, CONTEXTS, groups, said.append, effects)
-    before = simulated_error(observe(effects), CONTEXTS, groups, effects)
-    after = simulated_error(seen, CONTEXTS, groups, again)
-    assert (
-        after
-        <= before
-        < 0.5 * simulated_error(observe(ServingEffects()), CONTEXTS, groups, ServingEffects())
-    )
+    _, seen = fit_serving(observe, CONTEXTS, groups, said.append, effects)
+    before, after = simulated_error(observe(effects), groups), simulated_error(seen, groups)
+    assert after <= before < 0.5 * simulated_error(observe(ServingEffects()), groups)
     # It ends where a round gains less than a hundredth, before the last.
     assert sum("round" in line for line in said) <= ROUNDS
 
 
-def test_errors_are_of_latencies_with_factors_on_the_whole() -> None:
+def test_errors_are_weighted_by_what_does_not_wait() -> None:
     seen = Observed(
-        np.array([0, 1]), np.array(["tpot", "ttft"]), np.log([2.0, 6.0]), np.log([1.0, 2.0]),
+        np.array([0, 1]), np.array(["tpot", "ttft"]), np.log([2.0, 6.0]), np.log([2.0, 4.0]),
         np.zeros((2, len(COSTS))), np.array([0.0, 1.0]),
     )  # fmt: skip
-    effects = ServingEffects({"whole/all/gpu": 0.0, "whole/engine/vllm now": np.log(2.0)})
     # log 2 - log 2 = 0, weight 1; log 3 - log 2, weight 0.5 (1 - 0.8), as groups weigh the same.
-    error = simulated_error(seen, [context("vllm")] * 2, np.array(["a", "b"]), effects)
+    error = simulated_error(seen, np.array(["a", "b"]))
     assert error == pytest.approx(0.1 * np.log(1.5) / 1.1)
 
 
@@ -120,7 +116,7 @@ def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
     slower = seen._replace(measured=seen.simulated + 0.3)
     known = adapt_serving(slower, CONTEXTS, ServingEffects())
     assert {key.split("/")[1] for key in known.values} == {"cluster"}
-    own = known.factor(context("vllm"), "tpot") * known.weights(context("vllm")).sum()
+    own = known.weights(context("vllm")).sum()
     assert own > 1.1 * ServingEffects().weights(context("vllm")).sum()
     other = context("vllm", source="b")
     assert known.weights(other) == pytest.approx(list(PRIOR.values()))

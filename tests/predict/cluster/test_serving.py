@@ -13,12 +13,11 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, on_cluster
+from opcast.predict.cluster.deployment import Deployment, EngineOptions, Workers, on_cluster
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
+from opcast.predict.cluster.serving_engine import cache_transfer
 from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
-from opcast.predict.cluster.serving_runs import cache_transfer
-from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.export.serving_timeline import serving_trace
 from opcast.predict.page.cluster import serving_page
 from opcast.simulate.serving.formats import Formats, in_formats
@@ -350,8 +349,7 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 
 def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
     apart = replace(PLAIN, prefill=FOUR)
-    row = apart.row(SPEC, SPEC.draw(), predictor.model)
-    moved = cache_transfer(row)(1000)
+    moved = cache_transfer(apart)(1000)
     # 131,072 bytes a token over four links of 450 GB/s each way, four fifths of which it gets.
     assert moved == pytest.approx(1e-3 + 1000 * 131_072 / (4 * 450e9 * 0.8), rel=0.01)
     slow = replace(apart, options=EngineOptions(transfer=1e9))
@@ -432,9 +430,10 @@ def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: Serving
 
 def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
     model = ServingModel(provenance={"own": {"mine|h100-sxm": {"memory": 0.5}}})
-    own = PLAIN.row(SPEC, SPEC.draw(), model)
+    predictor = ServingPredictor(None, model)
+    own = predictor.own(PLAIN)
     assert (own.source, own.options.memory) == ("mine", 0.5)
-    other = replace(PLAIN, device="h200-sxm").row(SPEC, SPEC.draw(), model)
+    other = predictor.own(replace(PLAIN, device="h200-sxm"))
     assert (other.source, other.options.memory) == ("", 0.0)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from opcast.features.devices.catalogue import read_device
 from opcast.models.core.registry import OPERATOR_MODEL
-from opcast.models.serving.effects import ServingEffects
-from opcast.predict.cluster.serving_runs import ServingRuns
+from opcast.models.serving.model import ServingModel
+from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_table import serving_row
 from opcast.predict.operator.serving_operators import ServingLatency, load_serving_operators
 from opcast.simulate.serving.forward import ServeOp
@@ -26,8 +26,8 @@ def test_engines_before_they_were_rewritten_reduce_by_the_library() -> None:
     By NCCL one takes 10 to 13 us, captured in a graph 4 + 4 * 0.2 us and 25 KB at 270 GB/s.
     """
     rows = [serving_row({**LLAMA, "framework_version": v}) for v in ("0.6", "0.11")]
-    found = ServingRuns(rows, None).run([ServingEffects().weights({})] * 2)
-    early, now = (run.tpot.seconds for run in found if not isinstance(run, str))
+    own = ServingPredictor(None, ServingModel())
+    early, now = (own.simulate(row.deployment, row.spec).seconds("tpot") for row in rows)
     assert early - now == pytest.approx(160 * (11.8e-6 - 4.9e-6), rel=0.2)
 
 

@@ -6,9 +6,8 @@ import pytest
 from opcast.common.interval import Interval
 from opcast.features.devices.catalogue import find_device
 from opcast.models.power.law import Work, held, shipped_law
-from opcast.predict.cluster.deployment import Deployment
+from opcast.predict.cluster.deployment import Deployment, Workers
 from opcast.predict.cluster.energy import serving_energy
-from opcast.predict.cluster.serving_table import Workers
 from opcast.simulate.serving.load import Load, Run
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.workload import read_workload

@@ -12,12 +12,11 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, ServingQuery
+from opcast.predict.cluster.deployment import Deployment, EngineOptions, ServingQuery, Workers
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_launch import launches
 from opcast.predict.cluster.serving_load import LoadSpec
-from opcast.predict.cluster.serving_table import EngineOptions, Workers
 from opcast.predict.plan.serving_search import (
     deployments,
     engine_plans,
@@ -341,10 +340,10 @@ def test_only_models_with_a_module_for_it_draft_by_themselves() -> None:
     query = ServingQuery(device="h100-sxm", drafts=1, accepted=1.5, draft="mtp")
     models = {name: served_by_name(name, {}, Formats()) for name in ("gpt-oss-120b", "glm-4.5")}
     with pytest.raises(PlanError, match="no module of multi-token prediction"):
-        query.deployment(models["gpt-oss-120b"], "vllm", models.__getitem__)
-    assert query.deployment(models["glm-4.5"], "vllm", models.__getitem__).options.draft is not None
+        query.deployment(models["gpt-oss-120b"], models.__getitem__)
+    assert query.deployment(models["glm-4.5"], models.__getitem__).options.draft is not None
     # Nobody knows what sizes alone stand for.
-    assert query.deployment(ServedModel(DENSE), "vllm", models.__getitem__).options.drafts == 1
+    assert query.deployment(ServedModel(DENSE), models.__getitem__).options.drafts == 1
 
 
 def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:

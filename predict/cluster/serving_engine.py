@@ -1,0 +1,302 @@
+"""Engines of a deployment as the simulator takes them: costs, memory, rules, learned levels."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+
+from ...common.errors import PlanError
+from ...features.devices.catalogue import read_device
+from ...features.devices.device import NETWORK_BANDWIDTH
+from ...models.operators import OpModel
+from ...models.serving.model import APART, ServingModel, group_key
+from ...simulate.serving.fleet import Station
+from ...simulate.serving.floor import Floors, floors
+from ...simulate.serving.load import Load
+from ...simulate.serving.memory import (
+    CacheLayout,
+    cache_layout,
+    memory_parts,
+    share_of_cache,
+    what_is_too_large,
+)
+from ...simulate.serving.policies import Policy, engine_era, framework_defaults
+from ...simulate.serving.served import EnginePlan, ServedModel
+from ..operator.serving_operators import ServingLatency
+from .deployment import Deployment, Workers
+from .serving_costs import Decoding, ServingCosts
+
+#: Tables of costs that are kept where each load is simulated once: one takes a megabyte.
+MOST_TABLES = 64
+#: Times of a request before the engine of which an answer by workers of two kinds takes so many: it
+#: passes a router, both servers and the set-up of the transfer. Engineering estimate, which effects
+#: of the cluster correct.
+HANDOVER = 20.0
+#: Fixed seconds of moving a cache between workers, and the share of the links that it gets;
+#: engineering estimates.
+_TRANSFER_S, _TRANSFER_SHARE = 1e-3, 0.8
+
+
+class Engines:
+    """Makes engines; those that differ in their load alone share tables of costs.
+
+    Args:
+        operators: Model of library operators; ``None`` for rooflines.
+        tables: Tables of costs that are kept; filling one takes twenty times as long as simulating.
+    """
+
+    def __init__(self, operators: OpModel | None, tables: int = MOST_TABLES) -> None:
+        self.operators, self.tables = operators, tables
+        self._latency: dict[tuple[str, str], ServingLatency] = {}
+        self._costs: OrderedDict[tuple[object, ...], ServingCosts] = OrderedDict()
+
+    def stations(self, own: Deployment, load: Load, weights: np.ndarray) -> list[Station]:
+        """Engines that decode and, where prompts have workers of their own, those.
+
+        Args:
+            own: What serves.
+            load: The requests.
+            weights: Seconds of a unit of each class and of a request, shape ``(classes + 1,)``.
+
+        Raises:
+            PlanError: The weights of the model, or a request, do not fit.
+        """
+        return [self._station(own, w, load, weights) for w in (own.engine, own.prefill) if w]
+
+    def _station(
+        self, own: Deployment, workers: Workers, load: Load, weights: np.ndarray
+    ) -> Station:
+        cache = engine_cache(own, workers)
+        longest = int((load.prompts + load.outputs).max())
+        if cache.share_of(longest) > 1.0:
+            raise PlanError(
+                f"the cache of an engine holds {cache.tokens} tokens, a request needs {longest}",
+                hint="more devices, or a narrower format",
+            )
+        policy = engine_policy(own, workers, float(load.prompts.mean()))
+        policy = replace(policy, block=max(policy.block, cache.block))
+        width = own.options.drafts + 1
+        batch = min(policy.max_batch, load.concurrency or len(load.prompts))
+        costs = self._table(own, own.model, workers.plan, policy, batch * width, longest)
+        small, draft = own.options.draft, None
+        if small is not None:
+            draft = self._table(own, small, workers.plan.of(small), policy, batch, longest)
+        how = Decoding(width, own.accepted, own.options.eager, draft, own.options.drafts)
+        costs = costs.under(how)
+        return Station(costs, weights[:-1], cache, policy, workers.count, own.accepted)
+
+    def _table(
+        self,
+        own: Deployment,
+        model: ServedModel,
+        plan: EnginePlan,
+        policy: Policy,
+        batch: int,
+        longest: int,
+    ) -> ServingCosts:
+        tokens = policy.token_budget if policy.chunked else max(policy.token_budget, longest)
+        # Powers of two, so that loads of one configuration share tables.
+        sizes = tuple(2 ** ceil(np.log2(max(n, 2))) for n in (tokens, batch, longest))
+        early = engine_era(own.framework, own.version) == "early"
+        key = (model, plan, own.links, own.framework, early, *sizes)
+        if key not in self._costs:
+            at = (own.device, own.framework)
+            if at not in self._latency:
+                self._latency[at] = ServingLatency(own.spec, self.operators, own.framework)
+            self._costs[key] = ServingCosts(
+                model, plan, own.links, self._latency[at], *sizes, early=early
+            )
+            if len(self._costs) > self.tables:
+                self._costs.popitem(last=False)
+        self._costs.move_to_end(key)
+        return self._costs[key]
+
+
+def request_delay(own: Deployment, *, served: bool, weights: np.ndarray) -> float:
+    """Seconds between sending a request and an engine's queue.
+
+    Args:
+        own: What serves.
+        served: Whether requests pass a server; benchmarks of an engine alone hand it its requests.
+        weights: Of the classes and of a request.
+    """
+    return float(weights[-1]) * (HANDOVER if own.prefill is not None else 1.0) if served else 0.0
+
+
+def request_floors(own: Deployment, load: Load, found: np.ndarray) -> Floors:
+    """Least times of requests on the devices, at the rates of their data sheets.
+
+    Args:
+        own: What serves.
+        load: The requests.
+        found: Tokens of each prompt that a cache has already.
+    """
+    plan, first = own.engine.plan, (own.prefill or own.engine).plan
+    spec = read_device(own.device)
+    return floors(own.model, spec, plan, first, load.prompts, load.outputs, found, own.accepted)
+
+
+def cache_transfer(own: Deployment) -> Callable[[int], float]:
+    """Seconds that the cache of a prompt takes from workers that run prompts to the others.
+
+    Ranks send their shares at the same time, over the links of a box where all workers stand in
+    one, else over its network (RDMA).
+    """
+    if own.prefill is None:
+        return lambda tokens: 0.0
+    spec = own.spec
+    if own.devices <= spec.devices_per_node:
+        link = spec.link_bandwidth or spec.host_link
+    else:
+        link = spec.inter_node_bandwidth or NETWORK_BANDWIDTH
+    ranks = min(own.prefill.plan.tp, own.engine.plan.tp)
+    speed = own.options.transfer or link * ranks * _TRANSFER_SHARE
+    one, state = own.model.token_bytes(EnginePlan()), own.model.state_bytes(EnginePlan())
+    return lambda tokens: _TRANSFER_S + (state + tokens * one) / speed
+
+
+def engine_memory(own: Deployment, workers: Workers) -> dict[str, float]:
+    """Bytes of one device of an engine by use; ``cache`` is what they leave, if anything.
+
+    The order is that in which memory is taken; parts of the cache with rooms of their own are
+    listed apart.
+    """
+    parts = _memory(own, workers)
+    return parts | (_layout(own, workers, parts).parts if parts["cache"] > 0.0 else {})
+
+
+def engine_cache(own: Deployment, workers: Workers) -> CacheLayout:
+    """What the cache of an engine holds.
+
+    Raises:
+        PlanError: The weights alone do not fit.
+    """
+    parts = _memory(own, workers)
+    if parts["cache"] <= 0.0:
+        capacity = read_device(own.device).memory_bytes
+        raise PlanError(
+            what_is_too_large(capacity, parts), hint="more devices, or a narrower format"
+        )
+    return _layout(own, workers, parts)
+
+
+def memory_share(own: Deployment, workers: Workers, tokens: float) -> float:
+    """The framework's share of the memory that leaves a cache of so many tokens.
+
+    Args:
+        own: What serves.
+        workers: Which of its workers.
+        tokens: That an engine logs when it starts.
+
+    Raises:
+        PlanError: The weights alone do not fit.
+    """
+    parts, known = _memory(own, workers), engine_cache(own, workers)
+    cache = parts["cache"] * tokens / known.tokens
+    capacity = read_device(own.device).memory_bytes
+    rules = framework_defaults(own.framework)
+    return share_of_cache(capacity, parts, cache, rules.memory_of)
+
+
+def _layout(own: Deployment, workers: Workers, parts: dict[str, float]) -> CacheLayout:
+    rules = framework_defaults(own.framework)
+    drafts, reuse = own.options.drafts, own.options.prefix_cache
+    return cache_layout(own.model, workers.plan, rules, parts["cache"], drafts=drafts, reuse=reuse)
+
+
+def _memory(own: Deployment, workers: Workers) -> dict[str, float]:
+    capacity = read_device(own.device).memory_bytes
+    if not capacity:
+        raise PlanError(
+            "the memory of the device is not known, so neither is its cache",
+            where=own.device,
+            hint="add memory_bytes to the device's file",
+        )
+    told, rules = own.options, framework_defaults(own.framework)
+    share = told.memory or rules.memory
+    return memory_parts(
+        capacity,
+        own.model,
+        workers.plan,
+        share,
+        of=rules.memory_of,
+        told=told.memory > 0.0,
+        draft=told.draft,
+    )
+
+
+def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:
+    """Rules by which some of a deployment's workers batch.
+
+    Args:
+        own: What serves.
+        workers: Which of its workers.
+        prompt: Mean tokens of a prompt, which is cut where it is more than a pass takes.
+    """
+    policy, options = framework_defaults(own.framework).policy, own.options
+    budget = (own.token_budget or policy.token_budget) * workers.plan.dp
+    chunked = policy.chunked if own.chunked is None else own.chunked
+    return replace(
+        policy,
+        max_batch=(workers.batch or own.max_batch or policy.max_batch) * workers.plan.dp,
+        token_budget=budget,
+        chunked=chunked or prompt > budget,
+        swap=options.swap,
+        watermark=options.watermark,
+        block=options.block or policy.block,
+    )
+
+
+def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
+    """Levels of a deployment that effects are learned on.
+
+    Args:
+        own: What serves.
+        model: Tells model groups by their sizes.
+    """
+    spec, served = own.spec, own.model
+    era = engine_era(own.framework, own.version)
+    engine = f"{own.framework} {era}" if own.framework else ""
+    experts = served.expert_weights if served.workload.experts else ""
+    source = own.source
+    found = {
+        "any": "any",
+        "all": spec.platform,
+        "device": spec.name,
+        "vendor": spec.vendor,
+        "architecture": spec.architecture.removesuffix("-ultra"),
+        "framework": own.framework,
+        "engine": engine,
+        "era": era,
+        "format": served.weights,
+        "expert_format": experts,
+        # Kernels of experts differ by engine and format.
+        "engine_experts": f"{engine} {experts}" if experts else "",
+        "latent": "latent" if served.workload.kv_lora else "",
+        "shape": _shape(served),
+        "spread": _spread(own),
+        # Whose servers hand requests over between workers of two kinds.
+        "handover": f"{own.framework}|{source}|{own.device}" if own.prefill and source else "",
+        "speculative": "yes" if own.accepted > 1.0 else "",
+        "source": source,
+        "cluster": f"{source}|{spec.name}" if source else "",
+        "group": model.group_of(served.shape()),
+    }
+    return {**found, "known": group_key(found)}
+
+
+def _shape(model: ServedModel) -> str:
+    """Kind of model that decides how many kernels a layer has."""
+    experts = "experts" if model.workload.experts else "dense"
+    return f"{experts}, latent attention" if model.workload.kv_lora else experts
+
+
+def _spread(own: Deployment) -> str:
+    """How sequences are spread over devices, where ranks hold some of their own."""
+    if own.prefill is not None:
+        return APART
+    return "attention data parallel" if own.engine.plan.dp > 1 else ""
