@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..common.options import Json, Option, json_file, yaml_file
 from ..common.progress import wrote
-from .options import (
-    Json,
-    json_file,
-    make_console,
-    print_json,
-    refuse,
-    refuse_unused,
-    yaml_file,
-)
+from .options import make_console, print_json, refuse, refuse_unused
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,17 +24,13 @@ def cluster(
     context: typer.Context,
     name: Annotated[
         str | None,
-        typer.Argument(help="Name, YAML file, or ASTRA-sim's network.yml."),
+        Option("Name, YAML file, or ASTRA-sim's network.yml.", argument=True),
     ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List the names of common clusters.")
-    ] = False,
+    list_all: Annotated[bool, Option("List the names of common clusters.", ("--list",))] = False,
     json_output: Json = False,
-    save: Annotated[
-        Path | None, typer.Option(callback=yaml_file, help="Write the cluster as YAML.")
-    ] = None,
+    save: Annotated[Path | None, Option("Write the cluster as YAML.", check=yaml_file)] = None,
     astra: Annotated[
-        Path | None, typer.Option(callback=yaml_file, help="Write it as ASTRA-sim's network.yml.")
+        Path | None, Option("Write it as ASTRA-sim's network.yml.", check=yaml_file)
     ] = None,
 ) -> None:
     """Print a cluster: its network, collective times and sources.
@@ -130,33 +120,29 @@ def _device_name(cluster: Cluster) -> str:
 def calibrate_collectives(
     context: typer.Context,
     data: Annotated[
-        list[Path],
-        typer.Argument(help="nccl-tests output, CSV, or a folder with collectives*.csv.gz."),
+        Sequence[Path],
+        Option("nccl-tests output, CSV, or a folder with collectives*.csv.gz.", argument=True),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", callback=json_file, help="JSON file for the fitted model."),
+        Option("JSON file for the fitted model.", check=json_file),
     ] = None,
-    device: Annotated[
-        str, typer.Option("--device", help="Device of the rows that do not name one.")
-    ] = "",
-    op: Annotated[
-        str, typer.Option("--op", help="Collective, if nccl-tests output does not name it.")
-    ] = "",
+    device: Annotated[str, Option("Device of the rows that do not name one.")] = "",
+    op: Annotated[str, Option("Collective, if nccl-tests output does not name it.")] = "",
     report: Annotated[
         bool,
-        typer.Option("--report", help="Print errors on held-out rows and on held-out machines."),
+        Option("Print errors on held-out rows and on held-out machines.", ("--report",)),
     ] = False,
     known_only: Annotated[
-        bool, typer.Option("--known-only", help="With --report: skip held-out machines (faster).")
+        bool, Option("With --report: skip held-out machines (faster).", ("--known-only",))
     ] = False,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Fit all parameters to DATA, not only those of its machines."),
+        Option("Fit all parameters to DATA, not only those of its machines.", ("--fresh",)),
     ] = False,
     join: Annotated[
         bool,
-        typer.Option("--join", help="Keep the shipped parameters and add the libraries of DATA."),
+        Option("Keep the shipped parameters and add the libraries of DATA.", ("--join",)),
     ] = False,
     json_output: Json = False,
 ) -> None:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..common.progress import wrote
-from .options import (
+from ..common.options import (
     DeviceIndex,
     Devices,
     Json,
     ModelOpt,
+    Option,
     Out,
     OwnDevices,
     Seed,
-    make_console,
     plot_file,
-    print_json,
-    refuse,
     seconds_of,
     table_file,
 )
+from ..common.progress import wrote
+from .options import make_console, print_json, refuse
 
 
 def zoo_list() -> None:
@@ -41,20 +41,16 @@ def zoo_list() -> None:
 
 def zoo_export(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Workload family (opcast zoo list).")],
-    out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    name: Annotated[str, Option("Workload family (opcast zoo list).", argument=True)],
+    out: Annotated[Path, Option("File to write.")],
     settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Setting of the workload, such as batch=8; may be given again."),
-    ] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="text, bytecode, portable or jax-export.")
-    ] = "text",
-    mesh: Annotated[
-        str, typer.Option(help="Partition it over a mesh of (absent) devices: fsdp=4,tp=2.")
-    ] = "",
+        Sequence[str],
+        Option("Setting of the workload, such as batch=8; may be given again.", ("--set",)),
+    ] = (),
+    form: Annotated[str, Option("text, bytecode, portable or jax-export.", ("--format",))] = "text",
+    mesh: Annotated[str, Option("Partition it over a mesh of (absent) devices: fsdp=4,tp=2.")] = "",
     device: Annotated[
-        str, typer.Option("--device", help="Device that JAX lowers it for: random numbers differ.")
+        str, Option("Device that JAX lowers it for: random numbers differ.")
     ] = "local",
 ) -> None:
     """Write a workload as StableHLO."""
@@ -62,7 +58,7 @@ def zoo_export(
     from ..features.ir.platforms import platform_of
     from ..predict.devices import resolve_device
 
-    chosen = parse_settings(name, settings or [])
+    chosen = parse_settings(name, settings)
     if mesh:
         refuse(context, "a partitioned workload (--mesh)", {"device"})
         from ..datagen.partition.workload import export_partitioned
@@ -75,9 +71,9 @@ def zoo_export(
 
 
 def data_show(
-    data: Annotated[list[Path], typer.Argument(help="Dataset folders.")],
+    data: Annotated[Sequence[Path], Option("Dataset folders.", argument=True)],
     plot: Annotated[
-        Path | None, typer.Option(callback=plot_file, help="Plot a histogram of the latencies.")
+        Path | None, Option("Plot a histogram of the latencies.", check=plot_file)
     ] = None,
     json_output: Json = False,
 ) -> None:
@@ -89,35 +85,32 @@ def data_show(
 
 def data_import(
     context: typer.Context,
-    kind: Annotated[str, typer.Argument(help="What to import: published or trace.")],
+    kind: Annotated[str, Option("What to import: published or trace.", argument=True)],
     paths: Annotated[
-        list[Path],
-        typer.Argument(
-            help="A folder with published tables; or traces: xplane.pb or log directory of "
-            "jax.profiler, JSON of torch.profiler, SQLite or CSV of Nsight Systems."
+        Sequence[Path],
+        Option(
+            "A folder with published tables; or traces: xplane.pb or log directory of "
+            "jax.profiler, JSON of torch.profiler, SQLite or CSV of Nsight Systems.",
+            argument=True,
         ),
     ],
     out: Out,
     program: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--program", help="Of a trace without HLO: the program that ran; may be given again."
-        ),
-    ] = None,
+        Sequence[Path],
+        Option("Of a trace without HLO: the program that ran; may be given again."),
+    ] = (),
     device: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a trace ran on: name or device file; by default as it says, or this "
+        Sequence[str],
+        Option(
+            "What a trace ran on: name or device file; by default as it says, or this "
             "machine. Of published tables: file of a device that is not in the catalogue; may be "
             "given again."
         ),
-    ] = None,
+    ] = (),
     device_index: DeviceIndex = None,
     keep_names: Annotated[
         bool,
-        typer.Option(
-            "--keep-names", help="Of a trace: keep names of programs, kernels and operators."
-        ),
+        Option("Of a trace: keep names of programs, kernels and operators.", ("--keep-names",)),
     ] = False,
 ) -> None:
     """Convert published latency tables or traces into a dataset.
@@ -134,7 +127,7 @@ def data_import(
             paths,
             out,
             device=device[0] if device else None,
-            programs=program or (),
+            programs=program,
             index=device_index,
             keep_names=keep_names,
             tell=lambda what: typer.echo(what, err=True),
@@ -147,26 +140,25 @@ def data_import(
         raise typer.BadParameter("give one folder with published tables")
     from ..workflows.train_operators import run_import
 
-    run_import(paths[0], out, device or ())
+    run_import(paths[0], out, device)
 
 
 def audit(
     table: Annotated[
         Path,
-        typer.Argument(
-            help="Table of operators, products, layers or collectives, a folder of them, or a "
-            "dataset."
+        Option(
+            "Table of operators, products, layers or collectives, a folder of them, or a dataset.",
+            argument=True,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            callback=table_file,
-            help="File for the flagged rows with their evidence: .parquet, .csv or .json.",
+        Option(
+            "File for the flagged rows with their evidence: .parquet, .csv or .json.",
+            check=table_file,
         ),
     ] = None,
-    device: OwnDevices = None,
+    device: OwnDevices = (),
     json_output: Json = False,
 ) -> None:
     """Find rows of measured tables that are impossible, or that others contradict.
@@ -178,7 +170,7 @@ def audit(
     from ..predict.published.audit import audit as check
     from ..workflows.train_operators import described_devices
 
-    found = check(table, described_devices(device or ()))
+    found = check(table, described_devices(device))
     counts = found.counts()
     rows = len(found.flagged[["file", "row"]].drop_duplicates())
     if out is not None:
@@ -216,21 +208,21 @@ GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
 
 def data_compile(
     out: Out,
-    device: Devices = None,
-    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 20m or 8h.")] = "20m",
-    suite: Annotated[
-        str, typer.Option(help="Zoo suite: quick, standard, full; '' for none.")
-    ] = "quick",
+    device: Devices = (),
+    budget: Annotated[
+        float, Option("Time to spend, such as 90s, 20m or 8h.", parse=seconds_of, typed="20m")
+    ] = 1200.0,
+    suite: Annotated[str, Option("Zoo suite: quick, standard, full; '' for none.")] = "quick",
     # Mix of a round: engineering estimates, many small programs beside one real model.
-    ops: Annotated[int, typer.Option(min=0, help="Single-op programs in a round.")] = 16,
-    random: Annotated[int, typer.Option(min=0, help="Random programs in a round.")] = 8,
-    zoo: Annotated[int, typer.Option(min=0, help="Zoo programs in a round.")] = 1,
+    ops: Annotated[int, Option("Single-op programs in a round.", least=0)] = 16,
+    random: Annotated[int, Option("Random programs in a round.", least=0)] = 8,
+    zoo: Annotated[int, Option("Zoo programs in a round.", least=0)] = 1,
     large: Annotated[
-        int, typer.Option(min=0, help="Single-op programs in a round at the sizes of large models.")
+        int, Option("Single-op programs in a round at the sizes of large models.", least=0)
     ] = 0,
     seed: Seed = 0,
     merge: Annotated[
-        bool, typer.Option(help="Finally merge the shards into one file, one row for each kernel.")
+        bool, Option("Finally merge the shards into one file, one row for each kernel.")
     ] = True,
 ) -> None:
     """Collect the TPU compiler's estimates of kernels.
@@ -244,7 +236,7 @@ def data_compile(
     result = compile_dataset(
         out,
         [find_typed(name) for name in device or GENERATIONS],
-        seconds_of(budget),
+        budget,
         plan=CompilePlan(ops, random, suite, seed, zoo, large),
     )
     wrote(
@@ -260,8 +252,8 @@ def data_compile(
 
 
 def data_agree(
-    program: Annotated[list[Path], typer.Argument(help="StableHLO programs.")],
-    device: Devices = None,
+    program: Annotated[Sequence[Path], Option("StableHLO programs.", argument=True)],
+    device: Devices = (),
     model: ModelOpt = "default",
     json_output: Json = False,
 ) -> None:

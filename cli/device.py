@@ -7,54 +7,28 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, Out, Seed, make_console, refuse_unused, seconds_of
+from ..common.options import Json, Option
+from ..workflows.settings import ProfileSettings
+from .options import make_console, refuse_unused
 
 
-def profile(
-    out: Out,
-    device: Annotated[str, typer.Option(help="cpu, gpu, tpu or local.")] = "local",
-    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 10m or 2h.")] = "10m",
-    seed: Seed = 0,
-    suite: Annotated[str, typer.Option(help="Zoo suite: quick, standard or full.")] = "standard",
-    # The default repeats DEFAULT_MIX of datagen/profile/plan.py, so that --help can show it.
-    mix: Annotated[
-        str, typer.Option(help="Shares of single ops, random programs and zoo programs.")
-    ] = "ops=0.35,random=0.35,zoo=0.3",
-    ray: Annotated[
-        str, typer.Option(help="Address of a Ray cluster: measure on its hosts with the device.")
-    ] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Hide the progress bar.")] = False,
-) -> None:
+def profile(settings: ProfileSettings) -> None:
     """Measure kernels and programs on a device into a dataset.
 
     It can be stopped at any time, and resumes. On a Ray cluster --budget is that of each host.
     """
     from ..workflows.profile import run_profile
-    from ..workflows.settings import ProfileSettings
 
-    run_profile(
-        ProfileSettings(
-            out=out,
-            device=device,
-            budget_s=seconds_of(budget),
-            seed=seed,
-            suite=suite,
-            mix=mix,
-            ray=ray,
-            progress=not quiet,
-        )
-    )
+    run_profile(settings)
 
 
 def device(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="Device name or file to print instead of measuring.")
+        str | None, Option("Device name or file to print instead of measuring.", argument=True)
     ] = None,
-    save: Annotated[
-        bool, typer.Option("--save", help="Keep the measurement for --device local.")
-    ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the catalogue.")] = False,
+    save: Annotated[bool, Option("Keep the measurement for --device local.", ("--save",))] = False,
+    listed: Annotated[bool, Option("List the catalogue.", ("--list",))] = False,
     json_output: Json = False,
 ) -> None:
     """Measure this device, or print a known device or the catalogue.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..common.progress import wrote
-from ..models.core.registry import OPERATOR_MODEL
-from .options import (
+from ..common.options import (
     ClusterOpt,
     CompiledOpt,
     FrameworkOpt,
@@ -17,6 +16,7 @@ from .options import (
     Json,
     LoweringOpt,
     OperatorModelOpt,
+    Option,
     Out,
     Settings,
     StepModelOpt,
@@ -24,11 +24,11 @@ from .options import (
     Workload,
     called,
     json_file,
-    print_json,
-    refuse,
     table_file,
-    workload_of,
 )
+from ..common.progress import wrote
+from ..models.core.registry import OPERATOR_MODEL
+from .options import print_json, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..features.devices.catalogue import Design
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 def hespas(
-    config: Annotated[Path, typer.Argument(help="HESPAS configuration with method opcast.")],
+    config: Annotated[Path, Option("HESPAS configuration with method opcast.", argument=True)],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Further arguments for HESPAS.")
-    ] = None,
+        Sequence[str], Option("Further arguments for HESPAS.", argument=True)
+    ] = (),
 ) -> None:
     """Run HESPAS with opcast as its estimator."""
     from ..predict.export.hespas_run import run_hespas
 
-    run_hespas(config, arguments or [])
+    run_hespas(config, list(arguments))
 
 
 def export_chakra(
@@ -53,22 +53,20 @@ def export_chakra(
     cluster: ClusterOpt,
     out: Out,
     program: Annotated[
-        Path | None, typer.Argument(help="Partitioned program, StableHLO or HLO.")
+        Path | None, Option("Partitioned program, StableHLO or HLO.", argument=True)
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            help="Kernel model of a program, operator model of a step; 'roofline' for the plain "
+        Option(
+            "Kernel model of a program, operator model of a step; 'roofline' for the plain "
             "roofline."
         ),
     ] = "default",
     lowering: LoweringOpt = "auto",
     workload: Workload = "",
     hf: HfOpt = None,
-    settings: Settings = None,
-    plan: Annotated[
-        str, typer.Option(help="Plan of a step, such as tp=8,pp=2,dp=8, or a YAML file.")
-    ] = "",
+    settings: Settings = (),
+    plan: Annotated[str, Option("Plan of a step, such as tp=8,pp=2,dp=8, or a YAML file.")] = "",
     framework: FrameworkOpt = "",
     compiled: CompiledOpt = False,
     steps: StepModelOpt = "default",
@@ -119,20 +117,20 @@ def _export_program(
 
 def export_table(
     context: typer.Context,
-    device: Annotated[list[str], typer.Option(help="Device or file; may be given again.")],
+    device: Annotated[Sequence[str], Option("Device or file; may be given again.")],
     out: Annotated[
         Path,
-        typer.Option("--out", callback=table_file, help="Table to write: .parquet, .csv or .json."),
+        Option("Table to write: .parquet, .csv or .json.", check=table_file),
     ],
     programs: Annotated[
-        list[Path] | None, typer.Argument(help="Programs whose kernels to tabulate.")
-    ] = None,
+        Sequence[Path], Option("Programs whose kernels to tabulate.", argument=True)
+    ] = (),
     op: Annotated[
-        list[str] | None,
-        typer.Option("--op", help="Grid of operators: 'linear m=1/64 n=4096 k=4096 dtype=bf16'."),
-    ] = None,
+        Sequence[str],
+        Option("Grid of operators: 'linear m=1/64 n=4096 k=4096 dtype=bf16'."),
+    ] = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
-    kernels: Annotated[str, typer.Option(help="Kernel model.")] = "default",
+    kernels: Annotated[str, Option("Kernel model.")] = "default",
     lowering: LoweringOpt = "auto",
 ) -> None:
     """Write latencies of operators and kernels as a table.
@@ -202,19 +200,15 @@ def _say_of_rooflines(spec: DeviceSpec) -> None:
 
 def export_vidur(
     workload: Workload,
-    device: Annotated[str, typer.Option(help="Device name or file.")],
+    device: Annotated[str, Option("Device name or file.")],
     out: Out,
-    settings: Settings = None,
-    name: Annotated[str, typer.Option(help="Name for the model in Vidur.")] = "",
-    tp: Annotated[
-        list[int] | None, typer.Option(help="Tensor-parallel degree; may be given again.")
-    ] = None,
+    settings: Settings = (),
+    name: Annotated[str, Option("Name for the model in Vidur.")] = "",
+    tp: Annotated[Sequence[int], Option("Tensor-parallel degree; may be given again.")] = (),
     max_tokens: Annotated[
-        int, typer.Option(min=32, help="Maximum tokens of a batch and of a sequence.")
+        int, Option("Maximum tokens of a batch and of a sequence.", least=32)
     ] = 4096,
-    cluster: Annotated[
-        str, typer.Option(help="Cluster, to write all_reduce.csv and send_recv.csv too.")
-    ] = "",
+    cluster: Annotated[str, Option("Cluster, to write all_reduce.csv and send_recv.csv too.")] = "",
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
@@ -226,7 +220,7 @@ def export_vidur(
 
     spec = resolve_device(device, {})
     _say_of_rooflines(spec)
-    work = read_workload(workload, settings or [])
+    work = read_workload(workload, settings)
     rows = write_vidur(
         out,
         name or workload,
@@ -246,15 +240,11 @@ def export_vidur(
 
 def export_llmservingsim(
     workload: Workload,
-    device: Annotated[str, typer.Option(help="Device name or file.")],
-    out: Annotated[
-        Path, typer.Option("--out", callback=called(".csv"), help="File to write: layers.csv.")
-    ],
-    settings: Settings = None,
-    tp: Annotated[
-        list[int] | None, typer.Option(help="Tensor-parallel degree; may be given again.")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a batch.")] = 2048,
+    device: Annotated[str, Option("Device name or file.")],
+    out: Annotated[Path, Option("File to write: layers.csv.", check=called(".csv"))],
+    settings: Settings = (),
+    tp: Annotated[Sequence[int], Option("Tensor-parallel degree; may be given again.")] = (),
+    max_tokens: Annotated[int, Option("Maximum tokens of a batch.", least=1)] = 2048,
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write LLMServingSim's table of layers."""
@@ -267,7 +257,7 @@ def export_llmservingsim(
     spec = resolve_device(device, {})
     _say_of_rooflines(spec)
     latency = OperatorLatency(spec, _operators(model))
-    work = read_workload(workload, settings or [])
+    work = read_workload(workload, settings)
     table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
     write_table(table, out)
     wrote(out, f"{len(table)} rows")
@@ -276,9 +266,9 @@ def export_llmservingsim(
 def export_simai(
     workload: Workload,
     cluster: ClusterOpt,
-    out: Annotated[Path, typer.Option("--out", help="File to write.")],
-    plan: Annotated[str, typer.Option(help="Parallel plan of tp and dp, such as tp=8,dp=2.")],
-    settings: Settings = None,
+    out: Annotated[Path, Option("File to write.")],
+    plan: Annotated[str, Option("Parallel plan of tp and dp, such as tp=8,dp=2.")],
+    settings: Settings = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write SimAI's workload of a training step."""
@@ -292,7 +282,7 @@ def export_simai(
 
     where = find_cluster(cluster)
     latency = OperatorLatency(cluster_device(where), _operators(model))
-    work = read_workload(workload, settings or [])
+    work = read_workload(workload, settings)
     text = simai_workload(work, parse_plan(plan), where.size, latency)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
@@ -301,7 +291,7 @@ def export_simai(
 
 def export_calculon(
     cluster: ClusterOpt,
-    out: Annotated[Path, typer.Option("--out", callback=json_file, help="JSON file to write.")],
+    out: Annotated[Path, Option("JSON file to write.", check=json_file)],
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write a cluster as Calculon's system."""
@@ -322,19 +312,19 @@ def export_calculon(
 
 
 def export_xla_perf_table(
-    device: Annotated[str, typer.Argument(help="NVIDIA GPU: a name or a device file.")],
-    out: Annotated[Path, typer.Option("--out", help="File for the table of products.")],
+    device: Annotated[str, Option("NVIDIA GPU: a name or a device file.", argument=True)],
+    out: Annotated[Path, Option("File for the table of products.")],
     collectives: Annotated[
-        Path | None, typer.Option(help="File for the table of scale-up collectives.")
+        Path | None, Option("File for the table of scale-up collectives.")
     ] = None,
     program: Annotated[
         Path | None,
-        typer.Option(help="Tabulate the products of this program, not those of XLA's own table."),
+        Option("Tabulate the products of this program, not those of XLA's own table."),
     ] = None,
     dtype: Annotated[
-        list[str] | None,
-        typer.Option(help="Type of the products: bf16 (default), f16 or f32; may be given again."),
-    ] = None,
+        Sequence[str],
+        Option("Type of the products: bf16 (default), f16 or f32; may be given again."),
+    ] = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write the tables of products and collectives that XLA's scheduler reads."""
@@ -348,7 +338,7 @@ def export_xla_perf_table(
     from ..predict.locate import find_model
 
     spec = resolve_device(device, {})
-    unknown = [name for name in dtype or () if name not in tables.DTYPES]
+    unknown = [name for name in dtype if name not in tables.DTYPES]
     if unknown:
         raise typer.BadParameter(f"--dtype {unknown[0]}; choose: {', '.join(tables.DTYPES)}")
     if program is None:
@@ -379,7 +369,7 @@ def export_xla_perf_table(
 
 
 def import_chakra(
-    folder: Annotated[Path, typer.Argument(help="Folder with trace.RANK.et files.")],
+    folder: Annotated[Path, Option("Folder with trace.RANK.et files.", argument=True)],
     timeline: Timeline = None,
     json_output: Json = False,
 ) -> None:

@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ..common.options import Devices, Json, LoweringOpt, Option, Out, table_file
 from ..common.progress import wrote
-from .options import (
-    Devices,
-    Json,
-    LoweringOpt,
-    Out,
-    folder,
-    make_console,
-    print_json,
-    table_file,
-)
-
-if TYPE_CHECKING:
-    from ..features.lowering.options import LoweringOptions
-
-
-def predict_side_by_side(
-    program: object,
-    models: str,
-    options: LoweringOptions,
-    *,
-    top: int,
-    json_output: bool,
-) -> None:
-    """Compare several models, as ``opcast predict --model A,B`` does."""
-    from ..predict.program.fidelities import compare_fidelities
-    from ..predict.render.fidelities import print_comparison
-
-    comparison = compare_fidelities(program, [name.strip() for name in models.split(",")], options)
-    if json_output:
-        print_json(comparison.to_dict())
-    else:
-        print_comparison(make_console(), comparison, top)
+from ..workflows.settings import FidelitySettings
+from .options import make_console, print_json
 
 
 def data_simulate(
-    program: Annotated[list[Path], typer.Argument(help="StableHLO programs.")],
+    program: Annotated[Sequence[Path], Option("StableHLO programs.", argument=True)],
     out: Out,
-    tool: Annotated[
-        str, typer.Option("--with", help="Simulator: scalesim, zigzag or iree.")
-    ] = "scalesim",
-    device: Devices = None,
+    tool: Annotated[str, Option("Simulator: scalesim, zigzag or iree.", ("--with",))] = "scalesim",
+    device: Devices = (),
     lowering: LoweringOpt = "auto",
     family: Annotated[
-        str, typer.Option(help="Family name for all programs; default: each program's name.")
+        str, Option("Family name for all programs; default: each program's name.")
     ] = "",
 ) -> None:
     """Label the kernels of programs with a simulator.
@@ -73,40 +43,14 @@ def data_simulate(
         )
 
 
-def fidelities(
-    device: Devices = None,
-    model: Annotated[
-        str, typer.Option(help="Estimators, comma-separated.")
-    ] = "roofline,scalesim,zigzag,learned,compiler",
-    suite: Annotated[
-        str, typer.Option(help="Zoo suite: quick, standard, full; default: small programs.")
-    ] = "",
-    lowering: LoweringOpt = "auto",
-    limit: Annotated[int, typer.Option(min=0, help="Maximum number of programs; 0 for all.")] = 0,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", callback=folder, help="Folder for the predictions; a run resumes from it."
-        ),
-    ] = Path("fidelities-out"),
-    json_output: Json = False,
-) -> None:
+def fidelities(settings: FidelitySettings, json_output: Json = False) -> None:
     """Rank-correlate estimators over the zoo's programs.
 
     Prints rank correlations over programs and over kernels. The default devices are tpu-v3 and
     tpu-v4.
     """
     from ..workflows.reports.fidelities import print_report, run_fidelity_report
-    from ..workflows.settings import FidelitySettings
 
-    settings = FidelitySettings(
-        devices=device or ("tpu-v3", "tpu-v4"),
-        models=[name.strip() for name in model.split(",")],
-        out=out,
-        suite=suite,
-        lowering=lowering,
-        limit=limit,
-    )
     report = run_fidelity_report(settings)
     if json_output:
         print_json(report.to_dict())
@@ -117,17 +61,16 @@ def fidelities(
 def tune_kernel(
     table: Annotated[
         Path,
-        typer.Argument(
-            help="Candidates, .parquet or .csv: device, op, implementation, args, config and sizes."
+        Option(
+            "Candidates, .parquet or .csv: device, op, implementation, args, config and sizes.",
+            argument=True,
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", callback=table_file, help="Write all candidates: .parquet, .csv or .json."
-        ),
+        Option("Write all candidates: .parquet, .csv or .json.", check=table_file),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Candidates of each kernel to print.")] = 5,
+    top: Annotated[int, Option("Candidates of each kernel to print.", least=1)] = 5,
     json_output: Json = False,
 ) -> None:
     """Rank implementations and tile configurations of kernels.

@@ -12,18 +12,97 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
-from types import NoneType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import ParameterInfo
 
 from ..common.options import Option
 
 A = TypeVar("A")
 T = TypeVar("T")
+_REQUIRED = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A field or parameter with an option.
+
+    Attributes:
+        name: Its name.
+        type: Its type, without the option.
+        option: Its option.
+        default: Its default; ``Parameter.empty`` where it is required, ``MISSING`` where a factory
+            makes it.
+        section: Section of the dataclass.
+    """
+
+    name: str
+    type: Any
+    option: Option
+    default: object
+    section: str = ""
+
+    @property
+    def item(self) -> Any:
+        """Type of the items of a sequence, such as ``str`` of ``tuple[str, ...]``; else none."""
+        whole = get_origin(self.type) in (tuple, list, Sequence)
+        return get_args(self.type)[0] if whole and not self.option.collect else None
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The parameter as Typer reads it."""
+        option, hint, default = self.option, self.type, self.default
+        if option.collect:
+            hint = list[str]
+        elif option.parse:
+            # The parser makes the value, whatever its type.
+            hint = str
+        elif option.unit is not None:
+            hint = type(option.unit)
+        elif self.item:
+            hint = list.__class_getitem__(self.item)
+        if default is not _REQUIRED:
+            if option.parse or option.collect or self.item or default is MISSING:
+                default = option.typed
+            elif option.unit is not None and isinstance(default, int | float):
+                default = type(option.unit)(default / option.unit)
+            hint = hint | None if default is None else hint
+        settings: dict[str, Any] = {
+            "help": option.help,
+            "parser": option.parse and told(option.parse),
+            "callback": option.check and told(option.check),
+            "min": option.least,
+            "max": option.most,
+            "metavar": option.metavar,
+            "show_default": option.shows_default,
+            "envvar": option.environment,
+            "rich_help_panel": option.section or self.section or None,
+        }
+        mark = (
+            typer.Argument(**settings)
+            if option.argument
+            else typer.Option(*option.names, **settings)
+        )
+        return _parameter(self.name, Annotated[hint, mark], default)
+
+    def given(self, value: Any) -> object:
+        """Its value from that of the option; ``MISSING`` where the default is to be taken."""
+        option = self.option
+        if value is None and self.default is not _REQUIRED:
+            return MISSING if self.default is MISSING else self.default
+        if option.collect is not None:
+            try:
+                return option.collect(value)
+            except ValueError as error:
+                # Here rather than in Typer, which takes what is made of a list for a list.
+                spelt = option.names[0] if option.names else f"--{self.name.replace('_', '-')}"
+                raise typer.BadParameter(str(error), param_hint=f"'{spelt}'") from None
+        if option.unit is not None:
+            kind = get_args(self.type)[0] if get_args(self.type) else self.type
+            return kind(value * option.unit)
+        return tuple(value) if self.item else value
 
 
 def flat(function: Callable[..., None]) -> Callable[..., None]:
@@ -33,21 +112,26 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
         function: The command; its parameters are annotated with dataclasses, an
             :class:`~..common.options.Option` or whatever Typer takes.
     """
-    hints = get_type_hints(function, include_extras=True)
     cases: dict[str, type] = {}
+    settings: dict[str, _Setting] = {}
     parameters: dict[str, inspect.Parameter] = {}
+    hints = get_type_hints(function, include_extras=True)
     for own in inspect.signature(function).parameters.values():
-        hint = hints[own.name]
-        if is_dataclass(hint) and isinstance(hint, type):
+        hint, setting = hints[own.name], _setting(own.name, hints[own.name], own.default)
+        if _is_case(hint):
             cases[own.name] = hint
-            for parameter in _parameters(hint):
-                parameters.setdefault(parameter.name, parameter)
+            for one in _settings(hint):
+                parameters.setdefault(one.name, one.parameter)
+        elif setting is not None:
+            settings[own.name] = setting
+            parameters[own.name] = setting.parameter
         else:
-            parameters[own.name] = _parameter(own.name, hint, own.default, "")
+            parameters[own.name] = _parameter(own.name, hint, own.default)
 
     @wraps(function)
     def command(**given: object) -> None:
         own = {name: value for name, value in given.items() if name in hints}
+        own |= {name: setting.given(given[name]) for name, setting in settings.items()}
         function(**own, **{name: build(case, given) for name, case in cases.items()})
 
     # Typer reads the one, and resolves the other.
@@ -73,112 +157,49 @@ def told(function: Callable[[A], T]) -> Callable[[A], T]:
 
 def names_of(*cases: type) -> set[str]:
     """Names of the parameters that the fields of dataclasses become."""
-    return {parameter.name for case in cases for parameter in _parameters(case)}
+    return {setting.name for case in cases for setting in _settings(case)}
 
 
 def build(case: type[T], given: Mapping[str, Any]) -> T:
     """Make a dataclass from the values of parsed options, by name."""
-    values: dict[str, Any] = {}
-    for field, hint, option in _fields(case):
-        if is_dataclass(hint) and isinstance(hint, type):
-            values[field.name] = build(hint, given)
-        # What was not given is left to the dataclass.
-        elif option is not None and (_required(field) or given[field.name] is not None):
-            values[field.name] = _value(given[field.name], field.name, hint, option)
-    return case(**values)
+    values = {s.name: s.given(given[s.name]) for s in _settings(case, nested=False)}
+    hints = get_type_hints(case)
+    values |= {
+        field.name: build(hints[field.name], given)
+        for field in fields(case)  # type: ignore[arg-type]
+        if _is_case(hints[field.name])
+    }
+    # What was not given is left to the dataclass.
+    return case(**{name: value for name, value in values.items() if value is not MISSING})
 
 
-def _value(value: Any, name: str, hint: Any, option: Option) -> object:
-    """The value of a field from that of its option."""
-    if option.collect is not None:
-        try:
-            return option.collect(value)
-        except ValueError as error:
-            # Here rather than in Typer, which takes what is made of a list for a list.
-            spelt = option.names[0] if option.names else f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(str(error), param_hint=f"'{spelt}'") from None
-    if option.unit is not None:
-        kind = get_args(hint)[0] if get_args(hint) else hint
-        return kind(value * option.unit)
-    return tuple(value) if _item_of(hint) else value
-
-
-def _fields(case: type) -> Iterator[tuple[Field[Any], Any, Option | None]]:
-    """Fields of a dataclass, with their types and options."""
+def _settings(case: Any, nested: bool = True) -> Iterator[_Setting]:
+    """Fields of a dataclass that have options, and those of the dataclasses in it."""
     hints = get_type_hints(case, include_extras=True)
     for field in fields(case):
-        hint, option = hints[field.name], None
-        if get_origin(hint) is Annotated:
-            hint, *marks = get_args(hint)
-            option = next((mark for mark in marks if isinstance(mark, Option)), None)
-        yield field, hint, option
+        hint, default = hints[field.name], field.default
+        if default is MISSING and field.default_factory is MISSING:
+            default = _REQUIRED
+        setting = _setting(field.name, hint, default, getattr(case, "section", ""))
+        if setting is not None:
+            yield setting
+        elif nested and _is_case(hint):
+            yield from _settings(hint)
 
 
-def _parameters(case: type) -> Iterator[inspect.Parameter]:
-    for field, hint, option in _fields(case):
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _parameters(hint)
-        elif option is not None:
-            default = field.default
-            if _required(field):
-                default = inspect.Parameter.empty
-            elif default is MISSING or _made(hint, option):
-                default = option.typed
-            elif option.unit is not None and default is not None:
-                default = type(option.unit)(default / option.unit)
-            section = option.section or getattr(case, "section", "")
-            yield _parameter(field.name, Annotated[hint, option], default, section)
+def _setting(name: str, hint: Any, default: object, section: str = "") -> _Setting | None:
+    """A field or parameter with an option; ``None`` without one."""
+    if get_origin(hint) is not Annotated:
+        return None
+    own, *marks = get_args(hint)
+    options = [mark for mark in marks if isinstance(mark, Option)]
+    return _Setting(name, own, options[0], default, section) if options else None
 
 
-def _required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+def _is_case(hint: object) -> bool:
+    return isinstance(hint, type) and is_dataclass(hint)
 
 
-def _made(hint: object, option: Option) -> bool:
-    """Whether the field's value is made from texts, or of the values that were given."""
-    return bool(option.parse or option.collect or _item_of(hint))
-
-
-def _item_of(hint: object) -> Any:
-    """Type of the items of a sequence, such as ``str`` of ``tuple[str, ...]``; else ``None``."""
-    return get_args(hint)[0] if get_origin(hint) in (tuple, list, Sequence) else None
-
-
-def _parameter(name: str, hint: Any, default: object, section: str) -> inspect.Parameter:
-    """A parameter as Typer reads it."""
-    if get_origin(hint) is Annotated:
-        own, *marks = get_args(hint)
-        option = next((mark for mark in marks if isinstance(mark, Option)), None)
-        if option is not None:
-            hint = _annotated(own, option, option.section or section, default is None)
+def _parameter(name: str, hint: Any, default: object) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, kind, default=default, annotation=hint)
-
-
-def _annotated(hint: Any, option: Option, section: str, optional: bool) -> Any:
-    make = typer.Argument if option.argument else typer.Option
-    names = () if option.argument else option.names
-    settings: dict[str, Any] = {
-        "help": option.help,
-        "parser": option.parse and told(option.parse),
-        "callback": option.check and told(option.check),
-        "min": option.least,
-        "max": option.most,
-        "metavar": option.metavar,
-        "show_default": option.shows_default,
-        "envvar": option.environment,
-        "rich_help_panel": section or None,
-    }
-    if option.collect:
-        hint = list[str]
-    elif option.parse:
-        # The parser makes the value, whatever its type.
-        hint = str
-    elif option.unit is not None:
-        hint = type(option.unit)
-    elif _item_of(hint):
-        hint = list.__class_getitem__(_item_of(hint))
-    if optional and NoneType not in get_args(hint):
-        hint = hint | None
-    info: ParameterInfo = make(*names, **settings)
-    return Annotated[hint, info]

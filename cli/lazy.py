@@ -15,19 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .from_dataclass import flat
-
 if TYPE_CHECKING:
     from typer._click import Command as ClickCommand
-    from typer._click import Context, HelpFormatter
+    from typer._click import Context, HelpFormatter, Parameter
 
 
 #: Most options that a help lists without sections.
 MOST_TOGETHER = 10
-#: Sections of a long help, in order, with the parameters that they list.
+#: Sections of a long help, in order, with the options that they list, as they are spelt.
 SECTIONS = {
     "Model and data": (
-        *("workload", "hf", "settings", "weights", "experts", "activations", "kv_cache"),
+        *("workload", "hf", "set", "weights", "experts", "activations", "kv_cache"),
         *("linear_layers", "op", "train", "loss", "data", "power", "tiles", "blocks", "published"),
     ),
     "Device and plan": (
@@ -69,10 +67,10 @@ SECTIONS = {
     "Run": (
         *("budget", "trials", "compiles", "workers", "ray", "seed", "threads", "timeout"),
         *("folds", "objective", "study", "samples", "allocate", "limit", "split", "params"),
-        *("exclude_device", "max_rows", "join", "start", "final", "calibrate"),
+        *("exclude_device", "max_rows", "join", "from", "final", "calibrate"),
     ),
     "Output": (
-        *("out", "register", "track", "top", "by", "price", "explain", "json_output"),
+        *("out", "register", "track", "top", "by", "price", "explain", "json"),
         *("timeline", "html", "page", "plot", "scaling", "save_program"),
     ),
 }
@@ -176,6 +174,14 @@ class LazyGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
+def spelt(parameter: Parameter) -> str:
+    """Name of a parameter as the command line has it, such as ``trip_count`` of ``--trip-count``.
+
+    A field of a dataclass may have another name.
+    """
+    return parameter.opts[0].lstrip("-").replace("-", "_")
+
+
 class GroupedCommand(TyperCommand):
     """A command whose help lists many options by what they are about."""
 
@@ -192,7 +198,7 @@ class GroupedCommand(TyperCommand):
                 title = "Arguments"
             elif len(options) > MOST_TOGETHER:
                 own = getattr(parameter, "rich_help_panel", None)
-                title = own or SECTION_OF.get(str(parameter.name), title)
+                title = own or SECTION_OF.get(spelt(parameter), title)
             sections.setdefault(title, []).append(record)
         for title in sorted(sections, key=lambda own: ORDER.index(own)):
             with formatter.section(title):
@@ -225,6 +231,9 @@ def _load(name: str, entry: Command | Group) -> ClickCommand:
         # Without a callback, Typer turns an application with few commands into a single command.
         app.callback()(lambda: None)
     else:
+        # Not for the list of commands, which is to be there at once.
+        from .from_dataclass import flat
+
         app = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..common.options import DeviceOpt, Fallback, Json, LoweringOpt, Option, ProgramArg
 from ..common.progress import wrote
-from .options import (
-    DeviceOpt,
-    Fallback,
-    Json,
-    LoweringOpt,
-    ProgramArg,
-    print_json,
-    program_of,
-    refuse,
-)
+from .options import print_json, program_of, refuse
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
@@ -32,22 +25,18 @@ def lower(
     program: ProgramArg,
     device: DeviceOpt = "local",
     lowering: LoweringOpt = "xla",
-    out: Annotated[Path | None, typer.Option(help="Write the optimised HLO to this file.")] = None,
+    out: Annotated[Path | None, Option("Write the optimised HLO to this file.")] = None,
     fallback: Fallback = "",
     # Defaults as of CompileSettings. An hour ends a compiler that hangs, not one that is slow.
-    compile_timeout: Annotated[
-        float, typer.Option(help="Time limit of the compiler in seconds.")
-    ] = 3600.0,
+    compile_timeout: Annotated[float, Option("Time limit of the compiler in seconds.")] = 3600.0,
     compile_memory: Annotated[
-        float, typer.Option(help="Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
+        float, Option("Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
     ] = 0.0,
-    xla_flag: Annotated[
-        list[str] | None, typer.Option(help="XLA flag, NAME=VALUE; may be given again.")
-    ] = None,
+    xla_flag: Annotated[Sequence[str], Option("XLA flag, NAME=VALUE; may be given again.")] = (),
     whole: Annotated[
-        bool, typer.Option("--whole", help="Compile every layer, even if layers repeat.")
+        bool, Option("Compile every layer, even if layers repeat.", ("--whole",))
     ] = False,
-    cache: Annotated[bool, typer.Option(help="Use the cache of compiled programs.")] = True,
+    cache: Annotated[bool, Option("Use the cache of compiled programs.")] = True,
     json_output: Json = False,
 ) -> None:
     """Lower a program to the kernels of a device.
@@ -59,7 +48,7 @@ def lower(
     from ..predict.devices import resolve_device
 
     spec = None if device == "local" else resolve_device(device, {})
-    _refuse_compiler_options(context, lowering, spec, xla_flag or [])
+    _refuse_compiler_options(context, lowering, spec, xla_flag)
     # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
     lowered = lower_program(
         program_of(program),
@@ -67,7 +56,7 @@ def lower(
         cache=None if cache else False,
         device=spec,
         fallback=fallback,
-        settings=_settings(compile_timeout, compile_memory, xla_flag or [], whole),
+        settings=_settings(compile_timeout, compile_memory, xla_flag, whole),
     )
     if out is not None:
         write_text(out, lowered.hlo)
@@ -80,7 +69,7 @@ def lower(
 
 
 def _refuse_compiler_options(
-    context: typer.Context, lowering: str, device: DeviceSpec | None, flags: list[str]
+    context: typer.Context, lowering: str, device: DeviceSpec | None, flags: Sequence[str]
 ) -> None:
     """Refuse options of a target compiler if none will run."""
     # Options that only a target compiler in its own process reads.
@@ -162,7 +151,9 @@ def _print_summary(data: dict[str, Any]) -> None:
         echo(note if note.startswith(WARNING) else f"note: {note}")
 
 
-def install(platform: Annotated[list[str], typer.Argument(help="gpu, tpu, or both.")]) -> None:
+def install(
+    platform: Annotated[Sequence[str], Option("gpu, tpu, or both.", argument=True)],
+) -> None:
     """Install compilers that match this jaxlib.
 
     They go into a folder of their own.
@@ -194,7 +185,7 @@ def list_compilers() -> None:
 
 
 def _settings(
-    timeout_s: float, memory_gib: float, flags: list[str], whole: bool
+    timeout_s: float, memory_gib: float, flags: Sequence[str], whole: bool
 ) -> CompileSettings:
     from ..features.lowering.target_compiler.process import CompileSettings
 
@@ -234,23 +225,19 @@ def _batch_found(source: SourceProgram) -> list[int] | None:
 
 def partition(
     program: Annotated[
-        Path, typer.Argument(help="StableHLO program for one device, or with shardings.")
+        Path, Option("StableHLO program for one device, or with shardings.", argument=True)
     ],
-    out: Annotated[Path, typer.Option("--out", help="File to write.")],
+    out: Annotated[Path, Option("File to write.")],
     mesh: Annotated[
         str,
-        typer.Option(
-            help="Mesh such as dp=8, fsdp=4 or dp=2,fsdp=4; default: the program's own shardings."
-        ),
+        Option("Mesh such as dp=8, fsdp=4 or dp=2,fsdp=4; default: the program's own shardings."),
     ] = "",
     batch_args: Annotated[
         str,
-        typer.Option(help="Indices of the batch arguments, as 3,4; default: those found."),
+        Option("Indices of the batch arguments, as 3,4; default: those found."),
     ] = "",
-    format: Annotated[str, typer.Option(help="text or bytecode.")] = "text",
-    device: Annotated[
-        str, typer.Option("--device", help="Device that a module.py:function is lowered for.")
-    ] = "local",
+    format: Annotated[str, Option("text or bytecode.")] = "text",
+    device: Annotated[str, Option("Device that a module.py:function is lowered for.")] = "local",
 ) -> None:
     """Partition a program over a mesh or along its own shardings, with explicit collectives.
 

@@ -1,18 +1,16 @@
-"""Shared by commands: the console, JSON output, declarations and parsing of options."""
+"""Shared by commands: the console, JSON output, refusals, and what options stand for."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-
-from ..common import options as common
-from .from_dataclass import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,37 +24,11 @@ if TYPE_CHECKING:
 #: Longest error line to print, in characters: native parsers quote whole programs.
 LONGEST = 2000
 
-PriceOpt = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="Price of a device for an hour, in any currency: prints the cost."),
-]
-
-seconds_of, bytes_of, watts_of = (
-    told(common.seconds_of),
-    told(common.bytes_of),
-    told(common.watts_of),
-)
-PowerCapOpt = Annotated[
-    float | None,
-    typer.Option(
-        "--power-cap",
-        parser=watts_of,
-        metavar="WATTS",
-        help="Sustained power of a device, such as 400W.",
-    ),
-]
-PricesOpt = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--price",
-        help="Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be given "
-        "again. Prints the cost.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+#: Lowerings that run no compiler, so that none can be missing or fail.
+WITHOUT_COMPILER = ("op", "fused")
 
 
-def named_out(out: Path | None, check: Callable[[Path | None], Path | None]) -> None:
+def named_out(out: Path | None, check: Callable[[Path | None], object]) -> None:
     """Check an ``--out`` whose kind depends on other options.
 
     Raises:
@@ -64,152 +36,8 @@ def named_out(out: Path | None, check: Callable[[Path | None], Path | None]) -> 
     """
     try:
         check(out)
-    except typer.BadParameter as error:
-        raise typer.BadParameter(f"--out: {error.message}") from None
-
-
-json_file, page_file, yaml_file = map(told, (common.json_file, common.page_file, common.yaml_file))
-table_file, plot_file, folder = map(told, (common.table_file, common.plot_file, common.folder))
-
-
-def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
-    """As :func:`..common.options.called`, for Typer."""
-    return told(common.called(*suffixes))
-
-
-Out = Annotated[Path, typer.Option("--out", callback=folder, help="Folder to write.")]
-Data = Annotated[list[Path], typer.Option("--data", help="Dataset folder; may be given again.")]
-OptionalData = Annotated[
-    list[Path] | None, typer.Option("--data", help="Dataset folder; may be given again.")
-]
-Seed = Annotated[int, typer.Option(help="Random seed.")]
-Threads = Annotated[int, typer.Option("--threads", help="Threads for training.")]
-Top = Annotated[int, typer.Option(min=1, help="Number of kernels to print.")]
-Timeline = Annotated[
-    Path | None, typer.Option(callback=json_file, help="Write a Chrome trace, .json.")
-]
-
-_PROGRAM = (
-    "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."
-)
-ProgramArg = Annotated[Path, typer.Argument(help=_PROGRAM)]
-ProgramOrNone = Annotated[Path | None, typer.Argument(help=_PROGRAM)]
-ProgramsOrNone = Annotated[
-    list[Path] | None, typer.Argument(metavar="PROGRAM...", help=_PROGRAM, show_default=False)
-]
-OpOpt = Annotated[
-    str | None,
-    typer.Option(
-        "--op",
-        help="Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'.",
-    ),
-]
-TrainOpt = Annotated[
-    str,
-    typer.Option(
-        "--train",
-        help="Of a PyTorch program, a full training step by: adamw, adam, sgd or momentum.",
-    ),
-]
-LossOpt = Annotated[
-    str,
-    typer.Option(
-        "--loss", help="With --train: cross_entropy or sum; else the module returns its loss."
-    ),
-]
-TorchFrameworkOpt = Annotated[
-    str,
-    typer.Option(
-        "--framework",
-        help="Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled.",
-    ),
-]
-DeviceOpt = Annotated[
-    str, typer.Option("--device", help="Name (opcast device --list), device file, or 'local'.")
-]
-ManyDevicesOpt = Annotated[
-    str,
-    typer.Option(
-        "--device",
-        help="Name (opcast device --list), device file, or 'local'; several with commas.",
-    ),
-]
-Devices = Annotated[
-    list[str] | None, typer.Option("--device", help="Device name or file; may be given again.")
-]
-OwnDevices = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--device",
-        help="File of a device of the table that is not in the catalogue; may be given again.",
-    ),
-]
-ModelOpt = Annotated[str, typer.Option("--model", help="Model name or folder (opcast models).")]
-TracedDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="What a trace ran on: name or device file; by default as it says, or this machine.",
-    ),
-]
-DeviceIndex = Annotated[
-    int | None,
-    typer.Option(
-        "--device-index",
-        min=0,
-        help="Device of a trace of several; by default all, if they ran the same.",
-    ),
-]
-OperatorModelOpt = Annotated[
-    str, typer.Option("--model", help="Operator model; 'roofline' for the plain roofline.")
-]
-FrameworkOpt = Annotated[
-    str,
-    typer.Option("--framework", help="Framework that runs it, such as nanotron; else an average."),
-]
-SourceOpt = Annotated[
-    str,
-    typer.Option(
-        "--source", help="Whose cluster it is, as in tables of steps, such as one of 'calibrate'."
-    ),
-]
-CompiledOpt = Annotated[
-    bool, typer.Option("--compiled", help="Steps are compiled, or replayed as CUDA graphs.")
-]
-StepModelOpt = Annotated[
-    str, typer.Option("--steps", help="File of 'opcast calibrate --steps', for your own cluster.")
-]
-LoweringOpt = Annotated[str, typer.Option("--lowering", help="auto, xla, fused or op.")]
-Fallback = Annotated[
-    str, typer.Option(help="Lowering to use if the device's compiler is missing or fails.")
-]
-Trips = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--trip-count", help="Trip count of a loop, LOOP=N, or N for all loops of unknown count."
-    ),
-]
-
-Workload = Annotated[
-    str,
-    typer.Option(
-        help="Model such as llama-3-8b or deepseek-v3 (docs/simulate.md); llama, moe, gpt or bert "
-        "with --set; or a YAML file with family and sizes."
-    ),
-]
-HfOpt = Annotated[
-    Path | None, typer.Option("--hf", help="Instead of --workload: a model's config.json.")
-]
-ClusterOpt = Annotated[
-    str, typer.Option(help="Name such as dgx-h100-x128 or tpu-v5e-x16, or a YAML file.")
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Model sizes, such as layers=32,d_model=4096; may be given again."),
-]
-
-#: Lowerings that run no compiler, so that none can be missing or fail.
-WITHOUT_COMPILER = ("op", "fused")
+    except ValueError as error:
+        raise typer.BadParameter(f"--out: {error}") from None
 
 
 def make_console(width: int = 120) -> Console:
@@ -345,7 +173,7 @@ def torch_program_of(
     return found or program
 
 
-def sizes_of(settings: Sequence[str] | None) -> dict[str, object]:
+def sizes_of(settings: Sequence[str]) -> dict[str, object]:
     """Sizes of a workload from texts such as ``layers=32,d_model=4096``.
 
     Raises:
@@ -353,7 +181,7 @@ def sizes_of(settings: Sequence[str] | None) -> dict[str, object]:
     """
     from ..simulate.step.settings import read_pairs
 
-    return {k: v for part in settings or () for k, v in read_pairs(part, "--set").items()}
+    return {k: v for part in settings for k, v in read_pairs(part, "--set").items()}
 
 
 def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:
@@ -388,29 +216,6 @@ def measured_device(device: str, known: Mapping[str, DeviceSpec]) -> str | Devic
     return local_now(known, lambda what: typer.echo(what, err=True))
 
 
-def trips_of(values: list[str] | None) -> dict[str, int] | int | None:
-    """Parse trip counts: ``LOOP=N`` for each loop, or a single ``N`` for all.
-
-    Raises:
-        typer.BadParameter: A trip count is malformed or negative.
-    """
-    if not values:
-        return None
-    try:
-        if len(values) == 1 and "=" not in values[0]:
-            return _trips(values[0])
-        return {name: _trips(count) for name, count in (v.split("=", 1) for v in values)}
-    except ValueError:
-        raise typer.BadParameter("write --trip-count N or --trip-count LOOP=N, N ≥ 0") from None
-
-
-def _trips(text: str) -> int:
-    # Zero is allowed: a loop that never runs.
-    if int(text) < 0:
-        raise ValueError(text)
-    return int(text)
-
-
 def require_plots() -> None:
     """Fail early if plots cannot be drawn.
 
@@ -426,25 +231,58 @@ def require_plots() -> None:
         raise ModelError("matplotlib is not installed", hint="pip install 'matplotlib>=3.8,<4'")
 
 
-def prices_of(values: Collection[str]) -> dict[str, float]:
-    """Parse prices: ``DEVICE=2.5`` of one device, ``2.5`` of all others (under an empty name).
+@dataclass(frozen=True)
+class Kind:
+    """What a command does with a table of one kind, which an option names.
+
+    Attributes:
+        subject: What the command then does, for messages.
+        settings: Class of the settings, in ``workflows/settings.py``.
+        run: Its function in ``workflows``, as ``module:function``.
+        used: Further parameters that it reads.
+        out: File that is written where none is named; empty for folders.
+        table: Field of the settings that has the table.
+        rest: Further settings.
+    """
+
+    subject: str
+    settings: str
+    run: str
+    used: tuple[str, ...]
+    out: str = ""
+    table: str = "table"
+    rest: Mapping[str, object] = field(default_factory=dict)
+
+
+def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) -> bool:
+    """Do what a command does with the table that one of several options names.
+
+    Args:
+        context: Context of the command.
+        kinds: Kinds of tables by parameter.
+        others: Parameters that may be given instead.
+
+    Returns:
+        Whether one of ``kinds`` was given, rather than one of ``others``.
 
     Raises:
-        typer.BadParameter: One is no number, or below zero.
-        DeviceError: A device is not in the catalogue.
+        typer.BadParameter: Not exactly one was given, or an option that it does not read.
     """
-    prices = {}
-    for text in values:
-        name, _, number = text.rpartition("=")
-        try:
-            price = float(number)
-        except ValueError:
-            price = math.nan
-        if not 0.0 <= price < math.inf:
-            raise typer.BadParameter(f"{text!r} is not a price: write 2.5, or h100-sxm=2.5")
-        if name:
-            from ..features.devices.catalogue import find_typed
-
-            name = find_typed(name).name
-        prices[name] = price
-    return prices
+    params = context.params
+    chosen = [name for name in (*others, *kinds) if params[name]]
+    if len(chosen) != 1:
+        *most, last = (f"--{name}" for name in (*others, *kinds))
+        raise typer.BadParameter(f"give one of {', '.join(most)} and {last}")
+    kind = kinds.get(chosen[0])
+    if kind is None:
+        return False
+    refuse_unused(context, kind.subject, {*chosen, *kind.used})
+    settings = import_module("..workflows.settings", __package__)
+    own = {name: params[name] for name in kind.used if params[name] is not None}
+    if kind.out:
+        own["out"] = own.get("out", Path(kind.out))
+    module, _, function = kind.run.partition(":")
+    run = getattr(import_module(f"..workflows.{module}", __package__), function)
+    made = getattr(settings, kind.settings)
+    run(make_console(), made(**{kind.table: params[chosen[0]]}, **own, **kind.rest))
+    return True

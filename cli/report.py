@@ -7,36 +7,26 @@ from typing import Annotated
 
 import typer
 
-from ..common.progress import stages, wrote
-from .options import (
+from ..common.options import (
     DeviceOpt,
-    Devices,
     Fallback,
     LoweringOpt,
     ModelOpt,
+    Option,
     ProgramArg,
-    Seed,
-    Threads,
     Trips,
-    called,
-    json_file,
-    make_console,
-    measured_device,
     page_file,
-    program_of,
-    refuse,
-    refuse_unused,
-    trips_of,
 )
+from ..common.progress import stages, wrote
+from ..workflows.reports.settings import (
+    AccuracyReportSettings,
+    ClusterReportSettings,
+    DeviceReportSettings,
+    OperatorReportSettings,
+)
+from .options import make_console, measured_device, program_of, refuse, refuse_unused
 
-Html = Annotated[Path | None, typer.Option("--html", callback=page_file, help="File for the page.")]
-FiguresFile = Annotated[
-    Path, typer.Option("--out", callback=json_file, help="JSON file for the figures.")
-]
-Figures = Annotated[
-    Path | None,
-    typer.Option("--out", callback=json_file, help="Also write the figures as JSON."),
-]
+Html = Annotated[Path | None, Option("File for the page.", ("--html",), check=page_file)]
 
 
 def program(
@@ -48,10 +38,8 @@ def program(
     lowering: LoweringOpt = "auto",
     fallback: Fallback = "",
     trip_count: Trips = None,
-    compare: Annotated[
-        str, typer.Option(help="Devices to compare with, such as l4,tpu-v4; or none.")
-    ] = "",
-    compare_lowering: Annotated[str, typer.Option(help="Lowering of the comparison.")] = "fused",
+    compare: Annotated[str, Option("Devices to compare with, such as l4,tpu-v4; or none.")] = "",
+    compare_lowering: Annotated[str, Option("Lowering of the comparison.")] = "fused",
 ) -> None:
     """Write an HTML page that shows a program's prediction.
 
@@ -71,7 +59,7 @@ def program(
     for name in others if names else ():
         resolve_device(name, predictor.devices)  # report an unknown name before the work starts
     options = ReportOptions(
-        lowering=LoweringOptions(lowering, place, trips_of(trip_count), fallback),
+        lowering=LoweringOptions(lowering, place, trip_count, fallback),
         compare=names,
         compare_lowering=compare_lowering,
     )
@@ -82,15 +70,8 @@ def program(
 
 def accuracy(
     context: typer.Context,
-    data: Annotated[
-        list[Path] | None, typer.Option("--data", help="Dataset; default: the committed one.")
-    ] = None,
-    out: Figures = None,
-    threads: Threads = 2,
-    run: Annotated[
-        str,
-        typer.Option("--run", help="Instead, page of a tracked run: its id or name, or opcast."),
-    ] = "",
+    settings: AccuracyReportSettings,
+    run: Annotated[str, Option("Instead, page of a tracked run: its id or name, or opcast.")] = "",
     html: Html = None,
 ) -> None:
     """Print every model's accuracy beside the label noise.
@@ -107,104 +88,43 @@ def accuracy(
         _write(page, html or Path("accuracy.html"))
         return
     from ..workflows.reports.accuracy import run_accuracy_report
-    from ..workflows.reports.settings import AccuracyReportSettings
 
     refuse(context, "the figures of a dataset, without --run", {"html"})
-    run_accuracy_report(make_console(), AccuracyReportSettings(data or (), out, threads))
+    run_accuracy_report(make_console(), settings)
     # The other half of the models' accuracy, which needs published tables.
     typer.echo("for operators of GPUs: opcast report operators --published DIR")
 
 
-def devices(
-    programs: Annotated[
-        list[str] | None, typer.Option(help="Program by name; may be given again. Default: all.")
-    ] = None,
-    device: Devices = None,
-    lowering: Annotated[str, typer.Option(help="xla, fused or op.")] = "xla",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            callback=called(".md", ".json"),
-            help="Also write the figures: Markdown (.md) or JSON.",
-        ),
-    ] = None,
-) -> None:
+def devices(settings: DeviceReportSettings) -> None:
     """Compare predictions for devices that are not attached.
 
     Programs of the zoo are lowered by each device's compiler, predicted at several fidelities and
     checked against physical limits.
     """
     from ..workflows.reports.devices import run_device_report
-    from ..workflows.reports.settings import DeviceReportSettings
 
-    settings = DeviceReportSettings(programs or (), device or (), lowering, out)
     # Wide enough for the eleven columns of the report.
     run_device_report(make_console(160), settings)
 
 
-def clusters(
-    published: Annotated[
-        Path | None, typer.Option(help="Folder with tables of measured collectives.")
-    ] = None,
-    out: FiguresFile = Path("report-out/clusters.json"),
-    threads: Annotated[int, typer.Option("--threads", help="Processes.")] = 2,
-) -> None:
+def clusters(settings: ClusterReportSettings) -> None:
     """Check collectives and training steps on clusters.
 
     Prints errors of collectives, error and cost of composing a step, scaling, and the best plans.
     """
     from ..workflows.reports.clusters import run_cluster_report
-    from ..workflows.reports.settings import ClusterReportSettings
 
     # Plans are long words that must not be cut.
-    run_cluster_report(make_console(170), ClusterReportSettings(published, out, workers=threads))
+    run_cluster_report(make_console(170), settings)
 
 
-def operators(
-    published: Annotated[Path, typer.Option(help="Folder with tables of published latencies.")],
-    study: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--study",
-            help="estimators, left-out, tensor-core, tensor-core-left-out, next-version; may be "
-            "given again. Default: all.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", help="Estimator; may be given again.")
-    ] = None,
-    family: Annotated[
-        list[str] | None, typer.Option(help="Such as eager/bmm; may be given again.")
-    ] = None,
-    max_rows: Annotated[
-        int | None,
-        # Families with fewer than 200 rows are not learned (docs/operators.md).
-        typer.Option(min=200, help="Maximum rows of a family to learn from, and of a test split."),
-    ] = None,
-    out: FiguresFile = Path("report-out/operators.json"),
-    seed: Seed = 0,
-    threads: Threads = 2,
-    track: Annotated[bool, typer.Option(help="Log to MLflow.")] = True,
-) -> None:
+def operators(settings: OperatorReportSettings) -> None:
     """Compare estimators on published operator tables.
 
     Each chip is also left out of training in turn. A report that was stopped resumes.
     """
     from ..workflows.reports.operators import run_operator_report
-    from ..workflows.reports.settings import OperatorReportSettings
 
-    settings = OperatorReportSettings(
-        published=published,
-        out=out,
-        studies=study or (),
-        estimators=model or (),
-        families=family or (),
-        max_rows=max_rows,
-        seed=seed,
-        threads=threads,
-        track=track,
-    )
     run_operator_report(make_console(), settings)
 
 

@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.progress import wrote
-from ..models.core.registry import OPERATOR_MODEL
-from .options import (
+from ..common.options import (
     HfOpt,
     Json,
     OperatorModelOpt,
+    Option,
     Settings,
     Timeline,
     Workload,
-    make_console,
     page_file,
-    print_json,
-    refuse,
-    sizes_of,
-    workload_of,
 )
+from ..common.progress import wrote
+from ..models.core.registry import OPERATOR_MODEL
+from .options import make_console, print_json, refuse, sizes_of, workload_of
 
 if TYPE_CHECKING:
     from ..predict.cluster.deployment import Deployment
@@ -41,131 +38,108 @@ _MOST = 10**7
 PREFILLED = {"prefill_replicas", "prefill_batch", "transfer"}
 
 ServingModelOpt = Annotated[
-    str, typer.Option("--serving", help="File of 'opcast calibrate --serving', for your own stack.")
+    str, Option("File of 'opcast calibrate --serving', for your own stack.", ("--serving",))
 ]
 Weights = Annotated[
     str,
-    typer.Option(
-        help="Format of the weights: bf16, fp8, int8, int4, mxfp4, nvfp4 (fp4 means nvfp4)."
-    ),
+    Option("Format of the weights: bf16, fp8, int8, int4, mxfp4, nvfp4 (fp4 means nvfp4)."),
 ]
-Experts = Annotated[str, typer.Option(help="Format of the experts, where it differs.")]
-Activations = Annotated[
-    str, typer.Option(help="bf16 for fp8 or int8 weights whose products run in 16 bits.")
-]
-KvCache = Annotated[str, typer.Option(help="Format of the cache: bf16, fp8, int8.")]
+Experts = Annotated[str, Option("Format of the experts, where it differs.")]
+Activations = Annotated[str, Option("bf16 for fp8 or int8 weights whose products run in 16 bits.")]
+KvCache = Annotated[str, Option("Format of the cache: bf16, fp8, int8.")]
 Framework = Annotated[
     str,
-    typer.Option(
-        help="Engine, whose rules and costs are taken: vllm, sglang, trtllm (tensorrt-llm), "
+    Option(
+        "Engine, whose rules and costs are taken: vllm, sglang, trtllm (tensorrt-llm), "
         "lmdeploy or deepspeed-mii, or a release of one, such as vllm@0.18.0; empty for another."
     ),
 ]
 Source = Annotated[
     str,
-    typer.Option(help="Whose machines these are, as tables of serving name them."),
+    Option("Whose machines these are, as tables of serving name them."),
 ]
-SloOpt = Annotated[
-    str, typer.Option(help="What requests have to keep, such as ttft=500ms,tpot=30ms,e2e=20s.")
-]
+SloOpt = Annotated[str, Option("What requests have to keep, such as ttft=500ms,tpot=30ms,e2e=20s.")]
 HitRate = Annotated[
-    float, typer.Option(min=0.0, max=0.99, help="Share of each prompt that the cache has already.")
+    float, Option("Share of each prompt that the cache has already.", least=0.0, most=0.99)
 ]
 Reuse = Annotated[
     bool,
-    typer.Option(
-        "--prefix-cache/--no-prefix-cache",
-        help="Whether what prompts begin with is kept for later ones.",
+    Option(
+        "Whether what prompts begin with is kept for later ones.",
+        ("--prefix-cache/--no-prefix-cache",),
     ),
 ]
-Price = Annotated[float, typer.Option(min=0.0, help="Dollars of a device and hour.")]
+Price = Annotated[float, Option("Dollars of a device and hour.", least=0.0)]
 LinearLayers = Annotated[
     int,
-    typer.Option(min=0, help="Layers with a recurrent state instead of attention over a cache."),
+    Option("Layers with a recurrent state instead of attention over a cache.", least=0),
 ]
 
-Router = Annotated[str, typer.Option(help="round-robin, least-loaded or prefix-aware.")]
+Router = Annotated[str, Option("round-robin, least-loaded or prefix-aware.")]
 Transfer = Annotated[
     float,
-    typer.Option(min=0.0, help="With --prefill: GB/s at which caches move; 0 for the links'."),
+    Option("With --prefill: GB/s at which caches move; 0 for the links'.", least=0.0),
 ]
 MaxBatch = Annotated[
     int,
-    typer.Option(
-        min=0, max=_MOST, help="Most sequences of an engine's rank; 0 for the framework's."
-    ),
+    Option("Most sequences of an engine's rank; 0 for the framework's.", least=0, most=_MOST),
 ]
-TokenBudget = Annotated[
-    int, typer.Option(min=0, max=_MOST, help="Most tokens of a pass, likewise.")
-]
+TokenBudget = Annotated[int, Option("Most tokens of a pass, likewise.", least=0, most=_MOST)]
 Chunked = Annotated[
     bool | None,
-    typer.Option("--chunked/--whole-prompts", help="Whether prompts may be cut."),
+    Option("Whether prompts may be cut.", ("--chunked/--whole-prompts",)),
 ]
 Memory = Annotated[
     float,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        help="Share of the memory to use, as the framework's own option counts it; 0 for its "
-        "default.",
+    Option(
+        "Share of the memory to use, as the framework's own option counts it; 0 for its default.",
+        least=0.0,
+        most=1.0,
     ),
 ]
 Block = Annotated[
     int,
-    typer.Option(min=0, max=_MOST, help="Tokens of a block of the cache; 0 for the framework's."),
+    Option("Tokens of a block of the cache; 0 for the framework's.", least=0, most=_MOST),
 ]
 Watermark = Annotated[
-    float, typer.Option(min=0.0, max=0.9, help="Share of the cache kept free at admission.")
+    float, Option("Share of the cache kept free at admission.", least=0.0, most=0.9)
 ]
-Preemption = Annotated[
-    str, typer.Option(help="What happens to evicted requests: recompute or swap.")
-]
+Preemption = Annotated[str, Option("What happens to evicted requests: recompute or swap.")]
 Drafts = Annotated[
     int,
-    typer.Option(
-        min=0, max=_MOST, help="Speculative decoding: tokens that are drafted for a step."
-    ),
+    Option("Speculative decoding: tokens that are drafted for a step.", least=0, most=_MOST),
 ]
 Accepted = Annotated[
-    float, typer.Option(min=1.0, help="With --drafts: tokens that a step yields on average.")
+    float, Option("With --drafts: tokens that a step yields on average.", least=1.0)
 ]
-Draft = Annotated[
-    str, typer.Option(help="With --drafts: mtp, ngram, or the name of a model that drafts.")
-]
-Eager = Annotated[
-    bool, typer.Option("--eager/--graphs", help="Launch kernel by kernel, without graphs.")
-]
+Draft = Annotated[str, Option("With --drafts: mtp, ngram, or the name of a model that drafts.")]
+Eager = Annotated[bool, Option("Launch kernel by kernel, without graphs.", ("--eager/--graphs",))]
 
 
 def simulate_serving(
     context: typer.Context,
     workload: Workload = "",
     hf: HfOpt = None,
-    settings: Settings = None,
+    settings: Settings = (),
     cluster: Annotated[
-        str, typer.Option(help="Name such as h100-sxm-x8, or a YAML file; engines fill it.")
+        str, Option("Name such as h100-sxm-x8, or a YAML file; engines fill it.")
     ] = "",
-    device: Annotated[str, typer.Option(help="Instead of --cluster: a device, or its file.")] = "",
+    device: Annotated[str, Option("Instead of --cluster: a device, or its file.")] = "",
     plan: Annotated[
         str,
-        typer.Option(
-            help="Plan of an engine, such as tp=4,pp=2 or tp=1,dp=8,ep=8; dp of a model without "
+        Option(
+            "Plan of an engine, such as tp=4,pp=2 or tp=1,dp=8,ep=8; dp of a model without "
             "experts is engines."
         ),
     ] = "",
     replicas: Annotated[
-        int, typer.Option(min=0, max=_MOST, help="Engines; 0 for as many as the cluster holds.")
+        int, Option("Engines; 0 for as many as the cluster holds.", least=0, most=_MOST)
     ] = 0,
-    prefill: Annotated[
-        str, typer.Option(help="Plan of workers that run prompts alone, such as tp=4.")
-    ] = "",
-    prefill_replicas: Annotated[int, typer.Option(min=1, max=_MOST, help="How many of them.")] = 1,
+    prefill: Annotated[str, Option("Plan of workers that run prompts alone, such as tp=4.")] = "",
+    prefill_replicas: Annotated[int, Option("How many of them.", least=1, most=_MOST)] = 1,
     prefill_batch: Annotated[
         int,
-        typer.Option(
-            min=0, max=_MOST, help="Most sequences of a rank of theirs; 0 for --max-batch."
-        ),
+        Option("Most sequences of a rank of theirs; 0 for --max-batch.", least=0, most=_MOST),
     ] = 0,
     transfer: Transfer = 0.0,
     router: Router = "round-robin",
@@ -178,40 +152,36 @@ def simulate_serving(
     linear_layers: LinearLayers = 0,
     requests: Annotated[
         Path | None,
-        typer.Option(
-            help="Trace: CSV with arrival_s, prompt and output, or as of Azure, BurstGPT, Mooncake "
+        Option(
+            "Trace: CSV with arrival_s, prompt and output, or as of Azure, BurstGPT, Mooncake "
             "or vLLM's benchmark."
         ),
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=0, max=_MOST, help="Closed loop: requests in flight.")
+        int, Option("Closed loop: requests in flight.", least=0, most=_MOST)
     ] = 0,
-    batch: Annotated[int, typer.Option(min=0, max=_MOST, help="One static batch of so many.")] = 0,
+    batch: Annotated[int, Option("One static batch of so many.", least=0, most=_MOST)] = 0,
     rate: Annotated[
         float | None,
-        typer.Option(
-            help="Open load: requests per second; without any load 0.7 of what is served at once.",
-            show_default=False,
+        Option(
+            "Open load: requests per second; without any load 0.7 of what is served at once.",
+            shows_default=False,
         ),
     ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="All requests at once.")] = False,
+    offline: Annotated[bool, Option("All requests at once.", ("--offline",))] = False,
     burstiness: Annotated[
-        float, typer.Option(help="With --rate: shape of the gamma distribution of the gaps.")
+        float, Option("With --rate: shape of the gamma distribution of the gaps.")
     ] = 1.0,
     count: Annotated[
         int,
-        typer.Option(
-            min=0, max=_MOST, help="Number of requests; 0 for 10 for each in flight, else 1000."
-        ),
+        Option("Number of requests; 0 for 10 for each in flight, else 1000.", least=0, most=_MOST),
     ] = 0,
     prompt: Annotated[
         str,
-        typer.Option(
-            help="Tokens of a prompt: 1024, uniform:512:1024, geometric:1024 or lognormal:1024:0.5."
-        ),
+        Option("Tokens of a prompt: 1024, uniform:512:1024, geometric:1024 or lognormal:1024:0.5."),
     ] = "1024",
-    output: Annotated[str, typer.Option(help="Tokens of an output, likewise.")] = "256",
-    seed: Annotated[int, typer.Option(help="Without a trace: random seed of the requests.")] = 0,
+    output: Annotated[str, Option("Tokens of an output, likewise.")] = "256",
+    seed: Annotated[int, Option("Without a trace: random seed of the requests.")] = 0,
     max_batch: MaxBatch = 0,
     token_budget: TokenBudget = 0,
     chunked: Chunked = None,
@@ -231,9 +201,7 @@ def simulate_serving(
     serving: ServingModelOpt = "default",
     json_output: Json = False,
     timeline: Timeline = None,
-    html: Annotated[
-        Path | None, typer.Option(callback=page_file, help="Write an HTML page.")
-    ] = None,
+    html: Annotated[Path | None, Option("Write an HTML page.", check=page_file)] = None,
 ) -> None:
     """Simulate LLM serving: latencies, throughput, memory, cache and queue.
 
@@ -373,22 +341,22 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
 
 def plan_serving(
     context: typer.Context,
-    device: Annotated[str, typer.Option(help="Device, such as h100-sxm, or its file.")],
+    device: Annotated[str, Option("Device, such as h100-sxm, or its file.")],
     gpus: Annotated[
-        int, typer.Option(min=1, max=4096, help="Number of devices at most; fewer are tried too.")
+        int, Option("Number of devices at most; fewer are tried too.", least=1, most=4096)
     ],
     load: Annotated[
         str,
-        typer.Option(
-            help="concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; "
+        Option(
+            "concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; "
             "or trace=FILE."
         ),
     ],
     workload: Annotated[
-        str, typer.Option("--workload", "--model", help="Model by name, as of simulate-serving.")
+        str, Option("Model by name, as of simulate-serving.", ("--workload", "--model"))
     ] = "",
     hf: HfOpt = None,
-    settings: Settings = None,
+    settings: Settings = (),
     slo: SloOpt = "",
     framework: Framework = "vllm",
     source: Source = "",
@@ -399,7 +367,7 @@ def plan_serving(
     linear_layers: LinearLayers = 0,
     transfer: Annotated[
         float,
-        typer.Option(min=0.0, help="GB/s at which caches move between workers; 0 for the links'."),
+        Option("GB/s at which caches move between workers; 0 for the links'.", least=0.0),
     ] = 0.0,
     router: Router = "round-robin",
     max_batch: MaxBatch = 0,
@@ -416,17 +384,17 @@ def plan_serving(
     draft: Draft = "ngram",
     eager: Eager = False,
     together: Annotated[
-        bool, typer.Option("--together", help="Try no workers that run prompts alone.")
+        bool, Option("Try no workers that run prompts alone.", ("--together",))
     ] = False,
     all_gpus: Annotated[
-        bool, typer.Option("--all-gpus", help="Compare deployments on all of the devices alone.")
+        bool, Option("Compare deployments on all of the devices alone.", ("--all-gpus",))
     ] = False,
     operators: Annotated[
-        str, typer.Option(help="Operator model; 'roofline' for the plain roofline.")
+        str, Option("Operator model; 'roofline' for the plain roofline.")
     ] = OPERATOR_MODEL,
     serving: ServingModelOpt = "default",
     price: Price = 0.0,
-    top: Annotated[int, typer.Option(min=1, help="Number of deployments to print.")] = 10,
+    top: Annotated[int, Option("Number of deployments to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
     """Search engines, plans, batches and disaggregation for the cheapest under an SLO.

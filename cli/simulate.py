@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from ..common.progress import wrote
-from ..models.core.registry import OPERATOR_MODEL
-from .options import (
+from ..common.options import (
     ClusterOpt,
     CompiledOpt,
     FrameworkOpt,
     HfOpt,
     Json,
     OperatorModelOpt,
+    Option,
     PowerCapOpt,
     PriceOpt,
     Settings,
@@ -23,12 +23,11 @@ from .options import (
     StepModelOpt,
     Timeline,
     Workload,
-    make_console,
     page_file,
-    print_json,
-    refuse,
-    workload_of,
 )
+from ..common.progress import wrote
+from ..models.core.registry import OPERATOR_MODEL
+from .options import make_console, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..features.lowering.options import LoweringOptions
@@ -40,32 +39,28 @@ def simulate(
     cluster: ClusterOpt,
     workload: Workload = "",
     hf: HfOpt = None,
-    plan: Annotated[
-        str, typer.Option(help="Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")
-    ] = "",
-    settings: Settings = None,
+    plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = "",
+    settings: Settings = (),
     model: OperatorModelOpt = OPERATOR_MODEL,
     framework: FrameworkOpt = "",
     compiled: CompiledOpt = False,
     source: SourceOpt = "own",
     steps: StepModelOpt = "default",
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Take the step apart into terms.")
-    ] = False,
+    explain: Annotated[bool, Option("Take the step apart into terms.", ("--explain",))] = False,
     price: PriceOpt = None,
     power_cap: PowerCapOpt = None,
     jitter: Annotated[
-        float, typer.Option(min=0.0, help="Relative noise of a task's time on a device.")
+        float, Option("Relative noise of a task's time on a device.", least=0.0)
     ] = 0.0,
     speed: Annotated[
-        list[str] | None,
-        typer.Option("--speed", help="Relative speed of a rank, RANK=0.9; may be given again."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="With --jitter: random seed.")] = 0,
+        Sequence[str],
+        Option("Relative speed of a rank, RANK=0.9; may be given again."),
+    ] = (),
+    seed: Annotated[int, Option("With --jitter: random seed.")] = 0,
     json_output: Json = False,
     timeline: Timeline = None,
     html: Annotated[
-        Path | None, typer.Option(callback=page_file, help="Write an HTML page with a timeline.")
+        Path | None, Option("Write an HTML page with a timeline.", check=page_file)
     ] = None,
 ) -> None:
     """Predict one training step on a cluster: time, memory, efficiency."""
@@ -83,7 +78,7 @@ def simulate(
     from ..simulate.step.workload import read_workload, workload_notes
 
     named = workload_of(workload, hf)
-    work = read_workload(named, settings or [])
+    work = read_workload(named, settings)
     where = find_cluster(cluster)
     # Data parallelism fits every model's sizes; whether it fits into memory is reported.
     chosen = parse_plan(plan) if plan else Plan(dp=where.size)
@@ -99,7 +94,7 @@ def simulate(
         power_cap_w=power_cap,
     )
     prediction = predictor.predict(
-        work, chosen, jitter, _speeds(speed or []), seed=seed, explain=explain, price=price
+        work, chosen, jitter, _speeds(speed), seed=seed, explain=explain, price=price
     )
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"
@@ -170,7 +165,7 @@ class StepOptions(NamedTuple):
 
 def export_step_traces(
     workload: str,
-    settings: list[str] | None,
+    settings: Sequence[str],
     plan: str,
     cluster: str,
     out: Path,
@@ -185,7 +180,7 @@ def export_step_traces(
     from ..simulate.step.plan import Plan, parse_plan
     from ..simulate.step.workload import read_workload
 
-    work, where = read_workload(workload, settings or []), find_cluster(cluster)
+    work, where = read_workload(workload, settings), find_cluster(cluster)
     model = OPERATOR_MODEL if options.model == "default" else options.model
     predictor = StepPredictor(
         where,
@@ -199,7 +194,7 @@ def export_step_traces(
     return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 
-def _speeds(pairs: list[str]) -> dict[int, float]:
+def _speeds(pairs: Sequence[str]) -> dict[int, float]:
     try:
         # Ranks as plans number them: tp innermost, pp outermost (docs/simulate.md).
         return {int(rank): float(value) for rank, value in (p.split("=", 1) for p in pairs)}

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from .parquet import TABLES
 
@@ -114,6 +114,27 @@ def watts_of(text: str) -> float:
     return _quantity(text, _WATTS, "power", "400W")
 
 
+def trips_of(texts: Sequence[str]) -> dict[str, int] | int:
+    """Parse trip counts: ``LOOP=N`` for each loop, or a single ``N`` for all.
+
+    Raises:
+        ValueError: A trip count is malformed or negative.
+    """
+    try:
+        if len(texts) == 1 and "=" not in texts[0]:
+            return _trips(texts[0])
+        return {name: _trips(count) for name, count in (v.split("=", 1) for v in texts)}
+    except ValueError:
+        raise ValueError("write --trip-count N or --trip-count LOOP=N, N ≥ 0") from None
+
+
+def _trips(text: str) -> int:
+    # Zero is allowed: a loop that never runs.
+    if int(text) < 0:
+        raise ValueError(text)
+    return int(text)
+
+
 def called(*suffixes: str) -> Callable[[Path | None], Path | None]:
     """Make the check of a file's name: its suffix must name the format of its content.
 
@@ -143,3 +164,98 @@ def folder(path: Path | None) -> Path | None:
 
 json_file, page_file, yaml_file = called(".json"), called(".html", ".htm"), called(".yaml", ".yml")
 table_file, plot_file = called(*TABLES), called(".png", ".svg", ".pdf", ".jpg")
+
+_PROGRAM = (
+    "StableHLO text, bytecode, export, or HLO text; module.py:function; or PyTorch's model.pt2."
+)
+_ROOFLINE = "Operator model; 'roofline' for the plain roofline."
+
+# Options of several commands.
+Json = Annotated[bool, Option("Print JSON.", ("--json",))]
+Out = Annotated[Path, Option("Folder to write.", check=folder)]
+Data = Annotated[Sequence[Path], Option("Dataset folder; may be given again.")]
+Seed = Annotated[int, Option("Random seed.")]
+Threads = Annotated[int, Option("Threads for training.")]
+Top = Annotated[int, Option("Number of kernels to print.", least=1)]
+Timeline = Annotated[Path | None, Option("Write a Chrome trace, .json.", check=json_file)]
+Ray = Annotated[str, Option("Address of a Ray cluster; 'local' starts one.")]
+ProgramArg = Annotated[Path, Option(_PROGRAM, argument=True)]
+ProgramOrNone = Annotated[Path | None, Option(_PROGRAM, argument=True)]
+ProgramsOrNone = Annotated[
+    Sequence[Path],
+    Option(_PROGRAM, metavar="PROGRAM...", argument=True, shows_default=False),
+]
+OpOpt = Annotated[
+    str | None,
+    Option("Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'."),
+]
+TrainOpt = Annotated[
+    str, Option("Of a PyTorch program, a full training step by: adamw, adam, sgd or momentum.")
+]
+LossOpt = Annotated[
+    str, Option("With --train: cross_entropy or sum; else the module returns its loss.")
+]
+TorchFrameworkOpt = Annotated[
+    str, Option("Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled.")
+]
+DeviceOpt = Annotated[str, Option("Name (opcast device --list), device file, or 'local'.")]
+Devices = Annotated[
+    Sequence[str], Option("Device name or file; may be given again.", ("--device",))
+]
+OwnDevices = Annotated[
+    Sequence[str],
+    Option(
+        "File of a device of the table that is not in the catalogue; may be given again.",
+        ("--device",),
+    ),
+]
+ModelOpt = Annotated[str, Option("Model name or folder (opcast models).")]
+OperatorModelOpt = Annotated[str, Option(_ROOFLINE)]
+DeviceIndex = Annotated[
+    int | None,
+    Option("Device of a trace of several; by default all, if they ran the same.", least=0),
+]
+PriceOpt = Annotated[
+    float | None,
+    Option("Price of a device for an hour, in any currency: prints the cost.", least=0.0),
+]
+PowerCapOpt = Annotated[
+    float | None,
+    Option(
+        "Sustained power of a device, such as 400W.",
+        ("--power-cap",),
+        parse=watts_of,
+        metavar="WATTS",
+    ),
+]
+FrameworkOpt = Annotated[str, Option("Framework that runs it, such as nanotron; else an average.")]
+SourceOpt = Annotated[
+    str, Option("Whose cluster it is, as in tables of steps, such as one of 'calibrate'.")
+]
+CompiledOpt = Annotated[
+    bool, Option("Steps are compiled, or replayed as CUDA graphs.", ("--compiled",))
+]
+StepModelOpt = Annotated[str, Option("File of 'opcast calibrate --steps', for your own cluster.")]
+LoweringOpt = Annotated[str, Option("auto, xla, fused or op.")]
+Fallback = Annotated[str, Option("Lowering to use if the device's compiler is missing or fails.")]
+Trips = Annotated[
+    Mapping[str, int] | int | None,
+    Option(
+        "Trip count of a loop, LOOP=N, or N for all loops of unknown count.",
+        ("--trip-count",),
+        collect=trips_of,
+    ),
+]
+Workload = Annotated[
+    str,
+    Option(
+        "Model such as llama-3-8b or deepseek-v3 (docs/simulate.md); llama, moe, gpt or bert with "
+        "--set; or a YAML file with family and sizes."
+    ),
+]
+HfOpt = Annotated[Path | None, Option("Instead of --workload: a model's config.json.")]
+ClusterOpt = Annotated[str, Option("Name such as dgx-h100-x128 or tpu-v5e-x16, or a YAML file.")]
+Settings = Annotated[
+    Sequence[str],
+    Option("Model sizes, such as layers=32,d_model=4096; may be given again.", ("--set",)),
+]

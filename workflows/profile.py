@@ -45,11 +45,11 @@ def run_profile(settings: ProfileSettings) -> None:
     if settings.ray:
         from ..datagen.profile.fleet import profile_fleet
 
-        result = profile_fleet(settings.out, settings.ray, own, progress=settings.progress)
+        result = profile_fleet(settings.out, settings.ray, own, progress=not settings.quiet)
     else:
         from ..datagen.profile.profile import profile
 
-        result = profile(settings.out, own, progress=settings.progress)
+        result = profile(settings.out, own, progress=not settings.quiet)
     # Beside the dataset, so that the run can be repeated.
     settings.save(settings.out)
     # On a fleet the hosts do both beside one another, in the time that they measure.

@@ -1,12 +1,42 @@
-"""Settings of the commands: one frozen dataclass each, saved beside the command's output."""
+"""Settings of the commands: one frozen dataclass each, saved beside the command's output.
+
+Fields with an ``Option`` are the options of the command (:mod:`..common.options`).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from ..common.options import (
+    CompiledOpt,
+    Data,
+    Devices,
+    FrameworkOpt,
+    LoweringOpt,
+    ModelOpt,
+    OperatorModelOpt,
+    Option,
+    OwnDevices,
+    PowerCapOpt,
+    Ray,
+    Seed,
+    StepModelOpt,
+    Threads,
+    folder,
+    json_file,
+    plot_file,
+    seconds_of,
+)
+from ..common.options import (
+    Settings as Sizes,
+)
+from ..models.core.registry import OPERATOR_MODEL
 
 #: Name of the file with the settings in an output folder.
 FILE = "settings.json"
@@ -31,28 +61,27 @@ class Settings:
 
 @dataclass(frozen=True)
 class ProfileSettings(Settings):
-    """Settings of ``opcast profile``.
-
-    Attributes:
-        out: Folder of the dataset.
-        device: ``cpu``, ``gpu``, ``tpu`` or ``local``.
-        budget_s: Seconds to measure.
-        seed: Seed of the programs.
-        suite: Suite of the zoo.
-        mix: Shares of the streams, such as ``ops=0.4,random=0.3,zoo=0.3``.
-        ray: Address of a Ray cluster, on whose hosts to measure; empty for here.
-        progress: Whether to show progress.
-    """
+    """Settings of ``opcast profile``."""
 
     command: ClassVar[str] = "profile"
-    out: Path
-    device: str
-    budget_s: float
-    seed: int
-    suite: str
-    mix: str
-    ray: str = ""
-    progress: bool = True
+    out: Annotated[Path, Option("Folder to write.", check=folder)]
+    device: Annotated[str, Option("cpu, gpu, tpu or local.")] = "local"
+    budget_s: Annotated[
+        float,
+        Option(
+            "Time to spend, such as 90s, 10m or 2h.", ("--budget",), parse=seconds_of, typed="10m"
+        ),
+    ] = 600.0
+    seed: Seed = 0
+    suite: Annotated[str, Option("Zoo suite: quick, standard or full.")] = "standard"
+    # Repeats DEFAULT_MIX of datagen/profile/plan.py, so that --help can show it.
+    mix: Annotated[str, Option("Shares of single ops, random programs and zoo programs.")] = (
+        "ops=0.35,random=0.35,zoo=0.3"
+    )
+    ray: Annotated[
+        str, Option("Address of a Ray cluster: measure on its hosts with the device.")
+    ] = ""
+    quiet: Annotated[bool, Option("Hide the progress bar.", ("--quiet",))] = False
 
 
 @dataclass(frozen=True)
@@ -60,74 +89,90 @@ class TrainSettings(Settings):
     """Settings of ``opcast train``; which fields are read depends on the :class:`~.train.Trainer`.
 
     Attributes:
-        data: Folders of the dataset.
-        model: Name of the estimator.
-        split: Split to test on.
-        out: Folder for the model.
-        seed: Seed of draws and estimators.
-        threads: Threads of the estimators.
-        track: Whether to log to MLflow.
-        register: Name to register the model under, here and in MLflow.
-        final: Save a model fitted to all rows, test rows included.
         params: Hyperparameters of the estimator.
-        exclude_device: Devices to exclude from training; an operator model is tested on them.
-        max_rows: Maximum rows of an operator family to learn from.
-        join: Model of operators whose other families the new one takes over.
         blocks: Instead of ``data``, the folder of the kernel pack's tables of attention and
             experts, layers, and new attention.
     """
 
     command: ClassVar[str] = "train"
-    data: Sequence[Path] = ()
-    model: str = "xgboost"
-    split: str = "unseen_family"
-    out: Path | None = None
-    seed: int = 0
+    data: Data = ()
+    model: Annotated[str, Option("Estimator to train.")] = "xgboost"
+    split: Annotated[str, Option("For kernels: split to test on, or a table of your own.")] = (
+        "unseen_family"
+    )
+    out: Annotated[
+        Path | None,
+        Option(
+            "Folder for the model, by default that of --register or models-out; with --steps, "
+            "--serving, --power and --tiles a JSON file."
+        ),
+    ] = None
+    seed: Seed = 0
     # One thread: XGBoost with more threads than free cores is 30 to 90 times slower than with one.
-    threads: int = 1
-    track: bool = True
-    register: str | None = None
-    final: bool = False
+    threads: Threads = 1
+    track: Annotated[bool, Option("Log the run to MLflow.")] = True
+    register: Annotated[
+        str | None, Option("Register the model under this name, here and in MLflow.")
+    ] = None
+    final: Annotated[
+        bool, Option("After testing, save a model fitted on all rows.", ("--final",))
+    ] = False
     params: Mapping[str, object] = field(default_factory=dict)
-    exclude_device: Sequence[str] = ()
+    exclude_device: Annotated[
+        Sequence[str],
+        Option("Exclude a device, by name or file, from training; may be given again."),
+    ] = ()
     # Bounds the memory that the largest families need. Engineering estimate.
-    max_rows: int = 1_000_000
-    join: str | None = None
+    max_rows: Annotated[int, Option("For operators: maximum rows of a family to learn from.")] = (
+        1_000_000
+    )
+    join: Annotated[
+        str | None, Option("For operators: take over the other families of this model.")
+    ] = None
     blocks: Path | None = None
 
 
 @dataclass(frozen=True)
 class TuneSettings(Settings):
-    """Settings of ``opcast tune``.
-
-    Attributes:
-        data: Folders of the dataset.
-        model: Name of the estimator.
-        split: Split whose training part is searched on.
-        trials: Number of trials, including those of earlier searches in ``study``.
-        timeout_s: Seconds after which no trial starts.
-        folds: Folds of the cross-validation.
-        objective: Error to minimise, ``mean_abs_log`` or ``median_ape``.
-        seed: Seed of the search and of the estimators.
-        threads: Threads of the estimators.
-        study: SQLite file of the trials.
-        out: JSON file for the best hyperparameters.
-        track: Whether to log the trials to MLflow.
-    """
+    """Settings of ``opcast tune``."""
 
     command: ClassVar[str] = "tune"
-    data: Sequence[Path]
-    model: str
-    split: str
-    trials: int
-    timeout_s: float | None
-    folds: int
-    objective: str
-    seed: int
-    threads: int
-    study: Path | None
-    out: Path | None
-    track: bool
+    data: Data
+    model: Annotated[str, Option("Estimator to train.")] = "xgboost"
+    trials: Annotated[int, Option("Number of trials, including those of earlier searches.")] = 20
+    split: Annotated[
+        str, Option("Split whose training part to search on; its test part is held out.")
+    ] = "unseen_family"
+    timeout_s: Annotated[
+        float | None,
+        Option(
+            "Start no trial after this time, such as 90s or 2h.", ("--timeout",), parse=seconds_of
+        ),
+    ] = None
+    folds: Annotated[int, Option("Number of cross-validation folds.")] = 3
+    objective: Annotated[str, Option("Error to minimise: mean_abs_log or median_ape.")] = (
+        "mean_abs_log"
+    )
+    seed: Seed = 0
+    threads: Threads = 1
+    study: Annotated[
+        Path | None, Option("SQLite file for the trials; a search resumes from it.")
+    ] = None
+    out: Annotated[
+        Path | None, Option("JSON file for the best hyperparameters.", check=json_file)
+    ] = None
+    track: Annotated[bool, Option("Log the trials to MLflow.")] = True
+
+
+class Allocation(StrEnum):
+    """How samples of an operator model are divided among operator families.
+
+    ``family`` gives every family the same number; ``time`` gives the next sample to the family with
+    the largest product of its share of the time and the sample's expected information gain.
+    """
+
+    FAMILY = "family"
+    TIME = "time"
 
 
 @dataclass(frozen=True)
@@ -135,63 +180,74 @@ class CalibrateSettings(Settings):
     """Settings of ``opcast calibrate``, from a dataset or by measuring.
 
     Attributes:
-        device: Name of the device.
-        model: Name or folder of the model.
-        data: Folders of the dataset; none to measure here.
-        budget_s: Seconds for compiling and measuring here; ``None`` with a dataset.
-        samples: Samples to learn from a dataset; of operators, of each family.
-        by_time: Whether operator families get samples by their share of the time and the expected
-            information gain, rather than ``samples`` each.
-        out: Folder for the adapted model.
-        plot: Image of the error against the number of samples.
-        seed: Seed of draws and of the candidates to measure.
         suite: Suite of the zoo whose kernels the measuring is for.
         ops: Number of single-op programs that may be measured.
     """
 
     command: ClassVar[str] = "calibrate"
-    device: str
-    model: str = "default"
-    data: Sequence[Path] = ()
-    budget_s: float | None = None
+    device: Annotated[
+        str,
+        Option("Device to adapt to, name or file; with --budget this machine by default (local)."),
+    ] = ""
+    data: Annotated[
+        Sequence[Path], Option("Dataset measured on the device; may be given again.")
+    ] = ()
+    budget_s: Annotated[
+        float | None,
+        Option(
+            "Without --data: time to spend on measuring here, such as 5m.",
+            ("--budget",),
+            parse=seconds_of,
+        ),
+    ] = None
+    model: ModelOpt = "default"
     # Enough for most families to level off (docs/operator-new-device.md).
-    samples: int = 100
-    by_time: bool = False
-    out: Path | None = None
-    plot: Path | None = None
-    seed: int = 0
+    samples: Annotated[
+        int,
+        Option("With --data: samples to learn from; for operators, of each family.", least=1),
+    ] = 100
+    allocate: Annotated[
+        Allocation, Option("Divide operator samples evenly, or by share of the time.")
+    ] = Allocation.FAMILY
+    out: Annotated[
+        Path | None,
+        Option("Folder for the adapted model; with --steps and --serving a JSON file."),
+    ] = None
+    plot: Annotated[
+        Path | None, Option("Plot error against number of samples.", check=plot_file)
+    ] = None
+    seed: Seed = 0
     suite: str = "quick"
     # More than a budget of minutes can measure; the choice among them is what matters.
     ops: int = 600
 
+    @property
+    def by_time(self) -> bool:
+        """Whether operator families get samples by their share of the time."""
+        return self.allocate is Allocation.TIME
+
 
 @dataclass(frozen=True)
 class DriftSettings(Settings):
-    """Settings of ``opcast drift``.
-
-    Attributes:
-        data: Table of newly measured operators, or a folder of such tables.
-        model: Name or folder of a model of operators; ``default`` for the shipped one.
-        samples: Samples of each drifted library, family and device to repair the model with.
-        false_alarms: Probability of one or more false alarms.
-        out: Folder for the repaired model.
-        seed: Seed of the draw of candidates from many rows.
-        devices: Files of devices of the tables that are neither in the model nor in the catalogue.
-    """
+    """Settings of ``opcast drift``."""
 
     command: ClassVar[str] = "drift"
-    data: Path
-    model: str = "default"
-    samples: int = 20
-    false_alarms: float = 0.01
-    out: Path | None = None
-    seed: int = 0
-    devices: Sequence[str] = ()
+    data: Annotated[Path, Option("Table of newly measured operators, or a folder.")]
+    model: ModelOpt = "default"
+    samples: Annotated[
+        int, Option("Samples of each drifted library, family and device to repair.", least=1)
+    ] = 20
+    false_alarms: Annotated[
+        float, Option("Probability of one or more false alarms.", least=1e-9, most=0.5)
+    ] = 0.01
+    out: Annotated[Path | None, Option("Folder for the repaired model.", check=folder)] = None
+    seed: Seed = 0
+    devices: OwnDevices = ()
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(Settings):
-    """Settings of ``opcast evaluate``.
+    """Settings of ``opcast evaluate --published``.
 
     Attributes:
         published: Folder with tables of published latencies.
@@ -299,52 +355,83 @@ class ProgramSettings(Settings):
     on_stream: bool = False
 
 
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
+    """Parse prices: ``DEVICE=2.5`` of one device, ``2.5`` of all others (under an empty name).
+
+    Raises:
+        ValueError: One is no number, or below zero.
+        DeviceError: A device is not in the catalogue.
+    """
+    prices = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0.0 <= price < math.inf:
+            raise ValueError(f"{text!r} is not a price: write 2.5, or h100-sxm=2.5")
+        if name:
+            from ..features.devices.catalogue import find_typed
+
+            name = find_typed(name).name
+        prices[name] = price
+    return prices
+
+
+#: Prices of devices for an hour, by name; under an empty name, of all others.
+Prices = Annotated[
+    Mapping[str, float],
+    Option(
+        "Price of a device for an hour, 2.5, or of one by name, h100-sxm=2.5; may be given again. "
+        "Prints the cost.",
+        ("--price",),
+        collect=prices_of,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class SweepSettings(Settings):
     """Settings of ``opcast sweep``.
 
     Attributes:
         workload: Family of the model, or a YAML file with family and sizes.
-        clusters: Names or files of clusters.
-        out: Folder of the results.
-        sizes: Sizes of the model, such as ``layers=32``.
-        batches: Batch sizes; none for the workload's own.
-        grid: Values of each axis, such as ``tp=4/8,recompute=none/full``, or a YAML file.
-        trials: Plans to search with Optuna; 0 evaluates all.
-        model: Name or folder of the operator model; ``roofline`` for none.
-        framework: Framework that runs the steps; empty for an average one.
-        compiled: Whether steps are compiled, or replayed as CUDA graphs.
-        steps: File of a model of steps; ``default`` for the one that ships.
-        prices: Of a device for an hour, by device; under an empty name, of all others.
-        power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
-        workers: Worker processes.
-        ray: Address of a Ray cluster; empty for none.
-        seed: Seed of the search.
-        top: Number of plans to print.
-        plot: Image of memory against time.
-        scaling: Image of strong and weak scaling over the clusters.
     """
 
     command: ClassVar[str] = "sweep"
-    workload: str
-    clusters: Sequence[str]
-    out: Path
-    sizes: Sequence[str] = ()
-    batches: Sequence[int] = ()
-    grid: str = ""
-    trials: int = 0
-    model: str = ""
-    framework: str = ""
-    compiled: bool = False
-    steps: str = "default"
-    prices: Mapping[str, float] = field(default_factory=dict)
-    power_cap_w: float | None = None
-    workers: int = 1
-    ray: str = ""
-    seed: int = 0
-    top: int = 15
-    plot: Path | None = None
-    scaling: Path | None = None
+    clusters: Annotated[
+        Sequence[str], Option("Cluster name or file; may be given again.", ("--cluster",))
+    ]
+    out: Annotated[Path, Option("Results folder; a sweep resumes from it.", check=folder)]
+    workload: str = ""
+    sizes: Sizes = ()
+    batches: Annotated[Sequence[int], Option("Batch size; may be given again.", ("--batch",))] = ()
+    grid: Annotated[
+        str,
+        Option("Values of each axis, such as tp=4/8,recompute=none/full; or a YAML file."),
+    ] = ""
+    trials: Annotated[
+        int, Option("Number of plans to search with Optuna; 0 evaluates all.", least=0)
+    ] = 0
+    model: OperatorModelOpt = OPERATOR_MODEL
+    framework: FrameworkOpt = ""
+    compiled: CompiledOpt = False
+    steps: StepModelOpt = "default"
+    prices: Prices = field(default_factory=dict)
+    power_cap_w: PowerCapOpt = None
+    workers: Annotated[int, Option("Worker processes.", least=1)] = 1
+    ray: Ray = ""
+    seed: Annotated[int, Option("With --trials: random seed of the search.")] = 0
+    top: Annotated[int, Option("Number of plans to print.")] = 15
+    plot: Annotated[Path | None, Option("Plot memory against time.", check=plot_file)] = None
+    scaling: Annotated[
+        Path | None, Option("Plot strong and weak scaling over the clusters.", check=plot_file)
+    ] = None
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 @dataclass(frozen=True)
@@ -352,20 +439,25 @@ class FidelitySettings(Settings):
     """Settings of ``opcast fidelities``.
 
     Attributes:
-        devices: Names of devices.
         models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
-        out: Folder of the predictions, one file for each program and device.
-        suite: Suite of the zoo; empty for ``PROGRAMS`` of :mod:`.reports.fidelities`.
-        lowering: Lowering of the programs.
-        limit: Maximum number of programs, drawn evenly from the suite; 0 for all.
         progress: Whether to show progress.
     """
 
     command: ClassVar[str] = "fidelities"
-    devices: Sequence[str]
-    models: Sequence[str]
-    out: Path
-    suite: str = ""
-    lowering: str = "auto"
-    limit: int = 0
+    devices: Devices = ("tpu-v3", "tpu-v4")
+    models: Annotated[
+        Sequence[str],
+        Option(
+            "Estimators, comma-separated.",
+            ("--model",),
+            parse=_names,
+            typed="roofline,scalesim,zigzag,learned,compiler",
+        ),
+    ] = ("roofline", "scalesim", "zigzag", "learned", "compiler")
+    suite: Annotated[str, Option("Zoo suite: quick, standard, full; default: small programs.")] = ""
+    lowering: LoweringOpt = "auto"
+    limit: Annotated[int, Option("Maximum number of programs; 0 for all.", least=0)] = 0
+    out: Annotated[
+        Path, Option("Folder for the predictions; a run resumes from it.", check=folder)
+    ] = Path("fidelities-out")
     progress: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +86,7 @@ def explain(
     *args: object,
     device: str | Path | DeviceSpec = "local",
     lowering: str = "auto",
-    trip_counts: dict[str, int] | int | None = None,
+    trip_counts: Mapping[str, int] | int | None = None,
     kernel: str | None = None,
     top: int = DEFAULT_KERNELS,
     neighbours: int = 3,

@@ -18,7 +18,7 @@ import numpy as np
 from machine_programs import write_programs
 from rich.console import Console
 
-from opcast.cli.options import seconds_of
+from opcast.common.options import seconds_of
 from opcast.models.cost_model import CostModel
 from opcast.predict.program.predictor import load
 from opcast.workflows.calibrate_by_measuring import run_calibrate_budget

@@ -95,7 +95,7 @@ def test_the_table_over_the_zoo_resumes(
 ) -> None:
     pytest.importorskip("scalesim")
     models = ("roofline", "scalesim")
-    settings = FidelitySettings(("tpu-v3",), models, tmp_path / "out", "quick", "op", limit=3)
+    settings = FidelitySettings(("tpu-v3",), models, "quick", "op", 3, tmp_path / "out")
     found = run_fidelity_report(settings)
     assert len(found.answers) == 3 and not found.failures
     table = found.correlations()

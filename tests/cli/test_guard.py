@@ -49,7 +49,7 @@ EVERY = commands(typer.main.get_command(app))
 def reads_files(command) -> bool:
     """Whether it takes what others wrote: a path of no result, a device or model file, and such."""
     results = {"out", "html", "timeline", "plot", "scaling", "save", "astra", "study"}
-    named = {"workload", "cluster", "model", "device"}
+    named = {"workload", "cluster", "model", "models", "device", "devices"}
     kinds = get_type_hints(command.callback, include_extras=False)
     return any(
         name in named or ("Path" in str(kind) and name not in results)

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.cli.lazy import SECTION_OF, Command
+from opcast.cli.lazy import SECTION_OF, Command, spelt
 from opcast.cli.main import COMMANDS
 from opcast.features.dataset import Dataset
 from opcast.workflows.reports.accuracy import COMMITTED
@@ -38,7 +38,7 @@ def test_every_option_is_described_and_long_helps_have_sections() -> None:
         command = typer.main.get_command(app)
         for word in words:
             command = command.commands[word]  # type: ignore[attr-defined]
-        names.update(parameter.name for parameter in command.params)
+        names.update(map(spelt, command.params))
         bare = [p.name for p in command.params if not getattr(p, "help", None)]
         assert bare in ([], ["help"]), words
     # A misspelt name would leave its option among the rest.

@@ -24,7 +24,7 @@ except SystemExit:
     pass
 print("MODULES", *(name for name in sys.modules if name.startswith("opcast.cli.")))
 """
-ALWAYS = {f"opcast.cli.{name}" for name in ("main", "from_dataclass", "guard", "lazy", "options")}
+ALWAYS = {"opcast.cli.main", "opcast.cli.guard", "opcast.cli.lazy", "opcast.cli.options"}
 
 
 def entries(
@@ -49,7 +49,10 @@ def test_listing_commands_imports_none(arguments: tuple[str, ...]) -> None:
 
 
 def test_a_command_imports_its_own_module_only() -> None:
-    assert imported("serve", "--help") == ALWAYS | {"opcast.cli.serve"}
+    assert imported("serve", "--help") == ALWAYS | {
+        "opcast.cli.from_dataclass",
+        "opcast.cli.serve",
+    }
 
 
 def test_the_help_of_each_command_is_the_first_line_of_its_own() -> None:

@@ -30,6 +30,6 @@ def test_what_a_budget_did_not_go_to_is_told(
         return ProfileResult(folder, "r", 412, 31, 0, 90.2, "budget", *parts)
 
     monkeypatch.setattr("opcast.datagen.profile.profile.profile", measured)
-    run_profile(ProfileSettings(tmp_path, "local", 50.0, 0, "standard", "ops=1", progress=False))
+    run_profile(ProfileSettings(tmp_path, "local", 50.0, 0, "standard", "ops=1", quiet=True))
     said = capsys.readouterr().err
     assert f"wrote {tmp_path}: 412 samples of 31 programs, 0 failed, {told}" in said

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from ...common.options import Devices, Option, Seed, Threads, called, json_file
 from ..settings import Settings
+
+Figures = Annotated[Path, Option("JSON file for the figures.", check=json_file)]
 
 
 @dataclass(frozen=True)
 class AccuracyReportSettings(Settings):
-    """Settings of ``opcast report accuracy``.
-
-    Attributes:
-        data: Folders of the dataset; none for the committed one.
-        out: JSON file for the figures.
-        threads: Threads for training.
-    """
+    """Settings of ``opcast report accuracy``."""
 
     command: ClassVar[str] = "report accuracy"
-    data: Sequence[Path] = ()
-    out: Path | None = None
-    threads: int = 2
+    data: Annotated[Sequence[Path], Option("Dataset; default: the committed one.")] = ()
+    out: Annotated[Path | None, Option("Also write the figures as JSON.", check=json_file)] = None
+    threads: Threads = 2
 
 
 @dataclass(frozen=True)
@@ -31,17 +28,19 @@ class DeviceReportSettings(Settings):
     """Settings of ``opcast report devices``.
 
     Attributes:
-        programs: Names of programs; none for all.
         devices: Names or device files; none for ``DEVICES`` of :mod:`.devices`.
-        lowering: Lowering of all programs.
-        out: File for the figures: Markdown if it ends in ``.md``, else JSON.
     """
 
     command: ClassVar[str] = "report devices"
-    programs: Sequence[str] = ()
-    devices: Sequence[str] = ()
-    lowering: str = "xla"
-    out: Path | None = None
+    programs: Annotated[
+        Sequence[str], Option("Program by name; may be given again. Default: all.")
+    ] = ()
+    devices: Devices = ()
+    lowering: Annotated[str, Option("xla, fused or op.")] = "xla"
+    out: Annotated[
+        Path | None,
+        Option("Also write the figures: Markdown (.md) or JSON.", check=called(".md", ".json")),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,6 @@ class ClusterReportSettings(Settings):
     """Settings of ``opcast report clusters``.
 
     Attributes:
-        published: Folder with measured collectives; ``None`` omits them.
         out: JSON file for the figures; plots and parts go into a folder of its name.
         models: Names of ``MODELS`` of :mod:`.clusters`; none for all.
         scaling: Numbers of devices; none for ``SCALING``.
@@ -58,12 +56,12 @@ class ClusterReportSettings(Settings):
     """
 
     command: ClassVar[str] = "report clusters"
-    published: Path | None = None
-    out: Path = Path("report-out") / "clusters.json"
+    published: Annotated[Path | None, Option("Folder with tables of measured collectives.")] = None
+    out: Figures = Path("report-out/clusters.json")
     models: Sequence[str] = ()
     scaling: Sequence[int] = ()
     grid: Mapping[str, Sequence[str]] | None = None
-    workers: int = 1
+    workers: Annotated[int, Option("Processes.", ("--threads",))] = 2
 
     @property
     def folder(self) -> Path:
@@ -76,27 +74,35 @@ class OperatorReportSettings(Settings):
     """Settings of ``opcast report operators``.
 
     Attributes:
-        published: Folder with published tables, itself or in its subfolders.
         out: JSON file for the figures; the parts go into :attr:`folder`.
         studies: Names of ``STUDIES`` of :mod:`~opcast.models.operators.studies`; none for all.
-        estimators: Estimators, instead of the studies' own.
-        families: Families to restrict the report to.
-        max_rows: Maximum rows, instead of the studies' own.
-        seed: Seed of draws and regressors.
-        threads: Threads of the estimators.
-        track: Whether to log to MLflow.
     """
 
     command: ClassVar[str] = "report operators"
-    published: Path
-    out: Path = Path("report-out") / "operators.json"
-    studies: Sequence[str] = ()
-    estimators: Sequence[str] = ()
-    families: Sequence[str] = ()
-    max_rows: int | None = None
-    seed: int = 0
-    threads: int = 1
-    track: bool = True
+    published: Annotated[Path, Option("Folder with tables of published latencies.")]
+    out: Figures = Path("report-out/operators.json")
+    studies: Annotated[
+        Sequence[str],
+        Option(
+            "estimators, left-out, tensor-core, tensor-core-left-out, next-version; may be given "
+            "again. Default: all.",
+            ("--study",),
+        ),
+    ] = ()
+    estimators: Annotated[
+        Sequence[str], Option("Estimator; may be given again.", ("--model",))
+    ] = ()
+    families: Annotated[
+        Sequence[str], Option("Such as eager/bmm; may be given again.", ("--family",))
+    ] = ()
+    # Families with fewer than 200 rows are not learned (docs/operators.md).
+    max_rows: Annotated[
+        int | None,
+        Option("Maximum rows of a family to learn from, and of a test split.", least=200),
+    ] = None
+    seed: Seed = 0
+    threads: Threads = 2
+    track: Annotated[bool, Option("Log to MLflow.")] = True
 
     @property
     def folder(self) -> Path:
