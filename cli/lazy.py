@@ -6,7 +6,7 @@ when the command runs or when its own ``--help`` is shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -94,7 +94,7 @@ class Command:
     function: str
     help: str
     settings: Mapping[str, object] = field(default_factory=dict)
-    examples: tuple[str, ...] = ()
+    examples: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,16 @@ class Group:
     panels: Mapping[str, Iterable[str]] = field(default_factory=dict)
     former: Mapping[str, str] = field(default_factory=dict)
     former_file: str = ""
+
+
+def entry_of(data: Mapping[str, Any]) -> Command | Group:
+    """Make a command, or a group of them, of its table in ``commands.toml``."""
+    given = dict(data)
+    if "commands" in given:
+        commands = {name: entry_of(own) for name, own in given.pop("commands").items()}
+        return Group(commands=commands, **given)
+    module, _, function = given.pop("at").partition(":")
+    return Command(module, function, **given)
 
 
 def lazy_app(group: Group, **settings: Any) -> typer.Typer:
