@@ -1,7 +1,8 @@
-"""Commands about the zoo's workloads and about datasets."""
+"""Commands about devices, the zoo's workloads and datasets: measured, imported, generated."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..common.options import (
     DeviceIndex,
     Devices,
     Json,
+    LoweringOpt,
     ModelOpt,
     Option,
     Out,
@@ -23,7 +25,8 @@ from ..common.options import (
     table_file,
 )
 from ..common.progress import wrote
-from .options import make_console, print_json, refuse
+from ..workflows.settings import ProfileSettings
+from .options import make_console, print_json, refuse, refuse_unused
 
 
 def zoo_list() -> None:
@@ -272,3 +275,68 @@ def data_agree(
         print_json([asdict(row) for row in rows])
     else:
         print_agreement(make_console(), rows)
+
+
+def data_simulate(
+    program: Annotated[Sequence[Path], Option("StableHLO programs.", argument=True)],
+    out: Out,
+    tool: Annotated[str, Option("Simulator: scalesim, zigzag or iree.", ("--with",))] = "scalesim",
+    device: Devices = (),
+    lowering: LoweringOpt = "auto",
+    family: Annotated[
+        str, Option("Family name for all programs; default: each program's name.")
+    ] = "",
+) -> None:
+    """Label the kernels of programs with a simulator.
+
+    The default device is tpu-v3, or this machine with iree. A run that was stopped resumes.
+    """
+    from ..workflows.label_with_simulator import simulate_dataset
+
+    # IREE runs the kernels on this machine; SCALE-Sim and ZigZag model devices with systolic
+    # arrays.
+    devices = device or (["local"] if tool == "iree" else ["tpu-v3"])
+    for name in devices:
+        done = simulate_dataset(out, program, name, tool, lowering=lowering, family=family)
+        wrote(
+            out,
+            f"{done.samples} kernels of {done.programs} programs on {done.device}, source "
+            f"{done.source}; {done.skipped} programs were done before, {done.refused} kernels are "
+            "not supported",
+        )
+
+
+def profile(settings: ProfileSettings) -> None:
+    """Measure kernels and programs on a device into a dataset.
+
+    It can be stopped at any time, and resumes. On a Ray cluster --budget is that of each host.
+    """
+    from ..workflows.profile import run_profile
+
+    run_profile(settings)
+
+
+def device(
+    context: typer.Context,
+    name: Annotated[
+        str | None, Option("Device name or file to print instead of measuring.", argument=True)
+    ] = None,
+    save: Annotated[bool, Option("Keep the measurement for --device local.", ("--save",))] = False,
+    listed: Annotated[bool, Option("List the catalogue.", ("--list",))] = False,
+    json_output: Json = False,
+) -> None:
+    """Measure this device, or print a known device or the catalogue.
+
+    A measured device is printed as a device file.
+    """
+    from ..workflows.profile import list_devices, measure_device, show_device
+
+    if listed:
+        refuse_unused(context, "the catalogue (--list)", {"listed", "json_output"})
+        list_devices(make_console(), as_json=json_output)
+    elif name is not None:
+        refuse_unused(context, "a known device", {"name", "json_output"})
+        show_device(make_console(), name, as_json=json_output)
+    else:
+        # As a file: the output can be redirected, edited, and given to --device.
+        sys.stdout.write(measure_device(save=save).to_json() + "\n")

@@ -211,7 +211,7 @@ def measured_device(device: str, known: Mapping[str, DeviceSpec]) -> str | Devic
     """The device to predict for; for ``local`` this machine as it was measured, and runs now."""
     if device != "local":
         return device
-    from ..workflows.device import local_now
+    from ..workflows.profile import local_now
 
     return local_now(known, lambda what: typer.echo(what, err=True))
 

@@ -154,7 +154,7 @@ class Shown:
         from ..common.parquet import json_text, write_table
         from ..common.progress import counting, wrote
         from ..predict.program.many import find_chips, plot_predictions, predict_many
-        from ..predict.render.many import print_many
+        from ..predict.render.program import print_many
 
         if self.plot is not None:
             require_plots()
@@ -285,7 +285,7 @@ def _compare_models(context: typer.Context, asked: Asked, shown: Shown, many: bo
     if many:
         raise typer.BadParameter("several programs or devices take a single --model")
     from ..predict.program.fidelities import compare_fidelities
-    from ..predict.render.fidelities import print_comparison
+    from ..predict.render.program import print_comparison
 
     names = [name.strip() for name in asked.model.split(",")]
     comparison = compare_fidelities(asked.opened(), names, asked.options(asked.device))

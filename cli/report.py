@@ -10,6 +10,7 @@ import typer
 from ..common.options import (
     DeviceOpt,
     Fallback,
+    Json,
     LoweringOpt,
     ModelOpt,
     Option,
@@ -24,7 +25,8 @@ from ..workflows.reports.settings import (
     DeviceReportSettings,
     OperatorReportSettings,
 )
-from .options import make_console, measured_device, program_of, refuse, refuse_unused
+from ..workflows.settings import FidelitySettings
+from .options import make_console, measured_device, print_json, program_of, refuse, refuse_unused
 
 Html = Annotated[Path | None, Option("File for the page.", ("--html",), check=page_file)]
 
@@ -126,6 +128,21 @@ def operators(settings: OperatorReportSettings) -> None:
     from ..workflows.reports.operators import run_operator_report
 
     run_operator_report(make_console(), settings)
+
+
+def fidelities(settings: FidelitySettings, json_output: Json = False) -> None:
+    """Rank-correlate estimators over the zoo's programs.
+
+    Prints rank correlations over programs and over kernels. The default devices are tpu-v3 and
+    tpu-v4.
+    """
+    from ..workflows.reports.fidelities import print_report, run_fidelity_report
+
+    report = run_fidelity_report(settings)
+    if json_output:
+        print_json(report.to_dict())
+    else:
+        print_report(make_console(), report)
 
 
 def _write(page: str, path: Path) -> None:

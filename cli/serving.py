@@ -220,7 +220,7 @@ def simulate_serving(
     from ..predict.cluster.deployment import ServingQuery
     from ..predict.cluster.served_row import known_framework, served_by_name
     from ..predict.cluster.serving_load import LoadSpec, parse_lengths, parse_slo
-    from ..predict.export.serving_timeline import serving_trace
+    from ..predict.export.timeline import serving_trace
     from ..simulate.serving.checkpoints import find_checkpoint
     from ..simulate.serving.formats import Formats
 

@@ -140,7 +140,7 @@ def predict_on_cluster(
         print_json(prediction.to_dict())
         return
 
-    from ..predict.render.partitioned import print_partitioned
+    from ..predict.render.program import print_partitioned
 
     print_partitioned(make_console(), prediction, top)
 

@@ -1,4 +1,4 @@
-"""The commands that search for plans: of transformers by their sizes, and of any program."""
+"""Commands that search: for plans of transformers and of any program, and for kernels' tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ..common.options import (
     bytes_of,
     folder,
     seconds_of,
+    table_file,
 )
+from ..common.progress import wrote
 from ..workflows.settings import SweepSettings
 from .options import make_console, print_json, program_of, refuse, require_plots, workload_of
 
@@ -129,7 +131,7 @@ def plan(
     from ..common.files import write_text
     from ..common.progress import counting, wrote
     from ..predict.plan.answer import plan as search
-    from ..predict.render.plan import print_plan
+    from ..predict.render.step import print_plan
 
     with counting("plans") as advance:
         answer = search(program_of(program), **vars(case), progress=advance)
@@ -149,3 +151,50 @@ def plan(
     if not answer.best["fits"]:
         # Said above; a script must see it, too.
         raise typer.Exit(1)
+
+
+def tune_kernel(
+    table: Annotated[
+        Path,
+        Option(
+            "Candidates, .parquet or .csv: device, op, implementation, args, config and sizes.",
+            argument=True,
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        Option("Write all candidates: .parquet, .csv or .json.", check=table_file),
+    ] = None,
+    top: Annotated[int, Option("Candidates of each kernel to print.", least=1)] = 5,
+    json_output: Json = False,
+) -> None:
+    """Rank implementations and tile configurations of kernels.
+
+    The table has a row for each candidate; docs/tpu.md lists its columns.
+    """
+    import pandas as pd
+
+    from ..common.errors import DatasetError
+    from ..common.parquet import read_table, write_table
+    from ..models.tiles.model import shipped_tiles
+    from ..predict.published.tile_table import rank_configurations, short_configs, ties_note
+    from ..predict.render.operator import candidates_table
+
+    if not table.is_file():
+        raise DatasetError("no such table", where=str(table))
+    read = pd.read_csv(table) if table.suffix.lower() == ".csv" else read_table(table)
+    ranked = rank_configurations(read, shipped_tiles())
+    if out is not None:
+        write_table(ranked, out)
+        wrote(out, f"{len(ranked)} rows")
+    shorter = ranked.assign(config=short_configs(ranked))
+    best = ranked[ranked["rank"] <= top]
+    if json_output:
+        typer.echo(best.to_json(orient="records"))
+        return
+    best = shorter[ranked["rank"] <= top]
+    console = make_console()
+    console.print(f"{len(ranked)} candidates")
+    console.print(candidates_table(best, console.width))
+    if note := ties_note(ranked):
+        console.print(f"note: {note}")

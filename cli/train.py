@@ -146,7 +146,7 @@ def train(
     if run_kind(context, LEARNED, "data"):
         return
     from ..features.dataset import Dataset
-    from ..workflows.train import trainer_of
+    from ..workflows.train_kernels import trainer_of
     from ..workflows.training import require_tracking
 
     if params is not None:

@@ -1,7 +1,7 @@
 """The HTTP server: programs, kernels and plans in, predictions as JSON out.
 
 ``app.py`` has the endpoints, ``guard.py`` the limits in front of them. Kernels are answered from a
-cache (``cache.py``) and in batches (``batching.py``); whatever must be parsed runs in a process of
+cache and in batches (``kernels.py``); whatever must be parsed runs in a process of
 its own (``sandbox.py``, ``fork_server.py``, ``jobs.py``). ``cli/serve.py`` starts it.
 """
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from ..common.errors import ProgramError
+from ..common.errors import OpcastError, ProgramError
 from ..common.interval import LATENCY_KEYS, latency_fields
 from ..features.devices.device import DeviceSpec
 from ..features.operators.query import parse_op, parse_op_columns
 from ..predict.program.predictor import Predictor
-from .batching import MicroBatcher
-from .cache import LruCache
 from .errors import RequestError
 from .metrics import Metrics
 from .sandbox import Sandbox
@@ -217,3 +216,151 @@ def _row(text: str, place: int, vendor: str) -> dict[str, object]:
 def _digest(text: str) -> bytes:
     # Texts may hold lone surrogates, which UTF-8 cannot encode.
     return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+
+
+#: Most rows of a batch, so that small queries do not wait long for large ones; a request with more
+#: rows is a batch by itself. At 40 µs for a new row (docs/server.md) a full batch takes under a
+#: second. Engineering estimate.
+BATCH_ROWS = 20_000
+
+
+class _Item(NamedTuple):
+    group: Hashable
+    work: object
+    rows: int
+    answer: asyncio.Future[object]
+
+
+class MicroBatcher:
+    """Collects queries and computes the queries of a group together, one batch at a time.
+
+    Args:
+        compute: Called with a group and the ``work`` of its queries; returns an answer for each.
+            If it raises an error that users can cause, every query is computed by itself, so that
+            only the one that caused it fails.
+        told: Called with the number of queries and of rows of each batch.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Any, Sequence[Any]], Awaitable[Sequence[Any]]],
+        told: Callable[[int, int], None] = lambda queries, rows: None,
+    ) -> None:
+        self._compute = compute
+        self._told = told
+        self._waiting: list[_Item] = []
+        self._running: asyncio.Task[None] | None = None
+
+    async def ask(self, group: Hashable, work: object, rows: int) -> Any:
+        """The answer to a query.
+
+        Args:
+            group: Key of the queries that can be computed together.
+            work: The query, as ``compute`` takes it.
+            rows: Number of its rows.
+
+        Raises:
+            OpcastError: The query cannot be answered.
+        """
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Item(group, work, rows, answer))
+        if self._running is None:
+            # At most one batch is computed at a time: everything that arrives meanwhile joins the
+            # next one.
+            self._running = asyncio.create_task(self._run())
+        return await answer
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                await self._one_batch(self._next())
+        finally:
+            self._running = None
+
+    def _next(self) -> list[_Item]:
+        """Take the oldest query and others of its group, up to :data:`BATCH_ROWS` rows."""
+        group, rows = self._waiting[0].group, 0
+        batch: list[_Item] = []
+        rest: list[_Item] = []
+        for item in self._waiting:
+            # Its request timed out or was disconnected while it waited.
+            if item.answer.cancelled():
+                continue
+            # The first query is always taken, however many rows it has.
+            if item.group == group and (not batch or rows + item.rows <= BATCH_ROWS):
+                batch.append(item)
+                rows += item.rows
+            else:
+                rest.append(item)
+        self._waiting = rest
+        return batch
+
+    async def _one_batch(self, batch: list[_Item]) -> None:
+        if not batch:
+            return
+        self._told(len(batch), sum(item.rows for item in batch))
+        try:
+            answers = await self._compute(batch[0].group, [item.work for item in batch])
+        except OpcastError as error:
+            if len(batch) == 1:
+                _refuse(batch[0], error)
+                return
+            # One bad query must not fail the others: each is computed by itself.
+            for item in batch:
+                await self._one_batch([item])
+        except Exception as error:  # the requests end with it, not the batches after it
+            for item in batch:
+                _refuse(item, error)
+        else:
+            for item, answer in zip(batch, answers, strict=True):
+                if not item.answer.done():
+                    item.answer.set_result(answer)
+
+
+def _refuse(item: _Item, error: Exception) -> None:
+    if not item.answer.done():
+        item.answer.set_exception(error)
+
+
+class LruCache:
+    """Cache that evicts the least recently used entries when full. Not thread-safe.
+
+    Args:
+        entries: Most entries; 0 keeps none.
+
+    Attributes:
+        hits: Look-ups that had an entry.
+        misses: Look-ups that had none.
+    """
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+        self.hits = 0
+        self.misses = 0
+        self._entries: OrderedDict[Hashable, object] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Number of entries."""
+        return len(self._entries)
+
+    def get_many(self, keys: Iterable[Hashable]) -> list[object]:
+        """Value of each key, or ``None``."""
+        values, get, renew = [], self._entries.get, self._entries.move_to_end
+        missing = 0
+        for key in keys:
+            value = get(key)
+            if value is None:
+                missing += 1
+            else:
+                renew(key)
+            values.append(value)
+        self.misses += missing
+        self.hits += len(values) - missing
+        return values
+
+    def put(self, key: Hashable, value: object) -> None:
+        """Remember a value that is not ``None``."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self.entries:
+            self._entries.popitem(last=False)

@@ -365,7 +365,7 @@ def local_device(device: str, model: CostModel) -> DeviceSpec:
     from ..features.devices.device import device_slug, local_device_name
     from ..features.devices.identity import base_name
     from ..predict.devices import resolve_device
-    from .device import local_now
+    from .profile import local_now
 
     name = local_device_name()
     asked = None if device in ("local", name) else resolve_device(device, model.devices)
@@ -388,7 +388,7 @@ def _not_at_hand(device: str, local: str) -> DeviceError:
 def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
     """The local device as measured, or measured again if it runs at another speed by now."""
     from ..predict.devices import resolve_device
-    from .device import measure_device
+    from .profile import measure_device
 
     # A virtual machine may have moved to another host since it was measured; samples would then be
     # explained by ceilings that no longer hold. A probe without anchors cannot tell.

@@ -86,7 +86,7 @@ class ProfileSettings(Settings):
 
 @dataclass(frozen=True)
 class TrainSettings(Settings):
-    """Settings of ``opcast train``; which fields are read depends on the :class:`~.train.Trainer`.
+    """Settings of ``opcast train``; the :class:`~.train_kernels.Trainer` decides which it reads.
 
     Attributes:
         params: Hyperparameters of the estimator.

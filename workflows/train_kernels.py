@@ -1,9 +1,13 @@
-"""Train a model of kernels and programs, print its metrics, and save and track it."""
+"""Train a model on a dataset, print its metrics, and save and track it.
+
+The dataset and the model decide on the trainer: of kernels and programs, of operators, of passes.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..features.dataset import Dataset
+    from ..models.cost_model import CostModel
     from ..models.tracking.mlflow_store import RunLog
     from ..models.training.train import TrainResult
     from ..models.training_data.prepared import PreparedDataset
+
 
 logger = logging.getLogger(__name__)
 
@@ -139,3 +145,84 @@ def _tracked_rows(result: TrainResult, split: str) -> pd.DataFrame:
 def _metric_name(name: str) -> str:
     """Make a name that MLflow allows: letters, digits and ``_ - . / space :``."""
     return name.replace("=", ":")
+
+
+def run_train_passes(console: Console, dataset: Dataset, settings: TrainSettings) -> CostModel:
+    """Make the model of XLA's GPU kernels from published operators, print its errors, save it.
+
+    Raises:
+        DatasetError: The dataset has no passes over memory, or not the devices to leave out.
+    """
+    from ..common.tables_text import print_frame
+    from ..models.gpu.memory_passes_fit import build_gpu_model, pass_rows
+    from ..models.tracking.mlflow_store import RunLog
+    from .training import keep_model, log_training, without_devices
+
+    if settings.exclude_device:
+        dataset = without_devices(dataset, settings.exclude_device)
+    rows, digest = pass_rows(dataset)
+    about = {"rows": len(rows), "dataset_hash": digest}
+    # Each chip is left out in turn, since the model answers above all for GPUs without any rows.
+    model, fit = build_gpu_model(rows, dataset.devices, about, settings.seed)
+    table = pd.DataFrame(
+        [
+            {
+                "left out": name,
+                "rows": int(e["rows"]),
+                "median %": 100 * e["median"],
+                "mean %": 100 * e["mape"],
+            }
+            for name, e in fit.errors.items()
+        ]
+    )
+    print_frame(console, table, "memory-bound kernels, each chip left out")
+    folder = keep_model(model, settings, settings.model)
+    if settings.track:
+        run = RunLog(
+            f"operators-{settings.model}",
+            {"model": settings.model, "seed": settings.seed, **about},
+            {
+                f"{name}/{k}": float(e[k])
+                for name, e in fit.errors.items()
+                for k in ("median", "mape")
+            },
+            tables={"metrics": table},
+            model_dir=folder,
+            datasets={str(data): str(digest) for data in settings.data},
+        )
+        log_training(console, run, settings.register)
+    return model
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """One way to train.
+
+    Attributes:
+        subject: Description for messages.
+        fields: Fields of :class:`TrainSettings` that it reads.
+        run: Function that trains, prints the metrics, saves and tracks.
+    """
+
+    subject: str
+    fields: frozenset[str]
+    run: Callable[[Console, Dataset, TrainSettings], object]
+
+
+def trainer_of(dataset: Dataset, model: str) -> Trainer:
+    """Choose the trainer of a model for a dataset.
+
+    Raises:
+        DatasetError: The dataset mixes operators with kernels.
+    """
+    from .train_operators import run_train_operators
+
+    # Each trainer ignores some settings; the command refuses those when they are given.
+    every = frozenset(own.name for own in fields(TrainSettings))
+    if not dataset.of_operators:
+        return Trainer("training on kernels and programs", every - {"max_rows", "join"}, run_train)
+    if model == "gpu-xla":
+        spare = {"split", "threads", "final", "params", "max_rows", "join"}
+        return Trainer("training gpu-xla on operators", every - spare, run_train_passes)
+    subject = "training on operators, whose tables hold the split in a column"
+    return Trainer(subject, every - {"split"}, run_train_operators)

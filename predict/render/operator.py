@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import pandas as pd
+from rich.table import Table
+
 from ...common.units import duration, size
 from ..groups import starring
 from ..operator.predict import OpEstimate
@@ -214,3 +217,35 @@ def _trust(estimate: OpEstimate | OpExplanation) -> str:
 
 def _known(terms: Mapping[str, float]) -> dict[str, float]:
     return {name: us for name, us in terms.items() if us > 0}
+
+
+_COLUMNS = (
+    Column("device", justify="left"),
+    Column("op", 2, "left"),
+    Column("rank"),
+    Column("time"),
+    Column("implementation", 1, "left"),
+    Column("settings", justify="left", least=30),
+    Column("of ceiling", 3),
+    Column("90 % interval", 4, "left"),
+    Column("scope", 5, "left"),
+)
+
+
+def candidates_table(ranked: pd.DataFrame, width: int) -> Table:
+    """Make a table of candidates, as ``rank_configurations`` returns them, that fits a width."""
+    rows = [
+        [
+            str(row["device"]),
+            str(row["op"]),
+            str(row["rank"]),
+            duration(row["latency_us"]),
+            str(row["implementation"]),
+            str(row["config"]),
+            f"{row['of_ceiling']:.0%}",
+            f"{duration(row['lo_us'])} to {duration(row['hi_us'])}",
+            str(row["scope"]),
+        ]
+        for row in ranked.to_dict("records")
+    ]
+    return fitted_table(width, _COLUMNS, rows)

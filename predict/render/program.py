@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ...common.units import duration, quantity, size
+from ...common.units import duration, plain, quantity, size
+from ..cluster.partitioned import PartitionedPrediction
 from ..groups import starring
+from ..program.fidelities import Comparison
+from ..program.many import NOTES
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import (
     Column,
@@ -163,3 +170,151 @@ def _what(k: KernelEstimate, root: str, named: Callable[[str], str]) -> str:
 
 def _op(k: KernelEstimate) -> str:
     return k.source_op.removeprefix("stablehlo.")
+
+
+#: Figures of a design in its name.
+_FIGURES = re.compile(r"\((?:[\w.]+=[^(),]*,?)+\)")
+#: Rows that are printed; the file has all.
+MOST = 60
+
+
+def print_many(console: Console, frame: pd.DataFrame) -> None:
+    """Print the times of programs on devices, in the order of the command line."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    priced = "cost" in frame
+    names = ("time", "90 % interval", "memory", *(("cost",) if priced else ()), "device", "program")
+    for name in names:
+        # Long names go on in the next line; figures stay whole.
+        named = name in ("device", "program")
+        right = name in ("time", "cost")
+        table.add_column(
+            name, justify="right" if right else "left", no_wrap=not named, overflow="fold"
+        )
+    for row in frame.head(MOST).to_dict("records"):
+        program = Text(Path(str(row["program"])).name)
+        device = Text(str(row["device"]))
+        if row["error"]:
+            empty = [""] * (1 + priced)
+            table.add_row("none", Text(str(row["error"]), style="red"), *empty, device, program)
+            continue
+        span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
+        cost = [plain(row["cost"]) if pd.notna(row["cost"]) else ""] if priced else []
+        table.add_row(
+            duration(row["latency_us"]),
+            span,
+            _memory(row["peak_memory_bytes"], row["fits"]),
+            *cost,
+            device,
+            program,
+        )
+    console.print(table)
+    if len(frame) > MOST:
+        console.print(f"{len(frame) - MOST} more rows: --out has all", highlight=False)
+    failed = int((frame["error"] != "").sum())
+    if failed:
+        console.print(Text(f"{failed} of {len(frame)} could not be predicted", style="red"))
+    # Designs of one chip have the same notes but for the figures in their names.
+    texts = [_FIGURES.sub("", text) for text in frame["notes"].fillna("") if text]
+    for note in dict.fromkeys(part for text in texts for part in text.split(NOTES)):
+        console.print(Text(f"note: {note}", style="dim"))
+
+
+def _memory(peak: object, fits: object) -> Text:
+    """Peak memory and whether it fits; empty where it is not predicted, as of PyTorch's kernels."""
+    if not isinstance(peak, float | int) or pd.isna(peak):
+        return Text("")
+    # ``fits`` is None where the memory of a device is unknown.
+    if fits is False:
+        return Text(f"{size(peak)} does NOT fit", style="red")
+    return Text(f"{size(peak)}{' fits' if fits is True else ''}")
+
+
+def print_partitioned(console: Console, prediction: PartitionedPrediction, top: int = 10) -> None:
+    """Print the time, the collectives, and the longest nodes of the critical path."""
+    r, span = prediction.run, prediction.interval
+    capacity = f" of {size(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
+    console.print(
+        timed_headline(span.value * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {prediction.cluster}")
+        + unfit(prediction.peak_memory_bytes, prediction.capacity_bytes)
+    )
+    console.print(
+        f"computation {duration(r.compute * 1e6)}; collectives "
+        f"{duration(float(prediction.transfer.sum()) * 1e6)} alone, of which "
+        f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)}"
+        f"{capacity}; lowering {prediction.lowering}"
+    )
+    print_notes(console, prediction.notes, loud=True)
+    table = Table("collective", "runs", "bytes put in", "alone", box=None, header_style="bold")
+    for kind, (count, total, seconds) in prediction.by_collective().items():
+        table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
+    if prediction.by_collective():
+        console.print(table)
+    console.print(_critical(prediction, top))
+    print_notes(console, prediction.notes, loud=False)
+
+
+def _critical(prediction: PartitionedPrediction, top: int) -> Table:
+    run = prediction.run
+    # Longest first (the key is a negative duration); then printed in the order of execution.
+    spans = sorted(run.critical, key=lambda p: run.start[p] - run.end[p])[:top]
+    table = Table("share", "time", "on the critical path", box=None, header_style="bold")
+    for place in sorted(spans):
+        length = float(run.end[place] - run.start[place])
+        node = prediction.nodes[place]
+        # As text: names come from the program and may hold markup.
+        name = Text(node.name[:60] + (" (collective)" if node.collective else ""))
+        share = f"{length / (run.makespan or 1.0):.1%}"
+        table.add_row(share, duration(length * 1e6), name)
+    return table
+
+
+#: Marks a kernel's time that was taken from the roofline because the estimator has none.
+_BORROWED = "*"
+
+
+def print_comparison(console: Console, comparison: Comparison, top: int = 10) -> None:
+    """Print times of the program and of the kernels that the estimators disagree on most."""
+    count = len(comparison.fidelities[0].own)
+    rest = f" on {comparison.device}; lowering {comparison.lowering}, {count} kernels"
+    console.print(Text.assemble((comparison.program, "bold"), rest), highlight=False)
+    console.print(_table(comparison, top))
+    console.print(
+        f"time: of a run; covered: share of the time of kernels that the estimator models itself; "
+        f"{_BORROWED} the roofline, for want of its own",
+        highlight=False,
+    )
+    # Notes on the program and the device come from every estimator; they are printed once.
+    shared = set.intersection(*[set(f.prediction.notes) for f in comparison.fidelities])
+    first = comparison.fidelities[0].prediction.notes
+    print_notes(console, dict.fromkeys(n for n in first if n in shared))
+    for fidelity in comparison.fidelities:
+        for note in fidelity.prediction.notes:
+            if note not in shared:
+                console.print(Text(f"{fidelity.name}: {note}", style="yellow"))
+
+
+def _table(comparison: Comparison, top: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    table.add_column("kind")
+    for fidelity in comparison.fidelities:
+        table.add_column(fidelity.name, justify="right", no_wrap=True)
+    table.add_column("largest / least", justify="right")
+    totals = list(comparison.total_us.values())
+    table.add_row("time", "", *map(duration, totals), _ratio(totals))
+    table.add_row("covered", "", *(f"{f.covered:.0%}" for f in comparison.fidelities), "")
+    times = comparison.times_us
+    for place in comparison.disputed(top):
+        kernel = comparison.fidelities[0].prediction.kernels[place]
+        cells = [
+            duration(us) + ("" if f.own[place] else _BORROWED)
+            for us, f in zip(times[:, place].tolist(), comparison.fidelities, strict=True)
+        ]
+        ratio = _ratio(times[:, place].tolist())
+        table.add_row(Text(kernel.name[:34]), kernel.kind, *cells, ratio)
+    return table
+
+
+def _ratio(times: list[float]) -> str:
+    # A kernel that one estimator takes to be free has no ratio.
+    return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"

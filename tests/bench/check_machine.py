@@ -23,7 +23,7 @@ from opcast.models.cost_model import CostModel
 from opcast.predict.program.predictor import load
 from opcast.workflows.calibrate_by_measuring import run_calibrate_budget
 from opcast.workflows.check import CheckResult, check_programs
-from opcast.workflows.device import local_now
+from opcast.workflows.profile import local_now
 from opcast.workflows.settings import CalibrateSettings
 
 

@@ -25,7 +25,7 @@ from opcast.features.lowering.lower import lower
 from opcast.models.program.context import loop_factors
 from opcast.predict.api import save
 from opcast.predict.program.predictor import load
-from opcast.workflows.device import local_now
+from opcast.workflows.profile import local_now
 
 #: ``m, k, n`` of ``[m, k] @ [k, n]``: few rows, whose time is that of reading the matrix, to many.
 SIZES = (

@@ -12,7 +12,7 @@ from opcast.models.tracking.mlflow_store import runs
 from opcast.predict.devices import measured_path
 from opcast.predict.locate import find_model
 from opcast.workflows import demo
-from opcast.workflows.device import local_now
+from opcast.workflows.profile import local_now
 
 
 @pytest.fixture

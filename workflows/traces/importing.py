@@ -84,7 +84,7 @@ def device_of(trace: Trace, device: str | None, tell: Callable[[str], None]) -> 
         return spec
     if device == "local" or on_host:
         # The machine is not in the trace: the ceilings of the one at hand are taken.
-        from ..device import local_device
+        from ..profile import local_device
 
         if device is None:
             tell("taken as a trace of this machine; name another with --device")

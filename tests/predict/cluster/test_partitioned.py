@@ -19,7 +19,7 @@ from opcast.predict.cluster.partitioned import predict_partitioned
 from opcast.predict.export.timeline import stream_trace
 from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
-from opcast.predict.render.partitioned import print_partitioned
+from opcast.predict.render.program import print_partitioned
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.calls import Estimate
 

@@ -18,7 +18,7 @@ from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
 from opcast.predict.cluster.serving_engine import cache_transfer
 from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
-from opcast.predict.export.serving_timeline import serving_trace
+from opcast.predict.export.timeline import serving_trace
 from opcast.predict.page.cluster import serving_page
 from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo

@@ -14,7 +14,7 @@ from opcast.features.lowering import lower as lowering_module
 from opcast.features.lowering.options import LoweringOptions
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.program.predictor import load, load_for_programs
-from opcast.predict.render.fidelities import print_comparison
+from opcast.predict.render.program import print_comparison
 
 PROGRAM = """
 module @step {
