@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..common.options import Option
+from ..common.options import Option, described
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -163,11 +163,8 @@ def names_of(*cases: type) -> set[str]:
 def build(case: type[T], given: Mapping[str, Any]) -> T:
     """Make a dataclass from the values of parsed options, by name."""
     values = {s.name: s.given(given[s.name]) for s in _settings(case, nested=False)}
-    hints = get_type_hints(case)
     values |= {
-        field.name: build(hints[field.name], given)
-        for field in fields(case)  # type: ignore[arg-type]
-        if _is_case(hints[field.name])
+        field.name: build(hint, given) for field, hint, _ in described(case) if _is_case(hint)
     }
     # What was not given is left to the dataclass.
     return case(**{name: value for name, value in values.items() if value is not MISSING})
@@ -175,25 +172,23 @@ def build(case: type[T], given: Mapping[str, Any]) -> T:
 
 def _settings(case: Any, nested: bool = True) -> Iterator[_Setting]:
     """Fields of a dataclass that have options, and those of the dataclasses in it."""
-    hints = get_type_hints(case, include_extras=True)
-    for field in fields(case):
-        hint, default = hints[field.name], field.default
+    for field, hint, option in described(case):
+        default = field.default
         if default is MISSING and field.default_factory is MISSING:
             default = _REQUIRED
-        setting = _setting(field.name, hint, default, getattr(case, "section", ""))
-        if setting is not None:
-            yield setting
+        if option is not None:
+            yield _Setting(field.name, hint, option, default, getattr(case, "section", ""))
         elif nested and _is_case(hint):
             yield from _settings(hint)
 
 
-def _setting(name: str, hint: Any, default: object, section: str = "") -> _Setting | None:
-    """A field or parameter with an option; ``None`` without one."""
+def _setting(name: str, hint: Any, default: object) -> _Setting | None:
+    """A parameter with an option; ``None`` without one."""
     if get_origin(hint) is not Annotated:
         return None
     own, *marks = get_args(hint)
     options = [mark for mark in marks if isinstance(mark, Option)]
-    return _Setting(name, own, options[0], default, section) if options else None
+    return _Setting(name, own, options[0], default) if options else None
 
 
 def _is_case(hint: object) -> bool:

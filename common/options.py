@@ -17,10 +17,10 @@ of a request. A module that defines a question is imported for ``--help``, so it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from .parquet import TABLES
 
@@ -70,6 +70,17 @@ class Option:
     argument: bool = False
     shows_default: bool = True
     environment: str | None = None
+
+
+def described(case: type) -> Iterator[tuple[Field[Any], Any, Option | None]]:
+    """Fields of a dataclass, with their types and options."""
+    hints = get_type_hints(case, include_extras=True)
+    for field in fields(case):
+        hint, option = hints[field.name], None
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+            option = next((mark for mark in marks if isinstance(mark, Option)), None)
+        yield field, hint, option
 
 
 def _quantity(text: str, units: Mapping[str, float], what: str, example: str) -> float:
