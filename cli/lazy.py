@@ -40,7 +40,7 @@ SECTIONS = {
             "axes",
             "remat",
         ),
-        *("micro_batches", "grid", "jitter", "speed"),
+        *("micro_batches", "grid", "jitter", "speed", "whole", "on_stream"),
     ),
     "Load": (
         *("load", "requests", "concurrency", "batch", "rate", "offline", "burstiness", "count"),

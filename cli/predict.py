@@ -48,10 +48,15 @@ if TYPE_CHECKING:
     from ..features.ir.torch.program import TorchProgram
     from ..features.lowering.options import LoweringOptions
     from ..predict.operator.torch_framework import TorchPrediction
+    from ..predict.program.case import ProgramCase
     from ..predict.program.many import Answers
     from ..predict.program.prediction import Prediction
 
     Program = Path | FunctionCall | TorchProgram
+
+
+#: Parameters that only a program on a single device has.
+_OF_CASE = ("on_stream", "whole")
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,12 @@ class Asked:
     train: TrainOpt = ""
     loss: LossOpt = ""
     power_cap: PowerCapOpt = None
+    on_stream: Annotated[
+        bool, Option("Leave out the host's call: time on the stream.", ("--on-stream",))
+    ] = False
+    whole: Annotated[
+        bool, Option("Let one device run a program for several devices.", ("--whole",))
+    ] = False
 
     @property
     def devices(self) -> list[str]:
@@ -92,6 +103,13 @@ class Asked:
         from ..features.lowering.options import LoweringOptions
 
         return LoweringOptions(self.lowering, device, self.trip_count, self.fallback)
+
+    def case(self, program: object, device: DeviceSpec | str | None) -> ProgramCase:
+        """A program on a device, as it is asked about."""
+        from ..predict.program.case import ProgramCase
+
+        own = self.strict, self.power_cap, self.whole, self.on_stream
+        return ProgramCase(program, self.options(device), (), {}, *own)
 
     def here(self, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
         """This machine as it was measured, and runs now; ``None`` if it was not asked for."""
@@ -229,7 +247,7 @@ def _predict_operator(context: typer.Context, asked: Asked, shown: Shown, op: st
 
 def _predict_torch(context: typer.Context, asked: Asked, shown: Shown, many: bool) -> None:
     framework = asked.framework
-    spare = {"lowering", "fallback", "trip_count", "cluster", "power_cap"}
+    spare = {"lowering", "fallback", "trip_count", "cluster", "power_cap", *_OF_CASE}
     refuse(context, f"--framework {framework}", spare)
     if "," in asked.model:
         raise typer.BadParameter(f"--framework {framework} takes a single --model")
@@ -251,7 +269,7 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
     refuse(
         context,
         "a partitioned program (--cluster)",
-        {"device", "strict", "out", "plot", "by", "price", "power_cap"},
+        {"device", "strict", "out", "plot", "by", "price", "power_cap", *_OF_CASE},
     )
     if many:
         raise typer.BadParameter("--cluster takes one program")
@@ -288,7 +306,7 @@ def _compare_models(context: typer.Context, asked: Asked, shown: Shown, many: bo
     from ..predict.render.program import print_comparison
 
     names = [name.strip() for name in asked.model.split(",")]
-    comparison = compare_fidelities(asked.opened(), names, asked.options(asked.device))
+    comparison = compare_fidelities(asked.case(asked.opened(), asked.device), names)
     if shown.json_output:
         print_json(comparison.to_dict())
     else:
@@ -302,16 +320,11 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
     predictor = load_for_programs(asked.model)
     # Before the prediction, since the ceilings are part of every feature.
     here = asked.here(predictor.model.devices)
-    options = asked.options(here or asked.device)
     if many:
-        answers = by_xla(predictor, options, strict=asked.strict, power_cap_w=asked.power_cap)
+        answers = by_xla(predictor, asked.case(None, None))
         shown.table(asked, answers, predictor.devices, here)
     else:
-        shown.one(
-            predictor.predict_with(
-                asked.opened(), options, strict=asked.strict, power_cap_w=asked.power_cap
-            )
-        )
+        shown.one(predictor.answer(asked.case(asked.opened(), here or asked.device)))
 
 
 def _has_ranges(device: str) -> bool:
@@ -379,21 +392,16 @@ def explain(
         return
     if kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
+    from ..features.lowering.options import LoweringOptions
+    from ..predict.program.case import ProgramCase
     from ..predict.program.explain import explain as explain_program
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
     place = measured_device(device, predictor.model.devices)
-    explanation = explain_program(
-        predictor,
-        torch_program_of(program_of(program), train, loss),
-        device=place,
-        lowering=lowering,
-        trip_counts=trip_count,
-        kernel=kernel,
-        top=top,
-        neighbours=neighbours,
-    )
+    own = torch_program_of(program_of(program), train, loss)
+    case = ProgramCase(own, LoweringOptions(lowering, place, trip_count))
+    explanation = explain_program(predictor, case, kernel=kernel, top=top, neighbours=neighbours)
     if json_output:
         print_json(explanation.to_dict())
         return

@@ -139,6 +139,7 @@ def predict(
         raise DeviceError("both a device and a cluster were given", hint="give one of them")
     from ..features.lowering.options import LoweringOptions
     from .cluster.partitioned import predict_partitioned
+    from .program.case import ProgramCase
 
     given = {"train": train, "loss": loss}
     own_torch = _torch_program(program, args, kwargs, train, loss)
@@ -162,7 +163,7 @@ def predict(
     predictor = loaded(model)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
     if cluster is None:
-        return predictor.predict_with(own, options, strict=strict)
+        return predictor.answer(ProgramCase(own, options, strict=strict))
     if strict:
         raise DeviceError("strict is not known for a cluster", hint="leave it out")
     return predict_partitioned(own, cluster, predictor, options)

@@ -13,7 +13,7 @@ from ..common.interval import latency_fields
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.lowering.options import LoweringOptions
 from ..features.lowering.target_compiler.process import CompileSettings
-from ..predict.program.predictor import Predictor
+from ..predict.program.predictor import Predictor, ProgramCase
 from .errors import RequestError, error_data, status_of
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[
     """
     predictor = predictors[task["model"]]
     source, options = _read(task, payload)
-    return predictor.predict_with(source, options, strict=task["strict"]).to_dict()
+    return predictor.answer(ProgramCase(source, options, strict=task["strict"])).to_dict()
 
 
 def report(predictors: Predictors, task: Task, payload: bytes) -> str:

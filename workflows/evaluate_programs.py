@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +19,13 @@ from ..common.tables_text import in_percent, print_frame
 from ..features.devices.catalogue import in_catalogue
 from ..features.lowering.options import LoweringOptions
 from ..models.tracking.mlflow_store import RunLog, tidy
-from ..predict.cluster.partitioned import predict_partitioned
-from ..predict.devices import resolve_device
-from ..predict.program.predictor import Predictor, load_for_programs
+from ..predict.cluster.partitioned import PartitionedPrediction, predict_partitioned
+from ..predict.program.predictor import (
+    Prediction,
+    Predictor,
+    ProgramCase,
+    load_for_programs,
+)
 from ..simulate.clusters.catalogue import find_cluster
 from .steps import FIGURES, measured_rows
 from .training import log_training
@@ -46,10 +48,6 @@ EXPORT_S = 600
 GROUPS = ("device", "trust", "mode", "kind")
 #: Value of the column ``trust`` of times that their table doubts.
 DOUBTFUL = "doubtful"
-#: Most bytes of an unpacked program: larger than any of the published ones by ten times.
-MOST_BYTES = 2**30
-_PARTITIONS = re.compile(r"\bnum_partitions=\d+")
-_REPLICAS = re.compile(r"\breplica_count=\d+")
 
 
 def read_table(folder: Path) -> pd.DataFrame:
@@ -78,31 +76,6 @@ def read_table(folder: Path) -> pd.DataFrame:
     if "id" not in table:
         table.insert(0, "id", [f"program{number}" for number in range(len(table))])
     return table
-
-
-def program_text(path: Path) -> bytes:
-    """A program, unpacked, as one device runs it.
-
-    A module for several devices that was measured unpartitioned runs whole on each of them.
-
-    Raises:
-        DatasetError: The file is missing, damaged or too large.
-    """
-    try:
-        if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                data = file.read(MOST_BYTES + 1)
-        else:
-            data = path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise DatasetError(f"the program cannot be read: {error}", where=str(path)) from None
-    if len(data) > MOST_BYTES:
-        raise DatasetError(f"the program is larger than {MOST_BYTES} bytes", where=str(path))
-    if not data.startswith(b"HloModule"):
-        return data
-    head, line, rest = data.partition(b"\n")
-    text = _PARTITIONS.sub("num_partitions=1", head.decode())
-    return _REPLICAS.sub("replica_count=1", text).encode() + line + rest
 
 
 def exported(folder: Path, row: Mapping[Hashable, object], out: Path) -> Path:
@@ -172,9 +145,9 @@ def predict_programs(
         key = (str(row["file"]), str(row["device"]))
         if key not in answers and "cluster" in table:
             written = programs or folder / "programs"
-            answers[key] = _step_answer(folder, row, written, predictor, lowering)
+            answers[key] = _answer(partial(_step, folder, row, written, predictor, lowering))
         elif key not in answers:
-            answers[key] = _answer(folder, *key, predictor, lowering, on_stream=on_stream)
+            answers[key] = _answer(partial(_whole, folder, row, predictor, lowering, on_stream))
         measured = row.get("latency_us", np.nan)
         records.append({"id": row["id"], **answers[key], "measured_us": measured})
         show(number + 1, len(table))
@@ -184,44 +157,36 @@ def predict_programs(
     return frame
 
 
-def _nothing() -> dict[str, object]:
-    return dict.fromkeys(("latency_us", "lo_us", "hi_us", "memory_bytes"))
+def _whole(
+    folder: Path,
+    row: Mapping[Hashable, object],
+    predictor: Predictor,
+    lowering: str,
+    on_stream: bool,
+) -> Prediction:
+    """A module for several devices that was measured unpartitioned runs whole on each of them."""
+    if str(row["file"]) == "nan":
+        raise DatasetError("the row names no file")
+    device = str(row["device"])
+    own = folder / f"{device}.yaml"
+    known = device if in_catalogue(device) or not own.is_file() else own
+    program, options = folder / str(row["file"]), LoweringOptions(lowering, known)
+    return predictor.answer(ProgramCase(program, options, whole=True, on_stream=on_stream))
 
 
-def _step_answer(
+def _step(
     folder: Path, row: Mapping[Hashable, object], out: Path, predictor: Predictor, lowering: str
-) -> dict[str, object]:
-    try:
-        path = exported(folder, row, out)
-        cluster = find_cluster(str(row["cluster"]))
-        said = predict_partitioned(path, cluster, predictor, LoweringOptions(lowering=lowering))
-    except OpcastError as error:
-        return _nothing() | {"lowering": "", "reason": str(error)}
-    return {
-        "latency_us": 1e6 * said.interval.value,
-        "lo_us": 1e6 * said.interval.lo,
-        "hi_us": 1e6 * said.interval.hi,
-        "memory_bytes": said.peak_memory_bytes,
-        "lowering": said.lowering,
-        "reason": "",
-    }
+) -> PartitionedPrediction:
+    path = exported(folder, row, out)
+    cluster = find_cluster(str(row["cluster"]))
+    return predict_partitioned(path, cluster, predictor, LoweringOptions(lowering=lowering))
 
 
-def _answer(
-    folder: Path, file: str, device: str, predictor: Predictor, lowering: str, *, on_stream: bool
-) -> dict[str, object]:
-    empty = _nothing()
-    if file == "nan":
-        return empty | {"lowering": "", "reason": "the row names no file"}
+def _answer(ask: Callable[[], Prediction | PartitionedPrediction]) -> dict[str, object]:
     try:
-        own = folder / f"{device}.yaml"
-        known = device if in_catalogue(device) or not own.is_file() else own
-        spec = resolve_device(known, predictor.devices)
-        if on_stream:
-            # Only the launch of the first kernel is left of the call.
-            spec = replace(spec, dispatch=spec.floor)
-        said = predictor.predict(program_text(folder / file), device=spec, lowering=lowering)
+        said = ask()
     except OpcastError as error:
+        empty = dict.fromkeys(("latency_us", "lo_us", "hi_us", "memory_bytes"))
         return empty | {"lowering": "", "reason": str(error)}
     return {
         "latency_us": said.latency_us,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError
 from ...common.interval import latency_of
-from ..devices import resolve_device
-from .predictor import Prediction, Predictor
+from .predictor import Prediction, Predictor, ProgramCase
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -82,47 +80,28 @@ class ProgramExplanation:
 
 def explain(
     predictor: Predictor,
-    program: object,
-    *args: object,
-    device: str | Path | DeviceSpec = "local",
-    lowering: str = "auto",
-    trip_counts: Mapping[str, int] | int | None = None,
+    case: ProgramCase,
+    *,
     kernel: str | None = None,
     top: int = DEFAULT_KERNELS,
     neighbours: int = 3,
-    **kwargs: object,
 ) -> ProgramExplanation:
     """Explain the prediction of a program.
 
     Args:
         predictor: Predictor with the model to explain.
-        program: Program, as accepted by :meth:`Predictor.predict`.
-        args: Example arguments of a function.
-        device: Name, path of a device file, or description.
-        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
-        trip_counts: Trips of loops whose count cannot be found.
+        case: The program on a device.
         kernel: Explain only the kernel of this name.
         top: Number of costliest kernels to explain; equal kernels count as one.
         neighbours: Number of nearest training kernels to list for each.
-        kwargs: Keyword arguments of a function.
 
     Raises:
         OpcastError: The program, device or lowering is not usable, or there is no such kernel.
     """
-    from ...features.ir.partitioning import check_one_device
-    from ...features.ir.platforms import platform_of
-    from ...features.ir.reader import read_program
-    from ...features.lowering.lower import lower
-    from ...simulate.clusters.catalogue import named_cluster
-
-    spec = resolve_device(device, predictor.devices)
-    source = read_program(
-        program, *args, trip_counts=trip_counts, platform=platform_of(spec), **kwargs
+    _, lowered, device = case.lower(predictor)
+    return explain_lowered(
+        predictor, lowered, device, kernel=kernel, top=top, neighbours=neighbours
     )
-    # Before the lowering, which may take minutes.
-    check_one_device(source, spec.name, named_cluster)
-    lowered = lower(source, lowering, cache=predictor.cache, trip_counts=trip_counts, device=spec)
-    return explain_lowered(predictor, lowered, spec, kernel=kernel, top=top, neighbours=neighbours)
 
 
 def explain_lowered(

@@ -12,9 +12,8 @@ import numpy as np
 from ...common.errors import DeviceError, ModelError
 from ...common.interval import latency_of
 from ...features.kernels.kernel import LoweredProgram
-from ...features.lowering.options import LoweringOptions
 from ..devices import resolve_device
-from .predictor import Prediction, Predictor, load_for_programs
+from .predictor import Prediction, Predictor, ProgramCase, load_for_programs
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -115,37 +114,25 @@ class Comparison:
         }
 
 
-def compare_fidelities(
-    program: object,
-    names: Sequence[str],
-    options: LoweringOptions,
-) -> Comparison:
+def compare_fidelities(case: ProgramCase, names: Sequence[str]) -> Comparison:
     """Predict a program by several estimators; it is lowered once.
 
     Args:
-        program: Program, as accepted by :meth:`Predictor.predict`.
+        case: The program on a device.
         names: Model names or folders; ``learned`` is the device's default model, ``roofline``,
             ``scalesim``, ``zigzag``, ``iree`` and ``compiler`` need no training.
-        options: Lowering options, including the device.
 
     Raises:
         OpcastError: The program, the device, an estimator or the lowering is not usable.
     """
-    from ...features.ir.partitioning import check_one_device
-    from ...features.ir.platforms import platform_of
-    from ...features.ir.reader import read_program
-    from ...features.lowering.lower import lower_with
-    from ...simulate.clusters.catalogue import named_cluster
-
     predictors = load_fidelities(names)
-    spec = device_for(options.device, predictors)
-    source = read_program(program, trip_counts=options.trip_counts, platform=platform_of(spec))
-    check_one_device(source, spec.name, named_cluster)
+    options = replace(case.options, device=device_for(case.options.device, predictors))
     # Once for all: what differs is then the estimators alone.
-    lowered = lower_with(source, replace(options, device=spec))
-    found = tuple(fidelity(name, own, lowered, spec) for name, own in predictors.items())
-    title = Path(program).name if isinstance(program, str | Path) else source.program.name
-    return Comparison(title, spec.name, lowered.lowering, found)
+    source, lowered, device = replace(case, options=options).lower(next(iter(predictors.values())))
+    found = tuple(fidelity(name, own, lowered, device) for name, own in predictors.items())
+    own = case.program
+    title = Path(own).name if isinstance(own, str | Path) else source.program.name
+    return Comparison(title, device.name, lowered.lowering, found)
 
 
 def load_fidelities(names: Sequence[str]) -> dict[str, Predictor]:

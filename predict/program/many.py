@@ -19,8 +19,8 @@ from ..devices import resolve_device
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
     from ...features.ir.torch.record import Recording
-    from ...features.lowering.options import LoweringOptions
     from ..operator.torch_framework import TorchPredictor
+    from .case import ProgramCase
     from .predictor import Predictor
 
 #: Figures and notes of a program on each design of a chip, or why one has none.
@@ -154,44 +154,33 @@ def run_cost(found: Mapping[str, Any], price: float | None) -> dict[str, float]:
     return cost_fields(price, seconds, 1)
 
 
-def by_xla(
-    predictor: Predictor,
-    options: LoweringOptions,
-    *,
-    strict: bool = False,
-    power_cap_w: float | None = None,
-) -> Answers:
+def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
     """Predict programs as XLA runs them; designs of a chip share the kernels of the first.
 
     Args:
         predictor: Loaded models.
-        options: Lowering options; the device is each chip's own.
-        strict: Whether a kernel without a learned estimate is an error.
-        power_cap_w: Sustained power of every device in watts, below its limit.
+        like: What is asked about every program; program and device are those of each row.
     """
 
     def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
-        from ...features.ir.partitioning import check_one_device
-        from ...features.ir.platforms import platform_of
-        from ...features.ir.reader import read_program
         from ...features.ir.untrusted import well_formed
-        from ...features.lowering.lower import lower_with
 
         first = chip.designs[0].device
         try:
             # A function is traced for the platform of each chip.
-            source = read_program(
-                opened(), trip_counts=options.trip_counts, platform=platform_of(first)
-            )
-            check_one_device(source, first.name)
-            lowered = lower_with(source, replace(options, device=first, cache=predictor.cache))
+            options = replace(like.options, device=first)
+            case = replace(like, program=opened(), options=options)
+            source, lowered, _ = case.lower(predictor)
         except Exception as error:
             return [error] * len(chip.designs)
 
         def one(design: Design) -> dict[str, Any]:
             with well_formed(source):
                 found = predictor.predict_lowered(
-                    lowered, design.device, strict=strict, power_cap_w=power_cap_w
+                    lowered,
+                    case.on(design.device),
+                    strict=case.strict,
+                    power_cap_w=case.power_cap_w,
                 )
             notes = list(found.notes)
             if design is not chip.designs[0]:

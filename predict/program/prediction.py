@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.interval import InSeconds, Interval, latency_of
+from ...features.kernels.kinds import is_attention
 from ...models.power.energy import energy_fields
 from ..groups import Group, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...features.ir.reader import SourceProgram
+    from ...features.kernels.kernel import Kernel
+    from ...features.kernels.module_paths import ModulePath
+    from ...models.core.base import KernelPrediction
+
+#: Ops of users that are products.
+_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +199,81 @@ def origin(kernel: KernelEstimate) -> str:
     line = kernel.source_line.rsplit("/", 1)[-1]
     op = kernel.source_op.removeprefix("stablehlo.")
     return f"{op} {line}".strip()
+
+
+def kernel_estimates(
+    kernels: Sequence[Kernel], found: KernelPrediction, source: SourceProgram | None
+) -> tuple[KernelEstimate, ...]:
+    """Kernels with their predictions.
+
+    Args:
+        kernels: Kernels of a program.
+        found: Their predictions.
+        source: The program that they were made of, which names their modules.
+    """
+    rows = zip(
+        kernels,
+        _places(kernels, source),
+        # Converted as whole columns: reading NumPy scalars one by one is many times slower.
+        (found.latency * 1e6).tolist(),
+        (found.lo * 1e6).tolist(),
+        (found.hi * 1e6).tolist(),
+        found.bound.tolist(),
+        found.source.tolist(),
+        found.in_domain.tolist(),
+        strict=True,
+    )
+    return tuple(_estimate(*row) for row in rows)
+
+
+def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[ModulePath]:
+    """Modules and pass of each kernel; nowhere without the program."""
+    from ...features.kernels.module_paths import ModulePath, ModulePaths
+
+    if source is None:
+        return [ModulePath()] * len(kernels)
+    paths = ModulePaths(source)
+    return [paths.of(kernel) for kernel in kernels]
+
+
+def _kind(kernel: Kernel) -> str:
+    """Kind of a kernel as its user calls it.
+
+    A TPU's compiler writes products as convolutions, and fused attention is two products.
+    """
+    if kernel.kind == "gemm" and is_attention(kernel.op):
+        return "attention"
+    product = kernel.sources and kernel.sources[0].op in _PRODUCTS
+    return "gemm" if kernel.kind == "conv" and product else kernel.kind
+
+
+def _estimate(
+    kernel: Kernel,
+    place: ModulePath,
+    latency: float,
+    lo: float,
+    hi: float,
+    bound: str,
+    source: str,
+    in_domain: bool,
+) -> KernelEstimate:
+    # The first source is the op that the kernel mainly came from.
+    main = kernel.sources[0] if kernel.sources else None
+    line = f"{main.file}:{main.line}" if main and main.line else ""
+    return KernelEstimate(
+        name=kernel.name,
+        kind=_kind(kernel),
+        latency_us=latency,
+        lo_us=lo,
+        hi_us=hi,
+        multiplicity=kernel.multiplicity,
+        bound=bound,
+        source=source,
+        in_domain=in_domain,
+        flops=kernel.flops,
+        bytes=kernel.bytes,
+        source_op=main.op if main else "",
+        source_line=line,
+        module="/".join(place.modules),
+        phase=place.phase,
+    )

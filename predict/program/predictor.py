@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,22 +13,21 @@ from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.devices.identity import speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
-from ...features.kernels.kinds import is_attention
 from ...models.power.law import cap_share
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
+from .case import ProgramCase as ProgramCase
 from .energy import capped_kernels, capped_total, program_energy
 from .notes import capped_note, model_notes, rematerialised
 from .prediction import KernelEstimate as KernelEstimate
 from .prediction import Memory as Memory
 from .prediction import Prediction as Prediction
+from .prediction import kernel_estimates
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
     from ...features.ir.reader import SourceProgram
-    from ...features.kernels.module_paths import ModulePath
     from ...features.lowering.cache import LoweringCache
-    from ...features.lowering.options import LoweringOptions
     from ...features.lowering.target_compiler.process import CompileSettings
     from ...models.cost_model import CostModel
     from ...models.operators import OpModel
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 #: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
 #: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
-#: Ops of users that are products.
-_PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 
 
 class Predictor:
@@ -140,53 +136,25 @@ class Predictor:
         from ...features.lowering.options import LoweringOptions
 
         options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
-        return self.predict_with(
-            program, options, *args, strict=strict, power_cap_w=power_cap_w, **kwargs
-        )
+        return self.answer(ProgramCase(program, options, args, kwargs, strict, power_cap_w))
 
-    def predict_with(
-        self,
-        program: object,
-        options: LoweringOptions,
-        *args: object,
-        strict: bool = False,
-        power_cap_w: float | None = None,
-        **kwargs: object,
-    ) -> Prediction:
-        """Predict a whole program, as :meth:`predict`, with the lowering options as one value.
-
-        Args:
-            program: Program, as for :meth:`predict`.
-            options: Lowering options; the predictor's cache replaces theirs.
-            args: As for :meth:`predict`.
-            strict: As for :meth:`predict`.
-            power_cap_w: As for :meth:`predict`.
-            kwargs: As for :meth:`predict`.
+    def answer(self, case: ProgramCase) -> Prediction:
+        """Predict a whole program; its options' cache is replaced by the predictor's.
 
         Raises:
             OpcastError: As for :meth:`predict`.
         """
-        from ...features.ir.partitioning import check_one_device
-        from ...features.ir.platforms import platform_of
-        from ...features.ir.reader import read_program
         from ...features.ir.untrusted import well_formed
-        from ...features.lowering.lower import lower_with
-        from ...simulate.clusters.catalogue import named_cluster
 
-        spec = resolve_device(options.device, self.devices)
-        source = read_program(
-            program,
-            *args,
-            trip_counts=options.trip_counts,
-            platform=platform_of(spec),
-            **kwargs,
-        )
-        check_one_device(source, spec.name, named_cluster)
-        lowered = lower_with(source, replace(options, device=spec, cache=self.cache))
+        source, lowered, device = case.lower(self)
         # HLO attributes that contradict their shapes surface only while features are computed.
         with well_formed(source):
             return self.predict_lowered(
-                lowered, spec, strict=strict, source=source, power_cap_w=power_cap_w
+                lowered,
+                device,
+                strict=case.strict,
+                source=source,
+                power_cap_w=case.power_cap_w,
             )
 
     def predict_lowered(
@@ -240,22 +208,10 @@ class Predictor:
             )
             program = program_at_present_speed(program, others)
         total = capped_total(Interval(program.latency, program.lo, program.hi), cap)
-        rows = zip(
-            lowered.kernels,
-            _places(lowered.kernels, source),
-            # Converted as whole columns: reading NumPy scalars one by one is many times slower.
-            (kernels.latency * 1e6).tolist(),
-            (kernels.lo * 1e6).tolist(),
-            (kernels.hi * 1e6).tolist(),
-            kernels.bound.tolist(),
-            kernels.source.tolist(),
-            kernels.in_domain.tolist(),
-            strict=True,
-        )
         standing = model_notes(model, lowered.kernels, device)
         return Prediction(
             **latency_fields(*total),
-            kernels=tuple(_estimate(*row) for row in rows),
+            kernels=kernel_estimates(lowered.kernels, kernels, source),
             peak_memory_bytes=lowered.peak_memory_bytes,
             memory_source=lowered.memory_source,
             lowering=lowered.lowering,
@@ -421,56 +377,3 @@ def _require_learned(kernels: Sequence[Kernel], source: np.ndarray) -> None:
                 where=where,
                 hint="profile such kernels and train again, or predict without --strict",
             )
-
-
-def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[ModulePath]:
-    """Modules and pass of each kernel; nowhere without the program."""
-    from ...features.kernels.module_paths import ModulePath, ModulePaths
-
-    if source is None:
-        return [ModulePath()] * len(kernels)
-    paths = ModulePaths(source)
-    return [paths.of(kernel) for kernel in kernels]
-
-
-def _kind(kernel: Kernel) -> str:
-    """Kind of a kernel as its user calls it.
-
-    A TPU's compiler writes products as convolutions, and fused attention is two products.
-    """
-    if kernel.kind == "gemm" and is_attention(kernel.op):
-        return "attention"
-    product = kernel.sources and kernel.sources[0].op in _PRODUCTS
-    return "gemm" if kernel.kind == "conv" and product else kernel.kind
-
-
-def _estimate(
-    kernel: Kernel,
-    place: ModulePath,
-    latency: float,
-    lo: float,
-    hi: float,
-    bound: str,
-    source: str,
-    in_domain: bool,
-) -> KernelEstimate:
-    # The first source is the op that the kernel mainly came from.
-    main = kernel.sources[0] if kernel.sources else None
-    line = f"{main.file}:{main.line}" if main and main.line else ""
-    return KernelEstimate(
-        name=kernel.name,
-        kind=_kind(kernel),
-        latency_us=latency,
-        lo_us=lo,
-        hi_us=hi,
-        multiplicity=kernel.multiplicity,
-        bound=bound,
-        source=source,
-        in_domain=in_domain,
-        flops=kernel.flops,
-        bytes=kernel.bytes,
-        source_op=main.op if main else "",
-        source_line=line,
-        module="/".join(place.modules),
-        phase=place.phase,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from typer.testing import CliRunner
 from opcast.cli import app
 from opcast.common.errors import DatasetError
 from opcast.features.devices.catalogue import find_device
+from opcast.predict.program.case import program_text
 from opcast.predict.program.predictor import load_for_programs
-from opcast.workflows.evaluate_programs import judge_programs, predict_programs, program_text
+from opcast.workflows.evaluate_programs import judge_programs, predict_programs, read_table
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
-REGIONS = PACK / "published-regions"
+PROGRAMS, REGIONS = PACK / "published-programs", PACK / "published-regions"
 HLO = """HloModule m, num_partitions={partitions}, replica_count=1
 
 ENTRY main {{
@@ -55,11 +57,11 @@ def test_programs_of_one_and_of_several_devices_run_whole(folder: Path) -> None:
 
 
 def test_a_program_is_unpacked_without_its_partitions(folder: Path, tmp_path: Path) -> None:
-    assert program_text(folder / "two.hlo.gz") == HLO.format(partitions=1).encode()
+    assert program_text(folder / "two.hlo.gz", whole=True) == HLO.format(partitions=1).encode()
     broken = tmp_path / "broken.gz"
     broken.write_bytes(b"\x1f\x8b no gzip")
     with pytest.raises(DatasetError, match="cannot be read"):
-        program_text(broken)
+        program_text(broken, whole=True)
 
 
 def test_the_command_prints_errors_and_writes_predictions(folder: Path) -> None:
@@ -154,3 +156,48 @@ def test_published_regions_are_within_a_ninth() -> None:
     error = (frame["latency_us"] / frame["measured_us"] - 1).abs()
     assert error.mean() < 0.11 and error.median() < 0.08
     assert frame["measured_us"].between(frame["lo_us"], frame["hi_us"]).mean() > 0.8
+
+
+def _by_command(folder: Path, file: str, device: str, *flags: str) -> list[float]:
+    """Time and ends that a user gets for a program of a table."""
+    own = folder / f"{device}.yaml"
+    device = str(own) if own.is_file() else device
+    arguments = ["predict", folder / file, "--device", device, "--whole", *flags, "--json"]
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    return [said[name] for name in ("latency_us", "lo_us", "hi_us")]
+
+
+@pytest.mark.parametrize("on_stream", [False, True])
+def test_a_user_gets_the_numbers_of_the_table(folder: Path, on_stream: bool) -> None:
+    frame = predict_programs(folder, load_for_programs("default"), "fused", on_stream=on_stream)
+    flags = ["--lowering", "fused", *(["--on-stream"] if on_stream else [])]
+    for row in frame[frame["reason"] == ""].itertuples():
+        file = {"a": "one.hlo", "b": "two.hlo.gz", "d": "one.hlo"}[row.id]
+        said = _by_command(folder, file, row.device, *flags)
+        assert said == [row.latency_us, row.lo_us, row.hi_us]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pack", "flags"), [(PROGRAMS, []), (REGIONS, ["--on-stream"])])
+def test_a_user_gets_the_numbers_of_published_tables(
+    pack: Path, flags: list[str], tmp_path: Path
+) -> None:
+    if not pack.is_dir():
+        pytest.skip(f"no {pack}")
+    table = read_table(pack)
+    # A row in every tenth, each of another program.
+    table = table.drop_duplicates("file").iloc[::10].reset_index(drop=True)
+    for name in {*table["device"]}:
+        if (pack / f"{name}.yaml").is_file():
+            (tmp_path / f"{name}.yaml").write_text((pack / f"{name}.yaml").read_text())
+    for file in table["file"]:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).symlink_to(pack / file)
+    table.to_csv(tmp_path / "table.csv", index=False)
+    predictor = load_for_programs("default")
+    frame = predict_programs(tmp_path, predictor, "fused", on_stream=bool(flags))
+    for file, row in zip(table["file"], frame.itertuples(), strict=True):
+        said = _by_command(tmp_path, file, row.device, "--lowering", "fused", *flags)
+        assert said == [row.latency_us, row.lo_us, row.hi_us], file

@@ -17,6 +17,7 @@ from opcast.models.steps.context import device_context
 from opcast.models.steps.model import shipped_steps
 from opcast.predict.cluster.partitioned import predict_partitioned
 from opcast.predict.export.timeline import stream_trace
+from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.render.program import print_partitioned
@@ -91,9 +92,9 @@ def test_programs_for_one_device_and_for_several_are_not_mixed_up(predictor):
         predictor.predict(four, device="h100-sxm", lowering="op")
     assert "--cluster h100-sxm-x4" in caught.value.hint
     with pytest.raises(ProgramError, match="for 4 devices"):
-        explain(predictor, four, device="h100-sxm", lowering="op")
+        explain(predictor, ProgramCase(four, LoweringOptions("op", "h100-sxm")))
     with pytest.raises(ProgramError, match="for 4 devices"):
-        compare_fidelities(four, ["roofline"], LoweringOptions("op", "h100-sxm"))
+        compare_fidelities(ProgramCase(four, LoweringOptions("op", "h100-sxm")), ["roofline"])
     with pytest.raises(ProgramError, match="for one device, but the cluster h100-sxm-x4 has 4"):
         predict_partitioned(one, find_cluster("h100-sxm-x4"), None, LoweringOptions("op"))
 

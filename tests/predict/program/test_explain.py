@@ -7,16 +7,22 @@ import pytest
 from rich.console import Console
 
 from opcast.common.errors import ProgramError
+from opcast.features.lowering.options import LoweringOptions
 from opcast.models.explain.contributions import Contribution
 from opcast.models.explain.kernel import KernelExplanation, Outside
+from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.explain import ProgramExplanation, explain, explain_lowered
 from opcast.predict.program.predictor import Predictor
 from opcast.predict.render.explain import print_explanation
 
 
+def case(program, device) -> ProgramCase:
+    return ProgramCase(program, LoweringOptions(device=device))
+
+
 @pytest.fixture(scope="module")
 def found(predictor, device, step) -> ProgramExplanation:
-    return explain(predictor, step, device=device, top=2)
+    return explain(predictor, case(step, device), top=2)
 
 
 def shown(found: ProgramExplanation) -> str:
@@ -37,7 +43,7 @@ def test_costliest_kernels_come_first(found, predictor, device, step) -> None:
 
 
 def test_equal_kernels_count_as_one(predictor, device, step) -> None:
-    every = explain(predictor, step, device=device, top=1000)
+    every = explain(predictor, case(step, device), top=1000)
     hashes = [k.explanation.kernel_hash for k in every.kernels]
     assert len(set(hashes)) == len(hashes)
     assert sum(k.share for k in every.kernels) == pytest.approx(1.0)
@@ -47,7 +53,7 @@ def test_equal_kernels_count_as_one(predictor, device, step) -> None:
 
 def test_an_unknown_kernel_lists_the_costliest(found, predictor, device, step) -> None:
     with pytest.raises(ProgramError, match=found.kernels[0].name):
-        explain(predictor, step, device=device, kernel="nonsense")
+        explain(predictor, case(step, device), kernel="nonsense")
 
 
 def test_an_empty_program_has_nothing_to_explain(predictor, device) -> None:
@@ -92,4 +98,4 @@ def test_screen_sums_what_is_small(found) -> None:
 
 def test_screen_notes_once_what_is_missing(predictor, device, step) -> None:
     bare = Predictor(replace(predictor.model, neighbour_file=b""))
-    assert shown(explain(bare, step, device=device)).count("holds no neighbour table") == 1
+    assert shown(explain(bare, case(step, device))).count("holds no neighbour table") == 1

@@ -12,6 +12,7 @@ from rich.console import Console
 from opcast.common.errors import DeviceError, ModelError, StrictError
 from opcast.features.lowering import lower as lowering_module
 from opcast.features.lowering.options import LoweringOptions
+from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.program.predictor import load, load_for_programs
 from opcast.predict.render.program import print_comparison
@@ -48,7 +49,7 @@ def test_models_share_a_lowering(program: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(lowering_module, "lower_with", counted)
     names = ["roofline", "scalesim", "learned"]
-    found = compare_fidelities(program, names, LoweringOptions("op", "tpu-v3"))
+    found = compare_fidelities(ProgramCase(program, LoweringOptions("op", "tpu-v3")), names)
     assert lowered == ["op"]
     assert [f.name for f in found.fidelities] == names
     physics, simulated, learned = found.fidelities
@@ -75,9 +76,8 @@ def test_models_share_a_lowering(program: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_table_marks_what_is_borrowed(program: Path) -> None:
     pytest.importorskip("scalesim")
-    found = compare_fidelities(
-        program, ["roofline", "scalesim", "learned"], LoweringOptions("op", "tpu-v3")
-    )
+    case = ProgramCase(program, LoweringOptions("op", "tpu-v3"))
+    found = compare_fidelities(case, ["roofline", "scalesim", "learned"])
     text = io.StringIO()
     print_comparison(Console(file=text, width=160), found)
     lines = text.getvalue().splitlines()
@@ -93,24 +93,28 @@ def test_the_table_marks_what_is_borrowed(program: Path) -> None:
 
 
 def test_equal_answers_are_no_dispute(program: Path) -> None:
-    found = compare_fidelities(program, ["roofline"], LoweringOptions("op", "tpu-v4"))
+    found = compare_fidelities(ProgramCase(program, LoweringOptions("op", "tpu-v4")), ["roofline"])
     assert found.disputed() == []
 
 
 @pytest.mark.parametrize("names", [[], ["roofline", "roofline"], ["roofline", ""]])
 def test_lists_that_are_none(program: Path, names: list[str]) -> None:
     with pytest.raises(ModelError, match="not a list of different models"):
-        compare_fidelities(program, names, LoweringOptions(device="tpu-v3"))
+        compare_fidelities(ProgramCase(program, LoweringOptions(device="tpu-v3")), names)
 
 
 def test_unknown_models_and_devices(program: Path) -> None:
     with pytest.raises(ModelError, match="no model 'nosuch'"):
-        compare_fidelities(program, ["roofline", "nosuch"], LoweringOptions(device="tpu-v3"))
+        compare_fidelities(
+            ProgramCase(program, LoweringOptions(device="tpu-v3")), ["roofline", "nosuch"]
+        )
     with pytest.raises(DeviceError, match="nosuch"):
-        compare_fidelities(program, ["roofline"], LoweringOptions(device="nosuch"))
+        compare_fidelities(ProgramCase(program, LoweringOptions(device="nosuch")), ["roofline"])
     pytest.importorskip("scalesim")
     with pytest.raises(DeviceError, match="lacks array_rows"):
-        compare_fidelities(program, ["roofline", "scalesim"], LoweringOptions("op", "h100-sxm"))
+        compare_fidelities(
+            ProgramCase(program, LoweringOptions("op", "h100-sxm")), ["roofline", "scalesim"]
+        )
 
 
 def test_a_simulator_alone(program: Path) -> None:

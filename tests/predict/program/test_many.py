@@ -183,13 +183,14 @@ def test_lines_of_devices_can_be_told_apart(folder):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     from opcast.features.lowering.options import LoweringOptions
     from opcast.predict.program import many
+    from opcast.predict.program.case import ProgramCase
 
     predictor = package.load("gpu-xla")
     names = [str(folder / "ranges.yaml"), "a100-sxm-80gb", "h100-sxm", "l4", "t4", "l40s", "b200"]
     frame = many.predict_many(
         [folder / "mlp.mlir"],
         many.find_chips(names, predictor.devices),
-        many.by_xla(predictor, LoweringOptions("fused")),
+        many.by_xla(predictor, ProgramCase(None, LoweringOptions("fused"))),
     )
     kept = []
     close = pyplot.close

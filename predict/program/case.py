@@ -1,0 +1,125 @@
+"""One question about a program: what it is, where it runs, and how it is looked at.
+
+``opcast predict``, ``opcast.predict``, the server and ``opcast evaluate --programs`` ask so, and
+:meth:`.predictor.Predictor.answer` answers: a table of programs is a loop over its cases.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...common.errors import DatasetError
+from ...features.lowering.options import DEFAULTS, LoweringOptions
+from ..devices import resolve_device
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...features.ir.reader import SourceProgram
+    from ...features.kernels.kernel import LoweredProgram
+    from .predictor import Predictor
+
+#: Most bytes of an unpacked program: larger than any of the published ones by ten times.
+MOST_BYTES = 2**30
+_PARTITIONS = re.compile(r"\bnum_partitions=\d+")
+_REPLICAS = re.compile(r"\breplica_count=\d+")
+
+
+class LoweredCase(NamedTuple):
+    """A case as far as kernels: the program, what it is lowered to, and the device."""
+
+    source: SourceProgram
+    lowered: LoweredProgram
+    device: DeviceSpec
+
+
+@dataclass(frozen=True)
+class ProgramCase:
+    """A program on one device.
+
+    Attributes:
+        program: Path, text or bytes of StableHLO or HLO, an exported or lowered JAX function, or a
+            function, jitted or not, followed by its example arguments; it is lowered for the
+            device's platform, wherever this runs. A path that ends in ``.gz`` is unpacked.
+        options: How it is lowered, and for what device.
+        arguments: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``.
+        keywords: Keyword arguments of a function.
+        strict: Whether a kernel without a learned estimate is an error.
+        power_cap_w: Sustained power of the device in watts, below its limit.
+        whole: Whether one device runs all of a program whose header states several.
+        on_stream: Whether times are between events on the device's stream, so that the host's call
+            does not count.
+    """
+
+    program: object
+    options: LoweringOptions = DEFAULTS
+    arguments: tuple[object, ...] = ()
+    keywords: Mapping[str, object] = field(default_factory=dict)
+    strict: bool = False
+    power_cap_w: float | None = None
+    whole: bool = False
+    on_stream: bool = False
+
+    def lower(self, predictor: Predictor) -> LoweredCase:
+        """Read the program and list its kernels.
+
+        Raises:
+            OpcastError: The program, device or lowering is not usable, or the program is for
+                several devices (``predict_partitioned`` takes those).
+        """
+        from ...features.ir.partitioning import check_one_device
+        from ...features.ir.platforms import platform_of
+        from ...features.ir.reader import read_program
+        from ...features.lowering.lower import lower_with
+        from ...simulate.clusters.catalogue import named_cluster
+
+        device = self.on(resolve_device(self.options.device, predictor.devices))
+        source = read_program(
+            self._program(),
+            *self.arguments,
+            trip_counts=self.options.trip_counts,
+            platform=platform_of(device),
+            **self.keywords,
+        )
+        # Before the lowering, which may take minutes.
+        check_one_device(source, device.name, named_cluster)
+        options = replace(self.options, device=device, cache=predictor.cache)
+        return LoweredCase(source, lower_with(source, options), device)
+
+    def on(self, device: DeviceSpec) -> DeviceSpec:
+        """A device as the case sees it."""
+        # On the stream, only the launch of the first kernel is left of the call.
+        return replace(device, dispatch=device.floor) if self.on_stream else device
+
+    def _program(self) -> object:
+        path = self.program
+        if isinstance(path, Path) and (self.whole or path.suffix == ".gz"):
+            return program_text(path, self.whole)
+        return path
+
+
+def program_text(path: Path, whole: bool) -> bytes:
+    """A program's file, unpacked; ``whole`` as in :class:`ProgramCase`.
+
+    Raises:
+        DatasetError: The file cannot be read, or is too large.
+    """
+    try:
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                data = file.read(MOST_BYTES + 1)
+        else:
+            data = path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DatasetError(f"the program cannot be read: {error}", where=str(path)) from None
+    if len(data) > MOST_BYTES:
+        raise DatasetError(f"the program is larger than {MOST_BYTES} bytes", where=str(path))
+    if not whole or not data.startswith(b"HloModule"):
+        return data
+    head, line, rest = data.partition(b"\n")
+    text = _PARTITIONS.sub("num_partitions=1", head.decode())
+    return _REPLICAS.sub("replica_count=1", text).encode() + line + rest
