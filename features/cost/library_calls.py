@@ -17,8 +17,8 @@ from typing import NamedTuple
 from ...common import plugins
 from ...common.errors import OpcastError
 from ..ir.program import Op, TensorType
+from ..operators.op import op_flops
 from .convolution import conv_flops
-from .operator_flops import op_flops
 
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
@@ -247,7 +247,7 @@ def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
         return 0.0, 0.0
     queries, keys = dims[2:]
     # Queries are the last positions, so query i sees keys - queries + 1 + i keys: an arithmetic
-    # series, as in operators/flops.py.
+    # series, as in operators/op.py.
     if "CAUSAL" in str(config.get("mask_type", "")) and queries <= keys:
         scores *= 1.0 - (queries - 1) / (2.0 * keys)
     head_size = operands[0].size / (dims[0] * dims[1] * dims[2])

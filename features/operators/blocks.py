@@ -15,7 +15,7 @@ import numpy as np
 
 from .attention import ROWS, visible_pairs
 from .columns import Machine, OpTable
-from .flops import attention_flops
+from .op import attention_flops
 from .physics import (
     Physics,
     combine,

@@ -7,6 +7,7 @@ import numpy as np
 from .autotuned_gemm import autotuned_tiles
 from .columns import Machine, OpTable
 from .library_tiles import library_tiles
+from .op import product_bytes
 from .physics import (
     Physics,
     combine,
@@ -98,7 +99,7 @@ def gemm(table: OpTable) -> Physics:
     """Estimate ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
     b, m, n, k = table.numbers("b", "m", "n", "k")
     mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
-    sizes = _sizes(table, b, m, n, k)
+    sizes = product_bytes(b, m, n, k, table.weight_bytes, table.activation_bytes)
     weights, activations, out = sizes
     resident, footprint, copies = _residence(table, sizes, mc)
     # Only weights are rotated: activations are warm in every method, since benchmarks reuse one
@@ -228,15 +229,6 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
     # for it. XLA's kernels start within the same cycles on MI300X as on H100.
     other = np.where((non_nvidia(table) > 0) & (method != "xla"), 10.0, 1.0)
     return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
-
-
-def _sizes(
-    table: OpTable, b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return bytes of weights, activations and result; results of narrow types are 16 bits wide."""
-    # Frameworks let 8- and 4-bit products return bf16 for the next layer.
-    out = np.maximum(table.activation_bytes, 2.0)
-    return b * n * k * table.weight_bytes, b * m * k * table.activation_bytes, b * m * n * out
 
 
 def _residence(

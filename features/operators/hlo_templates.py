@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...common.errors import DatasetError
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
-from ..cost.operator_flops import ungated
+from .op import ungated
 from .schema import PARAMETERS
 
 #: Target of custom calls that only this package reads.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cost.operator_flops import ungated
 from .columns import Machine, OpTable
-from .flops import expert_flops
+from .op import busy_rank, expert_flops, ungated
 from .physics import (
     Physics,
     combine,
@@ -30,8 +29,6 @@ FLOOR_CYCLES, FLOOR_NARROW = 58_000.0, 45_000.0
 BLOCK, ROUTE, ROUTE_TRITON = 2000.0, 350.0, 1300.0
 #: Times that Triton kernels move a hidden vector for each row of the model, whoever computes it.
 PASSES = 1.2
-#: Share of the tokens that the most loaded expert of a skewed draw gets at most.
-MOST_LOADED = 0.8
 #: Tiles of grouped GEMMs with the share of the matrix peak that they reach: engineering estimates.
 TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
 #: Least depth of one split of the reduction; engineering estimate.
@@ -39,9 +36,6 @@ SPLIT_DEPTH = 512
 DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int4_wo", "w4a16_mxfp4", "w4a8_mxfp4_mxfp8")
 #: Exponents of the published distributions of tokens over experts; any other name is balanced.
 SKEW = {"power_law_1.01": 1.01, "power_law_1.2": 1.2}
-
-#: Draws of experts that are solved together: bounds the memory of their loads.
-_TOGETHER = 2048
 
 
 def moe(table: OpTable) -> Physics:
@@ -139,64 +133,6 @@ def moe(table: OpTable) -> Physics:
             "skew",
         ),
     )
-
-
-def busy_rank(
-    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of the busiest rank, and how many of its experts get any.
-
-    Both have shape ``(n,)``.
-
-    A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
-    are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
-    the tokens; the busiest rank has the most loaded expert and average ones, and an expert of load
-    ``x`` gets a row with probability ``1 - exp(-x)``.
-
-    Args:
-        tokens: Before the experts are chosen.
-        topk: Experts of a token.
-        experts: Of the layer.
-        ep: Ranks that they are divided over.
-        skew: Exponent; 0 is balanced.
-    """
-    rows, local = tokens * topk / ep, experts / ep
-    active = np.minimum(local, rows)
-    skewed = np.flatnonzero(skew > 0)
-    # Tables repeat few distinct draws: each is solved once.
-    keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
-    unique, place = np.unique(keys, axis=0, return_inverse=True)
-    busiest = np.empty((len(unique), 2))
-    # Together with those of as many experts, whose loads make a matrix.
-    for count in np.unique(unique[:, 2]):
-        same = np.flatnonzero(unique[:, 2] == count)
-        for some in np.array_split(same, -(-len(same) // _TOGETHER)):
-            busiest[some] = _busiest(*unique[some].T)
-    rows[skewed], active[skewed] = busiest[place.ravel()].T
-    return rows, np.clip(active, 1, np.maximum(local, 1))
-
-
-def _busiest(
-    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
-) -> np.ndarray:
-    """Rows and active experts of draws with equally many experts, shape ``(n, 2)``."""
-    count, total = max(round(float(experts[0])), 1), tokens * topk
-    # Quantiles of the density x^-skew on [1, most] in closed form (inverse of its distribution
-    # function), at the midpoints of `count` equal parts.
-    place = (np.arange(count) + 0.5) / count
-    most = np.maximum(MOST_LOADED * tokens, 1.5)
-    flat = (1 - skew)[:, None]
-    load = (1 + place * (most[:, None] ** flat - 1)) ** (1 / flat)
-    # An expert gets a token at most once; what the cap cuts off goes to the others. Three rounds of
-    # rescaling suffice: the cap binds for a few experts only.
-    for _ in range(3):
-        load = np.minimum(load * (total / load.sum(axis=1))[:, None], tokens[:, None])
-    local = np.maximum(count / ep, 1.0)
-    others = (load.sum(axis=1) - load[:, -1]) / max(count - 1, 1)
-    rows = np.clip(load[:, -1] + (local - 1) * others, total / ep, total)
-    # Poisson: an expert with an expected load x gets no row with probability exp(-x).
-    active = np.maximum(1.0, local * (1 - np.exp(-load)).mean(axis=1))
-    return np.stack([rows, active], axis=1)
 
 
 def _ungated(

@@ -11,11 +11,11 @@ from ...common.interval import Interval
 from ...features.cost.formats import FORMATS
 from ...features.devices.catalogue import read_device
 from ...features.devices.device import DeviceSpec
+from ...features.operators.op import Op
 from ...models.power.energy import energy
 from ...models.power.law import Work
 from ...simulate.serving.load import Load, Run
-from ...simulate.step.calls import OpCall
-from ..operator.step_operators import work_of
+from ..operator.prices import work_of
 from .deployment import Deployment
 
 #: Cores that wait for weights draw less than those that multiply: the share of their power is the
@@ -26,8 +26,8 @@ _FEEDING, _FEEDING_POWER = 1.6, 0.3
 
 
 def step_energy(
-    seconds: Mapping[OpCall, float],
-    counts: Mapping[OpCall, float],
+    seconds: Mapping[Op, float],
+    counts: Mapping[Op, float],
     computing: float,
     total: Interval,
     spec: DeviceSpec,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...simulate.step.calls import OpCall
+from ...features.operators.op import Op
 from ...simulate.step.compose import operator_counts
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from ...simulate.step.placement import kind_counts
@@ -87,11 +87,11 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
     return max(known.values())
 
 
-def _least(call: OpCall, spec: DeviceSpec) -> float:
+def _least(call: Op, spec: DeviceSpec) -> float:
     flops = call.flops()
     if not flops:
         return 0.0
-    if call.op == "attention" and call.name.endswith("_dx"):
+    if call.family == "attention" and call.name.endswith("_dx"):
         flops *= _BACKWARD_PRODUCTS / ATTENTION_BACKWARD
     # Compilers may round f32 operands (TensorFloat-32, bf16 passes of TPUs).
     return flops / spec.matrix_peak(FORMATS[call.dtype].peak)

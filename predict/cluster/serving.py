@@ -40,7 +40,7 @@ from ...simulate.serving.memory import gave_way
 from ...simulate.serving.policies import framework_defaults
 from ...simulate.serving.saturation import capacity
 from ..devices import generation_note
-from ..operator.serving_operators import weight_only
+from ..operator.prices import weight_only
 from .deployment import Deployment
 from .energy import serving_energy
 from .serving_engine import (

@@ -242,8 +242,8 @@ class ServingCosts:
         costs = np.zeros(len(CLASSES))
         for op, count in ops:
             seconds = self.latency(op) * count
-            if op.kind in _SPLIT:
-                moving, arithmetic = _SPLIT[op.kind]
+            if op.family in _SPLIT:
+                moving, arithmetic = _SPLIT[op.family]
                 share = self.latency.arithmetic(op)
                 costs[_AT[arithmetic]] += seconds * share
                 costs[_AT[moving]] += seconds * (1.0 - share)

@@ -8,7 +8,7 @@ from math import exp, log
 
 import numpy as np
 
-from ...simulate.step.calls import OpCall
+from ...features.operators.op import Op
 from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.plan import Plan
@@ -98,9 +98,9 @@ def sensitivities(
 
 
 def unknown_operators(
-    times: Mapping[OpCall, np.ndarray],
-    counts: Mapping[OpCall, float],
-    scopes: Mapping[OpCall, str],
+    times: Mapping[Op, np.ndarray],
+    counts: Mapping[Op, float],
+    scopes: Mapping[Op, str],
     share: float,
 ) -> tuple[float, float]:
     """How far a step reaches by the intervals of operators that no model was fitted to.

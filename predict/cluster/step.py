@@ -13,6 +13,7 @@ from ...common.errors import PlanError
 from ...common.interval import Interval, step_fields
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
@@ -21,7 +22,7 @@ from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel, shipped_steps
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import OpCall, OpLatency
+from ...simulate.step.calls import OpLatency
 from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
@@ -354,7 +355,7 @@ class StepPredictor:
         self._costs = self.priced.with_effects(effects, self.cluster.box)
         return context
 
-    def _scopes(self, seconds: dict[OpCall, float]) -> dict[str, float]:
+    def _scopes(self, seconds: dict[Op, float]) -> dict[str, float]:
         """Share of the operators' time by scope."""
         total, shares = sum(seconds.values()) or 1.0, dict[str, float]()
         for call, value in seconds.items():
@@ -370,7 +371,7 @@ class StepPredictor:
         return lambda plan: step_time(workload, plan, self._costs).total
 
 
-def _by_name(seconds: dict[OpCall, float]) -> dict[str, float]:
+def _by_name(seconds: dict[Op, float]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for call, value in seconds.items():
         totals[call.name] = totals.get(call.name, 0.0) + value

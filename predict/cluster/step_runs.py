@@ -11,12 +11,12 @@ import numpy as np
 
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import find_device
+from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.steps.context import StepContext, context_of
 from ...models.steps.effects import EffectTable
 from ...models.steps.model import StepModel
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import OpCall
 from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
@@ -51,13 +51,13 @@ class StepRuns:
         self.most_tasks = MOST_TASKS
         self.contexts: list[StepContext] = [row_context(row) for row in self.rows]
         self._latency: dict[str, OperatorLatency] = {}
-        self._ops: dict[str, dict[OpCall, np.ndarray]] = {}
+        self._ops: dict[str, dict[Op, np.ndarray]] = {}
         self._clusters: dict[Cluster, StepPredictor] = {}
         self._prepare()
 
     def _prepare(self) -> None:
         """Ask for every operator of every chip at once."""
-        calls: dict[str, dict[OpCall, None]] = {}
+        calls: dict[str, dict[Op, None]] = {}
         for row in self.rows:
             own = calls.setdefault(row.cluster.device, {})
             last = row.plan.pp - 1

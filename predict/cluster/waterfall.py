@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...features.operators.op import Op
 from ...models.steps.context import StepContext
 from ...models.steps.effects import PRIOR, WHOLE, EffectTable
-from ...simulate.step.calls import OpCall
 from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.plan import Plan
@@ -79,7 +79,7 @@ class Waterfall:
     workload: Workload
     plan: Plan
     costs: Costs
-    counts: Mapping[OpCall, float]
+    counts: Mapping[Op, float]
     step: StepTime
     table: EffectTable
     context: StepContext

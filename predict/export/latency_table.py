@@ -20,7 +20,7 @@ from ...features.operators.query import parse_op
 from ...features.operators.schema import FAMILIES, PARAMETERS
 from ...models.cost_model import CostModel
 from ...models.operators import OpModel
-from ..operator.step_operators import ROOFLINE_FACTOR
+from ..operator.prices import ROOFLINE_FACTOR
 
 #: Columns of a table. ``shape`` is JSON; times are per execution, in microseconds.
 COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")

@@ -18,8 +18,9 @@ import pandas as pd
 
 from ...common.errors import PlanError
 from ...features.devices.device import DeviceSpec
+from ...features.operators.op import Op
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import CommCall, OpCall, OpLatency
+from ...simulate.step.calls import CommCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Group, Plan
@@ -52,25 +53,25 @@ _NETWORK_OPS = {
 }
 
 #: A layer's operator from model, tensor-parallel degree and tokens.
-_Layer = Callable[[Workload, int, int], OpCall]
+_Layer = Callable[[Workload, int, int], Op]
 
 
 def _linear(n: Callable[[Workload, int], int], k: Callable[[Workload, int], int]) -> _Layer:
-    return lambda w, tp, t: OpCall("", "linear", (t, n(w, tp), k(w, tp)), w.dtype)
+    return lambda w, tp, t: Op("linear", (t, n(w, tp), k(w, tp)), w.dtype)
 
 
 def _rows(op: str, cols: Callable[[Workload, int], int]) -> _Layer:
-    return lambda w, tp, t: OpCall("", op or w.norm, (t, cols(w, tp)), w.dtype)
+    return lambda w, tp, t: Op(op or w.norm, (t, cols(w, tp)), w.dtype)
 
 
-def _attention(w: Workload, tp: int, tokens: int) -> OpCall:
-    shape = (1, w.heads // tp, max(1, w.groups // tp), w.head, tokens, tokens, 1)
-    return OpCall("", "attention", shape, w.dtype)
+def _attention(w: Workload, tp: int, tokens: int) -> Op:
+    shape = (1, w.heads // tp, max(1, w.groups // tp), w.head, w.head, tokens, tokens, 1)
+    return Op("attention", shape, w.dtype)
 
 
 #: LLMServingSim's layers of a decoder, in its order.
 LAYERS: dict[str, _Layer] = {
-    "embedding": lambda w, tp, t: OpCall("", "move", (2 * w.width * t * w.d_model,), w.dtype),
+    "embedding": lambda w, tp, t: Op("move", (2 * w.width * t * w.d_model,), w.dtype),
     "input_layernorm": _rows("", lambda w, tp: w.d_model),
     "q_proj": _linear(lambda w, tp: w.heads // tp * w.head, lambda w, tp: w.d_model),
     "k_proj": _linear(lambda w, tp: w.groups // tp * w.head, lambda w, tp: w.d_model),
@@ -179,10 +180,10 @@ def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> d
     peak = spec.matrix_peak("bf16")
     # Square products of as many FLOPs, sides in whole tiles of 64.
     sides = [max(64, round((max(g, _SMALL) * 1e9 / 2) ** (1 / 3) / 64) * 64) for g in GFLOPS]
-    products = _seconds([OpCall("", "linear", (s, s, s), "bf16") for s in sides], latency)
+    products = _seconds([Op("linear", (s, s, s), "bf16") for s in sides], latency)
     matrix = [min(1.0, 2 * s**3 / t / peak) for s, t in zip(sides, products, strict=True)]
     moved = [max(m, _SMALL) * 1e6 for m in MEGABYTES]
-    passes = _seconds([OpCall("", "move", (int(b),), "bf16") for b in moved], latency)
+    passes = _seconds([Op("move", (int(b),), "bf16") for b in moved], latency)
     memory = [min(1.0, b / t / spec.bandwidth) for b, t in zip(moved, passes, strict=True)]
     box = cluster.box or cluster.size
     levels = [n for n in dict.fromkeys((box, cluster.size)) if n > 1]
@@ -296,7 +297,7 @@ def _sum_bytes(calls: Sequence[CommCall]) -> int:
     return int(sum(call.size * call.times for call in calls))
 
 
-def _seconds(calls: Sequence[OpCall], latency: OpLatency) -> np.ndarray:
+def _seconds(calls: Sequence[Op], latency: OpLatency) -> np.ndarray:
     """Seconds of operators, scales included, shape ``(n,)``."""
     unique = list(dict.fromkeys(calls))
     said = dict(zip(unique, np.asarray(latency(unique))[:, 0], strict=True))

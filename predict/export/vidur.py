@@ -15,8 +15,9 @@ import pandas as pd
 
 from ...common.errors import PlanError
 from ...common.files import write_text
+from ...features.operators.op import Op
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import OpCall, OpLatency
+from ...simulate.step.calls import OpLatency
 from ...simulate.step.plan import Group
 from ...simulate.step.workload import Workload
 from ..cluster.network import ClusterNetwork
@@ -234,22 +235,22 @@ def check_shards(work: Workload, tensor_parallel: Sequence[int]) -> None:
             )
 
 
-def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, OpCall]:
+def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, Op]:
     """Operators of a layer by the names that Vidur gives them."""
     d, heads, groups, inner = work.d_model, work.heads // tp, work.groups // tp, work.d_ff // tp
     # Gate and up projections are one product; ``matrices`` counts the down projection as well.
     wide = inner * (work.matrices - 1)
     act = "silu_and_mul" if work.gated else "gelu"
 
-    def linear(n: int, k: int) -> OpCall:
-        return OpCall("", "linear", (tokens, n, k), _DTYPE)
+    def linear(n: int, k: int) -> Op:
+        return Op("linear", (tokens, n, k), _DTYPE)
 
-    def rows(op: str, cols: int) -> OpCall:
-        return OpCall("", op, (tokens, cols), _DTYPE)
+    def rows(op: str, cols: int) -> Op:
+        return Op(op, (tokens, cols), _DTYPE)
 
     return {
         # A gather: each row of the table is read and written once.
-        "emb": OpCall("", "move", (2 * _WIDTH * tokens * d,), _DTYPE),
+        "emb": Op("move", (2 * _WIDTH * tokens * d,), _DTYPE),
         "input_layernorm": rows(work.norm, d),
         "attn_pre_proj": linear((heads + 2 * groups) * work.head, d),
         "attn_rope": rows("rope", (heads + groups) * work.head),
@@ -262,22 +263,20 @@ def _layer_calls(work: Workload, tp: int, tokens: int) -> dict[str, OpCall]:
     }
 
 
-def _attention_calls(
-    work: Workload, tp: int, chunk: int, cache: int, batch: int
-) -> dict[str, OpCall]:
+def _attention_calls(work: Workload, tp: int, chunk: int, cache: int, batch: int) -> dict[str, Op]:
     """Attention itself, and the write of new keys and values."""
     heads, groups, new = work.heads // tp, work.groups // tp, chunk or 1
-    shape = (batch, heads, groups, work.head, new, new + cache, 1)
+    shape = (batch, heads, groups, work.head, work.head, new, new + cache, 1)
     name = "attn_prefill" if chunk else "attn_decode"
     # Keys and values, each read once and written once into the paged cache.
     saved = 2 * 2 * _WIDTH * batch * new * groups * work.head
     return {
-        name: OpCall("", "attention", shape, _DTYPE),
-        "attn_kv_cache_save": OpCall("", "move", (saved,), _DTYPE),
+        name: Op("attention", shape, _DTYPE),
+        "attn_kv_cache_save": Op("move", (saved,), _DTYPE),
     }
 
 
-def _times(calls: Sequence[dict[str, OpCall]], latency: OpLatency) -> pd.DataFrame:
+def _times(calls: Sequence[dict[str, Op]], latency: OpLatency) -> pd.DataFrame:
     """Statistics of all operators; empty where a row has no such operator."""
     # Many rows share an operator; each distinct one is predicted once, all in one call.
     unique = list(dict.fromkeys(c for row in calls for c in row.values()))

@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, prod
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
-from ...features.ir.torch.translate import Place
+from ...features.operators.op import Op
 from ...features.operators.physics import resident_share
-from ...features.operators.schema import PARAMETERS
 from ...models.gpu.attention import attention_answer, lacks_bf16
 from ...models.gpu.depthwise import LOWER, UPPER, depthwise_seconds
 from ...models.gpu.memory_passes import shipped_constants, soft_maximum
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
-from ...models.operators.rows import rows_of_published
-from ...simulate.step.calls import OpCall
-from ..published.composition import kernel_us
-from ..published.opgraph import GraphOp, op_rows
 from .aten_reuse import Stream, streams
-from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Work
-from .step_operators import (
-    FAMILIES as STEP_FAMILIES,
-)
-from .step_operators import (
-    FLASH2,
-    MATRIX_SHARE,
-    MEMORY_SHARE,
-    REACH,
-    ROOFLINE_FACTOR,
-    TABLE_DTYPE,
-    OperatorLatency,
-    op_row,
-)
+from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Work, moving
+from .eager import eager_row
+from .prices import ROOFLINE, Row, held, price
+from .step_operators import FAMILIES as STEP_FAMILIES
+from .step_operators import FLASH2, TABLE_DTYPE, step_reach, step_row
 from .torch_attention import EFFICIENT, MATH, attention_backend
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
 #: Families of convolutions: cuDNN's in f32, timed alone, and MIOpen's fastest.
 _CONVOLUTIONS = ("eager/conv", "tuned/conv")
-#: Half-width of the roofline's interval for convolutions, as a factor either way. NeuSight's f32
-#: convolutions take 0.5 to 6 times the roofline on five chips (5 to 95 %), the latter those of few
-#: microseconds, whose launch is inside.
-_CONV_FACTOR = 2.5
 #: Time of memory-efficient attention over FlashAttention 2's, at most: that is 1.7 to 3 times as
 #: fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to 6).
 _EFFICIENT_FACTOR = 2.0
@@ -66,6 +46,8 @@ _CONV_DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
 _EMPTY, _SMALL, _LARGE, _LEAST, _MOST = 6 * 8192.0, 0.4, 32.0, 2e6, 1e9
+#: How keys of rows begin that say what a kernel takes by itself, not within whole steps.
+ALONE = ("eager/", "tuned/")
 #: Families of the model of operators that prices need; the others need not be read.
 FAMILIES = (*STEP_FAMILIES, *_ALONE, *_CONVOLUTIONS)
 
@@ -98,8 +80,7 @@ class AtenPrices:
         known = bundle is not None and (spec.runs_cuda or spec.name in bundle.devices)
         self._alone = bundle if known else None
         self._bundle = bundle
-        self._latency = OperatorLatency(spec, bundle)
-        self._factors = {PRODUCT: product, ATTENTION: attention}
+        self._factors = {"bmm": product, "attention": attention}
         self._rates: dict[bool, _Rates] = {}
 
     def __call__(
@@ -113,7 +94,7 @@ class AtenPrices:
         """
         times, sources = self._alone_each(found)
         self._place(times, found, kept)
-        return times, sources
+        return held(times, [w.op for w in found], self._spec), sources
 
     def _place(self, times: np.ndarray, found: Sequence[Work], kept: Collection[int]) -> None:
         """Change times of passes to what the caches hold of their tensors in the program."""
@@ -127,7 +108,7 @@ class AtenPrices:
             if at:
                 alone = self._moves([found[i].bytes for i in at], f32)
                 placed = np.array([self._stream(f32).seconds(near[i], self._cache) for i in at])
-                scale = np.array([found[i].scale for i in at])
+                scale = np.array([found[i].op.scale for i in at])
                 # What a norm takes beyond a pass of its traffic stays.
                 own = np.maximum(times[at, 0] / scale - alone + placed, placed) * scale
                 times[at] *= (own / times[at, 0])[:, None]
@@ -148,58 +129,39 @@ class AtenPrices:
 
     def _moves(self, sizes: Sequence[float], f32: bool) -> np.ndarray:
         """Seconds of passes of some bytes, as they are timed alone."""
-        works = [
-            Work("move", PASS, (), "f32" if f32 else "bf16", s, 1, 1.0, "", Place()) for s in sizes
-        ]
+        works = [moving("move", "f32" if f32 else "bf16", size) for size in sizes]
         return self._alone_each(works)[0][:, 0]
 
     def _alone_each(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
         """Times as of ``__call__``, each kernel as it is timed again and again alone."""
-        times = np.empty((len(found), 3))
-        sources = ["roofline"] * len(found)
-        graph_ops = [self._timed_alone(w) for w in found]
-        at = [i for i, op in enumerate(graph_ops) if op is not None]
+        rows = [None if self._calls_library(w) else self.row(w) for w in found]
+        reaches = [step_reach(w.op, self._spec) for w in found]
+        ops = [_as_computed(w, self._spec) for w in found]
+        times, keys, _ = price(ops, rows, reaches, self._spec, self._bundle)
+        sources = [_source(w, key) for w, key in zip(found, keys, strict=True)]
+        for i, work in enumerate(found):
+            times[i] *= self._factor(work, keys[i])
+            if keys[i] == ROOFLINE and _is_depthwise(work):
+                times[i] = self._depthwise(work)
+            if _stands_in(rows[i], work):
+                times[i] *= [1.0, 1.0 / _OTHER_KERNEL, _OTHER_KERNEL]
+        at = [i for i, w in enumerate(found) if self._calls_library(w)]
         if at:
-            own, keys = self._of_calls([op for op in graph_ops if op is not None])
-            times[at] = own * np.array([[found[i].scale] for i in at])
-            for i, key in zip(at, keys, strict=True):
-                sources[i] = f"learned:{key}"
-        convolutions = [i for i, w in enumerate(found) if w.kind == CONVOLUTION]
-        for i in convolutions:
-            direct = _is_depthwise(found[i])
-            times[i] = (self._depthwise if direct else self._by_roofline)(found[i])
-        rows = [(i, row) for i in convolutions if (row := self._conv_row(found[i])) is not None]
-        if rows:
-            own, keys = self._of_rows([row for _, row in rows])
-            for (i, row), t, key in zip(rows, own, keys, strict=True):
-                wide = _OTHER_KERNEL if _stands_in(row, found[i]) else 1.0
-                times[i] = t * np.array([1.0, 1.0 / wide, wide])
-                sources[i] = f"learned:{key}"
-        own_kernel = [i for i, w in enumerate(found) if self._calls_library(w)]
-        if own_kernel:
-            answer = attention_answer(
-                [_attention_call(found[i]) for i in own_kernel], self, self._spec
-            )
-            times[own_kernel] = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
-            longer = [_other_library(self._spec, found[i]) for i in own_kernel]
-            times[own_kernel, 2] = np.maximum(times[own_kernel, 2], answer.latency * longer)
-            for i, source in zip(own_kernel, answer.source, strict=True):
+            answer = attention_answer([_attention_call(found[i]) for i in at], self, self._spec)
+            times[at] = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
+            longer = [_other_library(self._spec, found[i]) for i in at]
+            times[at, 2] = np.maximum(times[at, 2], answer.latency * longer)
+            for i, source in zip(at, answer.source, strict=True):
                 sources[i] = str(source)
-        done = {*at, *convolutions, *own_kernel}
-        rest = [i for i in range(len(found)) if i not in done]
-        if rest:
-            calls = [self._call(found[i]) for i in rest]
-            own = self._latency(calls)
-            for i, call, t in zip(rest, calls, own, strict=True):
-                factor = self._factors.get(found[i].kind, 1.0)
-                times[i] = t * factor
-                if self._latency.scopes[call] != "roofline":
-                    sources[i] = f"learned:{call.op}"
-            batched = [i for i in rest if found[i].kind == PRODUCT and found[i].shape[0] > 1]
-            for i in batched:
-                times[i] = self._by_roofline(found[i])
-                sources[i] = "roofline"
         return times, sources
+
+    def _factor(self, work: Work, key: str) -> float:
+        """What whole steps taught of a kernel that is priced as theirs are."""
+        return (
+            1.0
+            if key.startswith(ALONE) or _several(work)
+            else self._factors.get(work.op.family, 1.0)
+        )
 
     def _calls_library(self, work: Work) -> bool:
         """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
@@ -212,20 +174,20 @@ class AtenPrices:
         self._bundle.devices.setdefault(device.name, device)
         return self._bundle.predict(rows.assign(key=key, device=device.name))
 
-    def _timed_alone(self, work: Work) -> GraphOp | None:
-        """An f32 kernel as published op graphs name it; ``None`` if they have none such."""
-        if self._alone is None or work.dtype != "f32" or work.kind in (ATTENTION, CONVOLUTION):
+    def row(self, work: Work) -> Row | None:
+        """What the model of operators is asked for a kernel; ``None`` where it is the roofline."""
+        if work.kind == CONVOLUTION:
+            return self._conv_row(work)
+        if self._alone is not None and work.dtype == "f32" and work.kind != ATTENTION:
+            return eager_row(
+                _stand_in(work) if work.shape[:1] == (1,) and work.kind == PRODUCT else work.op
+            )
+        several = work.kind == PRODUCT and work.shape[0] > 1
+        if self._bundle is None or not self._spec.runs_cuda or several:
             return None
-        if work.kind == PRODUCT:
-            b, m, n, k = work.shape
-            return GraphOp("Linear", (m, k, n)) if b == 1 else GraphOp("BMM", (b, m, k, n))
-        if work.kind == NORM:
-            return GraphOp("VECln", work.shape)
-        if work.kind == SOFTMAX:
-            return GraphOp("VECsoftmax", work.shape)
-        return GraphOp("MOVE", (work.bytes,))
+        return step_row(_stand_in(work), self._spec)
 
-    def _conv_row(self, work: Work) -> dict[str, object] | None:
+    def _conv_row(self, work: Work) -> Row | None:
         """A convolution as tables of operators have it; ``None`` if nothing was measured like it.
 
         AMD's were measured in all directions and types. cuDNN's were measured forward, in full f32
@@ -235,7 +197,7 @@ class AtenPrices:
         if self._alone is None or sizes is None or work.dtype not in _CONV_DTYPES:
             return None
         if spec.vendor == "AMD":
-            kind = {"family": "conv", "source": "MIOpen", "dtype": _CONV_DTYPES[work.dtype]}
+            kind = {"key": "tuned/conv", "family": "conv", "dtype": _CONV_DTYPES[work.dtype]}
             return {**kind, **sizes}
         tf32 = spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
         square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}
@@ -246,88 +208,8 @@ class AtenPrices:
         # The gradient of the image is a convolution of the same kind with the channels swapped.
         ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
         own = {"batch": sizes["n"], "cin": sizes[ends[0]], "cout": sizes[ends[1]]}
-        row = {"family": "conv", "source": "neusight", "dtype": "fp32", "op": "conv", **own}
+        row = {"key": "eager/conv", "family": "conv", "dtype": "fp32", "op": "conv", **own}
         return {**row, "insize": sizes["h"], "ksize": 3, "stride": 1, "pad": 1}
-
-    def _of_calls(self, ops: Sequence[GraphOp]) -> tuple[np.ndarray, list[str]]:
-        return self._of_rows([{"source": "neusight", **op_rows(op, "fp32")} for op in ops])
-
-    def row(self, work: Work) -> dict[str, Any] | None:
-        """What the model of operators is asked for a kernel; ``None`` where it is the roofline."""
-        if (op := self._timed_alone(work)) is not None:
-            return self._first({"source": "neusight", **op_rows(op, "fp32")})
-        if work.kind == CONVOLUTION:
-            own = self._conv_row(work)
-            return None if own is None else self._first(own)
-        batched = work.kind == PRODUCT and work.shape[0] > 1
-        call = self._call(work)
-        if self._latency.model is None or call.dtype not in TABLE_DTYPE or batched:
-            return None
-        return op_row(call, self._spec)
-
-    def _first(self, row: dict[str, object]) -> dict[str, Any]:
-        found = self._published([row]).iloc[0].to_dict()
-        return {str(name): value for name, value in found.items() if pd.notna(value)}
-
-    def _published(self, rows: Sequence[dict[str, object]]) -> pd.DataFrame:
-        """Rows of published tables as the model of operators takes them."""
-        frame = pd.DataFrame(rows).assign(device=self._spec.name)
-        names = ("b", "m", "rows", "cols", "n_in", *PARAMETERS["conv"], *PARAMETERS["conv_nd"])
-        whole = [c for c in names if c in frame]
-        frame = frame.astype(dict.fromkeys(whole, "Int64"))
-        return rows_of_published(frame, lambda _: self._spec)
-
-    def _of_rows(self, rows: Sequence[dict[str, object]]) -> tuple[np.ndarray, list[str]]:
-        """Times of rows of published tables within a stream of kernels, and their families."""
-        assert self._alone is not None
-        # The last one has almost no work: what it takes is the launch.
-        least = {"source": "neusight", **op_rows(GraphOp("VECrelu", (1, 1024)), "fp32")}
-        table = self._published([*rows, least])
-        self._alone.devices.setdefault(self._spec.name, self._spec)
-        said = self._alone.predict(table)
-        seconds = np.stack([said.latency, said.lo, said.hi], axis=1)
-        launch = float(seconds[-1, 0]) * 1e6
-        own = seconds[:-1]
-        eager = table["source"].to_numpy()[:-1] == "neusight"
-        # Device time, which tuned libraries are measured by, has no launch inside.
-        streamed = [
-            kernel_us(t * 1e6, launch) * 1e-6 if e else t
-            for t, e in zip(own[:, 0], eager, strict=True)
-        ]
-        # What is left after the launch errs by the same share, as in op graphs.
-        keys = list(map(str, table["key"][:-1]))
-        return own / own[:, :1] * np.array(streamed)[:, None], keys
-
-    def _call(self, work: Work) -> OpCall:
-        name, dtype = work.name, work.dtype
-        if work.kind == PRODUCT:
-            b, m, n, k = work.shape
-            return OpCall(name, "linear", (b * m, n, k), dtype, work.scale)
-        if work.kind == ATTENTION:
-            return OpCall(name, "attention", work.shape, dtype, work.scale)
-        if work.kind == NORM:
-            kind = "rmsnorm" if "rms" in name else "layernorm"
-            return OpCall(name, kind, work.shape, dtype, work.scale)
-        return OpCall(name, "move", (max(1, round(work.bytes)),), dtype, work.scale)
-
-    def _by_roofline(self, work: Work) -> np.ndarray:
-        """Products of many matrices and convolutions, with the traffic of their own tensors."""
-        b, m, n, k = work.shape
-        rate = work.dtype
-        # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
-        if work.kind == CONVOLUTION and rate == "f32" and self._spec.runs_cuda:
-            rate = "tf32"
-        peak = self._spec.matrix_peak(rate) * MATRIX_SHARE
-        moved = work.bytes / (self._spec.bandwidth * MEMORY_SHARE)
-        middle = (max(2.0 * b * m * n * k / peak, moved) + self._spec.floor) * work.scale
-        reach = REACH.get(self._spec.vendor)
-        if reach is not None and work.kind == PRODUCT and rate in TABLE_DTYPE:
-            flops, traffic = np.array([2.0 * b * m * n * k]), np.array([work.bytes])
-            peaks = np.array([self._spec.matrix_peak(FORMATS[rate].rate)])
-            found = reach.seconds(flops, traffic, peaks, self._spec.bandwidth)
-            middle = float(found[0]) * work.scale
-        wide = _CONV_FACTOR if work.kind == CONVOLUTION else ROOFLINE_FACTOR
-        return np.array([middle, middle / wide, middle * wide])
 
     def _depthwise(self, work: Work) -> np.ndarray:
         """A depthwise convolution by a direct kernel, with a wide interval."""
@@ -349,8 +231,31 @@ class AtenPrices:
             # tensors are read from L2 once for each tap.
             cache = self._spec.levels[0].bandwidth * memory.cache
             seconds = soft_maximum(seconds, np.array([2.0 * width * multiplied / cache]))
-        middle = (float(seconds[0]) + self._spec.floor) * work.scale
+        middle = (float(seconds[0]) + self._spec.floor) * work.op.scale
         return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
+
+
+def _as_computed(work: Work, spec: DeviceSpec) -> Op:
+    """A kernel's operator in the format that it multiplies."""
+    # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
+    narrow = work.kind == CONVOLUTION and work.dtype == "f32" and spec.runs_cuda
+    return work.op._replace(dtype="tf32") if narrow else work.op
+
+
+def _stand_in(work: Work) -> Op:
+    """The operator of a step that a kernel is priced as."""
+    op = work.op
+    if work.kind == PRODUCT and not _several(work):
+        return op._replace(family="linear", shape=op.shape[1:])
+    if work.kind == SOFTMAX:
+        return op._replace(family="move", shape=(max(1, round(work.bytes)),))
+    return op
+
+
+def _source(work: Work, key: str) -> str:
+    if key == ROOFLINE:
+        return key
+    return f"learned:{key if key.startswith(ALONE) else _stand_in(work).family}"
 
 
 def attention_library(spec: DeviceSpec, work: Work, *, cudnn: bool = True) -> str:
@@ -381,6 +286,11 @@ def _attention_call(work: Work) -> dict[str, int]:
     return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
 
 
+def _several(work: Work) -> bool:
+    """Whether a kernel multiplies a batch of matrices."""
+    return work.kind == PRODUCT and work.shape[0] > 1
+
+
 def _is_depthwise(work: Work) -> bool:
     """Whether a convolution has one channel of its input in each group."""
     sizes = work.conv
@@ -394,6 +304,11 @@ def _runs_own_kernel(work: Work) -> bool:
     return work.dtype == "f32" or taps not in _CUDNN_TAPS
 
 
-def _stands_in(row: Mapping[str, object], work: Work) -> bool:
+def _stands_in(row: Row | None, work: Work) -> bool:
     """Whether a gradient of weights is priced as a forward pass."""
-    return row["op"] == "conv" and work.conv is not None and work.conv["op"] == "bwd_weights"
+    return (
+        row is not None
+        and row["op"] == "conv"
+        and work.conv is not None
+        and work.conv["op"] == "bwd_weights"
+    )

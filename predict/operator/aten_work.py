@@ -7,8 +7,9 @@ chains of them fused, as ``torch.compile`` generates them (:func:`fused`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, log2, prod
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from ...features.ir.torch.table import is_solver
 from ...features.ir.torch.translate import Place
+from ...features.operators.op import Op
 from ...models.gpu.attention import backward_ratio
 from .aten_lookups import LOOKUPS, read_traffic, write_traffic
 from .aten_reuse import Use
@@ -65,20 +67,25 @@ _OPAQUE = (
 )
 
 
+#: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
+_KINDS = {
+    "bmm": PRODUCT,
+    "conv": CONVOLUTION,
+    "attention": ATTENTION,
+    "layernorm": NORM,
+    "rmsnorm": NORM,
+    "softmax": SOFTMAX,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A kernel, or several of one operator.
 
     Attributes:
-        name: Operator, or operators that are fused, joined by plus signs.
-        kind: ``product`` (shape: batch, rows, columns, depth), ``convolution`` (that of the product
-            it computes; the bytes are its tensors'), ``attention`` (batch, heads, groups, size,
-            queries, keys, causal), ``norm`` and ``softmax`` (rows, columns), or ``pass``.
-        shape: By kind; empty for a pass.
-        dtype: ``bf16``, ``f16``, ``fp8`` or ``f32``.
-        bytes: Traffic.
+        op: What it computes, named as the operator, or operators that are fused, joined by plus
+            signs; its traffic is that of its own tensors.
         launches: Calls of the host.
-        scale: Factor on the time of the shape.
         phase: ``forward``, ``backward`` or ``optimizer``.
         place: Where in the model it belongs.
         conv: Of a convolution its direction (``op``) and sizes, as tables of operators have them
@@ -87,18 +94,55 @@ class Work:
         masked: Of attention whether it reads a mask.
     """
 
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: float
-    launches: int
-    scale: float
-    phase: str
-    place: Place
+    op: Op
+    launches: int = 1
+    phase: str = "forward"
+    place: Place = field(default_factory=Place)
     conv: Mapping[str, object] | None = None
     uses: tuple[Use, ...] = ()
     masked: bool = False
+
+    @property
+    def name(self) -> str:
+        """Operator, or operators that are fused."""
+        return self.op.name
+
+    @property
+    def dtype(self) -> str:
+        """``bf16``, ``f16``, ``fp8`` or ``f32``."""
+        return self.op.dtype
+
+    @property
+    def kind(self) -> str:
+        """``product``, ``convolution``, ``attention``, ``norm``, ``softmax`` or ``pass``."""
+        return _KINDS.get(self.op.family, PASS)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes; nothing for a pass.
+
+        Batch, rows, columns and depth of products and convolutions; batch, heads, groups, size,
+        queries, keys and causal of attention; rows and columns of norms and softmax.
+        """
+        if self.kind == PASS:
+            return ()
+        own = self.op.shape
+        return (*own[:4], *own[5:]) if self.kind == ATTENTION else own
+
+    @property
+    def bytes(self) -> float:
+        """Traffic."""
+        return self.op.moved()
+
+    def but(self, **changes: Any) -> Work:
+        """The kernel with another operator: fields of :class:`Op`."""
+        return replace(self, op=self.op._replace(**changes))
+
+
+def moving(name: str, dtype: str, moved: float, **where: Any) -> Work:
+    """A pass over memory of some bytes."""
+    op = Op("move", (max(1, round(moved)),), dtype, name=name, traffic=moved)
+    return Work(op, **where)
 
 
 def check_priced(calls: Sequence[AtenCall]) -> None:
@@ -146,7 +190,7 @@ def _copies(call: AtenCall) -> list[Work]:
         return []
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     return [
-        Work("contiguous", PASS, (), dtype, 2.0 * t.bytes, 1, 1.0, call.phase, call.place)
+        moving("contiguous", dtype, 2.0 * t.bytes, phase=call.phase, place=call.place)
         for t in call.inputs[: 2 if call.name.endswith("backward") else 1]
         if not t.contiguous
     ]
@@ -154,22 +198,13 @@ def _copies(call: AtenCall) -> list[Work]:
 
 def _works(call: AtenCall) -> list[Work]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
-    base = Work(
-        call.name.removeprefix("aten."),
-        PASS,
-        (),
-        dtype,
-        _traffic(call),
-        1,
-        1.0,
-        call.phase,
-        call.place,
-    )
+    name = call.name.removeprefix("aten.")
+    base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
     if call.name in _PRODUCTS:
-        return [replace(base, kind=PRODUCT, shape=_product(call))]
+        return [base.but(family="bmm", shape=_product(call))]
     if call.name == "aten.convolution":
         own = _conv_sizes(call, "fwd")
-        return [replace(base, kind=CONVOLUTION, shape=_convolution(call), conv=own)]
+        return [replace(base.but(family="conv", shape=_convolution(call)), conv=own)]
     if call.name == "aten.convolution_backward":
         return _convolution_backward(call, base)
     if "scaled_dot_product" in call.name:
@@ -178,35 +213,46 @@ def _works(call: AtenCall) -> list[Work]:
         cols = _row(call)
         rows = prod(call.inputs[0].shape) // cols
         times = _NORM_BACKWARD if call.name.endswith("backward") else 1
-        return [replace(base, kind=NORM, shape=(rows, cols), scale=float(times), launches=times)]
+        norm = base.but(
+            family="rmsnorm" if "rms" in name else "layernorm",
+            shape=(rows, cols),
+            scale=float(times),
+            traffic=base.bytes / times,
+        )
+        return [replace(norm, launches=times)]
     if call.name in ("aten._softmax", "aten._log_softmax", "aten._safe_softmax"):
         shape = call.inputs[0].shape
         cols = shape[-1] if shape else 1
-        return [replace(base, kind=SOFTMAX, shape=(prod(shape) // max(cols, 1), cols))]
+        return [base.but(family="softmax", shape=(prod(shape) // max(cols, 1), cols))]
     if call.name == "aten.native_dropout_backward":
         # Converts the mask, scales it and multiplies the gradient by it: three kernels, two, two
         # and three tensors but for the mask's byte (native_dropout_backward of PyTorch).
         wide = call.outputs[0].bytes
-        return [replace(base, bytes=float(6 * wide + call.inputs[1].bytes), launches=3)]
+        return [_moves(base, float(6 * wide + call.inputs[1].bytes), 3)]
     if call.name.startswith("aten._fft"):
         return [_transform(call, base)]
     if call.name == "aten.nll_loss_backward":
         # Fills the gradient with zeros, then writes one value of each row (NLLLoss2d.cu and
         # Loss.cu of PyTorch); the values of the forward pass are not read.
-        return [replace(base, bytes=float(base.bytes - call.inputs[1].bytes), launches=2)]
+        return [_moves(base, base.bytes - call.inputs[1].bytes, 2)]
     if call.name in SORTS:
         # A radix sort passes over the keys once for each byte of them, as CUB's: of values with
         # their indices for a sort, of the values alone to select the largest.
         digits = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         each = 2 * sum(t.bytes for t in call.outputs) if call.name == "aten.sort" else None
-        return [replace(base, bytes=digits * float(each or call.inputs[0].bytes))]
+        return [_moves(base, digits * float(each or call.inputs[0].bytes))]
     kernels = write_traffic(call)
     if kernels is not None:
-        return [replace(base, bytes=moved) for moved in kernels]
+        return [_moves(base, moved) for moved in kernels]
     if "_foreach" in call.name or "_fused" in call.name:
         lists = len(call.outputs)
         return [replace(base, launches=max(1, ceil(lists / _LIST)))]
     return [base]
+
+
+def _moves(base: Work, moved: float, launches: int = 1) -> Work:
+    """The pass with another traffic, by some launches."""
+    return replace(base.but(shape=(max(1, round(moved)),), traffic=moved), launches=launches)
 
 
 def _transform(call: AtenCall, base: Work) -> Work:
@@ -226,7 +272,7 @@ def _transform(call: AtenCall, base: Work) -> Work:
         passes += max(0, ceil(log2(max(size, 2)) / _FFT_BITS) - 1)
     real = call.name == "aten._fft_c2r"
     moved = 2.0 * passes * largest + 2.0 * real * given.bytes + 2.0 * (norm != 0) * made.bytes
-    return replace(base, bytes=moved, launches=len(dims) + real + (norm != 0))
+    return _moves(base, moved, len(dims) + real + (norm != 0))
 
 
 def _largest_prime(number: int) -> int:
@@ -277,7 +323,9 @@ def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
     # Each reads two of the three tensors and writes one as large as the third.
     moved = float(gradient.bytes + given.bytes + weight.bytes)
     return [
-        replace(base, kind=CONVOLUTION, shape=shape, bytes=moved, conv=_conv_sizes(forward, name))
+        replace(
+            base.but(family="conv", shape=shape, traffic=moved), conv=_conv_sizes(forward, name)
+        )
         for (name, shape), own in zip(both, wanted[:2], strict=True)
         if own
     ]
@@ -317,13 +365,15 @@ def _attention(call: AtenCall, base: Work) -> Work:
     # Backward has the gradient before queries, keys and values.
     q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])
     causal = any(n is True for n in call.numbers)
-    shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-2], k[-2], int(causal))
+    shape = (prod(q[:-3]), q[-3], k[-3], q[-1], q[-1], q[-2], k[-2], int(causal))
     scale = float(backward_ratio(np.array([q[-1]]))[0]) if backward else 1.0
     # Recorded on the CPU; a GPU has other kernels of the same name.
     name = "scaled_dot_product_attention" + "_backward" * backward
     # Backward also the result and the sums of its rows.
     masked = len(call.inputs) > (6 if backward else 3)
-    return replace(base, name=name, kind=ATTENTION, shape=shape, scale=scale, masked=masked)
+    traffic = base.bytes / scale
+    own = base.but(name=name, family="attention", shape=shape, scale=scale, traffic=traffic)
+    return replace(own, masked=masked)
 
 
 def _row(call: AtenCall) -> int:
@@ -431,4 +481,5 @@ class _Fusion:
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
         dtype = ALIASES.get(last.outputs[0].dtype, "f32")
-        return Work(name, PASS, (), dtype, total, 1, 1.0, last.phase, last.place, uses=tuple(uses))
+        where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}
+        return moving(name, dtype, total, **where)

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
-
-import numpy as np
-import pandas as pd
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import DTYPE_BITS
+from ...features.operators.op import ABSORBED, EXPANDED, Op
 from ...models.operators import OpModel
-from ...simulate.serving.forward import LATENT, MLA_HEAD, MLA_VALUE, ROTATED, SHAPES, ServeOp
 from ..locate import find_model
-from .step_operators import REACH, Reach
+from .prices import REACH, Reach, Row, arithmetic_share, price, weight_only
+from .step_operators import named
 
 #: Families of the model that serving asks; the others need not be read.
 FAMILIES = (
@@ -74,6 +71,10 @@ _MOE = {
 _ALL_EXPERTS, _REACHING = ("fp8", "fp8_block"), 4.0
 #: Distribution of tokens over experts of the tables that serving runs show (``ROUTING_SKEW``).
 ROUTING = "power_law_1.2"
+#: Kernels of a captured graph are replayed, so that the roofline's fixed cost of a kernel is what
+#: one waits for the next, not a launch: as the tables' passes over memory, half of a graph-timed
+#: product's 5200 cycles (docs/operators.md).
+_REPLAYED = Reach(1.5e-6)
 #: Names of formats in the tables.
 _TABLE_DTYPE = {"int4": "int4_wo", "mxfp4": "w4a16_mxfp4", "f16": "bf16"}
 #: Format that stands for another in a kernel's table where the table lacks it.
@@ -102,34 +103,28 @@ class ServingLatency:
         self.spec = spec
         self.backend = BACKENDS.get(framework, "vllm")
         self.model = model if spec.runs_cuda else None
-        if self.model is not None and spec.name not in self.model.devices:
-            self.model.devices[spec.name] = spec
-        self._known: dict[ServeOp, float] = {}
+        self._known: dict[Op, float] = {}
 
-    def prepare(self, ops: Sequence[ServeOp]) -> None:
+    def prepare(self, ops: Sequence[Op]) -> None:
         """Ask for many operators at once."""
         new = [op for op in dict.fromkeys(ops) if op not in self._known]
         if not new:
             return
-        times = roofline(new, self.spec)
-        if self.model is not None:
-            asked = [(i, self._row(op)) for i, op in enumerate(new)]
-            at = [i for i, row in asked if row is not None]
-            if at:
-                rows = pd.DataFrame([row for _, row in asked if row is not None])
-                times[at] = self.model.predict(rows).latency
+        rows = [self._row(op) if self.model else None for op in new]
+        vendor = REACH.get(self.spec.vendor)
+        reaches = [vendor.of(op) if vendor else _REPLAYED for op in new]
+        times = price(new, rows, reaches, self.spec, self.model).times[:, 0]
         self._known.update(zip(new, times.tolist(), strict=True))
 
-    def __call__(self, op: ServeOp) -> float:
+    def __call__(self, op: Op) -> float:
         """Seconds of an operator."""
         if op not in self._known:
             self.prepare([op])
         return self._known[op]
 
-    def arithmetic(self, op: ServeOp) -> float:
+    def arithmetic(self, op: Op) -> float:
         """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
-        compute = op.flops() / _peak(op, self.spec)
-        return compute / (compute + op.moved() / self.spec.bandwidth)
+        return arithmetic_share(op, self.spec)
 
     def _kernel(self, table: dict[tuple[str, str], str], dtype: str) -> tuple[str, str, str] | None:
         """Backend, kernel and format in the tables that an operator is looked up as."""
@@ -145,34 +140,29 @@ class ServingLatency:
                     return backend, table[backend, name], _TABLE_DTYPE.get(name, name)
         return None
 
-    def _row(self, op: ServeOp) -> dict[str, Any] | None:
+    def _row(self, op: Op) -> Row | None:
         """Row for the model of operators; ``None`` for what it does not know."""
-        sizes: dict[str, Any] = {"device": self.spec.name, "distribution": "", "kv_dtype": ""}
-        if op.kind in SHAPES:
-            sizes |= dict(zip(SHAPES[op.kind], op.shape, strict=True))
+        sizes = op.sizes()
         dtype = "bf16" if op.dtype == "f16" else op.dtype
-        if op.kind == "linear":
+        if op.family == "linear":
             found = self._kernel(_LINEAR, dtype)
-            return found and {**sizes, **_named("linear", *found), "b": 1}
-        if op.kind == "moe":
+            return found and {**sizes, **named("graph/linear", *found), "b": 1}
+        if op.family == "moe":
             found = self._kernel(_MOE, dtype)
             if self.backend == "vllm" and found and found[2] in _ALL_EXPERTS:
                 reached = ceil(_REACHING * sizes["experts"] / sizes["topk"])
                 sizes["tokens"] = max(sizes["tokens"], reached)
-            return found and {**sizes, **_named("moe", *found), "distribution": ROUTING}
-        if op.kind == "bmm":
+            return found and {**sizes, **named("graph/moe", *found), "distribution": ROUTING}
+        if op.family == "bmm":
             kernel = {"vllm": "vllm_torch_bmm", "sglang": "sglang_torch_bmm"}
             name = kernel.get(self.backend, "trtllm_bmm_out")
-            return {**sizes, **_named("bmm", self.backend, name, "bf16")}
-        if op.kind in ("prefill", "decode", "mla_prefill", "mla_decode"):
-            return {**sizes, **self._attention(op)}
-        return None
+            return {**sizes, **named("graph/bmm", self.backend, name, "bf16")}
+        return self._attention(op) if op.family == "attention" else None
 
-    def _attention(self, op: ServeOp) -> dict[str, Any]:
-        cache = "fp8" if op.cache in ("fp8", "int8") else "bf16"
+    def _attention(self, op: Op) -> Row:
         hopper = self.spec.architecture == "hopper"
-        latent = op.kind.startswith("mla")
-        decoding = op.kind.endswith("decode")
+        latent = op.variant in (ABSORBED, EXPANDED)
+        sizes = op.sizes()
         if latent:
             backend, kernel = ("trtllm", "default")
             if self.backend == "sglang" and hopper:
@@ -185,58 +175,14 @@ class ServingLatency:
             backend, kernel = ("sglang", "flash_attention")
         else:
             backend, kernel = ("vllm", "vllm_flash_attn_fa3" if hopper else "vllm_flash_attn_fa2")
-        family = ("generation" if decoding else "context") + ("_mla" if latent else "_attention")
-        columns = _named(family, backend, kernel, "bf16") | {"kv_dtype": cache, "window": op.window}
-        columns |= {"causal": 1}
-        if decoding:
-            columns["q_len"] = 1
-        if latent:
-            width = (LATENT + ROTATED, LATENT) if decoding else (MLA_HEAD, MLA_VALUE)
-            columns |= {"head_dim": width[0], "v_head_dim": width[1]}
-            columns["kv_heads"] = 1 if decoding else op.shape[1]
-        return columns
-
-
-def _named(family: str, backend: str, kernel: str, dtype: str) -> dict[str, Any]:
-    return {
-        "key": f"graph/{family}",
-        "family": family,
-        "op": family,
-        "backend": backend,
-        "kernel": kernel,
-        "dtype": dtype,
-    }
+        phase = "generation" if sizes["q_len"] == 1 else "context"
+        key = f"graph/{phase}_{'mla' if latent else 'attention'}"
+        cache = "fp8" if op.cache in ("fp8", "int8") else "bf16"
+        columns = named(key, backend, kernel, "bf16") | {"kv_dtype": cache, "window": op.window}
+        return sizes | columns
 
 
 def _peakless(dtype: str, spec: DeviceSpec) -> bool:
     """Whether a device has no units for a format that is multiplied as it is."""
     unit = FORMATS[dtype].rate
     return DTYPE_BITS[unit] < 16 and unit not in spec.peak_flops
-
-
-def weight_only(dtype: str, spec: DeviceSpec) -> bool:
-    """Whether a device widens weights of a 4-bit float to 16 bits, for want of units for them."""
-    # Types without units of their own have the rate of the next wider one.
-    return dtype in ("nvfp4", "mxfp4") and spec.matrix_peak("f4e2m1fn") <= spec.matrix_peak(
-        "f8e4m3fn"
-    )
-
-
-def _peak(op: ServeOp, spec: DeviceSpec) -> float:
-    # The nearest wider type where there are no units for this one.
-    return spec.matrix_peak("bf16" if weight_only(op.dtype, spec) else FORMATS[op.dtype].rate)
-
-
-#: Formats with scales for blocks of operands.
-_SCALED = ("fp8_block", "nvfp4", "mxfp4")
-
-
-def roofline(ops: Sequence[ServeOp], spec: DeviceSpec) -> np.ndarray:
-    """Seconds of operators by the roofline, shape ``(n,)``."""
-    reach = REACH.get(spec.vendor, Reach())
-    share = np.array([reach.scaled if op.dtype in _SCALED else reach.matrix for op in ops])
-    gap = np.array([reach.experts if op.kind == "moe" else reach.gap for op in ops])
-    flops = np.array([op.flops() / _peak(op, spec) for op in ops]) / share
-    moved = np.array([op.moved() for op in ops]) / (spec.bandwidth * reach.memory)
-    work = np.maximum(flops, moved) if reach.beside else flops + moved
-    return np.asarray(work + gap)

@@ -30,7 +30,7 @@ from ..groups import Group, grouped
 from ..locate import OPERATOR_MODEL, find_model
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
-from .aten_prices import FAMILIES, AtenPrices, attention_library
+from .aten_prices import ALONE, FAMILIES, AtenPrices, attention_library
 from .aten_work import (
     ATTENTION,
     PRODUCT,
@@ -374,7 +374,7 @@ def price_works(
     times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.
-    alone = np.array([s.startswith(("learned:eager", "learned:tuned")) for s in sources])
+    alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
     rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
     ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
     down, up = np.hypot(combined_spread(ends, rho), RUN_ERROR * total)

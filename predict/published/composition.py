@@ -22,14 +22,10 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ..cluster.spread import combined_spread
+from ..operator.eager import kernel_us
 from .graph_program import GraphProgram, graph_programs
 from .opgraph import COLLECTIVES
 
-#: Shortest time of a kernel in a stream of kernels, in microseconds: its start, and the gap before
-#: the next. With NeuSight's measured nodes, subtracting all of the launch but this lowers the mean
-#: error of forward passes from 8.0 to 3.4 % and of backward passes from 8.4 to 5.8 %
-#: (docs/collectives.md, "Op graphs").
-KERNEL_US = 3.0
 #: Size of a bucket of gradients in bytes: the default ``bucket_cap_mb`` of PyTorch's
 #: DistributedDataParallel (Li et al., VLDB 2020). The last one is reduced after the backward pass
 #: has ended, so nothing hides it.
@@ -141,18 +137,6 @@ def _step(
         "communication_ms": exposed,
     }
     return {name: value / 1e3 for name, value in figures.items()}
-
-
-def kernel_us(time: float, launch: float, joins: bool = False) -> float:
-    """Estimate a kernel's time within a stream of kernels, in microseconds.
-
-    Args:
-        time: Latency measured alone.
-        launch: Latency, measured alone, of an operation with almost no work.
-        joins: Whether it is part of another kernel, so that it has no floor of its own.
-    """
-    # Operations shorter than the probe are noise around the launch: they keep the floor alone.
-    return max(time - launch, 0.0) + (0.0 if joins else min(KERNEL_US, time))
 
 
 def _communication(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ..operator.eager import PROBE
 from .graph_layers import Variant, label_layers, node_repeats, parse_variant
 from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, element_width, graph_ops, op_rows
 
@@ -113,7 +114,7 @@ def graph_programs(labels: pd.DataFrame, graphs: pd.DataFrame) -> GraphPrograms:
 
 
 def _probe(label: dict[str, object]) -> dict[str, object]:
-    return {"device": label["device"], **op_rows(GraphOp("VECrelu", (1, 1024)), _dtype(label))}
+    return {"device": label["device"], **op_rows(GraphOp("VECrelu", PROBE.shape), _dtype(label))}
 
 
 def _dtype(label: dict[str, object]) -> str:

@@ -37,6 +37,8 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.cost.formats import FORMATS
+from ...features.operators.op import Op
+from ..operator.eager import BINARY, eager_row
 
 #: Columns of the published op schema that graphs need.
 OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in")
@@ -44,11 +46,6 @@ OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in
 PHASES = {"fw": "FwOps", "bw": "BwOps", "acc": "AccOps"}
 #: Operations that go over links.
 COLLECTIVES = ("ALLREDUCE", "ALLREDUCE_ASYNC", "SENDRECV")
-#: Columns of the tensor that stands for moved data. Engineering choice: the latency of an
-#: element-wise op depends on the product of rows and columns.
-MOVED_COLS = 1024
-# Element-wise ops with two operands; each has a tensor-scalar form with the suffix ``u``.
-_BINARY = ("add", "mul", "div", "pow", "sub")
 # Nodes of a traced graph that launch no kernel, whatever their lists say.
 _VIEWS = ("getitem", "misc", "output", "Weight")
 
@@ -171,7 +168,7 @@ def _moves(op: GraphOp) -> bool:
 def _forward(op: GraphOp, node: dict[str, object], width: int) -> GraphOp:
     if op.kind == "MEM":
         return _move(width * sum(_elements(shape) for shape in op.shape))
-    if op.kind.startswith("VEC") and op.kind[3:] in _BINARY and _broadcasts(node):
+    if op.kind.startswith("VEC") and op.kind[3:] in BINARY and _broadcasts(node):
         return GraphOp(op.kind + "u", op.shape)
     return op
 
@@ -236,40 +233,24 @@ def op_rows(op: GraphOp, dtype: str) -> dict[str, object]:
     Raises:
         DatasetError: The kind is not known.
     """
-    row: dict[str, object] = dict.fromkeys(OP_COLUMNS)
-    row["dtype"] = dtype
     lengths = {"Linear": 3, "BMM": 4, "MOVE": 1, "JOIN": 1}
     wanted = lengths.get(op.kind, 2 if op.kind.startswith("VEC") else len(op.shape))
     if len(op.shape) != wanted or not all(isinstance(n, int | float) for n in op.shape):
         raise DatasetError(f"{op.kind} of shape {op.shape} is not of {wanted} numbers")
-    if op.kind == "Linear":
-        # The graphs list the reduced dimension before the output's columns; the schema has n before
-        # k.
-        m, k, n = op.shape
-        return {**row, "op": "linear", "family": "linear", "b": 1, "m": m, "n": n, "k": k}
-    if op.kind == "BMM":
-        b, m, k, n = op.shape
-        return {**row, "op": "bmm", "family": "bmm", "b": b, "m": m, "n": n, "k": k}
-    if op.kind in ("MOVE", "JOIN"):
-        # A relu reads and writes each element once.
-        rows = max(1, round(op.shape[0] / (2 * element_width(dtype) * MOVED_COLS)))
-        return {**row, **_vector("relu", rows, MOVED_COLS)}
-    if op.kind.startswith("VEC"):
-        return {**row, **_vector(op.kind[3:], int(op.shape[0]), int(op.shape[1]))}
-    raise DatasetError(
-        f"operation {op.kind!r} is not known", hint="Linear, BMM, VEC…, MEM and collectives are"
-    )
-
-
-def _vector(name: str, rows: int, cols: int) -> dict[str, object]:
-    family = name if name in ("softmax", "ln") else "elementwise"
-    return {
-        "op": name,
-        "family": family,
-        "rows": rows,
-        "cols": cols,
-        "n_in": 2 if name in _BINARY else 1,
-    }
+    if op.kind in ("Linear", "BMM"):
+        # The graphs list the reduced dimension before the output's columns.
+        *first, k, n = op.shape
+        own = Op("linear" if op.kind == "Linear" else "bmm", (*first, n, k))
+    elif op.kind in ("MOVE", "JOIN"):
+        own = Op("move", op.shape)
+    elif op.kind.startswith("VEC"):
+        own = Op(op.kind[3:], (int(op.shape[0]), int(op.shape[1])))
+    else:
+        raise DatasetError(
+            f"operation {op.kind!r} is not known", hint="Linear, BMM, VEC…, MEM and collectives are"
+        )
+    row = eager_row(own, dtype)
+    return {name: row.get(name) for name in OP_COLUMNS}
 
 
 def graph_ops(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..step.calls import CommCall, OpCall
+from ...features.operators.op import Op
+from ..step.calls import CommCall
 from ..step.costs import Costs, Part
 from ..step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from ..step.plan import Group, Plan
@@ -217,7 +218,7 @@ class _Stage:
         work = Block(
             part.total,
             flops=sum(c.flops() for c in calls),
-            bytes=sum(c.moved(self.workload.width) for c in calls),
+            bytes=sum(c.moved() for c in calls),
         )
         if kind == WEIGHTS:
             return work
@@ -269,12 +270,12 @@ class _Stage:
             after=merged(after),
         )
 
-    def _ring(self, calls: Sequence[OpCall], *, backward: bool) -> tuple[Message, float]:
+    def _ring(self, calls: Sequence[Op], *, backward: bool) -> tuple[Message, float]:
         """Keys and values round the ring, and the attention beside which they travel."""
         steps = self.plan.cp
         (pair,) = self._messages([ring_call(self.workload, self.plan, backward=backward)])
         own = replace(pair, group=self.plan.context_group)
-        core = self.costs.compute([c for c in calls if c.op == "attention"])
+        core = self.costs.compute([c for c in calls if c.family == "attention"])
         return own.scaled(steps - 1), core * (steps - 1) / steps
 
     def _once(self, place: int) -> tuple[Message, ...]:

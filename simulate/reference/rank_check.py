@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..step.calls import CommCall, Estimate, OpCall
+from ...features.operators.op import Op
+from ..step.calls import CommCall, Estimate
 from ..step.compose import step_time
 from ..step.costs import Costs
 from ..step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
@@ -98,11 +99,11 @@ def compare_ranks(text: str, wire: Wire) -> Pair:
     return Pair(composed, step_by_rank(plan, _stages(workload, plan), wire, hop, 0.0))
 
 
-def _products_only(calls: Sequence[OpCall]) -> np.ndarray:
+def _products_only(calls: Sequence[Op]) -> np.ndarray:
     return np.repeat(np.array([c.flops() / PEAK for c in calls])[:, None], 3, axis=1)
 
 
-def _seconds(calls: Sequence[OpCall]) -> float:
+def _seconds(calls: Sequence[Op]) -> float:
     return sum(c.flops() for c in calls) / PEAK
 
 

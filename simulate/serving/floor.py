@@ -16,7 +16,8 @@ import numpy as np
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from .forward import ServeOp, decode_ops, head_ops, prefill_ops, token_ops
+from ...features.operators.op import Op
+from .forward import decode_ops, head_ops, prefill_ops, token_ops
 from .served import EnginePlan, ServedModel, kinds_of
 
 
@@ -97,28 +98,28 @@ class EngineFloor:
             cached = (two - one) / self.spec.bandwidth
         return (self.reading + cached * (prompts + outputs / 2.0)) / accepted
 
-    def _weights(self, op: ServeOp) -> float:
+    def _weights(self, op: Op) -> float:
         """Bytes of the weights that one token reaches."""
         s, one = op.shape, FORMATS[op.dtype].weight_bytes
-        if op.kind == "linear":
+        if op.family == "linear":
             return one * s[1] * s[2]
-        if op.kind == "bmm":
+        if op.family == "bmm":
             # Up-projections of latent attention: in 16 bits, or as its other weights.
             own = min(one, FORMATS[self.model.attention_format].weight_bytes)
             return own * s[0] * s[2] * s[3]
-        if op.kind == "moe":
+        if op.family == "moe":
             _, hidden, inter, topk, _, tp, ep = s
             # The rank that holds most of the chosen experts holds one at least.
             return one * 3.0 * max(1.0, topk / ep) * hidden * inter / tp
         return 0.0
 
-    def _multiplying(self, op: ServeOp) -> float:
+    def _multiplying(self, op: Op) -> float:
         """Seconds of the products of one token."""
         own = op.dtype
-        if op.kind == "bmm":
+        if op.family == "bmm":
             own = self.model.attention_format
         # Experts are asked for with a token of every rank.
-        alone = self.plan.dp if op.kind == "moe" else 1
+        alone = self.plan.dp if op.family == "moe" else 1
         return op.flops() / alone / self.spec.matrix_peak(FORMATS[own].peak)
 
 

@@ -7,30 +7,13 @@ and values into queries and results when they decode (DeepSeek-V2, 2024, section
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-import numpy as np
-
-from ...features.cost.formats import FORMATS
-from ...features.operators.flops import attention_flops, causal_pairs
-from ...features.operators.moe import busy_rank
+from ...features.operators.op import ABSORBED, EXPANDED, Op
 from ..step.workload import Workload
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
 
-#: Parameters of an operator by kind. ``pass`` moves bytes; ``scan`` is the recurrence of a layer
-#: with a state.
-SHAPES = {
-    "linear": ("m", "n", "k"),
-    "bmm": ("b", "m", "n", "k"),
-    "prefill": ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "q_len", "kv_len"),
-    "decode": ("batch", "q_heads", "kv_heads", "head_dim", "v_head_dim", "kv_len"),
-    "mla_prefill": ("batch", "q_heads", "q_len", "kv_len"),
-    "mla_decode": ("batch", "q_heads", "kv_len"),
-    "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
-    "pass": ("bytes",),
-}
 #: Latent width of keys and values, with the rotated part, and widths of a head of latent attention
 #: in prefill, which all published models share (DeepSeek-V2 and -V3, Kimi K2).
 LATENT, ROTATED, MLA_HEAD, MLA_VALUE = 512, 64, 192, 128
@@ -42,100 +25,8 @@ ROUTING_SKEW = 1.2
 SCAN_PASSES = 6.0
 
 
-@lru_cache(maxsize=4096)
-def _routed(tokens: int, topk: int, experts: int, ep: int) -> tuple[float, float]:
-    """Rows of the busiest rank, and how many of its experts get any."""
-    sizes = (np.array([float(n)]) for n in (tokens, topk, experts, ep, ROUTING_SKEW))
-    rows, touched = busy_rank(*sizes)
-    return float(rows[0]), float(touched[0])
-
-
-class ServeOp(NamedTuple):
-    """One operator of a device.
-
-    Attributes:
-        kind: A key of :data:`SHAPES`.
-        shape: Its parameters.
-        dtype: Format of the weights, or what attention computes in.
-        cache: Format of the key-value cache; empty for what has none.
-        window: Tokens that attention sees at most; 0 for all.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str = "bf16"
-    cache: str = ""
-    window: int = 0
-
-    def flops(self) -> float:
-        """Matrix FLOPs."""
-        s = self.shape
-        if self.kind == "linear":
-            return 2.0 * s[0] * s[1] * s[2]
-        if self.kind == "bmm":
-            return 2.0 * s[0] * s[1] * s[2] * s[3]
-        if self.kind == "prefill":
-            batch, heads, _, dim, value, q_len, kv_len = s
-            return attention_flops(batch, heads, self._pairs(q_len, kv_len), float(dim + value))
-        if self.kind == "decode":
-            batch, heads, _, dim, value, kv_len = s
-            return attention_flops(batch, heads, float(kv_len), float(dim + value))
-        if self.kind == "mla_prefill":
-            batch, heads, q_len, kv_len = s
-            pairs = causal_pairs(q_len, kv_len)
-            return attention_flops(batch, heads, pairs, float(MLA_HEAD + MLA_VALUE))
-        if self.kind == "mla_decode":
-            batch, heads, kv_len = s
-            return attention_flops(batch, heads, float(kv_len), 2.0 * LATENT + ROTATED)
-        if self.kind == "moe":
-            tokens, hidden, inter, topk, _, tp, ep = s
-            return 6.0 * tokens * topk / ep * hidden * inter / tp
-        return 0.0
-
-    def moved(self) -> float:
-        """Bytes that are read or written once."""
-        s, weight = self.shape, FORMATS[self.dtype].weight_bytes
-        cache = FORMATS[self.cache or "bf16"].element_bytes
-        if self.kind == "linear":
-            m, n, k = s
-            return weight * n * k + 2.0 * m * (n + k)
-        if self.kind == "bmm":
-            b, m, n, k = s
-            return weight * b * n * k + 2.0 * b * m * (n + k)
-        if self.kind == "prefill":
-            batch, heads, groups, dim, value, q_len, kv_len = s
-            return batch * (
-                2.0 * heads * q_len * (dim + value) + cache * groups * kv_len * (dim + value)
-            )
-        if self.kind == "decode":
-            batch, heads, groups, dim, value, kv_len = s
-            return batch * (dim + value) * (2.0 * heads + cache * groups * kv_len)
-        if self.kind == "mla_prefill":
-            batch, heads, q_len, kv_len = s
-            width = MLA_HEAD + MLA_VALUE
-            return 2.0 * batch * heads * width * (q_len + kv_len)
-        if self.kind == "mla_decode":
-            batch, heads, kv_len = s
-            width = LATENT + ROTATED
-            return batch * (2.0 * heads * (width + LATENT) + cache * kv_len * width)
-        if self.kind == "moe":
-            tokens, hidden, inter, topk, experts, tp, ep = s
-            rows, touched = _routed(tokens, topk, experts, ep)
-            return weight * 3.0 * touched * hidden * inter / tp + 2.0 * rows * (
-                2.0 * hidden + 3.0 * inter / tp
-            )
-        return float(s[0])
-
-    def _pairs(self, q_len: int, kv_len: int) -> float:
-        pairs = causal_pairs(q_len, kv_len)
-        if not self.window or kv_len <= self.window:
-            return pairs
-        # Queries past the window see just that many keys.
-        return min(pairs, float(q_len) * self.window)
-
-
 #: Operators with how often they run.
-Counted = list[tuple[ServeOp, float]]
+Counted = list[tuple[Op, float]]
 
 
 class Exchange(NamedTuple):
@@ -177,7 +68,7 @@ def head_ops(model: ServedModel, plan: EnginePlan, sequences: int) -> Counted:
     """The vocabulary projection, and sampling's passes over the logits of ``sequences``."""
     w = model.workload
     n = ceil(w.vocab / plan.tp)
-    logits = ServeOp("linear", (sequences, n, w.d_model), w.dtype)
+    logits = Op("linear", (sequences, n, w.d_model), w.dtype)
     # Logits in f32: written, read by softmax or top-k, read again.
     return [(logits, 1.0), (_pass(12.0 * sequences * n), 1.0)]
 
@@ -191,11 +82,11 @@ def prefill_ops(
         heads, groups = _heads(layer, plan)
         total = past + tokens
         if layer.kv_lora:
-            op = ServeOp("mla_prefill", (sequences, heads, tokens, total), "bf16", model.cache)
+            op = _latent(sequences, heads, tokens, total, model.cache)
         else:
-            shape = (sequences, heads, groups, layer.head, layer.value, tokens, total)
+            shape = (sequences, heads, groups, layer.head, layer.value, tokens, total, 1)
             window = layer.window if layer.window < total else 0
-            op = ServeOp("prefill", shape, "bf16", model.cache, window)
+            op = Op("attention", shape, cache=model.cache, window=window)
         ops.append((op, count))
     return ops
 
@@ -207,10 +98,10 @@ def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) ->
         heads, groups = _heads(layer, plan)
         seen = min(length, layer.window) if layer.window else length
         if layer.kv_lora:
-            op = ServeOp("mla_decode", (batch, heads, seen), "bf16", model.cache)
+            op = _latent(batch, heads, 1, seen, model.cache)
         else:
-            shape = (batch, heads, groups, layer.head, layer.value, seen)
-            op = ServeOp("decode", shape, "bf16", model.cache)
+            shape = (batch, heads, groups, layer.head, layer.value, 1, seen, 1)
+            op = Op("attention", shape, cache=model.cache)
         ops.append((op, count))
     if model.linear_layers:
         # Read and written (Yang et al., Gated Delta Networks, 2025).
@@ -258,13 +149,22 @@ def _heads(layer: Workload, plan: EnginePlan) -> tuple[int, int]:
     return heads, min(heads, max(1, ceil(layer.groups / plan.tp)))
 
 
-def _pass(moved: float) -> ServeOp:
-    return ServeOp("pass", (max(1, round(moved)),))
+def _latent(batch: int, heads: int, queries: int, keys: int, cache: str) -> Op:
+    """Latent attention: of one query over the latent itself, else over each head's keys."""
+    if queries == 1:
+        shape = (batch, heads, 1, LATENT + ROTATED, LATENT, 1, keys, 1)
+        return Op("attention", shape, variant=ABSORBED, cache=cache)
+    shape = (batch, heads, heads, MLA_HEAD, MLA_VALUE, queries, keys, 1)
+    return Op("attention", shape, variant=EXPANDED, cache=cache)
+
+
+def _pass(moved: float) -> Op:
+    return Op("move", (max(1, round(moved)),))
 
 
 def _attention_products(
     model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int
-) -> list[ServeOp]:
+) -> list[Op]:
     w, dtype = layer, model.attention_format
     heads, groups = _heads(w, plan)
     d = w.d_model
@@ -275,38 +175,36 @@ def _attention_products(
         narrow = w.kv_lora + w.rope_dim
         if w.q_lora:
             # Both down-projections run as one product.
-            ops.append(ServeOp("linear", (tokens, w.q_lora + narrow, d), dtype))
-            ops.append(ServeOp("linear", (tokens, query, w.q_lora), dtype))
+            ops.append(Op("linear", (tokens, w.q_lora + narrow, d), dtype))
+            ops.append(Op("linear", (tokens, query, w.q_lora), dtype))
         else:
-            ops.append(ServeOp("linear", (tokens, query + narrow, d), dtype))
+            ops.append(Op("linear", (tokens, query + narrow, d), dtype))
         # Absorbed into queries and results; in prefill keys and values are made from the latent at
         # the same cost.
-        ops.append(ServeOp("bmm", (heads, tokens, w.kv_lora, w.head), "bf16"))
-        ops.append(ServeOp("bmm", (heads, tokens, w.value, w.kv_lora), "bf16"))
+        ops.append(Op("bmm", (heads, tokens, w.kv_lora, w.head), "bf16"))
+        ops.append(Op("bmm", (heads, tokens, w.value, w.kv_lora), "bf16"))
     else:
         inner = w.head * (heads + 2 * groups)
-        ops.append(ServeOp("linear", (tokens, inner, d), dtype))
+        ops.append(Op("linear", (tokens, inner, d), dtype))
         # Rotation, norms of queries and keys, and writing the cache.
         ops.append(_pass(4.0 * tokens * inner))
-    ops.append(ServeOp("linear", (tokens, d, heads * w.value), dtype))
+    ops.append(Op("linear", (tokens, d, heads * w.value), dtype))
     return ops
 
 
-def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[ServeOp]:
+def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[Op]:
     """A layer with a state: projections of queries, keys, values and gates, scan, output."""
     d, dtype, own = layer.d_model, model.attention_format, model.recurrent
     inner, outer = ceil(own.inner / plan.tp), ceil(own.outer / plan.tp)
     return [
         *([_pass(8.0 * tokens * d)] * 2),
-        ServeOp("linear", (tokens, inner, d), dtype),
+        Op("linear", (tokens, inner, d), dtype),
         _pass(2.0 * SCAN_PASSES * tokens * inner),
-        ServeOp("linear", (tokens, d, outer), dtype),
+        Op("linear", (tokens, d, outer), dtype),
     ]
 
 
-def _feed_forward(
-    model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int
-) -> list[ServeOp]:
+def _feed_forward(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[Op]:
     w = layer
     if not w.experts:
         return _dense(w, plan, tokens, w.d_ff, model.weights)
@@ -316,19 +214,19 @@ def _feed_forward(
     width = w.d_ff * w.matrices // 3
     shape = (every, w.d_model, width, w.top_k, w.experts, plan.moe_tp, plan.ep)
     ops = [
-        ServeOp("linear", (tokens, w.experts, w.d_model), "bf16"),
-        ServeOp("moe", shape, model.expert_weights),
+        Op("linear", (tokens, w.experts, w.d_model), "bf16"),
+        Op("moe", shape, model.expert_weights, skew=ROUTING_SKEW),
     ]
     if w.shared_experts:
         ops += _dense(w, plan, tokens, w.shared_experts * w.d_ff, model.weights)
     return ops
 
 
-def _dense(w: Workload, plan: EnginePlan, tokens: int, width: int, dtype: str) -> list[ServeOp]:
+def _dense(w: Workload, plan: EnginePlan, tokens: int, width: int, dtype: str) -> list[Op]:
     inner = ceil(width / plan.tp)
     wide = inner * (w.matrices - 1)
     return [
-        ServeOp("linear", (tokens, wide, w.d_model), dtype),
+        Op("linear", (tokens, wide, w.d_model), dtype),
         _pass(2.0 * tokens * (wide + inner)),
-        ServeOp("linear", (tokens, w.d_model, inner), dtype),
+        Op("linear", (tokens, w.d_model, inner), dtype),
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .calls import OpCall
+from ...features.operators.op import Op
 from .costs import Costs
 from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
 from .memory import stage_held
@@ -128,7 +128,7 @@ def _bubble(total: float, rest: float) -> float:
     return rest if rest > ROUNDING * total else 0.0
 
 
-def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, float]:
+def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[Op, float]:
     """Count how often a device of a stage runs each operator in a step.
 
     Args:
@@ -136,7 +136,7 @@ def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[OpCall, 
         plan: Resolved.
         stage: Index of the stage, from 0.
     """
-    counts = dict[OpCall, float]()
+    counts = dict[Op, float]()
     kinds = kind_counts(workload, plan, stage)
     parts = [(layer_ops(w, plan), float(n * plan.microbatches)) for w, n in kinds.items()]
     layers = len(parts)

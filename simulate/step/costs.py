@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...features.devices.device import HOST_BANDWIDTH
-from .calls import CommCall, Estimate, Network, OpCall, OpLatency
+from ...features.operators.op import Op
+from .calls import CommCall, Estimate, Network, OpLatency
 from .plan import Group
 
 
@@ -79,7 +80,7 @@ class StepEffects:
     collective_s: float = 0.0
     hop_s: float = 0.0
 
-    def of(self, call: OpCall) -> float:
+    def of(self, call: Op) -> float:
         """Factor of an operator."""
         return float(getattr(self, call.kind))
 
@@ -111,7 +112,7 @@ class Costs:
         self.contention = contention
         self.effects = effects or StepEffects()
         self.box = box
-        self.ops: dict[OpCall, np.ndarray] = {}
+        self.ops: dict[Op, np.ndarray] = {}
         self.links: dict[tuple[str, float, Group], Estimate] = {}
 
     def with_effects(self, effects: StepEffects, box: int) -> Costs:
@@ -122,19 +123,19 @@ class Costs:
         other.ops, other.links = self.ops, self.links
         return other
 
-    def prepare(self, calls: Iterable[OpCall]) -> None:
+    def prepare(self, calls: Iterable[Op]) -> None:
         """Predict all new operators in one batch."""
         # ``dict.fromkeys`` drops duplicates but keeps the order, so that results are reproducible.
         new = [c for c in dict.fromkeys(calls) if c not in self.ops]
         if new:
             self.ops.update(zip(new, self._latency(new), strict=True))
 
-    def compute(self, calls: Sequence[OpCall]) -> float:
+    def compute(self, calls: Sequence[Op]) -> float:
         """Return the seconds of operators that run one after another."""
         self.prepare(calls)
         return float(sum(self.ops[c][0] * self.effects.of(c) for c in calls))
 
-    def part(self, calls: Sequence[OpCall], exposed: float = 0.0, collectives: int = 0) -> Part:
+    def part(self, calls: Sequence[Op], exposed: float = 0.0, collectives: int = 0) -> Part:
         """Operators one after the other, and what the host takes longer to launch them.
 
         Launches are asynchronous, so the host's time counts only where it is the longer one.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...features.cost.formats import FORMATS
-from .calls import OpCall
+from ...features.operators.op import QUANTIZED, Op
 from .plan import Plan
 from .workload import WRITTEN_OUT, Workload
 
@@ -36,10 +36,6 @@ EXPERTS_BACKWARD = 2.0
 UPDATE_BYTES = 30
 
 
-#: Variant of products and experts whose operands were quantised by passes of their own.
-QUANTIZED = "quantized"
-
-
 @dataclass(frozen=True)
 class PassOps:
     """Operators of a part of a model.
@@ -51,10 +47,10 @@ class PassOps:
         selective: Operators that ``recompute=selective`` runs again.
     """
 
-    forward: tuple[OpCall, ...]
-    backward: tuple[OpCall, ...] = ()
-    weights: tuple[OpCall, ...] = ()
-    selective: tuple[OpCall, ...] = ()
+    forward: tuple[Op, ...]
+    backward: tuple[Op, ...] = ()
+    weights: tuple[Op, ...] = ()
+    selective: tuple[Op, ...] = ()
 
 
 def micro_tokens(workload: Workload, plan: Plan) -> int:
@@ -88,10 +84,13 @@ def embedding_ops(workload: Workload, plan: Plan) -> PassOps:
     tokens = micro_tokens(workload, plan)
     size = tokens * workload.d_model
     # Learned positions are read once more and added in the same pass.
-    forward = OpCall(
-        "embedding", "move", ((2 + workload.positions) * workload.width * size,), workload.dtype
+    forward = Op(
+        "move",
+        ((2 + workload.positions) * workload.width * size,),
+        workload.dtype,
+        name="embedding",
     )
-    backward = OpCall("embedding", "move", ((workload.width + 8) * size,), workload.dtype)
+    backward = Op("move", ((workload.width + 8) * size,), workload.dtype, name="embedding")
     return PassOps((forward,), (backward,))
 
 
@@ -106,26 +105,26 @@ def head_ops(workload: Workload, plan: Plan) -> PassOps:
     norm = _norm("norm_head", workload, plan, tokens)
     # Two passes over the logits in the model's type and two over their softmax in f32; backward
     # reads the softmax and writes the gradient of the logits.
-    loss = OpCall("loss", "move", ((2 * workload.width + 8) * seen * vocab,), workload.dtype)
-    back = OpCall("loss", "move", ((workload.width + 4) * seen * vocab,), workload.dtype)
+    loss = Op("move", ((2 * workload.width + 8) * seen * vocab,), workload.dtype, name="loss")
+    back = Op("move", ((workload.width + 4) * seen * vocab,), workload.dtype, name="loss")
     return PassOps(
         (*norm.forward, *head.forward, loss), (back, *head.backward, *norm.backward), head.weights
     )
 
 
-def update_ops(local_parameters: float, workload: Workload) -> tuple[OpCall, ...]:
+def update_ops(local_parameters: float, workload: Workload) -> tuple[Op, ...]:
     """List the optimiser's pass over the parameters that a device updates."""
     if workload.mode != "train" or local_parameters <= 0:
         return ()
-    return (OpCall("update", "move", (round(UPDATE_BYTES * local_parameters),), workload.dtype),)
+    return (Op("move", (round(UPDATE_BYTES * local_parameters),), workload.dtype, name="update"),)
 
 
 def _product(name: str, m: int, n: int, k: int, dtype: str, variant: str = "") -> PassOps:
     """``(m, k) × (k, n)`` with the two products of its backward pass."""
     return PassOps(
-        (OpCall(name, "linear", (m, n, k), dtype, variant=variant),),
-        (OpCall(f"{name}_dx", "linear", (m, k, n), dtype, variant=variant),),
-        (OpCall(f"{name}_dw", "linear", (n, k, m), dtype, variant=variant),),
+        (Op("linear", (m, n, k), dtype, variant=variant, name=name),),
+        (Op("linear", (m, k, n), dtype, variant=variant, name=f"{name}_dx"),),
+        (Op("linear", (n, k, m), dtype, variant=variant, name=f"{name}_dw"),),
     )
 
 
@@ -140,22 +139,22 @@ def _quantized(name: str, workload: Workload, m: int, n: int, k: int) -> PassOps
         return _product(name, m, n, k, workload.dtype)
     product = _product(name, m, n, k, workload.product_dtype, QUANTIZED)
     width = workload.width + 2.0 * FORMATS[workload.product_dtype].element_bytes
-    ahead = OpCall(f"{name}_quantize", "move", (round(width * (m * k + n * k)),), workload.dtype)
-    back = OpCall(f"{name}_dquantize", "move", (round(width * m * n),), workload.dtype)
+    ahead = Op("move", (round(width * (m * k + n * k)),), workload.dtype, name=f"{name}_quantize")
+    back = Op("move", (round(width * m * n),), workload.dtype, name=f"{name}_dquantize")
     return PassOps((ahead, *product.forward), (back, *product.backward), product.weights)
 
 
 def _norm(name: str, workload: Workload, plan: Plan, tokens: int) -> PassOps:
     # Sequence parallelism splits norms and residuals along the tokens (Korthikanti et al.).
     rows = -(-tokens // plan.sequence_parallel)
-    call = OpCall(name, workload.norm, (rows, workload.d_model), workload.dtype)
-    back = OpCall(f"{name}_dx", workload.norm, call.shape, workload.dtype, scale=NORM_BACKWARD)
+    call = Op(workload.norm, (rows, workload.d_model), workload.dtype, name=name)
+    back = Op(workload.norm, call.shape, workload.dtype, scale=NORM_BACKWARD, name=f"{name}_dx")
     return PassOps((call,), (back,), selective=(call,))
 
 
-def _residual(name: str, workload: Workload, plan: Plan, tokens: int) -> OpCall:
+def _residual(name: str, workload: Workload, plan: Plan, tokens: int) -> Op:
     rows = -(-tokens // plan.sequence_parallel)
-    return OpCall(name, "add", (rows, workload.d_model), workload.dtype)
+    return Op("add", (rows, workload.d_model), workload.dtype, name=name)
 
 
 def _attention(workload: Workload, plan: Plan) -> PassOps:
@@ -170,7 +169,8 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
         qkv = _quantized("qkv", workload, tokens, (heads + 2 * groups) * dim, d)
     out = _quantized("out", workload, tokens, d, heads * workload.value)
     length = workload.seq // plan.cp
-    shape = (tokens // length, heads, groups, dim, length, length, int(workload.causal))
+    # Values as wide as keys: ``part`` below is what narrower ones save.
+    shape = (tokens // length, heads, groups, dim, dim, length, length, int(workload.causal))
     # With the sequence cut so that all ranks see as many pairs, each of the cp blocks that a rank
     # meets has as many visible pairs as its own (causal), or all of them. Where a window hides
     # pairs, or values are narrower than queries, attention takes that much less time.
@@ -179,7 +179,7 @@ def _attention(workload: Workload, plan: Plan) -> PassOps:
         part *= workload.visible_pairs() / replace(workload, window=0).visible_pairs()
     core = _core(workload, shape, plan.cp * part)
     # Queries and keys are rotated, values are not; backward rotates the other way at equal cost.
-    rope = OpCall("rope", "rope", (tokens, (heads + groups) * dim), dtype)
+    rope = Op("rope", (tokens, (heads + groups) * dim), dtype, name="rope")
     turn = (rope,) if workload.rope else ()
     add = _residual("add1", workload, plan, tokens)
     return PassOps(
@@ -200,10 +200,10 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     """
     dtype, name = workload.dtype, workload.attention
     if name not in WRITTEN_OUT:
-        core = OpCall("attention", "attention", shape, dtype, scale, name)
-        back = OpCall("attention_dx", "attention", shape, dtype, scale * ATTENTION_BACKWARD, name)
+        core = Op("attention", shape, dtype, scale, name, name="attention")
+        back = Op("attention", shape, dtype, scale * ATTENTION_BACKWARD, name, name="attention_dx")
         return PassOps((core,), (back,))
-    batch, heads, _, dim, length, keys, _ = shape
+    batch, heads, _, dim, _, length, keys, _ = shape
     rows = batch * heads * length
     scores = _product("scores", rows, keys, dim, dtype)
     values = _product("values", rows, dim, keys, dtype)
@@ -211,8 +211,8 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     again = 1.0 + (NAIVE_TRAFFIC if name == "naive" else 0.0)
     ahead = round((4 * width + 1) * rows * keys * scale * again)
     behind = round((5 * width + 1) * rows * keys * scale * again)
-    softmax = OpCall("softmax", "move", (ahead,), dtype)
-    back = OpCall("softmax_dx", "move", (behind,), dtype)
+    softmax = Op("move", (ahead,), dtype, name="softmax")
+    back = Op("move", (behind,), dtype, name="softmax_dx")
     forward = (*scores.forward, softmax, *values.forward)
     behind_products = (*values.backward, *values.weights, *scores.backward, *scores.weights)
     return PassOps(forward, (*behind_products, back), selective=forward)
@@ -259,8 +259,8 @@ def _dense(workload: Workload, plan: Plan, tokens: int, width: int) -> PassOps:
     up = _quantized("up", workload, tokens, wide, d)
     down = _quantized("down", workload, tokens, d, inner)
     name = "silu_and_mul" if workload.gated else "gelu"
-    act = OpCall("activation", name, (tokens, wide), dtype)
-    back = OpCall("activation_dx", name, (tokens, wide), dtype, ACTIVATION_BACKWARD)
+    act = Op(name, (tokens, wide), dtype, name="activation")
+    back = Op(name, (tokens, wide), dtype, ACTIVATION_BACKWARD, name="activation_dx")
     return PassOps(
         (*up.forward, act, *down.forward),
         (*down.backward, back, *up.backward),
@@ -269,7 +269,7 @@ def _dense(workload: Workload, plan: Plan, tokens: int, width: int) -> PassOps:
     )
 
 
-def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> PassOps:
+def _experts(workload: Workload, plan: Plan, norm: PassOps, add: Op) -> PassOps:
     tokens, dtype = micro_tokens(workload, plan), workload.product_dtype
     router = _product("router", tokens, workload.experts, workload.d_model, workload.dtype)
     shared = PassOps((), ())
@@ -284,19 +284,19 @@ def _experts(workload: Workload, plan: Plan, norm: PassOps, add: OpCall) -> Pass
     # The operator has the three matrices of gated experts; plain ones have two.
     scale = 1.0 if workload.gated else 2.0 / 3.0
     variant = QUANTIZED if dtype != workload.dtype else ""
-    experts = OpCall("experts", "moe", shape, dtype, scale, variant)
+    experts = Op("moe", shape, dtype, scale, variant, name="experts")
     # Half of the backward pass makes gradients of weights.
-    back = OpCall("experts_dx", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant)
-    weights = OpCall("experts_dw", "moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant)
+    back = Op("moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant, name="experts_dx")
+    weights = Op("moe", shape, dtype, scale * EXPERTS_BACKWARD / 2, variant, name="experts_dw")
     # Training frameworks sort the copies by expert and back in passes of their own, in either
     # direction a read and a write (Megatron-LM's token dispatcher).
     sorting = round(4.0 * workload.width * arrived * chosen * workload.d_model)
-    cast: tuple[OpCall, ...] = (OpCall("permute", "move", (sorting,), workload.dtype),)
+    cast: tuple[Op, ...] = (Op("move", (sorting,), workload.dtype, name="permute"),)
     if variant:
         # Inputs of both products, as for plain products; gradients are as many.
         width = workload.width + 2.0 * FORMATS[dtype].element_bytes
         moved = width * arrived * chosen * (workload.d_model + workload.d_ff / plan.tp)
-        cast += (OpCall("experts_quantize", "move", (round(moved),), workload.dtype),)
+        cast += (Op("move", (round(moved),), workload.dtype, name="experts_quantize"),)
     return PassOps(
         (*norm.forward, *router.forward, *cast, experts, *shared.forward, add),
         (*shared.backward, *cast, back, *router.backward, *norm.backward),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from .calls import CommCall, OpCall
+from ...features.operators.op import Op
+from .calls import CommCall
 from .costs import Costs, Part
 from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
 from .memory import layer_activations, stage_held
@@ -247,7 +248,7 @@ class StageCost:
             forward, backward = self._offloaded(w, forward), self._offloaded(w, backward)
         return Unit(forward, backward, c.part(ops.weights), layer_held(w, p))
 
-    def _ring(self, calls: Sequence[OpCall], *, backward: bool) -> float:
+    def _ring(self, calls: Sequence[Op], *, backward: bool) -> float:
         """Return the seconds of exchanging keys and values that attention does not hide."""
         steps = self.plan.cp
         if steps == 1:
@@ -256,7 +257,7 @@ class StageCost:
         if not self.plan.overlap:
             return (steps - 1) * send
         # The operator stands for all ``cp`` blocks (its scale); a block is hidden by one of them.
-        core = self.costs.compute([c for c in calls if c.op == "attention"])
+        core = self.costs.compute([c for c in calls if c.family == "attention"])
         return exposed(ring(core / steps, send, steps), core)
 
     def _offloaded(self, workload: Workload, part: Part) -> Part:

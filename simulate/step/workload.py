@@ -10,7 +10,7 @@ from pathlib import Path
 from ...common.errors import PlanError
 from ...common.units import plain
 from ...features.cost.formats import FORMATS
-from ...features.operators.flops import attention_flops, causal_pairs
+from ...features.operators.op import attention_flops, visible_pairs
 from .presets import Preset, close_names, find_preset, read_config, unsupported
 from .settings import build, read_pairs
 
@@ -300,10 +300,8 @@ class Workload:
 
     def visible_pairs(self) -> float:
         """Pairs of a query and a key that it sees, in one sequence and layer."""
-        if not self.causal:
-            return float(self.seq) * self.seq
-        hidden = max(0, self.seq - self.window) if self.window else 0
-        return causal_pairs(self.seq, self.seq) - hidden * (hidden + 1) / 2.0
+        window = self.window if self.causal else 0
+        return visible_pairs(self.seq, self.seq, window, self.causal)
 
 
 _ROUNDING = 1e-6

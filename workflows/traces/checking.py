@@ -273,8 +273,8 @@ def _title(operator: TracedOperator) -> str:
 
 def _work(operator: TracedOperator) -> Work | None:
     """What an operator's row costs, as programs of PyTorch are priced."""
-    from ...features.ir.torch.translate import Place
-    from ...predict.operator import aten_work
+    from ...features.operators.op import Op
+    from ...predict.operator.aten_work import Work, moving
 
     row = operator.row
     if not row:
@@ -282,25 +282,25 @@ def _work(operator: TracedOperator) -> Work | None:
     dtype = format_name(str(row["dtype"]))
     dtype = dtype if dtype in ("bf16", "f16", "fp8") else "f32"
     width = FORMATS[dtype].element_bytes
-    kind, shape, elements = _shape(row)
-    return aten_work.Work(
-        operator.name.removeprefix("aten::"), kind, shape, dtype, float(elements * width), 1, 1.0,
-        "forward", Place(),
-    )  # fmt: skip
+    family, shape, elements = _shape(row)
+    name, moved = operator.name.removeprefix("aten::"), float(elements * width)
+    if family == "move":
+        return moving(name, dtype, moved)
+    return Work(Op(family, shape, dtype, name=name, traffic=moved))
 
 
 def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
-    """Kind, shape and moved elements of an operator's row."""
-    from ...predict.operator import aten_work
+    """Family and shape of an operator, and the elements that it moves, by its row."""
+    from ...features.operators.op import OP_FAMILIES
 
     size = {n: v for n, v in row.items() if isinstance(v, int)}
     family = row["family"]
     if family in ("linear", "bmm"):
         b, m, n, k = (size[c] for c in ("b", "m", "n", "k"))
-        return aten_work.PRODUCT, (b, m, n, k), b * (m * k + k * n + m * n)
+        return "bmm", (b, m, n, k), b * (m * k + k * n + m * n)
     if family == "context_attention":
-        names = ("batch", "q_heads", "kv_heads", "head_dim", "q_len", "kv_len", "causal")
-        return aten_work.ATTENTION, tuple(size[c] for c in names), 0
+        wide = {**size, "v_head_dim": size["head_dim"]}
+        return "attention", tuple(wide[c] for c in OP_FAMILIES["attention"].sizes), 0
     if family == "conv":
         taps = prod(size[f"k{a}"] for a in "dhw")
         out = [
@@ -312,12 +312,12 @@ def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
         depth = size["c"] // groups * taps
         given = size["n"] * size["c"] * size["d"] * size["h"] * size["w"]
         moved = given + size["k"] * depth + positions * size["k"]
-        return aten_work.CONVOLUTION, (groups, positions, size["k"] // groups, depth), moved
+        return "conv", (groups, positions, size["k"] // groups, depth), moved
     whole = size["rows"] * size["cols"]
     if family in ("norm", "softmax"):
-        kind = aten_work.NORM if family == "norm" else aten_work.SOFTMAX
-        return kind, (size["rows"], size["cols"]), 2 * whole
-    return aten_work.PASS, (), (size.get("n_in", 1) + 1) * whole
+        own = {"softmax": "softmax"}.get(str(family), str(row.get("op", "layernorm")))
+        return own, (size["rows"], size["cols"]), 2 * whole
+    return "move", (), (size.get("n_in", 1) + 1) * whole
 
 
 def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..columns import OpTable
-from ..flops import attention_flops
+from ..op import attention_flops
 from ..physics import (
     Physics,
     combine,

@@ -7,18 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from opcast.features.operators.attention import visible_pairs
-from opcast.features.operators.flops import attention_flops, causal_pairs, expert_flops
-from opcast.simulate.step.calls import OpCall
+from opcast.features.operators import attention
+from opcast.features.operators.op import Op, attention_flops, expert_flops, visible_pairs
 from opcast.simulate.step.workload import Workload
 
 
 def test_pairs_of_the_last_queries() -> None:
     # Three queries at the end of five positions see 3, 4 and 5 keys.
-    assert causal_pairs(3, 5) == 3 + 4 + 5
+    assert visible_pairs(3, 5) == 3 + 4 + 5
     for q_len, kv_len in ((1, 1), (1, 9), (7, 7), (128, 4096)):
-        whole = visible_pairs(*(np.array([float(n)]) for n in (q_len, kv_len, 0)))
-        assert whole.tolist() == [causal_pairs(q_len, kv_len)]
+        whole = attention.visible_pairs(*(np.array([float(n)]) for n in (q_len, kv_len, 0)))
+        assert whole.tolist() == [visible_pairs(q_len, kv_len)]
 
 
 def test_attention_by_hand() -> None:
@@ -40,12 +39,14 @@ def test_calls_of_a_step_keep_their_figures() -> None:
         kv_len = q_len + draw.randint(0, 65536)
         scale = draw.choice((1.0, 2.0, 2.5))
         pairs = q_len * (kv_len - (q_len - 1) / 2)
-        call = OpCall("a", "attention", (batch, heads, heads, dim, q_len, kv_len, 1), scale=scale)
+        call = Op(
+            "attention", (batch, heads, heads, dim, dim, q_len, kv_len, 1), scale=scale, name="a"
+        )
         assert call.flops() == 4.0 * batch * heads * dim * pairs * scale
-        call = OpCall("d", "decode", (batch, heads, heads, dim, kv_len), scale=scale)
+        call = Op("attention", (batch, heads, heads, dim, dim, 1, kv_len, 1), scale=scale)
         assert call.flops() == 4.0 * batch * heads * dim * kv_len * scale
         shape = (q_len, 7 * dim, 11 * dim, 3, 64, tp, ep)
-        call = OpCall("m", "moe", shape, scale=scale)
+        call = Op("moe", shape, scale=scale, name="m")
         expected = 6.0 * q_len * 3 / ep * (7 * dim) * (11 * dim) / tp * scale
         assert call.flops() == expected
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.devices.catalogue import read_device
+from opcast.features.operators.op import Op
 from opcast.models.core.registry import OPERATOR_MODEL
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_table import serving_row
 from opcast.predict.operator.serving_operators import ServingLatency, load_serving_operators
-from opcast.simulate.serving.forward import ServeOp
 
 LLAMA = {
     "id": "a", "device": "h100-sxm", "framework": "vLLM", "n_gpus": 4, "tp": 4, "model": "llama",
@@ -37,7 +37,7 @@ def test_vllm_reads_all_experts_in_fp8_however_few_the_tokens() -> None:
     def seconds(framework: str, tokens: int, dtype: str) -> float:
         latency = ServingLatency(read_device("h200-sxm"), model, framework)
         # Qwen3 235B over two ranks: 128 experts of 4096 x 1536, eight for each token.
-        return latency(ServeOp("moe", (tokens, 4096, 1536, 8, 128, 2, 1), dtype))
+        return latency(Op("moe", (tokens, 4096, 1536, 8, 128, 2, 1), dtype))
 
     few, many = (seconds("vllm", tokens, "fp8") for tokens in (4, 64))
     assert few == many

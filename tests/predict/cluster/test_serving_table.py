@@ -222,7 +222,7 @@ def test_sparse_attention_reads_the_keys_that_its_indexer_chooses() -> None:
     note = "kv_lora 512, q_lora 2048, rope 64, nope 192, v 256; sparse top-k 2048"
     model = serving_row({**LATENT, "attention_note": note}).deployment.model
     plan = EnginePlan()
-    near, far = (decode_ops(model, plan, 4, n)[0][0].shape[-1] for n in (1024, 8192))
+    near, far = (decode_ops(model, plan, 4, n)[0][0].sizes()["kv_len"] for n in (1024, 8192))
     assert (near, far) == (1024, 2048)
 
 

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from opcast.common.errors import DeviceError, PlanError
 from opcast.features.devices.catalogue import find_device
+from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import shipped_steps
 from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
 from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.locate import find_model
-from opcast.predict.operator.step_operators import OperatorLatency, op_row, roofline_seconds
+from opcast.predict.operator.step_operators import OperatorLatency, step_row
 from opcast.predict.page.cluster import step_data, step_page
 from opcast.predict.render.step import print_step
 from opcast.predict.sweep.job import SweepJob, judge
@@ -26,7 +27,6 @@ from opcast.predict.sweep.space import Candidate
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
-from opcast.simulate.step.calls import OpCall
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
@@ -54,34 +54,34 @@ def test_every_operator_of_every_family_can_be_asked_for(operators):
         assert (found[:, 1] <= found[:, 0]).all()
         assert (found[:, 0] <= found[:, 2]).all()
         assert (found > 0).all()
-    known = {call.op for call, scope in latency.scopes.items() if scope == "known"}
+    known = {call.family for call, scope in latency.scopes.items() if scope == "known"}
     assert known == {"linear", "attention", "moe"}
 
 
 def test_products_take_longer_than_the_roofline_of_the_peak(operators):
     spec = find_device("h100-sxm")
-    calls = [OpCall("x", "linear", (m, 4096, 4096)) for m in (512, 4096, 16384)]
+    calls = [Op("linear", (m, 4096, 4096), name="x") for m in (512, 4096, 16384)]
     found = OperatorLatency(spec, operators)(calls)[:, 0]
     floor = np.array([c.flops() for c in calls]) / spec.matrix_peak("bf16")
     assert (found > floor).all()
     assert (found < 3 * floor + 1e-5).all()
-    assert op_row(calls[0], spec)["key"] == "graph/linear"
+    assert step_row(calls[0], spec)["key"] == "graph/linear"
 
 
 def test_devices_that_no_model_knows_take_the_roofline(operators):
     spec = find_device("tpu-v5e")
-    call = OpCall("x", "linear", (8192, 4096, 4096))
+    call = Op("linear", (8192, 4096, 4096), name="x")
     latency = OperatorLatency(spec, operators)
     # Arrays of 128 × 128 reach nine tenths of their peak in the compiler's own estimates.
     expected = 2 * 8192 * 4096 * 4096 / (0.9 * 197e12) + spec.floor
     assert latency([call])[0, 0] == pytest.approx(expected)
     assert latency.scopes[call] == "roofline"
     # Heads of 128 fill all rows of a v5e's arrays, half of a v6e's.
-    heads = OpCall("z", "attention", (1, 32, 8, 128, 8192, 8192, 1))
+    heads = Op("attention", (1, 32, 8, 128, 128, 8192, 8192, 1), name="z")
     v6e = find_device("tpu-v6e")
-    found = [roofline_seconds([heads], own)[0, 0] - own.floor for own in (spec, v6e)]
+    found = [OperatorLatency(own, None)([heads])[0, 0] - own.floor for own in (spec, v6e)]
     assert found[0] / found[1] == pytest.approx(918 / 197 / 2)
-    wide = roofline_seconds([OpCall("y", "move", (819_000_000,))], spec)
+    wide = OperatorLatency(spec, None)([Op("move", (819_000_000,))])
     assert wide[0, 0] == pytest.approx(1e-3 / 0.85 + spec.floor)
 
 

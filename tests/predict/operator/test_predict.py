@@ -10,6 +10,7 @@ from opcast.common.errors import DeviceError, ModelError, ProgramError
 from opcast.common.units import duration
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
+from opcast.features.operators.op import Op
 from opcast.features.operators.query import parse_op
 from opcast.models.operators import OpModel
 from opcast.models.operators.explain import MIXTURE
@@ -21,8 +22,6 @@ from opcast.predict.operator.predict import OpEstimate, explain_operator, predic
 from opcast.predict.operator.serving_operators import ServingLatency
 from opcast.predict.operator.step_operators import OperatorLatency, load_step_model
 from opcast.predict.render.operator import print_op, print_op_explanation
-from opcast.simulate.serving.forward import ServeOp
-from opcast.simulate.step.calls import OpCall
 
 LINEAR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
 
@@ -225,10 +224,10 @@ def test_a_described_gpu_is_priced_alike_as_an_operator_of_a_step_and_of_serving
     text = "linear m=2048 n=4096 k=4096 dtype=bf16 backend=vllm"
     asked = predict_op(f"{text} kernel=torch.nn.functional.linear", str(path))
     model = load_step_model(OPERATOR_MODEL)
-    call = OpCall("product", "linear", (2048, 4096, 4096), "bf16")
+    call = Op("linear", (2048, 4096, 4096), "bf16", name="product")
     step = OperatorLatency(spec, model)([call])[0, 0]
     served = ServingLatency(spec, model, "vllm")
-    op = ServeOp("linear", (2048, 4096, 4096), "bf16")
+    op = Op("linear", (2048, 4096, 4096), "bf16")
     assert step * 1e6 == pytest.approx(asked.latency_us, rel=1e-3)
     assert served(op) * 1e6 == pytest.approx(asked.latency_us, rel=1e-3)
 

@@ -8,12 +8,11 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.predict.cluster.spread import combined_spread
+from opcast.predict.operator.eager import KERNEL_US, kernel_us
 from opcast.predict.published.composition import (
     BUCKET_BYTES,
-    KERNEL_US,
     RUN_ERROR,
     compose,
-    kernel_us,
     measure_rho,
 )
 from opcast.predict.published.graph_layers import node_repeats

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.step.calls import CommCall, Estimate, OpCall
+from opcast.features.operators.op import Op
+from opcast.simulate.step.calls import CommCall, Estimate
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import Costs, StepEffects
 from opcast.simulate.step.layer_ops import layer_ops
@@ -139,7 +140,7 @@ def test_products_of_eight_bits_are_quantised_apart() -> None:
     # Input and weight are read in two bytes and written twice in one.
     assert cast.shape == (4 * (tokens * SMALL.d_model + inner * SMALL.d_model),)
     up = next(c for c in narrow.forward if c.name == "up")
-    assert up == OpCall("up", "linear", (tokens, inner, SMALL.d_model), "fp8", 1.0, "quantized")
+    assert up == Op("linear", (tokens, inner, SMALL.d_model), "fp8", 1.0, "quantized", name="up")
 
 
 def test_uneven_interleaved_stages() -> None:

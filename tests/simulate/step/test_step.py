@@ -255,7 +255,7 @@ def test_operators_of_a_layer_have_the_shapes_of_one_rank():
     w = small()
     calls = {c.name: c for c in layer_ops(w, resolved(w, Plan(tp=4, microbatches=16), 4)).forward}
     assert calls["qkv"].shape == (512, (2 + 2 * 1) * 64, 512)
-    assert calls["attention"].shape == (1, 2, 1, 64, 512, 512, 1)
+    assert calls["attention"].shape == (1, 2, 1, 64, 64, 512, 512, 1)
     assert calls["up"].shape == (512, 2 * 1024 // 4, 512)
     assert calls["norm1"].shape == (128, 512)
     forward = replace(w, mode="forward")

@@ -1,0 +1,386 @@
+"""What a kernel of a library is asked to do: family, sizes and formats; its FLOPs and its bytes.
+
+Steps, serving, programs of PyTorch and published tables ask for operators, and count their work,
+by the functions here. An addition counts as one FLOP and a multiplication as another, so a product
+of ``m × k`` by ``k × n`` is ``2 m n k``. Sizes may be numbers or arrays. Terms are multiplied from
+left to right as written: products of whole numbers are exact below ``2**53``, so that a step and a
+table agree to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..cost.formats import FORMATS, Format
+from ..devices.device import DeviceSpec
+from .schema import PARAMETERS
+
+Size = TypeVar("Size", float, np.ndarray)
+
+#: Share of the tokens that the most loaded expert of a skewed draw gets at most.
+MOST_LOADED = 0.8
+#: Draws of experts that are solved together: bounds the memory of their loads.
+_TOGETHER = 2048
+#: Inner width, experts of a token and experts of models without a gate, whose activation is a
+#: squared ReLU: Nemotron 3 (``mlp_hidden_act`` of their configurations).
+UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
+
+
+class Family(NamedTuple):
+    """Facts of a family of operators.
+
+    Attributes:
+        sizes: Names of the numbers of an operator's shape.
+        kind: ``product``, ``attention``, ``experts`` or ``memory`` (a pass over it).
+        launches: Kernels that a framework launches when it runs line by line: its own, and the
+            casts, copies and reshapes around it. Counted in eager PyTorch for a bf16 decoder layer:
+            rotary positions alone are a dozen element-wise kernels; a mixture of experts sorts,
+            permutes, counts and scatters.
+        tensors: Of ``rows × cols`` that a pass over memory touches.
+    """
+
+    sizes: tuple[str, ...]
+    kind: str = "memory"
+    launches: int = 2
+    tensors: float = 2.0
+
+
+_PASS = ("rows", "cols")
+#: Attention is asked for with the heads of one rank; one causal query is a step of decoding. The
+#: shape of a convolution is that of the product that it computes, one for each group. ``move``
+#: stands for anything that only moves bytes.
+OP_FAMILIES = {
+    "linear": Family(("m", "n", "k"), "product"),
+    "bmm": Family(("b", "m", "n", "k"), "product"),
+    "conv": Family(("b", "m", "n", "k"), "product"),
+    "attention": Family(
+        tuple(n for n in PARAMETERS["attention"] if n != "window"), "attention", launches=4
+    ),
+    "moe": Family(PARAMETERS["moe"], "experts", launches=60),
+    "rmsnorm": Family(_PASS),
+    "layernorm": Family(_PASS),
+    "softmax": Family(_PASS),
+    "silu_and_mul": Family(_PASS, launches=3, tensors=1.5),
+    "gelu": Family(_PASS),
+    "rope": Family(_PASS, launches=8),
+    "add": Family(_PASS, launches=1, tensors=3.0),
+    "move": Family(("bytes",)),
+}
+#: Variants of an operator that count otherwise: latent attention with keys and values of each head
+#: made from the latent before, and with one latent for all heads, whose values are part of its
+#: keys (DeepSeek-V2, 2024, section 2.1.2).
+EXPANDED, ABSORBED = "expanded", "absorbed"
+#: Variant of products and experts whose operands were quantised by passes of their own.
+QUANTIZED = "quantized"
+
+
+class Op(NamedTuple):
+    """One operator of a device.
+
+    Attributes:
+        family: A key of :data:`OP_FAMILIES`.
+        shape: Its sizes.
+        dtype: Format of the weights, or what attention and passes compute in.
+        scale: Its time over that of the operator of this shape: backward passes of operators that
+            are only known forward.
+        variant: Such as :data:`QUANTIZED`, :data:`ABSORBED`, or a library of attention.
+        name: Its role in the model, such as ``qkv``.
+        cache: Format of the key-value cache; empty for that of the queries.
+        window: Tokens that attention sees at most; 0 for all.
+        skew: Exponent of the loads of experts (:func:`busy_rank`).
+        traffic: Bytes moved where they do not follow from the shape; 0 where they do.
+    """
+
+    family: str
+    shape: tuple[int, ...]
+    dtype: str = "bf16"
+    scale: float = 1.0
+    variant: str = ""
+    name: str = ""
+    cache: str = ""
+    window: int = 0
+    skew: float = 0.0
+    traffic: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """``product``, ``attention``, ``experts`` or ``memory``."""
+        return OP_FAMILIES[self.family].kind
+
+    @property
+    def launches(self) -> int:
+        """Kernels that the host launches where nothing is compiled or captured."""
+        return OP_FAMILIES[self.family].launches
+
+    @property
+    def format(self) -> Format:
+        """Of its operands."""
+        return FORMATS[self.dtype]
+
+    def sizes(self) -> dict[str, int]:
+        """Its shape by name."""
+        return dict(zip(OP_FAMILIES[self.family].sizes, self.shape, strict=True))
+
+    def flops(self) -> float:
+        """Return the matrix FLOPs, ``scale`` included; passes over memory count as none."""
+        if self.kind == "product":
+            return 2.0 * prod(self.shape) * self.scale
+        if self.kind == "attention":
+            batch, heads, _, keys, values, q_len, kv_len, causal = self.shape
+            # Visible pairs alone: fused attention skips blocks above the diagonal.
+            pairs = visible_pairs(q_len, kv_len, self.window, bool(causal))
+            return attention_flops(batch, heads, pairs, float(keys + values)) * self.scale
+        if self.kind == "experts":
+            tokens, hidden, inter, topk, _, tp, ep = self.shape
+            # Gated experts have three matrices: 2 FLOPs each per weight and token.
+            return expert_flops(tokens, topk, ep, hidden, inter, 6.0) / tp * self.scale
+        return 0.0
+
+    def moved(self) -> float:
+        """Return the bytes that have to be read or written once, ``scale`` included."""
+        return (self.traffic or self._moved()) * self.scale
+
+    def _moved(self) -> float:
+        width = self.format.element_bytes
+        if self.kind == "product":
+            b, m, n, k = self.shape if len(self.shape) == 4 else (1, *self.shape)
+            own = self.format
+            return float(
+                sum(product_bytes(b, m, n, k, own.weight_bytes, own.activation_bits / 8.0))
+            )
+        if self.kind == "attention":
+            batch, heads, groups, keys, values, q_len, kv_len, _ = self.shape
+            cached = (
+                width
+                if self.variant == EXPANDED
+                else FORMATS[self.cache or self.dtype].element_bytes
+            )
+            stored = keys if self.variant == ABSORBED else keys + values
+            read = min(kv_len, self.window + q_len) if self.window else kv_len
+            # Queries and results, keys and values; fused attention keeps the scores on the chip.
+            return batch * (
+                width * heads * q_len * (keys + values) + cached * groups * read * stored
+            )
+        if self.kind == "experts":
+            tokens, hidden, inter, topk, experts, tp, ep = self.shape
+            rows, touched = _routed(tokens, topk, experts, ep, self.skew)
+            out = max(width, 2.0)
+            return self.format.weight_bytes * 3.0 * touched * hidden * inter / tp + out * rows * (
+                2.0 * hidden + 3.0 * inter / tp
+            )
+        if self.family == "move":
+            return float(self.shape[0])
+        return width * OP_FAMILIES[self.family].tensors * prod(self.shape)
+
+    def least_s(self, spec: DeviceSpec) -> float:
+        """Seconds of its arithmetic at the dense peak of its format, the least that it takes."""
+        return self.flops() / spec.matrix_peak(self.format.peak)
+
+
+def least_seconds(ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:
+    """Return the times that no kernel of an operator falls below, shape ``(n,)``.
+
+    Its FLOPs at the dense peak of its format; and its bytes, of which on-chip memory may serve what
+    fits there, whoever left it, and main memory the rest at the data sheet's rate. Convolutions by
+    Winograd's and Fourier transforms save multiplications, and are bound by their bytes alone.
+    """
+    near = spec.cache_bytes
+    if spec.platform == "tpu":
+        near = max(near, spec.core_count * spec.shared_bytes_per_core)
+    products = np.array([0.0 if op.family == "conv" else op.least_s(spec) for op in ops])
+    moved = np.array([op.moved() for op in ops])
+    cached = np.minimum(moved, near) / max(level.bandwidth for level in spec.levels)
+    if spec.platform == "tpu":
+        cached = np.zeros(len(ops))
+    return np.asarray(np.maximum(products, np.maximum(moved - near, 0.0) / spec.bandwidth + cached))
+
+
+@lru_cache(maxsize=4096)
+def _routed(tokens: int, topk: int, experts: int, ep: int, skew: float) -> tuple[float, float]:
+    """Rows of the busiest rank, and how many of its experts get any."""
+    rows, touched = busy_rank(*(np.array([float(n)]) for n in (tokens, topk, experts, ep, skew)))
+    return float(rows[0]), float(touched[0])
+
+
+def product_bytes(
+    b: Size, m: Size, n: Size, k: Size, weight: Size, activation: Size
+) -> tuple[Size, Size, Size]:
+    """Return the bytes of weights, activations and result of ``b`` products.
+
+    Args:
+        b: Products.
+        m: Rows of the activations.
+        n: Columns of the weights.
+        k: Depth.
+        weight: Bytes of a weight.
+        activation: Bytes of an activation.
+    """
+    # Frameworks let 8- and 4-bit products return 16 bits for the next layer.
+    out = np.maximum(activation, 2.0)
+    return b * n * k * weight, b * m * k * activation, b * m * n * out
+
+
+def visible_pairs(q_len: float, kv_len: float, window: float = 0.0, causal: bool = True) -> float:
+    """Count the (query, key) pairs of attention of the last ``q_len`` of ``kv_len`` positions.
+
+    Causal query ``i`` sees ``kv_len - q_len + 1 + i`` keys, at most ``window`` (0: no window). The
+    sum is an arithmetic series until the window is reached, and constant after.
+    """
+    reach = min(window or kv_len, kv_len)
+    if not causal:
+        return float(q_len) * reach
+    first = kv_len - q_len + 1
+    growing = min(max(reach - first + 1, 0), q_len)
+    return growing * (first + (growing - 1) / 2) + (q_len - growing) * reach
+
+
+def attention_flops(batch: Size, heads: Size, pairs: Size, width: Size) -> Size:
+    """Return the FLOPs of the two products of attention, ``2 · batch · heads · pairs · width``.
+
+    Softmax is left out: its exponentials run on special-function units.
+
+    Args:
+        batch: Sequences.
+        heads: Query heads.
+        pairs: (query, key) pairs of a head that are computed.
+        width: Elements of a key and of a value together.
+    """
+    # Whole numbers from left to right, see the module: the order of factors is part of the
+    # contract.
+    flops: Size = 2 * batch * heads * pairs * width
+    return flops
+
+
+def expert_flops(
+    tokens: Size, topk: Size, ep: Size, hidden: Size, inner: Size, per_weight: float
+) -> Size:
+    """Return the FLOPs of the experts of one rank: its share of the chosen (token, expert) pairs.
+
+    Args:
+        tokens: Of all ranks.
+        topk: Experts that each token is sent to.
+        ep: Ranks that the experts are spread over.
+        hidden: Width of the model.
+        inner: Width of an expert.
+        per_weight: FLOPs for each of the ``hidden · inner`` entries of an expert's matrices
+            together: 2 a matrix, of which a gated expert has three.
+    """
+    # Division by ep after the exact product of whole numbers, for the same reason.
+    flops: Size = per_weight * tokens * topk / ep * hidden * inner
+    return flops
+
+
+def busy_rank(
+    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of the busiest rank, and how many of its experts get any.
+
+    Both have shape ``(n,)``.
+
+    A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
+    are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
+    the tokens; the busiest rank has the most loaded expert and average ones, and an expert of load
+    ``x`` gets a row with probability ``1 - exp(-x)``.
+
+    Args:
+        tokens: Before the experts are chosen.
+        topk: Experts of a token.
+        experts: Of the layer.
+        ep: Ranks that they are divided over.
+        skew: Exponent; 0 is balanced.
+    """
+    rows, local = tokens * topk / ep, experts / ep
+    active = np.minimum(local, rows)
+    skewed = np.flatnonzero(skew > 0)
+    # Tables repeat few distinct draws: each is solved once.
+    keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
+    unique, place = np.unique(keys, axis=0, return_inverse=True)
+    busiest = np.empty((len(unique), 2))
+    # Together with those of as many experts, whose loads make a matrix.
+    for count in np.unique(unique[:, 2]):
+        same = np.flatnonzero(unique[:, 2] == count)
+        for some in np.array_split(same, -(-len(same) // _TOGETHER)):
+            busiest[some] = _busiest(*unique[some].T)
+    rows[skewed], active[skewed] = busiest[place.ravel()].T
+    return rows, np.clip(active, 1, np.maximum(local, 1))
+
+
+def _busiest(
+    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
+) -> np.ndarray:
+    """Rows and active experts of draws with equally many experts, shape ``(n, 2)``."""
+    count, total = max(round(float(experts[0])), 1), tokens * topk
+    # Quantiles of the density x^-skew on [1, most] in closed form (inverse of its distribution
+    # function), at the midpoints of `count` equal parts.
+    place = (np.arange(count) + 0.5) / count
+    most = np.maximum(MOST_LOADED * tokens, 1.5)
+    flat = (1 - skew)[:, None]
+    load = (1 + place * (most[:, None] ** flat - 1)) ** (1 / flat)
+    # An expert gets a token at most once; what the cap cuts off goes to the others. Three rounds of
+    # rescaling suffice: the cap binds for a few experts only.
+    for _ in range(3):
+        load = np.minimum(load * (total / load.sum(axis=1))[:, None], tokens[:, None])
+    local = np.maximum(count / ep, 1.0)
+    others = (load.sum(axis=1) - load[:, -1]) / max(count - 1, 1)
+    rows = np.clip(load[:, -1] + (local - 1) * others, total / ep, total)
+    # Poisson: an expert with an expected load x gets no row with probability exp(-x).
+    active = np.maximum(1.0, local * (1 - np.exp(-load)).mean(axis=1))
+    return np.stack([rows, active], axis=1)
+
+
+def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
+    """Whether an expert has two matrices instead of three.
+
+    TensorRT-LLM's kernels show it in their name. Where other libraries call them (``trtllm`` in the
+    name), the sizes of the model tell. Other kernels are estimated as gated ones whatever they do:
+    some of them compute a gate for these models all the same, and models of operators learn which.
+
+    Args:
+        inner: Width of an expert.
+        topk: Experts of a token.
+        experts: Of the layer.
+        kernel: Name of the kernel, empty if unknown.
+    """
+    known = (inner, topk, experts) in UNGATED
+    return "nongated" in kernel or (known and "trtllm" in kernel)
+
+
+def op_flops(params: Mapping[str, Any]) -> float:
+    """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
+
+    Products count two for each pair of operands, gradients of convolutions as many as the
+    convolution itself, padding included. Attention counts two products over the visible pairs of
+    queries and keys, experts their two or three matrices over every routed row.
+    """
+    if "trans_a" in params:
+        return float(2 * params["b"] * params["m"] * params["n"] * params["k"])
+    if "stride_h" in params:
+        return _convolution(params)
+    if "head_dim" in params:
+        one = params["causal"] and not params["family"].startswith("generation")
+        pairs = visible_pairs(params["q_len"], params["kv_len"], params["window"], one)
+        width = params["head_dim"] + params["v_head_dim"]
+        return float(attention_flops(params["batch"], params["q_heads"], pairs, width))
+    if "topk" in params:
+        rows = params["tokens"] * params["topk"] / params["ep"]
+        # A gated expert has a gate, an up and a down projection, any other one up and down.
+        sizes = params["inter"], params["topk"], params["experts"]
+        matrices = 2 if ungated(*sizes, params.get("kernel", "")) else 3
+        return float(2 * rows * params["hidden"] * params["inter"] / params["tp"] * matrices)
+    return 0.0
+
+
+def _convolution(params: Mapping[str, Any]) -> float:
+    taps, places = 1, 1
+    for axis in "dhw":
+        reach = (params[f"k{axis}"] - 1) * params[f"dil_{axis}"] + 1
+        inside = params[axis] + 2 * params[f"pad_{axis}"]
+        places *= max((inside - reach) // params[f"stride_{axis}"] + 1, 1)
+        taps *= params[f"k{axis}"]
+    pairs = params["c"] * params["k"] / params["groups"]
+    return float(2 * params["n"] * places * taps * pairs)

@@ -1,0 +1,191 @@
+"""Prices of operators: by learned kernels of libraries where these are known, else the roofline.
+
+    time = max(floor, learned row of the kernel that stands for it · scale)
+
+Steps, serving and programs of PyTorch say which measured kernel stands for an operator (a row of
+the model of library operators) and what a vendor's kernels reach where none does. No time and no
+end of an interval falls below the operator's FLOPs at the peak of its format, or its bytes at the
+rates of main memory and of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from ...features.cost.formats import FORMATS
+from ...features.devices.device import DeviceSpec
+from ...features.operators.op import Op, least_seconds
+from ...models.operators import OpModel
+from ...models.power.law import Work
+from .eager import PROBE, eager_row, kernel_us
+
+#: What the model of operators is asked: columns of one operator's row.
+Row = Mapping[str, object]
+#: Where no learned kernel is known.
+ROOFLINE = "roofline"
+#: Shares of the matrix peak and of the memory bandwidth that the roofline assumes where nothing was
+#: learned. Engineering estimates; not fitted.
+MATRIX_SHARE, MEMORY_SHARE = 0.7, 0.85
+#: Half-width of the roofline's interval, as a factor either way; engineering estimate, not fitted.
+#: That of convolutions: NeuSight's f32 ones take 0.5 to 6 times the roofline on five chips (5 to
+#: 95 %), the latter those of few microseconds, whose launch is inside.
+ROOFLINE_FACTOR, _CONV_FACTOR = 1.6, 2.5
+
+
+class Reach(NamedTuple):
+    """What kernels reach where no model of operators knows them.
+
+    Attributes:
+        gap: Fixed seconds of a kernel.
+        matrix: Share of the matrix peak.
+        memory: Share of the memory's bandwidth.
+        beside: Whether arithmetic hides behind memory, or the reverse; otherwise both add up.
+    """
+
+    gap: float
+    matrix: float = MATRIX_SHARE
+    memory: float = MEMORY_SHARE
+    beside: bool = True
+
+
+class VendorReach(NamedTuple):
+    """The same of a vendor's products; of experts and of operands with scales for blocks, too."""
+
+    product: Reach
+    experts_gap: float
+    scaled: float
+
+    def of(self, op: Op) -> Reach:
+        """Of an operator."""
+        own = self.product
+        if op.family == "moe":
+            own = own._replace(gap=self.experts_gap)
+        return own._replace(matrix=self.scaled) if op.dtype in _SCALED else own
+
+
+#: Formats with scales for blocks of operands.
+_SCALED = ("fp8_block", "nvfp4", "mxfp4")
+#: Fitted to tuned products and fused experts of aiter and to XLA's products on MI300X and MI308X
+#: (published-kernels pack, gemm and attention_moe: 23,000 rows, bins of equal work counting the
+#: same): fixed 3 to 9 us, 0.49 to 0.56 of the peak, 0.36 to 0.43 with block scales, 0.5 to 0.9 of
+#: the bandwidth; of experts 16 to 24 us, 0.48 to 0.50, 0.37 and 0.58 to 0.65. Sums fit better than
+#: maxima by a tenth. Fitted to MI308X alone, the 713 bf16 rows of the MI300X err by 16 % (mean),
+#: with these constants by 13 %, at 0.7 of the peak by 52 %.
+REACH = {"AMD": VendorReach(Reach(6e-6, 0.5, 0.62, beside=False), 20e-6, 0.38)}
+
+
+class Prices(NamedTuple):
+    """Times of ``n`` operators.
+
+    Attributes:
+        times: Seconds and both ends of the 90 % interval, shape ``(n, 3)``.
+        keys: Family that each was learned from, or ``roofline``.
+        scopes: Scope of the model (``known``, ``unseen`` …), or ``roofline``.
+    """
+
+    times: np.ndarray
+    keys: list[str]
+    scopes: list[str]
+
+
+def price(
+    ops: Sequence[Op],
+    rows: Sequence[Row | None],
+    reaches: Sequence[Reach],
+    spec: DeviceSpec,
+    model: OpModel | None,
+    factors: np.ndarray | None = None,
+) -> Prices:
+    """Price operators on a device, as kernels in a stream of others.
+
+    Args:
+        ops: ``n`` operators.
+        rows: The kernel that stands for each; ``None`` for the roofline.
+        reaches: What the roofline assumes of each.
+        spec: The device.
+        model: Model of library operators; needed where there is a row.
+        factors: Time of each over that of its row, shape ``(n,)``; one by default.
+    """
+    n = len(ops)
+    factors = np.ones(n) if factors is None else factors
+    middle = roofline_seconds(ops, reaches, spec)
+    wide = np.array([_CONV_FACTOR if op.family == "conv" else ROOFLINE_FACTOR for op in ops])
+    times = np.stack([middle, middle / wide, middle * wide], axis=1).reshape(n, 3)
+    keys, scopes = [ROOFLINE] * n, [ROOFLINE] * n
+    at = [i for i, row in enumerate(rows) if row is not None]
+    if model is not None and at:
+        asked = [row for row in rows if row is not None]
+        eager = np.array([str(row["key"]).startswith("eager/") for row in asked])
+        # The last row has almost no work: what it takes is the launch.
+        asked += [eager_row(PROBE)] if eager.any() else []
+        if spec.name not in model.devices:
+            model.devices[spec.name] = spec
+        said = model.predict(pd.DataFrame(asked).assign(device=spec.name))
+        own = np.stack([said.latency, said.lo, said.hi], axis=1)
+        launch, own = own[-1, 0], own[: len(at)]
+        # What is left after the launch errs by the same share as the call timed alone.
+        left = np.where(eager, kernel_us(own[:, 0] * 1e6, launch * 1e6) * 1e-6, own[:, 0])
+        # ``scale`` prices a backward pass as a multiple of the forward kernel that was measured.
+        scale = factors[at] * [ops[i].scale for i in at]
+        times[at] = own / own[:, :1] * (left * scale)[:, None]
+        for i, row, scope in zip(at, asked, said.scope, strict=False):
+            keys[i], scopes[i] = str(row["key"]), str(scope)
+    return Prices(held(times, ops, spec), keys, scopes)
+
+
+def held(times: np.ndarray, ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:
+    """Times of shape ``(n, 3)``, none below the least that its operator takes."""
+    return np.asarray(np.maximum(times, least_seconds(ops, spec)[:, None]))
+
+
+def roofline_seconds(ops: Sequence[Op], reaches: Sequence[Reach], spec: DeviceSpec) -> np.ndarray:
+    """Estimate operators by the roofline: seconds, shape ``(n,)``."""
+    shares = np.array([(r.gap, r.matrix, r.memory) for r in reaches]).reshape(-1, 3)
+    gap, matrix, memory = shares.T
+    work = np.array([op.flops() / matrix_rate(op, spec) for op in ops]) / matrix
+    stream = np.array([op.moved() for op in ops]) / (spec.bandwidth * memory)
+    beside = np.array([r.beside for r in reaches], bool)
+    # The fixed cost is added rather than a third bound: the launch precedes the work.
+    return np.asarray(np.where(beside, np.maximum(work, stream), work + stream) + gap)
+
+
+def arithmetic_share(op: Op, spec: DeviceSpec) -> float:
+    """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
+    compute = op.flops() / matrix_rate(op, spec)
+    return compute / (compute + op.moved() / spec.bandwidth)
+
+
+def matrix_rate(op: Op, spec: DeviceSpec) -> float:
+    """FLOP/s at which a device multiplies an operator's format."""
+    return spec.matrix_peak("bf16" if weight_only(op.dtype, spec) else FORMATS[op.dtype].rate)
+
+
+def weight_only(dtype: str, spec: DeviceSpec) -> bool:
+    """Whether a device widens weights of a 4-bit float to 16 bits, for want of units for them."""
+    # Types without units of their own have the rate of the next wider one.
+    return dtype in ("nvfp4", "mxfp4") and spec.matrix_peak("f4e2m1fn") <= spec.matrix_peak(
+        "f8e4m3fn"
+    )
+
+
+def work_of(ops: Sequence[Op], seconds: np.ndarray, spec: DeviceSpec) -> Work:
+    """How busy operators keep a device's units.
+
+    Args:
+        ops: ``n`` operators.
+        seconds: Time of one execution of each, shape ``(n,)``.
+        spec: The device.
+    """
+    return Work.of(
+        np.array([op.flops() for op in ops]),
+        np.array([op.moved() for op in ops]),
+        seconds,
+        np.full(len(ops), spec.floor),
+        np.array([spec.matrix_peak(op.format.rate) for op in ops]),
+        spec.bandwidth,
+        np.array([op.kind == "attention" for op in ops], bool),
+    )
