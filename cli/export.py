@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,7 @@ from ..common.options import (
     table_file,
 )
 from ..common.progress import wrote
+from ..common.types import JsonObject
 from ..models.core.registry import OPERATOR_MODEL
 from .options import print_json, refuse, workload_of
 
@@ -399,7 +400,7 @@ def _operators(model: str) -> OpModel | None:
     return OpModel.load(find_model(model))
 
 
-def _print(result: dict[str, Any], title: str, json_output: bool) -> None:
+def _print(result: JsonObject, title: str, json_output: bool) -> None:
     if json_output:
         print_json(result)
         return

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..common.types import JsonMapping
+
 if TYPE_CHECKING:
     from typer._click import Command as ClickCommand
     from typer._click import Context, HelpFormatter, Parameter
@@ -118,7 +120,7 @@ class Group:
     former_file: str = ""
 
 
-def entry_of(data: Mapping[str, Any]) -> Command | Group:
+def entry_of(data: JsonMapping) -> Command | Group:
     """Make a command, or a group of them, of its table in ``commands.toml``."""
     given = dict(data)
     if "commands" in given:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..common.options import DeviceOpt, Fallback, Json, LoweringOpt, Option, ProgramArg
 from ..common.progress import wrote
+from ..common.types import JsonObject
 from .options import print_json, program_of, refuse
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, flo
     return estimate
 
 
-def _print_summary(data: dict[str, Any]) -> None:
+def _print_summary(data: JsonObject) -> None:
     from ..common.notes import WARNING
     from ..common.units import duration, quantity, size
 

@@ -12,13 +12,13 @@ import logging
 import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import replacing
 from ..common.parquet import read_table
+from ..common.types import JsonObject
 from ..features.dataset import (
     Dataset,
     read_record,
@@ -59,7 +59,7 @@ class RunWriter:
         self._shards = 0
         path = record_path(folder, run_id)
         self.resumed = path.is_file()
-        self.record: dict[str, Any] = _own_record(path) if self.resumed else {"run_id": run_id}
+        self.record: JsonObject = _own_record(path) if self.resumed else {"run_id": run_id}
 
     def add_rows(self, rows: Iterable[Mapping[str, object]], device: str) -> None:
         """Keep rows until the next flush; they need no ``sample_id``, ``device`` and ``run_id``."""
@@ -149,7 +149,7 @@ def read_failures(folder: Path) -> list[dict[str, str]]:
     return failures
 
 
-def run_records(folder: Path) -> dict[str, dict[str, Any]]:
+def run_records(folder: Path) -> dict[str, JsonObject]:
     """Read the records of the runs in a folder, by run id, oldest first.
 
     Raises:
@@ -161,7 +161,7 @@ def run_records(folder: Path) -> dict[str, dict[str, Any]]:
     return {str(record["run_id"]): record for record in records}
 
 
-def _own_record(path: Path) -> dict[str, Any]:
+def _own_record(path: Path) -> JsonObject:
     record = read_record(path)
     if "run_id" not in record:
         raise DatasetError("not a run record: 'run_id' is missing", where=str(path))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ..common.errors import OpcastError
+from ..common.types import JsonObject
 
 if TYPE_CHECKING:
     from ..features.dataset import Dataset
@@ -108,12 +109,12 @@ def _differences(pairs: np.ndarray) -> dict[str, float]:
     return {"pairs": len(pairs), "median_ape": float(np.median(ape)), "mean_ape": float(ape.mean())}
 
 
-def _run_summary(record: dict[str, Any]) -> dict[str, Any]:
+def _run_summary(record: JsonObject) -> JsonObject:
     keys = ("date", "state", "elapsed_s", "counts", "noise_floor")
     return {"device": record["device"]["name"]} | {k: record[k] for k in keys if k in record}
 
 
-def tables(description: dict[str, Any]) -> dict[str, pd.DataFrame]:
+def tables(description: JsonObject) -> dict[str, pd.DataFrame]:
     """Return the parts of a description as tables, for printing."""
     counted = ("by_level", "by_kind", "by_family", "by_dtype", "by_device")
     tables = {

@@ -8,13 +8,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..common.errors import DatasetError
 from ..common.files import parse_json, write_text
 from ..common.parquet import read_table, write_table
+from ..common.types import JsonObject
 from .devices.device import DeviceSpec, check_name
 from .devices.identity import base_name, distinct_runs
 
@@ -75,7 +76,7 @@ class Dataset:
     """
 
     frame: pd.DataFrame
-    runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    runs: dict[str, JsonObject] = field(default_factory=dict)
 
     @property
     def devices(self) -> dict[str, DeviceSpec]:
@@ -135,7 +136,7 @@ class Dataset:
         import pandas as pd
 
         frames: list[pd.DataFrame] = []
-        runs: dict[str, dict[str, Any]] = {}
+        runs: dict[str, JsonObject] = {}
         for root in map(Path, paths):
             shards = sorted(root.glob("*.parquet")) if root.is_dir() else []
             if not shards:
@@ -172,7 +173,7 @@ class Dataset:
 
 
 def _told_apart(
-    frame: pd.DataFrame, runs: dict[str, dict[str, Any]]
+    frame: pd.DataFrame, runs: dict[str, JsonObject]
 ) -> tuple[pd.DataFrame, dict[str, dict[str, object]]]:
     """Give each device its own name where runs of several devices share one."""
     names = distinct_runs(runs)

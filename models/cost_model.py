@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from ..common.errors import ModelError
+from ..common.types import JsonMapping, JsonObject
 from ..features.devices.device import DeviceSpec
 from ..features.devices.identity import Comparison, unlike
 from ..features.kernels.kernel import Kernel, LoweredProgram
@@ -62,7 +63,7 @@ class CostModel:
     estimator: Estimator
     program_model: ProgramModel = field(default_factory=ProgramModel)
     devices: dict[str, DeviceSpec] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JsonObject = field(default_factory=dict)
     neighbour_file: bytes = field(default=b"", repr=False)
     context: ContextCorrection | None = None
     corrections: dict[str, DeviceCorrection] = field(default_factory=dict)
@@ -252,9 +253,7 @@ class CostModel:
         return cls(estimator, program_model, devices, info, neighbours, context, corrections)
 
 
-def _context(
-    stored: Mapping[str, Any] | None, files: Mapping[str, bytes]
-) -> ContextCorrection | None:
+def _context(stored: JsonMapping | None, files: Mapping[str, bytes]) -> ContextCorrection | None:
     if stored is None:
         return None
     raw = [files[_CONTEXT.format(i)] for i in range(stored["trees"])]

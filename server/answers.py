@@ -5,9 +5,11 @@ Answers are written by the functions that print ``--json``; ``tests/server`` hol
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from ..common.types import JsonObject
 
 
 class KernelAnswers(BaseModel):
@@ -138,7 +140,7 @@ class StepAnswer(_Powered):
     )
 
 
-_LATENCIES: dict[str, Any] = {
+_LATENCIES: JsonObject = {
     f"{level}_{metric}_ms{end}": (float, ...)
     for metric in ("ttft", "tpot", "itl", "e2el")
     for level in ("mean", "std", "median", "p90", "p99")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from ..common.types import JsonObject
 from . import answers, schemas
 
 _REF = "#/components/schemas/{model}"
@@ -41,7 +40,7 @@ def _answer(model: type[BaseModel], about: str) -> Responses:
     return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
-def _body(schema: dict[str, Any], **others: dict[str, Any]) -> dict[str, object]:
+def _body(schema: JsonObject, **others: JsonObject) -> dict[str, object]:
     content = {"application/json": {"schema": schema}, **others}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -91,12 +90,12 @@ def _parameters() -> list[dict[str, object]]:
     ]
 
 
-def _of_query(schema: dict[str, Any]) -> dict[str, Any]:
+def _of_query(schema: JsonObject) -> JsonObject:
     """Schema of an option in a query, which has no null and need not be sent by default.
 
     Generated clients send every field that has a default with every request.
     """
-    some: dict[str, Any] = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
+    some: JsonObject = next((s for s in schema.get("anyOf", ()) if s != {"type": "null"}), {})
     return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some
 
 

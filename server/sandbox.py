@@ -7,9 +7,9 @@ import contextlib
 import json
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 from ..common.errors import OpcastError
+from ..common.types import JsonObject
 from ..common.worker_process import THREAD_VARIABLES, WorkerProcess, module_command
 from .errors import RequestError
 from .fork_server import READY, REPLY, TASK
@@ -114,7 +114,7 @@ class Sandbox:
         finally:
             self._free.release()
 
-    async def _one(self, task: dict[str, Any], payload: bytes) -> Reply:
+    async def _one(self, task: JsonObject, payload: bytes) -> Reply:
         await self.start()
         # Set after waiting for a worker: the guard's limit counts from the request's arrival, this
         # from here.

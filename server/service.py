@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..common.errors import DeviceError, ModelError
+from ..common.types import JsonObject
 from ..features.devices.catalogue import device_names, find_device
 from ..features.devices.device import DeviceSpec
 from ..models.core.store import predicts_operators, read_manifest
@@ -122,7 +122,7 @@ class Service:
         return chosen
 
     @property
-    def models(self) -> Mapping[str, dict[str, Any]]:
+    def models(self) -> Mapping[str, JsonObject]:
         """Entries of ``GET /v1/models`` by name."""
         entries = {}
         for place, (name, predictor) in enumerate(self.predictors.items()):
@@ -139,7 +139,7 @@ class Service:
             }
         return entries
 
-    def devices(self) -> list[dict[str, Any]]:
+    def devices(self) -> list[JsonObject]:
         """List the entries of ``GET /v1/devices``: devices of the models and of the catalogue."""
         specs = {name: find_device(name) for name in device_names()}
         return [

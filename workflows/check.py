@@ -8,11 +8,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..common.errors import ProfileError
+from ..common.types import JsonObject
 from ..features.devices.identity import anchors_of, compare_anchors, with_speed
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class CheckResult:
         known = pairs[np.isfinite(pairs[:, 1])]
         return np.asarray(np.abs(known[:, 0] / known[:, 1] - 1.0))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain data, as ``opcast check --json`` prints it; a missing label is null."""
         return {
             "name": self.name,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from ..common.types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from .check import CheckResult
 
 #: The training step that is predicted for chips that are not here.
-STEP: tuple[str, dict[str, Any]] = (
+STEP: tuple[str, JsonObject] = (
     "llama",
     {"layers": 4, "dim": 512, "heads": 8, "kv_heads": 4, "hidden": 1408, "vocab": 16000,
      "seq": 256, "batch": 8, "dtype": "bf16", "mode": "train"},
@@ -26,7 +28,7 @@ COMPILE_S, RESERVE_S, LEAST_S = 60.0, 5.0, 15.0
 #: Absent chips; the page shows the first.
 ABSENT = ("h100-sxm", "a100-sxm-80gb", "tpu-v5e")
 #: Programs that are predicted and then run here; none of them is among what calibrating measures.
-PROGRAMS: tuple[tuple[str, dict[str, Any]], ...] = (
+PROGRAMS: tuple[tuple[str, JsonObject], ...] = (
     ("resnet", {"depth": 18, "width": 32, "image": 64, "batch": 8, "mode": "train"}),
     (
         "llama",

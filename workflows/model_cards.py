@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ..common.paths import PACKAGE
+from ..common.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ CARD = "MODEL_CARD.md"
 CARDS = PACKAGE / "models" / "pretrained" / "cards"
 
 
-def model_rows() -> list[dict[str, Any]]:
+def model_rows() -> list[JsonObject]:
     """Describe each available model in one row.
 
     Raises:
@@ -90,7 +91,7 @@ def card_of(folder: Path) -> str:
     return next((place.read_text() for place in places if place.is_file()), "")
 
 
-def figures(manifest: Mapping[str, Any]) -> pd.DataFrame:
+def figures(manifest: JsonMapping) -> pd.DataFrame:
     """Tabulate a manifest's errors: on each split, and on each chip left out of training."""
     rows = []
     for key, family in manifest.get("families", {}).items():

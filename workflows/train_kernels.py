@@ -6,14 +6,15 @@ The dataset and the model decide on the trainer: of kernels and programs, of ope
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ..common.tables_text import print_metrics
+from ..common.types import JsonMapping
 from .settings import TrainSettings
 from .training import keep_model, log_training, without_devices
 
@@ -75,7 +76,7 @@ def _train_or_choose(
     split: str,
     seed: int,
     threads: int,
-    params: Mapping[str, Any],
+    params: JsonMapping,
 ) -> tuple[TrainResult, str]:
     """The training and the name of what was trained: an ensemble only if it beats its members."""
     from ..models.training.train import train

@@ -7,11 +7,12 @@ process of its own because the flag that makes virtual devices is only read when
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...common.child_process import Channel
+from ...common.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import jax
@@ -34,7 +35,7 @@ def main() -> None:
         channel.send(b"done")
 
 
-def partition_program(job: Mapping[str, Any]) -> None:
+def partition_program(job: JsonMapping) -> None:
     """Compile the program of a file under the shardings of a job and dump the partitioner's result.
 
     Args:
@@ -113,7 +114,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
     jitted.lower(*args).compile(compiler_options=dump_flags(dump))
 
 
-def dump_flags(folder: str) -> dict[str, Any]:
+def dump_flags(folder: str) -> JsonObject:
     """Return options that make XLA dump its partitioner's result into a folder."""
     # Only the partitioner's output is wanted: code generation runs without optimisation.
     return {

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ProfileError
+from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     from ..zoo.catalog import Setting
@@ -65,7 +66,7 @@ class Item:
         tail = parts.get(self.stream, f"{self.seed}-{self.index:06d}")
         return f"{self.stream}-{tail}" + (f"{_REPLICATE}{self.replicate}" if self.replicate else "")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return plain data, for the worker."""
         return asdict(self)
 
@@ -146,7 +147,7 @@ class Plan:
                 return batch
         return []
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """Return plain data for the run record."""
         return {
             "mix": dict(self.mix),

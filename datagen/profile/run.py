@@ -13,16 +13,16 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...common.errors import ProfileError
 from ...common.files import write_text
 from ...common.progress import Progress
+from ...common.types import JsonMapping, JsonObject
 from ...features.devices.device import DeviceSpec
 from ...features.devices.identity import compare_ceilings, is_measured
 from ..dataset_folder import RunWriter, done_programs, run_records
@@ -123,7 +123,7 @@ class ProfileRun:
         if self._budget_s is not None:
             self._budget_s -= spent
 
-    def _spent_before(self, records: Iterable[Mapping[str, Any]]) -> float:
+    def _spent_before(self, records: Iterable[JsonMapping]) -> float:
         """Return the seconds that runs spent on this plan; add their shares to the plan."""
         total = 0.0
         for record in records:
@@ -160,7 +160,7 @@ class ProfileRun:
         finally:
             self._measurer.restart()
 
-    def _begin(self, host: dict[str, Any], device: DeviceSpec) -> None:
+    def _begin(self, host: JsonObject, device: DeviceSpec) -> None:
         self._run.record |= {
             "device": asdict(device),
             "host": host,
@@ -388,7 +388,7 @@ class ProfileRun:
         )
 
 
-def _check_device(wanted: str, host: Mapping[str, Any]) -> None:
+def _check_device(wanted: str, host: JsonMapping) -> None:
     """Refuse to measure on another kind of device than the requested one.
 
     Raises:

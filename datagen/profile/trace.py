@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.errors import ProfileError
+from ...common.types import JsonMapping
 
 if TYPE_CHECKING:
     from jax.profiler import ProfileData
@@ -382,7 +383,7 @@ def _sum_launches(events: list[Event], count: int) -> list[float]:
     return [sum(event.end - event.start for event in chunk) for chunk in chunks]
 
 
-def _tpu_events(lines: Mapping[str, Any], by_program: bool) -> list[Event]:
+def _tpu_events(lines: JsonMapping, by_program: bool) -> list[Event]:
     """Read the ops of the ``XLA Ops`` line; module and run come from the enclosing span."""
     spans = [_read_event(e, dict(e.stats)) for e in getattr(lines.get("XLA Modules"), "events", ())]
     spans.sort(key=lambda e: e.start)

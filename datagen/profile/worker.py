@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.child_process import Channel, limit_memory
+from ...common.types import JsonObject
 from .runner import DEFAULT_CACHE_BYTES
 
 if TYPE_CHECKING:
@@ -49,9 +50,7 @@ class Worker:
         reply: Sends one reply.
     """
 
-    def __init__(
-        self, settings: dict[str, Any], reply: Callable[[dict[str, object]], None]
-    ) -> None:
+    def __init__(self, settings: JsonObject, reply: Callable[[dict[str, object]], None]) -> None:
         from . import host
         from .measure import Limits
         from .plan import WALL_SECONDS
@@ -72,13 +71,13 @@ class Worker:
 
         return local_pulse(self._best_pulse_s)
 
-    def serve(self, requests: Iterator[dict[str, Any]]) -> None:
+    def serve(self, requests: Iterator[JsonObject]) -> None:
         """Answer every request; waiting batches are compiled ahead if ``overlap`` is set."""
         for request, prepared in self._ahead(requests):
             self._answer(request, prepared)
 
     def _ahead(
-        self, requests: Iterator[dict[str, Any]]
+        self, requests: Iterator[JsonObject]
     ) -> Iterator[tuple[dict[str, object], Future[list[Prepared]] | None]]:
         if not self._overlap:
             yield from ((request, None) for request in requests)
@@ -95,7 +94,7 @@ class Worker:
         threading.Thread(target=read, daemon=True).start()
         yield from iter(waiting.get, None)
 
-    def _answer(self, request: dict[str, Any], prepared: Future[list[Prepared]] | None) -> None:
+    def _answer(self, request: JsonObject, prepared: Future[list[Prepared]] | None) -> None:
         from .measure import reason_of
 
         answers: dict[str, Callable[[], dict[str, object]]] = {
@@ -147,7 +146,7 @@ class Worker:
         values = read_anchors(self._anchors, self._limits, self._pulse)
         return {"values_us": values, "pulse_s": self._pulse.best_s if self._pulse else {}}
 
-    def _prepare(self, items: list[dict[str, Any]]) -> list[Prepared]:
+    def _prepare(self, items: list[JsonObject]) -> list[Prepared]:
         """Compile a batch; programs that fail are reported here and left out."""
         from .measure import prepare, reason_of
         from .plan import Item

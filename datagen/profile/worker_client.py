@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from ...common.errors import ProfileError
+from ...common.types import JsonObject
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 from .plan import REPLY_TIMEOUT, Item
 
@@ -66,7 +66,7 @@ class WorkerClient:
         with self._told():
             self._worker.send(json.dumps({"do": do, **values}).encode(), self._timeout)
 
-    def replies(self) -> Iterator[dict[str, Any]]:
+    def replies(self) -> Iterator[JsonObject]:
         """Yield the replies to the oldest open request; the last one has ``done``.
 
         Raises:
@@ -79,7 +79,7 @@ class WorkerClient:
             if "done" in reply:
                 return
 
-    def ask(self, do: str, **values: object) -> dict[str, Any]:
+    def ask(self, do: str, **values: object) -> JsonObject:
         """Send a request and return its last reply.
 
         Raises:
@@ -122,7 +122,7 @@ class Measurer:
 
     def __init__(
         self,
-        settings: dict[str, Any],
+        settings: JsonObject,
         env: dict[str, str] | None = None,
         timeout_s: float = REPLY_TIMEOUT,
     ) -> None:
@@ -131,7 +131,7 @@ class Measurer:
         self._env = env
         self._timeout = timeout_s
         self._client: WorkerClient | None = None
-        self._early: dict[str, dict[str, Any]] = {}
+        self._early: dict[str, JsonObject] = {}
         self._sent: list[str] = []
 
     @property
@@ -142,9 +142,7 @@ class Measurer:
             self.starts += 1
         return self._client
 
-    def measure(
-        self, batch: list[Item], upcoming: list[Item] | None = None
-    ) -> list[dict[str, Any]]:
+    def measure(self, batch: list[Item], upcoming: list[Item] | None = None) -> list[JsonObject]:
         """Measure a batch; where the worker dies or errs, each program is tried alone.
 
         Args:

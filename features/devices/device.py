@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...common.errors import DeviceError
 from ...common.files import parse_json
+from ...common.types import JsonObject
 from ..ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
 
 #: Bytes/s in one direction to the host where a device's file says none: PCI Express 4.0 x16, 16
@@ -89,7 +89,7 @@ class DeviceSpec:
     clock_hz: float = 0.0
     memory_bytes: float = 0.0
     source: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     vendor: str = ""
     architecture: str = ""
     lanes_per_core: int = 0
@@ -102,7 +102,7 @@ class DeviceSpec:
     array_rows: int = 0
     array_columns: int = 0
     arrays_per_core: int = 0
-    compiler: dict[str, Any] = field(default_factory=dict)
+    compiler: JsonObject = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     defaulted: tuple[str, ...] = ()
@@ -150,7 +150,7 @@ class DeviceSpec:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], where: str = "device") -> DeviceSpec:
+    def from_dict(cls, data: JsonObject, where: str = "device") -> DeviceSpec:
         """Build from plain data.
 
         Raises:

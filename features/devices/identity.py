@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ...common.errors import DeviceError
+from ...common.types import JsonObject
 from .device import DeviceSpec
 
 #: Factors by which two measurements of one device may differ: in the geometric mean over the
@@ -213,7 +213,7 @@ def namesakes(spec: DeviceSpec, known: Mapping[str, DeviceSpec]) -> list[DeviceS
     return sorted(own, key=lambda other: (other.name != spec.name, other.name))
 
 
-def distinct_runs(runs: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+def distinct_runs(runs: Mapping[str, JsonObject]) -> dict[str, str]:
     """Name the devices of measured runs, telling them apart by their ceilings.
 
     The oldest run of a name keeps it. A later run with other ceilings gets the name of the first

@@ -18,6 +18,7 @@ from typing import Any
 
 from ...common.errors import DeviceError
 from ...common.files import check_yaml, yaml_loader
+from ...common.types import JsonObject
 from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 
 #: Figures by key, each with its unit in SI. Rates are decimal and capacities binary, as vendors
@@ -145,7 +146,7 @@ def read_designs(path: Path) -> list[tuple[dict[str, float], Sheet]]:
         raise DeviceError(what, where=str(path), hint="take fewer steps")
     designs = []
     for values in product(*ranges.values()):
-        own_data: dict[str, Any] = dict(data)
+        own_data: JsonObject = dict(data)
         for keys, figure in zip(ranges, values, strict=True):
             if len(keys) == 1:
                 own_data[keys[0]] = figure

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+from ...common.types import JsonObject
 from .dtypes import DTYPE_BITS
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class Op:
     opcode: str
     operands: tuple[int, ...] = ()
     results: tuple[TensorType, ...] = ()
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: JsonObject = field(default_factory=dict)
     called: tuple[str, ...] = ()
     is_tuple: bool = False
     source: Source | None = None
@@ -156,7 +157,7 @@ class Op:
         """Bytes of all results."""
         return sum(t.nbytes for t in self.results)
 
-    def config(self, *path: str) -> dict[str, Any]:
+    def config(self, *path: str) -> JsonObject:
         """Return the backend configuration, or its part under the keys of ``path``.
 
         Empty where the instruction has none, or has text or a number in its place.

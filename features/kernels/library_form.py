@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...common.types import JsonObject
 from ..ir.program import Computation, Op, Program, TensorType
 
 #: Targets of XLA's GemmRewriter.
@@ -141,7 +142,7 @@ class _Epilogue:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        config: JsonObject,
         operands: Sequence[Op],
         results: tuple[TensorType, ...],
         target: str,
@@ -160,7 +161,7 @@ class _Epilogue:
     def dot_attrs(self) -> dict[str, object]:
         """Attributes of the product."""
         numbers = self.config.get("dot_dimension_numbers", {})
-        attrs: dict[str, Any] = {
+        attrs: JsonObject = {
             key: tuple(int(d) for d in numbers.get(name, ())) for key, name in _DIMS.items()
         }
         precision = self.config.get("precision_config", {}).get("operand_precision", ())

@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...common.errors import DatasetError, ProgramError
+from ...common.types import JsonMapping
 from .extract import kernel_from_ir
 from .kernel import Kernel, LoweredProgram
 
@@ -98,7 +98,7 @@ def schedule_from_json(text: str, ir_by_hash: Mapping[str, str]) -> LoweredProgr
         ) from error
 
 
-def _kernels(data: Mapping[str, Any], ir_by_hash: Mapping[str, str]) -> list[Kernel]:
+def _kernels(data: JsonMapping, ir_by_hash: Mapping[str, str]) -> list[Kernel]:
     known = {**ir_by_hash, **data["irs"]} if data["irs"] else ir_by_hash
     missing = [value for value in data["hashes"] if value not in known]
     if missing:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...common.errors import CompilerError, LoweringError
+from ...common.types import JsonMapping
 from ..devices.device import DeviceSpec
 from ..ir.hlo_reader import parse_hlo
 from ..ir.jax_compat import (
@@ -102,7 +103,7 @@ class CachedHlo(NamedTuple):
     """A compiled module and the compiler's figures for it."""
 
     hlo: str
-    meta: Mapping[str, Any]
+    meta: JsonMapping
 
 
 class _Job:
@@ -239,9 +240,7 @@ def _compiler(target: CompileTarget) -> str:
     return f"xla {target.compiler.version} for {target.architecture}"
 
 
-def _finish(
-    lowered: LoweredProgram, meta: Mapping[str, Any], target: CompileTarget
-) -> LoweredProgram:
+def _finish(lowered: LoweredProgram, meta: JsonMapping, target: CompileTarget) -> LoweredProgram:
     lowered.target = target.device
     lowered.compile_seconds = float(meta.get("seconds", 0.0))
     lowered.notes += [note for note in target.notes if note not in lowered.notes]

@@ -7,13 +7,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...common.errors import DatasetError
 from ...common.files import gunzip, parse_json, write_bytes
 from ...common.paths import home
+from ...common.types import JsonMapping, JsonObject
 from ..ir.program import Source
 from ..kernels.kernel import LoweredProgram
 from ..kernels.program_json import schedule_from_json, schedule_to_json
@@ -39,7 +40,7 @@ class CachedModule(NamedTuple):
     """
 
     hlo: str
-    meta: dict[str, Any]
+    meta: JsonObject
 
 
 class LoweringCache:
@@ -84,7 +85,7 @@ class LoweringCache:
             logger.debug("cannot mark %s as used", path)
         return module
 
-    def put(self, key: str, hlo: str, meta: dict[str, Any]) -> None:
+    def put(self, key: str, hlo: str, meta: JsonObject) -> None:
         """Write an entry; a failure is logged and otherwise without consequence."""
         path = self._path(key)
         # Level 3 packs HLO text nearly as small as level 9, several times faster.
@@ -146,7 +147,7 @@ def to_data(lowered: LoweredProgram) -> dict[str, object]:
     }
 
 
-def from_data(data: Mapping[str, Any], ops: Sequence[Source], hlo: str) -> LoweredProgram | None:
+def from_data(data: JsonMapping, ops: Sequence[Source], hlo: str) -> LoweredProgram | None:
     """Rebuild what :func:`to_data` wrote; ``None`` if it is damaged or of another version.
 
     Args:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import LoweringError
+from ...common.types import JsonMapping
 from ..ir.hlo_reader import parse_hlo
 from ..ir.partitioning import header_counts
 from ..ir.program import Op, Program, TensorType
@@ -181,7 +182,7 @@ def lower_compiled(
     hlo: str,
     source: SourceProgram,
     target: LocalTarget,
-    meta: Mapping[str, Any],
+    meta: JsonMapping,
     trip_counts: TripCounts = None,
 ) -> LoweredProgram:
     """List the kernels of an optimised module.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import ProgramError
+from ...common.types import JsonObject
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from ..ir.dtypes import NUMPY_NAMES
 from .library_conv import DIRECTIONS
@@ -76,7 +77,7 @@ _MAY_BE_ZERO = frozenset(
 _LARGEST = 2**40
 
 
-def parse_op(text: str, vendor: str = "") -> dict[str, Any]:
+def parse_op(text: str, vendor: str = "") -> JsonObject:
     """Parse an operator given as its family and ``name=value`` pairs.
 
     Args:
@@ -105,7 +106,7 @@ def parse_op(text: str, vendor: str = "") -> dict[str, Any]:
 
 def parse_op_columns(
     operator: str, given: Mapping[str, str | int | Sequence[int]], vendor: str = ""
-) -> dict[str, Any]:
+) -> JsonObject:
     """Parse many operators of one family, given by column.
 
     Args:
@@ -137,7 +138,7 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
         raise _wrong(where, f"{name} holds no whole numbers") from None
 
 
-def _completed(head: str, given: dict[str, Any], where: str, vendor: str = "") -> dict[str, object]:
+def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> dict[str, object]:
     """The row of an operator, or a table of columns, with all parameters of its family."""
     given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
     # TensorRT-LLM runs on NVIDIA's chips alone, so that the answer says that it is no library here.
@@ -185,7 +186,7 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
     raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
 
 
-def _numbered(given: dict[str, Any], numbers: tuple[str, ...], where: str) -> dict[str, object]:
+def _numbered(given: JsonObject, numbers: tuple[str, ...], where: str) -> dict[str, object]:
     row = dict(given)
     for name in (n for n in numbers if n in row):
         if not isinstance(row[name], np.ndarray):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonObject
 from ..cost.bytes import array_traffic, on_chip_bytes
 from ..cost.op_classes import FACTS, FREE, NO_FACTS, OP_CLASSES, OTHER, type_facts
 from ..ir.dtypes import DTYPE_CODE, FAMILIES, INTEGER
@@ -282,7 +282,7 @@ def _instruction(row: Row, op: Op, kernel: Kernel) -> None:
         _groups(row, op)
 
 
-def _partitions(config: dict[str, Any]) -> float:
+def _partitions(config: JsonObject) -> float:
     """Return the product of XLA:CPU's ``outer_dimension_partitions``; 0 if it states none."""
     parts = config.get("outer_dimension_partitions")
     if not parts:
@@ -293,7 +293,7 @@ def _partitions(config: dict[str, Any]) -> float:
     return product
 
 
-def _fusion_library(config: dict[str, Any]) -> float:
+def _fusion_library(config: JsonObject) -> float:
     inner = config.get("fusion_config") or config.get("fusion_backend_config") or {}
     kind = str(inner.get("kind", ""))
     for library, mark in (("ynn", "nn_fusion"), ("triton", "triton"), ("cudnn", "cudnn")):

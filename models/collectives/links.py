@@ -6,11 +6,11 @@ A *fabric* is the slowest kind of link that a group of devices has to cross: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...common.errors import DeviceError
+from ...common.types import JsonMapping, JsonObject
 from ...features.devices.device import HOST_BANDWIDTH, NETWORK_BANDWIDTH
 
 #: Slowest kind of link in a group. ``pcie``: devices without scale-up links; ``host``: groups of
@@ -95,7 +95,7 @@ class Links:
                 hint="add one of them; collectives cannot be estimated without",
             )
         node = int(getattr(spec, "devices_per_node", None) or 8)
-        facts: dict[str, Any] = {
+        facts: JsonObject = {
             "link": link or host,
             "host": host or HOST_BANDWIDTH,
             "inter_node": float(getattr(spec, "inter_node_bandwidth", None) or NETWORK_BANDWIDTH),
@@ -110,7 +110,7 @@ class Links:
         return cls(**{**facts, **changes})
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any], **changes: Any) -> Links:
+    def from_row(cls, row: JsonMapping, **changes: Any) -> Links:
         """Take the facts from a row of a published device table.
 
         Args:

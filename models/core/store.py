@@ -17,12 +17,13 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ...common.errors import ModelError
 from ...common.files import cannot_write, parse_json, write_text
+from ...common.types import JsonObject
 
 M = TypeVar("M")
 
@@ -107,7 +108,7 @@ def write_folder(path: Path, manifest: Mapping[str, object], files: Mapping[str,
         raise
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> JsonObject:
     """Read and check a model folder's manifest.
 
     Raises:
@@ -179,7 +180,7 @@ def write_json_model(path: Path, form: int, content: Mapping[str, object]) -> No
     write_text(path, json.dumps({"format": form, **content}, separators=(",", ":")))
 
 
-def read_json_model(path: Path, form: int, what: str, made: Callable[[dict[str, Any]], M]) -> M:
+def read_json_model(path: Path, form: int, what: str, made: Callable[[JsonObject], M]) -> M:
     """Read a model that is one JSON file.
 
     Args:

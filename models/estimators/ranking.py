@@ -12,12 +12,12 @@ family of single ops) on one device, since those are what a tuner chooses among.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ..core.kernel_table import CELLS, KernelTable
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def grow_pairwise(
     target: np.ndarray,
     queries: np.ndarray,
     stop: np.ndarray | None,
-    settings: Mapping[str, Any],
+    settings: JsonMapping,
     rounds: int,
     stop_rounds: int,
 ) -> Booster:

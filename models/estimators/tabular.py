@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -263,7 +264,7 @@ class TabularEstimator(ABC):
 
     @classmethod
     def _from_parts(
-        cls, path: Path, manifest: Mapping[str, Any], files: dict[str, bytes], schema: str | None
+        cls, path: Path, manifest: JsonMapping, files: dict[str, bytes], schema: str | None
     ) -> Self:
         model = cls(**manifest["params"])
         model.schema = str(manifest["schema_hash"])

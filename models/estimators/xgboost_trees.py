@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonObject
 from .xgboost_import import xgboost
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RowTrees:
         start: Initial value of the sum.
     """
 
-    def __init__(self, trees: list[dict[str, Any]], start: float) -> None:
+    def __init__(self, trees: list[JsonObject], start: float) -> None:
         sizes = np.array([len(t["left_children"]) for t in trees], np.int32)
         self.roots = np.concatenate([[0], np.cumsum(sizes[:-1])]).astype(np.int32)
         left, right, feature = (
@@ -230,7 +231,7 @@ class _UbjReader:
             return self._text()
         return {"T": True, "F": False, "Z": None}[mark]
 
-    def _object(self) -> dict[str, Any]:
+    def _object(self) -> JsonObject:
         entries = {}
         while self._peek() != "}":
             name = self._text()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ..core.base import KernelPrediction
 from ..core.kernel_table import KernelTable
 from ..core.registry import estimator_class, make_estimator
@@ -116,7 +117,7 @@ class Correction:
         return {"estimator": self.estimator.name, "devices": list(self.devices)}
 
     @classmethod
-    def load(cls, path: Path, stored: Mapping[str, Any], schema: str | None = None) -> Correction:
+    def load(cls, path: Path, stored: JsonMapping, schema: str | None = None) -> Correction:
         """Read what :meth:`save` wrote.
 
         Args:

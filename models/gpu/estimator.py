@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from ...common.errors import DatasetError, ModelError
+from ...common.types import JsonMapping
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -296,7 +297,7 @@ class GpuEstimator:
             raise ModelError(f"model folder is incomplete: {error!r}", where=str(path)) from None
 
     @classmethod
-    def _from_manifest(cls, path: Path, manifest: Mapping[str, Any], schema: str | None) -> Self:
+    def _from_manifest(cls, path: Path, manifest: JsonMapping, schema: str | None) -> Self:
         constants = Constants.from_dict(manifest["constants"])
         model = cls(manifest["operators"], constants, **manifest["params"])
         if manifest["correction"] is not None:

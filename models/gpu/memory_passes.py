@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ..core.registry import GPU_MODEL, PRETRAINED
 from ..core.store import read_manifest
@@ -87,7 +87,7 @@ class MemoryParams:
         return {**plain, "device_log": dict(self.device_log)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MemoryParams:
+    def from_dict(cls, data: JsonMapping) -> MemoryParams:
         """Read :meth:`to_dict`'s data.
 
         Raises:
@@ -184,7 +184,7 @@ class Constants:
         return {"memory": self.memory.to_dict(), **ends, "correlation": self.correlation}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Constants:
+    def from_dict(cls, data: JsonMapping) -> Constants:
         """Read :meth:`to_dict`'s data.
 
         Raises:

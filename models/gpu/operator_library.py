@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ...features.devices.catalogue import find_device, in_catalogue, same_figures
 from ...features.devices.device import DeviceSpec, MemoryLevel
 from ...features.operators import OpFeatures, op_features
@@ -43,7 +43,7 @@ class Operators:
         manifest = read_manifest(path)
         if not predicts_operators(manifest):
             raise ModelError("holds no model of library operators", where=str(path))
-        self._stored: Mapping[str, Any] = manifest["families"]
+        self._stored: JsonMapping = manifest["families"]
         self._loaded: dict[str, FamilyModel] = {}
         self.devices: Mapping[str, object] = manifest["devices"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import distinct
 from .family_tables import chip_of
@@ -37,7 +37,7 @@ class KnownDevices:
         )
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> KnownDevices:
+    def from_dict(cls, data: JsonMapping) -> KnownDevices:
         """Read :meth:`to_dict`'s data; the first released models lack the platforms."""
         chips = {name: tuple(chip) for name, chip in data["chips"].items()}
         return cls(chips, dict(data["vendors"]), frozenset(data.get("platforms", ("gpu",))))

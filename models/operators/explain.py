@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...common.types import JsonMapping
 from ...common.units import size
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
@@ -235,7 +235,7 @@ def _terms(features: OpFeatures) -> dict[str, float]:
     return {**terms, "fixed": float(features.floor_s[0]) * 1e6}
 
 
-def _variants(row: Mapping[str, Any], group: str, device: str) -> pd.DataFrame:
+def _variants(row: JsonMapping, group: str, device: str) -> pd.DataFrame:
     """The operator in other sizes, always the same ones."""
     rng = np.random.default_rng(0)
     variants = []

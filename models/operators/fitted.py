@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
@@ -99,7 +99,7 @@ class Fitted:
         cls,
         family: str,
         path: Path,
-        manifest: Mapping[str, Any],
+        manifest: JsonMapping,
         chips: Mapping[str, tuple[object, ...]],
     ) -> Fitted:
         """Read what :meth:`save` wrote.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ..trust.conformal import (
     MIN_SCORES,
     UNCALIBRATED,
@@ -128,7 +128,7 @@ class DeviceIntervals:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> DeviceIntervals:
+    def from_dict(cls, data: JsonMapping) -> DeviceIntervals:
         """Read :meth:`to_dict`'s data."""
         lo, hi = data["unseen_log"]
         other_lo, other_hi = data["foreign_log"]

@@ -8,16 +8,16 @@ chips that nobody measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from ...common.errors import DeviceError, ModelError
 from ...common.files import parse_json
 from ...common.paths import PACKAGE
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 
 #: Model that ships with the package.
@@ -110,7 +110,7 @@ class PowerLaw:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PowerLaw:
+    def from_dict(cls, data: JsonMapping) -> PowerLaw:
         """Read :meth:`to_dict`'s data."""
         return cls(
             float(data["idle"]),

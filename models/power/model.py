@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
 from ..estimators.xgboost_import import xgboost as import_xgboost
 from ..estimators.xgboost_trees import compact, read_booster
@@ -169,7 +169,7 @@ class PowerModel:
             ModelError: The file is missing, damaged, or of another format.
         """
 
-        def made(data: Mapping[str, Any]) -> PowerModel:
+        def made(data: JsonMapping) -> PowerModel:
             known, unseen = map(pair, data["time_ends"])
             time, power = (base64.b64decode(text) for text in data["trees"])
             return cls(

@@ -12,12 +12,13 @@ with the correction ``c``, the label's log-ratio ``r``, the predicted time of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.table.roofline import roofline
@@ -230,7 +231,7 @@ class ContextCorrection:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], raw: Sequence[bytes]) -> ContextCorrection:
+    def from_dict(cls, data: JsonMapping, raw: Sequence[bytes]) -> ContextCorrection:
         """Read :meth:`to_dict`'s data, and the trees' files.
 
         Raises:

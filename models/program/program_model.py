@@ -22,12 +22,13 @@ multiplied by it (normalised conformal prediction: Papadopoulos et al., ECML 200
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, LoweredProgram
 from ..estimators.linear import huber_ridge
@@ -202,7 +203,7 @@ class ProgramModel:
         return overheads | {platform: _to_dict(c) for platform, c in self.corrections.items()}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> ProgramModel:
+    def from_dict(cls, data: JsonMapping) -> ProgramModel:
         """Read :meth:`to_dict`'s data.
 
         Raises:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...common.paths import PACKAGE
+from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
 from ..steps.model import COVERAGE, weighted_quantile
 from .effects import Context, ServingEffects
@@ -208,7 +209,7 @@ class ServingModel:
             ModelError: The file is missing, damaged, or of another format.
         """
 
-        def made(data: Mapping[str, Any]) -> ServingModel:
+        def made(data: JsonMapping) -> ServingModel:
             return cls(
                 ServingEffects({str(k): float(v) for k, v in data["effects"].items()}),
                 {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},

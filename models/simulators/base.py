@@ -19,6 +19,7 @@ from ...common.errors import ModelError
 from ...common.extras import extra_hint
 from ...common.paths import home
 from ...common.progress import waiting
+from ...common.types import JsonMapping, JsonObject
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
@@ -219,8 +220,8 @@ class AnsweringEstimator(ABC):
 ANSWER_VERSION = 1
 
 #: A request to a tool and its reply, as JSON objects; each tool documents its own keys.
-Job = dict[str, Any]
-Reply = Mapping[str, Any]
+Job = JsonObject
+Reply = JsonMapping
 
 
 class SimulatorEstimator(AnsweringEstimator):

@@ -8,11 +8,12 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ...common.errors import DeviceError, ModelError
+from ...common.types import JsonObject
 from ...features.devices.device import DeviceSpec, local_device_name
 from ...features.devices.identity import base_name
 from ...features.ir.hlo_printer import print_hlo
@@ -113,7 +114,7 @@ _COMPILE = (
 )
 
 
-def run(job: dict[str, Any]) -> dict[str, float | str]:
+def run(job: JsonObject) -> dict[str, float | str]:
     """Compile a kernel and time it.
 
     Args:

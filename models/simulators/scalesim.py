@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonObject
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays, shared_cycles
@@ -89,7 +90,7 @@ class ScaleSimEstimator(SimulatorEstimator):
 MAX_TIME = 64
 
 
-def run(job: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
+def run(job: JsonObject) -> dict[str, list[dict[str, int]]]:
     """Simulate one fold of a product, with either operand as the weights.
 
     Args:
@@ -105,7 +106,7 @@ def run(job: dict[str, Any]) -> dict[str, list[dict[str, int]]]:
     return {"ways": [_fold(job, m, n) for m, n in sorted(sizes)]}
 
 
-def _fold(job: dict[str, Any], m: int, n: int) -> dict[str, int]:
+def _fold(job: JsonObject, m: int, n: int) -> dict[str, int]:
     from scalesim.topology_utils import topologies
 
     dataflow, rows, columns = str(job["dataflow"]), int(job["rows"]), int(job["columns"])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from math import floor
 from pathlib import Path
 from string import Template
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import yaml
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping, JsonObject
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from .arrays import arrays_of, passes, product_of, require_arrays
@@ -104,7 +104,7 @@ def run(job: dict[str, object]) -> dict[str, float]:
     return min((_search(way) for way in ways), key=lambda reply: reply["cycles"])
 
 
-def _search(job: dict[str, Any]) -> dict[str, float]:
+def _search(job: JsonObject) -> dict[str, float]:
     from zigzag.mapping.temporal_mapping import TemporalMappingType
     from zigzag.stages.evaluation.cost_model_evaluation import CostModelStage
     from zigzag.stages.main import MainStage
@@ -148,7 +148,7 @@ def _search(job: dict[str, Any]) -> dict[str, float]:
     return {"cycles": float(best.latency_total2), "ideal": float(best.ideal_cycle)}
 
 
-def described(job: Mapping[str, Any]) -> dict[str, Any]:
+def described(job: JsonMapping) -> JsonObject:
     """The ``accelerator``, its ``mapping`` and the ``workload`` in ZigZag's own terms.
 
     Args:

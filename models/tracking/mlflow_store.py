@@ -29,6 +29,7 @@ from ... import __version__
 from ...common.errors import ModelError
 from ...common.extras import extra_hint
 from ...common.files import locked
+from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -427,7 +428,7 @@ def tidy(frame: pd.DataFrame, split: str = "", level: str = "kernel") -> pd.Data
         split: Name of the split, if the frame has none.
         level: ``kernel``, ``program`` or ``op``.
     """
-    given: dict[str, Any] = {
+    given: JsonObject = {
         "level": level,
         "split": split,
         "in_domain": True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from .mlflow_store import COLUMNS, FILE, ROWS_TAG
 
 #: Table of figures by group, which a training logs together with the label noise.
@@ -93,7 +94,7 @@ def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
     return chosen
 
 
-def _read(mlflow: Any, record: Mapping[str, Any]) -> TrackedRun | None:
+def _read(mlflow: Any, record: JsonMapping) -> TrackedRun | None:
     client = mlflow.MlflowClient()
     run_id = str(record["run_id"])
     if FILE not in {item.path for item in client.list_artifacts(run_id)}:

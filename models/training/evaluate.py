@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ..cost_model import CostModel
 from ..training_data.metrics import metrics_table
@@ -63,7 +63,7 @@ def compare_models(
     splits: Sequence[str] = REPORTED_SPLITS,
     seed: int = 0,
     n_jobs: int = 1,
-    params: dict[str, dict[str, Any]] | None = None,
+    params: dict[str, JsonObject] | None = None,
 ) -> pd.DataFrame:
     """Train every model on every split and put the figures side by side.
 

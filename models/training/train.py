@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ..core.base import Estimator
 from ..core.registry import estimator_class, make_estimator
@@ -106,7 +106,7 @@ class TrainResult:
     programs: pd.DataFrame
     program_metrics: pd.DataFrame
     seconds: float = 0.0
-    params: dict[str, Any] = field(default_factory=dict)
+    params: JsonObject = field(default_factory=dict)
 
     @property
     def flat_metrics(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ import pandas as pd
 from ...common.errors import ModelError
 from ...common.files import parse_json, write_text
 from ...common.paths import home
+from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ..core.base import Estimator
 from ..estimators.tuning_spaces import Space, search_space
@@ -77,7 +78,7 @@ class Tuning:
     model: str
     split: str
     objective: str
-    best: dict[str, Any]
+    best: JsonObject
     error: float
     default_error: float
     trials: tuple[TrialRecord, ...]
@@ -107,7 +108,7 @@ def write_params(path: Path, tuning: Tuning) -> None:
     write_text(path, json.dumps(tuning.to_dict(), indent=1) + "\n")
 
 
-def read_params(path: Path, model: str) -> dict[str, Any]:
+def read_params(path: Path, model: str) -> JsonObject:
     """Parameters of an estimator from a JSON file.
 
     Args:

@@ -9,12 +9,12 @@ too few scores falls back to its cell, a cell with too few to all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ..core.kernel_table import CELLS
 
 #: Nominal coverage of all intervals.
@@ -102,7 +102,7 @@ class Conformal:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Conformal:
+    def from_dict(cls, data: JsonMapping) -> Conformal:
         """Read :meth:`to_dict`'s data; cells that it does not list get its widest ends."""
         stored = {name: index for index, name in enumerate(data["cells"])}
         # Saved by name: cells are added when the list of kinds grows.

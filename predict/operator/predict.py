@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import DatasetError, DeviceError, ModelError
 from ...common.interval import InSeconds, latency_fields
 from ...common.parquet import read_table
+from ...common.types import JsonObject
 from ...common.units import duration, size
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import load_designs
@@ -121,9 +122,7 @@ def predict_op(
     )
 
 
-def _asked(
-    text: str, device: str, model: str | Path
-) -> tuple[dict[str, Any], FamilyModel, DeviceSpec]:
+def _asked(text: str, device: str, model: str | Path) -> tuple[JsonObject, FamilyModel, DeviceSpec]:
     """The row that an operator is on a device, the model of its family, and the device."""
     row = parse_op(text)
     _check_named(device)
@@ -213,7 +212,7 @@ def explain_operator(
 
 
 def _explained_under_cap(
-    found: OpExplanation, row: dict[str, Any], spec: DeviceSpec, cap: float
+    found: OpExplanation, row: JsonObject, spec: DeviceSpec, cap: float
 ) -> OpExplanation:
     """An explanation with what a power cap costs."""
     from ...models.explain.contributions import POWER_CAP, ranked

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from ...common.types import JsonObject
 from ...models.tracking.prediction_log import TrackedRun, read_runs
 from ...models.training_data.metrics import absolute_percentage_error, summary
 from .assemble import Page, assemble, rounded, short
@@ -104,7 +104,7 @@ def _points(frame: pd.DataFrame) -> dict[str, object]:
         # order.
         drawn = np.random.default_rng(0).permutation(len(frame))[:MOST_POINTS]
         frame = frame.iloc[np.sort(drawn)]
-    points: dict[str, Any] = {"names": {}}
+    points: JsonObject = {"names": {}}
     for column in ("kind", "device"):
         codes, words = pd.factorize(frame[column])
         points[column] = codes.tolist()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...common.types import JsonObject
 from ...common.units import duration
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ...simulate.serving.load import History
@@ -28,7 +27,7 @@ def step_page(prediction: StepPrediction) -> str:
     return assemble(Page(data["title"], data, STEP_SCRIPTS))
 
 
-def step_data(prediction: StepPrediction) -> dict[str, Any]:
+def step_data(prediction: StepPrediction) -> JsonObject:
     """Collect what the page shows as plain data; times in microseconds."""
     s, work = prediction.step, prediction.workload
     return {
@@ -92,7 +91,7 @@ def serving_page(prediction: ServingPrediction) -> str:
     return assemble(Page(data["title"], data, SERVING_SCRIPTS))
 
 
-def serving_data(prediction: ServingPrediction) -> dict[str, Any]:
+def serving_data(prediction: ServingPrediction) -> JsonObject:
     """Collect what the page shows as plain data; times in microseconds."""
     own, run = prediction.deployment, prediction.run
     work = own.model.workload

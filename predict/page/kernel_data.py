@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ...common.types import JsonObject
 from ...features.devices.device import DeviceSpec
 from ...features.ir.hlo_reader import parse_hlo
 from ...features.kernels.kernel import LoweredProgram
@@ -87,7 +87,7 @@ def kernel_columns(
     device: DeviceSpec,
     schedule: Schedule,
     paths: ModulePaths,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Collect columns of all kernels that take time, in schedule order.
 
     Returns:
@@ -140,7 +140,7 @@ def kernel_columns(
     }
 
 
-def peak_lines(columns: dict[str, Any], device: DeviceSpec) -> list[dict[str, object]]:
+def peak_lines(columns: JsonObject, device: DeviceSpec) -> list[dict[str, object]]:
     """Peaks that a program's kernels may reach: ``name`` and ``flops``, in FLOP/s.
 
     One for each dtype of products and convolutions, and the vector unit's for f32.

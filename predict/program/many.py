@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ...common.errors import OpcastError, fault
 from ...common.interval import LATENCY_KEYS, Interval
+from ...common.types import JsonMapping, JsonObject
 from ...features.devices.catalogue import Design, load_designs
 from ...models.power.energy import cost_fields
 from ..devices import resolve_device
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .predictor import Predictor
 
 #: Figures and notes of a program on each design of a chip, or why one has none.
-Answers = Callable[[Callable[[], object], "Chip"], "list[dict[str, Any] | Exception]"]
+Answers = Callable[[Callable[[], object], "Chip"], "list[JsonObject | Exception]"]
 
 #: Between the notes of a row.
 NOTES = " | "
@@ -109,7 +110,7 @@ def predict_many(
         ``attrs["interrupted"]`` true.
     """
     total = len(programs) * sum(len(chip.designs) for chip in chips)
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     interrupted = False
     try:
         for program in programs:
@@ -118,7 +119,7 @@ def predict_many(
                 for design, found in zip(chip.designs, answers(read, chip), strict=True):
                     subject = {"program": str(program), "device": design.device.name}
                     if isinstance(found, Exception):
-                        own: dict[str, Any] = {"error": _said(found)}
+                        own: JsonObject = {"error": _said(found)}
                     else:
                         price = price_of(design.device.name, prices or {})
                         own = {**found, **run_cost(found, price), "error": ""}
@@ -143,7 +144,7 @@ def price_of(device: str, prices: Mapping[str, float]) -> float | None:
     return prices.get(device, prices.get(""))
 
 
-def run_cost(found: Mapping[str, Any], price: float | None) -> dict[str, float]:
+def run_cost(found: JsonMapping, price: float | None) -> dict[str, float]:
     """Keys of the cost of one run, in the price's currency; none without a price.
 
     Args:
@@ -162,7 +163,7 @@ def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
         like: What is asked about every program; program and device are those of each row.
     """
 
-    def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
+    def answers(opened: Callable[[], object], chip: Chip) -> list[JsonObject | Exception]:
         from ...features.ir.untrusted import well_formed
 
         first = chip.designs[0].device
@@ -174,7 +175,7 @@ def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
         except Exception as error:
             return [error] * len(chip.designs)
 
-        def one(design: Design) -> dict[str, Any]:
+        def one(design: Design) -> JsonObject:
             with well_formed(source):
                 found = predictor.predict_lowered(
                     lowered,
@@ -202,7 +203,7 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
     # Kept with its program: the last one only, since they come in order.
     last: list[tuple[object, Recording]] = []
 
-    def answers(opened: Callable[[], object], chip: Chip) -> list[dict[str, Any] | Exception]:
+    def answers(opened: Callable[[], object], chip: Chip) -> list[JsonObject | Exception]:
         try:
             program = opened()
             before = last[0][1] if last and last[0][0] is program else None
@@ -210,7 +211,7 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
         except Exception as error:
             return [error] * len(chip.designs)
 
-        def one(design: Design) -> dict[str, Any]:
+        def one(design: Design) -> JsonObject:
             found = predictor.price(last[0][1], design.device, strict=strict)
             own = {**found.to_dict(), "model": predictor.model}
             return _figures(own, found.notes)
@@ -220,14 +221,14 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
     return answers
 
 
-def _caught(answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:
+def _caught(answer: Callable[[], JsonObject]) -> JsonObject | Exception:
     try:
         return answer()
     except Exception as error:
         return error
 
 
-def _figures(data: Mapping[str, object], notes: Sequence[str]) -> dict[str, Any]:
+def _figures(data: Mapping[str, object], notes: Sequence[str]) -> JsonObject:
     """Columns of a table; a framework of PyTorch has no lowering and predicts no memory."""
     return {**{name: data.get(name) for name in _FIGURES}, "notes": NOTES.join(notes)}
 

@@ -19,6 +19,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_text
 from ...common.parquet import read_table, write_table
+from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
 from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates
@@ -93,13 +94,13 @@ class Sweep:
         }
         return rows.assign(cost=cost, **ends, cost_per_million_tokens=cost / tokens * 1e6)
 
-    def known(self) -> dict[str, dict[str, Any]]:
+    def known(self) -> dict[str, JsonObject]:
         """Return the rows of the folder by key."""
         self._claim()
         rows: Any = self.results().to_dict("records")
         return {row["key"]: row for row in rows}
 
-    def judge_one(self, item: Candidate) -> dict[str, Any]:
+    def judge_one(self, item: Candidate) -> JsonObject:
         """Evaluate one candidate in this process and write its row."""
         rows = judge(self.job, [item])
         self._write(rows)

@@ -7,9 +7,9 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from ...common.errors import PlanError
+from ...common.types import JsonObject
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import RECOMPUTE, Plan
@@ -131,7 +131,7 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     if cluster.size % taken or _idle(choice, sizes):
         return None
     data = cluster.size // taken
-    known: dict[str, Any] = {"fsdp": data} if choice["data"] == "fsdp" else {"dp": data}
+    known: JsonObject = {"fsdp": data} if choice["data"] == "fsdp" else {"dp": data}
     if choice["data"] == "zero1":
         known["zero"] = 1
     if choice["data"] not in DATA:

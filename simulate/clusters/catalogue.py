@@ -13,10 +13,10 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
+from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device, in_catalogue, typed_name
 from ...features.devices.device import DeviceSpec, device_slug
 from .files import load_cluster
@@ -34,7 +34,7 @@ _FIGURES = {
 #: Figures of a device file that a rule may name as its bandwidth, with the ``DeviceSpec`` field.
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
 #: How devices of some kinds are joined, with the keys that the head of its file explains.
-Rule = dict[str, Any]
+Rule = JsonObject
 
 
 def find_cluster(name: str | Path | Cluster) -> Cluster:
@@ -286,7 +286,7 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
 
 
 def _network(boxes: int, rule: Rule) -> Dimension:
-    fields: dict[str, Any] = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
+    fields: JsonObject = {field: rule[key] * si for key, (field, si) in _FIGURES.items()}
     fields["algorithms"] = tuple(rule["algorithms"])
     # The dimension joins devices with the same number in their boxes (a rail), so it has one port
     # per box. A dimension needs equal leaves: take the fullest ones that divide the boxes evenly.

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...common.errors import DeviceError
 from ...common.files import parse_yaml, write_text
+from ...common.types import JsonObject
 from .topology import Cluster, Dimension, Topology
 
 _TOP = (
@@ -141,7 +142,7 @@ def _astra_links(kind: str, size: int) -> tuple[int, int]:
     return (max(size - 1, 1), 1) if kind == "fully_connected" else (1, 2)
 
 
-def _from_astra(data: dict[str, Any], where: str) -> Topology:
+def _from_astra(data: JsonObject, where: str) -> Topology:
     _check_keys(data, _ASTRA_KEYS, where)
     lists = [data.get(key) for key in _ASTRA_KEYS]
     # A length that differs would be cut off silently by ``zip``.
@@ -175,7 +176,7 @@ def _dimension(item: object, where: str) -> Dimension:
     for key in _NEEDED:
         if key not in item:
             raise DeviceError(f"key {key!r} is missing", where=where)
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for key, value in item.items():
         field, kind, scale = _KEYS[key]
         typed = _typed(value, kind, f"{where}.{key}")
@@ -191,7 +192,7 @@ def _dimension(item: object, where: str) -> Dimension:
 
 
 def _dimension_data(dim: Dimension) -> dict[str, object]:
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     for key, (field, kind, scale) in _KEYS.items():
         value = getattr(dim, field)
         plain = {"launch": 0.0, "latency": 0.0, "oversubscription": 1.0, "efficiency": 1.0}

@@ -7,10 +7,10 @@ delta attention (Kimi Linear, 2025), lightning attention (MiniMax-01, 2025).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...common.errors import PlanError
+from ...common.types import JsonMapping
 
 
 class Recurrence(NamedTuple):
@@ -35,7 +35,7 @@ _MAMBA, _ATTENTION, _FED, _EXPERTS = "M*-E"
 _LETTERS = {"mamba": _MAMBA, "attention": _ATTENTION, "mlp": _FED, "moe": _EXPERTS}
 
 
-def recurrent_layers(data: Mapping[str, Any]) -> int:
+def recurrent_layers(data: JsonMapping) -> int:
     """Layers with a recurrent state of a configuration."""
     if "hybrid_override_pattern" in data or "layers_block_type" in data:
         return layer_pattern(data).count(_MAMBA)
@@ -49,7 +49,7 @@ def recurrent_layers(data: Mapping[str, Any]) -> int:
     return named or (data["num_hidden_layers"] * (every - 1) // every if every else 0)
 
 
-def recurrence_of(data: Mapping[str, Any]) -> Recurrence | None:
+def recurrence_of(data: JsonMapping) -> Recurrence | None:
     """Sizes of these layers; ``None`` where the configuration does not say them."""
     if "linear_num_value_heads" in data:
         return _gated(
@@ -88,7 +88,7 @@ def _gated(keys: int, heads: int, dim: int, key_dim: int, gates: int) -> Recurre
     return Recurrence(2 * keys + 2 * values + gates * heads, values, values * key_dim)
 
 
-def layer_pattern(data: Mapping[str, Any]) -> str:
+def layer_pattern(data: JsonMapping) -> str:
     """A letter for each block of a Nemotron-H model: ``M``, ``*``, ``-`` or ``E``.
 
     Raises:
@@ -107,7 +107,7 @@ def layer_pattern(data: Mapping[str, Any]) -> str:
     return text
 
 
-def nemotron_layers(data: Mapping[str, Any], out: dict[str, object]) -> int:
+def nemotron_layers(data: JsonMapping, out: dict[str, object]) -> int:
     """Adds layers and feed-forwards of a Nemotron-H model; how many layers have no feed-forward.
 
     Blocks are counted as layers of attention or Mamba-2, most of which a feed-forward follows.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from ...common.errors import PlanError
 from ...common.files import parse_json, parse_yaml
+from ...common.types import JsonMapping
 from .hybrid import Recurrence, nemotron_layers, recurrence_of, recurrent_layers
 
 _FILE = Path(__file__).with_name("presets.yaml")
@@ -103,7 +104,7 @@ class _Kind:
         defaults: Values of keys that its configurations leave out (the classes of transformers).
     """
 
-    read: Callable[[Mapping[str, Any], dict[str, object], list[str]], None]
+    read: Callable[[JsonMapping, dict[str, object], list[str]], None]
     defaults: dict[str, object] = field(default_factory=dict)
 
 
@@ -202,7 +203,7 @@ def _published_format(data: object) -> str:
     return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named
 
 
-def _decoder(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _decoder(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Decoders with rotary positions, RMSNorm and a gated feed-forward."""
     heads = data["num_attention_heads"]
     out.update(
@@ -231,7 +232,7 @@ def _decoder(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) 
         out.update({"window_share": share} if share else {"window": 0})
 
 
-def _experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _experts(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Decoders whose layers all have experts: Mixtral, Qwen's, gpt-oss."""
     _decoder(data, out, notes)
     if data.get("decoder_sparse_step", 1) != 1 or data.get("mlp_only_layers"):
@@ -244,7 +245,7 @@ def _experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) 
         out["shared_experts"] = max(1, round(shared / int(str(out["d_ff"]))))
 
 
-def _deepseek(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _deepseek(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """DeepSeek's decoders: latent attention, shared experts, dense first layers."""
     _decoder(data, out, notes)
     if data.get("moe_layer_freq", 1) != 1:
@@ -266,13 +267,13 @@ def _deepseek(data: Mapping[str, Any], out: dict[str, object], notes: list[str])
     )
 
 
-def _sparse(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _sparse(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """DeepSeek-V3.2's: an indexer chooses the keys of each query, as many as a window has."""
     _deepseek(data, out, notes)
     out["window"] = data["index_topk"]
 
 
-def _kimi_linear(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _kimi_linear(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Kimi Linear's: latent attention between layers with a state, with keys of its own."""
     names = {
         "n_routed_experts": "num_experts",
@@ -284,13 +285,13 @@ def _kimi_linear(data: Mapping[str, Any], out: dict[str, object], notes: list[st
     _deepseek({**data, **known}, out, notes)
 
 
-def _nemotron(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _nemotron(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Nemotron-H's: blocks of Mamba-2, attention and feed-forwards in an order of their own."""
     _decoder(data, out, notes)
     out["bare_layers"] = nemotron_layers(data, out)
 
 
-def _glm_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _glm_experts(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """GLM-4.5's: grouped attention, shared experts, dense first layers."""
     _decoder(data, out, notes)
     out.update(
@@ -303,7 +304,7 @@ def _glm_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[st
     )
 
 
-def _llama4(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _llama4(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Llama 4's: chunked attention in three of four layers, experts in all or every second."""
     _decoder(data, out, notes)
     layers, every = data["num_hidden_layers"], data.get("interleave_moe_layer_step", 1)
@@ -320,7 +321,7 @@ def _llama4(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -
     )
 
 
-def _granite_experts(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _granite_experts(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Granite 4's: Mamba-2 and attention, each with experts and a shared feed-forward."""
     _experts(data, out, notes)
     width = data["intermediate_size"]
@@ -331,7 +332,7 @@ def _granite_experts(data: Mapping[str, Any], out: dict[str, object], notes: lis
 _PLAIN = {"kv_heads": 0, "gated": False, "norm": "layernorm", "rope": False, "positions": True}
 
 
-def _gpt2(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _gpt2(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     width = data["n_embd"]
     out.update(
         _PLAIN,
@@ -345,7 +346,7 @@ def _gpt2(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> 
     )
 
 
-def _bert(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _bert(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     out.update(
         _PLAIN,
         layers=data["num_hidden_layers"],
@@ -361,7 +362,7 @@ def _bert(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> 
     )
 
 
-def _vit(data: Mapping[str, Any], out: dict[str, object], notes: list[str]) -> None:
+def _vit(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     tokens = (data["image_size"] // data["patch_size"]) ** 2 + 1
     notes.append("the embedding of patches counts as a lookup")
     out.update(

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from ...common.errors import PlanError
 from ...common.files import parse_yaml
+from ...common.types import JsonObject
 
 T = TypeVar("T")
 #: YAML 1.1 booleans, which ``key=value`` text accepts as well.
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def read_pairs(text: str, what: str) -> dict[str, Any]:
+def read_pairs(text: str, what: str) -> JsonObject:
     """Read settings from comma-separated ``key=value`` pairs, or from a YAML file of that name.
 
     Args:

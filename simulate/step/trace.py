@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...common.chrome_trace import ChromeTrace
+from ...common.types import JsonObject
 from .compose import StepTime
 from .plan import Plan
 from .schedules import BACKWARD, FORWARD, WEIGHTS
@@ -14,7 +13,7 @@ NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
 MOST_STAGES = 64
 
 
-def step_events(step: StepTime, plan: Plan) -> list[dict[str, Any]]:
+def step_events(step: StepTime, plan: Plan) -> list[JsonObject]:
     """Return spans of a step: ``stage``, ``track``, ``name``, ``kind``, ``start`` and ``end`` (us).
 
     A task's exposed communication is drawn at its end; where it lies within the task is unknown.

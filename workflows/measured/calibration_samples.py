@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     from ...datagen.profile.plan import Item
@@ -55,7 +57,7 @@ class Samples:
 
     def add(
         self,
-        rows: Sequence[dict[str, Any]],
+        rows: Sequence[JsonObject],
         number: int = 0,
         factors: Mapping[str, float] | None = None,
     ) -> list[str]:

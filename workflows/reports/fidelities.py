@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import LoweringError
 from ...common.files import write_text
+from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +55,7 @@ class FidelityReport:
         seconds: Time of this call.
     """
 
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[JsonObject] = field(default_factory=list)
     failures: list[dict[str, str]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -113,7 +114,7 @@ class FidelityReport:
                 )
         return pd.DataFrame(rows)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Plain data."""
         return {
             "correlations": json.loads(self.correlations().to_json(orient="records")),

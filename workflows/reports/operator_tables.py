@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ...common.tables_text import percent
+from ...common.types import JsonMapping
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,7 +121,7 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
             _show(console, percent(errors, ("key",)), f"{title}: {method}")
 
 
-def left_out_errors(families: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+def left_out_errors(families: Mapping[str, JsonMapping]) -> pd.DataFrame:
     """Tabulate a manifest's mean errors on left-out chips: one row per family."""
     rows = {
         key: {chip: errors["mape"] for chip, errors in data.get("left_out", {}).items()}

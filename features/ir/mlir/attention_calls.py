@@ -10,8 +10,10 @@ which are independent of each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ....common.types import JsonMapping
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -53,7 +55,7 @@ class CallSplit(NamedTuple):
 
 
 def attention_axes(
-    target: str, config: Mapping[str, Any], operands: Sequence[Shape], results: Sequence[Shape]
+    target: str, config: JsonMapping, operands: Sequence[Shape], results: Sequence[Shape]
 ) -> tuple[CallAxis, ...]:
     """Batch and heads of a call of cuDNN's attention.
 
@@ -129,7 +131,7 @@ def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
     )
 
 
-def draws_numbers(config: Mapping[str, Any]) -> bool:
+def draws_numbers(config: JsonMapping) -> bool:
     """Whether a call of cuDNN's attention drops weights at random, by its configuration."""
     return float(config.get(_CONFIG, {}).get("dropout_rate", 0.0)) > 0.0
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ....common.types import JsonObject
 from ..hlo_attributes import read_backend_config
 from ..program import TensorType, WindowDim
 from .values import Raw
 
-Attrs = dict[str, Any]
+Attrs = JsonObject
 Types = Sequence[TensorType]
 
 #: Attributes that do not change what is computed, or that the reader handles itself (callees,

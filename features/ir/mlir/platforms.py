@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ....common.types import JsonObject
 from ..jax_compat import copy_module, walk_ops
 from ..platforms import INDEX
 
@@ -25,7 +26,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
 
     copy = copy_module(module)
     with copy.context, ir.Location.unknown():
-        functions: dict[str, Any] = {
+        functions: JsonObject = {
             str(ir.StringAttr(op.attributes["sym_name"]).value): op
             for op in walk_ops(copy)
             if op.name == "func.func" and len(op.regions[0].blocks)

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ....common.types import JsonObject
 from ..jax_compat import copy_module, walk_ops
 from .attention_calls import CallSplit, split_call
 from .inline import inline_calls
@@ -144,7 +145,7 @@ def constrained(
         name = ir.StringAttr.get("Sharding")
 
         def told(value: Any, text: str, place: ir.InsertionPoint, at: Any) -> Any:
-            attributes: dict[str, Any] = {
+            attributes: JsonObject = {
                 "call_target_name": name,
                 "mhlo.sharding": ir.StringAttr.get(text),
             }
@@ -213,7 +214,7 @@ def _is_kept(loop: ir.Operation, place: int) -> bool:
     return bool(end.operands[place] == body.arguments[place])
 
 
-def _pair_donors(main: ir.Operation, arguments: list[dict[str, Any]]) -> None:
+def _pair_donors(main: ir.Operation, arguments: list[JsonObject]) -> None:
     """Give each donated argument the result of its type that it makes room for, as JAX does.
 
     Where shardings of results are open, JAX leaves the pairing to the compiler.

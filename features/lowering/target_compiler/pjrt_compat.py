@@ -13,6 +13,7 @@ from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.experimental import topologies
 from jaxlib import _jax
 
+from ....common.types import JsonMapping
 from ...ir.jax_compat import make_context, parse_module
 
 #: Figures of the compiler's memory statistics that are kept.
@@ -67,7 +68,7 @@ def compiler_version(devices: Sequence[Any]) -> str:
 
 
 def compile_absent(
-    devices: Sequence[Any], program: bytes, replicas: int, partitions: int, flags: Mapping[str, Any]
+    devices: Sequence[Any], program: bytes, replicas: int, partitions: int, flags: JsonMapping
 ) -> Compiled:
     """Compile a module for devices of :func:`open_devices`.
 

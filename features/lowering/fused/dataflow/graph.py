@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
+from .....common.types import JsonObject
 from ....cost.library_calls import is_annotation
 from ....ir.program import Computation, Op, Program, Source, TensorType
 
@@ -47,7 +47,7 @@ class Node:
     opcode: str
     operands: list[Node] = field(default_factory=list)
     results: tuple[TensorType, ...] = ()
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: JsonObject = field(default_factory=dict)
     called: tuple[str, ...] = ()
     graphs: list[Graph] = field(default_factory=list)
     is_tuple: bool = False
