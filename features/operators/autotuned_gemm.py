@@ -15,7 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .physics import combine
+
+FIT = fitted("autotuned_products")
 
 #: Output tiles (rows, columns): the usual ones of cuBLAS and of XLA's Triton configurations.
 TILES = (
@@ -36,20 +39,6 @@ SPARSE_TILE = 64
 #: Architectures on which two cores share a tile's operands, each holding half of one of them
 #: (tcgen05 with ``cta_group::2``, PTX ISA): a core has a tile of 128 × 256 and receives 128 + 128.
 PAIRED = ("blackwell", "blackwell-ultra")
-#: Bytes a clock that a core receives from L2: the sector pipe of a streaming multiprocessor is 64
-#: bytes wide since Volta. XLA's bf16 table of H100 gives 63 when fitted.
-INGRESS = 64.0
-#: The same where operands pass through registers. Hopper's asynchronous TF32 instructions take
-#: operands only if the reduced dimension is innermost in both (CUTLASS, functionality, sm_90a:
-#: ``{T} x {N}``); the right-hand side of a row-major product is not. Fitted to the f32 rows of
-#: XLA's table of H100, the only such case that was measured.
-BY_REGISTERS = 30.0
-#: Bytes a clock at which a core writes its finished tile, which nothing overlaps. Fitted to the
-#: bf16 rows of XLA's table of H100.
-EPILOGUE = 21.0
-#: Share of the matrix peak that an inner loop reaches: NVIDIA, fitted to the bf16 rows of XLA's
-#: table of H100 (0.89); AMD, fitted to those of MI300X, which power holds below its data sheet.
-MATRIX_SHARE, MATRIX_SHARE_AMD = 0.89, 0.45
 
 
 class Autotuned(NamedTuple):
@@ -93,8 +82,8 @@ def autotuned_tiles(
     paired = table.of_device([d.architecture in PAIRED for d in table.devices]) > 0
     hopper = table.of_device([d.architecture == "hopper" for d in table.devices]) > 0
     other = table.of_device([d.vendor.upper() == "AMD" for d in table.devices]) > 0
-    ingress = np.where(hopper & table.is_("dtype", "tf32"), BY_REGISTERS, INGRESS)
-    rate = peak / machine.cores * np.where(other, MATRIX_SHARE_AMD, MATRIX_SHARE)
+    ingress = np.where(hopper & table.is_("dtype", "tf32"), FIT.by_registers, FIT.ingress)
+    rate = peak / machine.cores * np.where(other, FIT.matrix_share_amd, FIT.matrix_share)
     sparse = b * np.ceil(m / SPARSE_TILE) * np.ceil(n / SPARSE_TILE) <= machine.cores / 2
     fastest, seconds = np.full(len(m), np.inf), np.zeros(len(m))
     waves, use, kernels = (np.ones(len(m)) for _ in range(3))
@@ -106,7 +95,7 @@ def autotuned_tiles(
         # The slower of the two sets the pace; a sharp soft maximum keeps the estimate smooth.
         step = combine(2.0 * rows * columns / rate, received, power=8.0)
         # Sums of parts are f32.
-        written = rows * columns * (out if parts == 1 else 4.0) / (EPILOGUE * machine.clock)
+        written = rows * columns * (out if parts == 1 else 4.0) / (FIT.epilogue * machine.clock)
         own = tiles * parts / machine.cores
         total = np.ceil(own) * (step * k / parts + written)
         if parts > 1:

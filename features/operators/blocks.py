@@ -15,6 +15,7 @@ import numpy as np
 
 from .attention import ROWS, visible_pairs
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .op import attention_flops
 from .physics import (
     Physics,
@@ -26,6 +27,8 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+
+FIT = fitted("blocks")
 
 #: Words that tell libraries, kernels and methods of measurement apart, by the column that they are
 #: looked for in; each is a flag. Names are those of the kernel pack's tables.
@@ -52,39 +55,19 @@ WORDS: dict[str, tuple[str, ...]] = {
         *("per_tensor", "gelu", "1: 1", "llama", "phi", "mixtral", "qwen", "step"),
     ),
 }
-#: Methods whose time holds the host's launches, and seconds of one: engineering estimate.
-HOST, HOST_S = "cuda_event", 15e-6
-#: Cycles of a kernel without work, as of products that are timed by kernel (gemm.py).
-KERNEL = 4500.0
-#: Kernels of a block of sparse attention with its projections, and of a layer of experts.
-#: Engineering estimates: counted in the layers of vLLM and SGLang.
-BLOCK_KERNELS, EXPERT_KERNELS = 14.0, 5.0
+#: Method whose time holds the host's launches.
+HOST = "cuda_event"
 #: Output tiles of products with the share of the peak that they reach, and least depth of a split
 #: of the reduction: those of grouped products (moe.py).
 TILES, SPLIT_DEPTH = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0)), 512
-#: Bytes that a core streams in a cycle (attention.py), and share of the matrix peak of attention's
-#: products and of the chunks of a scan.
-CORE_RATE, ATTENTION_SHARE, SCAN_SHARE = 16.0, 0.6, 0.25
-#: Query rows of a block of kernels that do not split the keys: read off mixed batches of RTX PRO
-#: 6000 (split `train`), whose time does not depend on how many of 64 rows are used.
-UNSPLIT_ROWS = 64.0
-#: Vector operations that pass in the time of one exponential: 16 special-function lanes beside 128
-#: lanes of two operations (CUDA C++ Programming Guide); taken for TPUs, too.
-EXPONENTIAL = 16.0
-#: Width of an indexer's key (DeepSeek-V3.2, 2025), and cycles of one step of a scan from chunk to
-#: chunk. The latter is an engineering estimate.
-INDEX_WIDTH, CHUNK_STEP = 128.0, 3000.0
-#: Bytes that a core moves in a cycle in a causal convolution: 8.9 on H100 and H200 alike, read off
-#: rows of split `train`.
-CONV_RATE = 8.9
+#: Width of an indexer's key (DeepSeek-V3.2, 2025).
+INDEX_WIDTH = 128.0
 #: Kernels, and passes over the tensor, of PyTorch's RMS norm (in f32, operator by operator) and
 #: rotary embedding; passes of its embedding and of a gated activation. Each kernel costs twice
-#: :data:`KERNEL`. Medians of rows of split ``train``, alike on H100, RTX 3090 and RTX A6000: norms
+#: ``kernel``. Medians of rows of split ``train``, alike on H100, RTX 3090 and RTX A6000: norms
 #: of Llama take 25 to 28 µs for few tokens and 8 to 12 passes for many, LayerNorm of Phi 8 µs and
 #: 1.2 passes.
-RMS_NORM, ROPE, EMBEDDING, GATED = (6.0, 8.5), (8.0, 6.0), 1.9, 2.2
-#: Share of :data:`KERNEL` of a kernel on a TPU: norms of TPU v6e take 0.57 µs at least.
-TPU_KERNEL = 0.2
+RMS_NORM, ROPE = (6.0, 8.5), (8.0, 6.0)
 DTYPES = ("bf16", "fp16", "fp8", "fp8_block", "int8")
 
 
@@ -113,7 +96,7 @@ def _staged(
     flops, moved, tiles, serial = (np.asarray(sum(parts)) for parts in zip(*stages, strict=True))
     resident = resident_share(moved, mc.cache, 1.1, 0.3)
     memory = stream_seconds(moved, resident, mc)
-    floor = kernels * np.where(table.says("kernel", HOST), HOST_S, KERNEL / mc.clock)
+    floor = kernels * np.where(table.says("kernel", HOST), FIT.host_s, FIT.kernel / mc.clock)
     # Stages follow each other, so that limits of different ones add up.
     busy = [combine(s.tiles, stream_seconds(s.moved, resident, mc), s.serial) for s in stages]
     base = floor + np.asarray(sum(busy))
@@ -195,9 +178,9 @@ def _pass(table: OpTable) -> Physics:
     kernels = np.where(torch, 2 * np.select(kinds, [RMS_NORM[0], ROPE[0], 1.0], 1.0), 1.0)
     # Kernels of a TPU's program follow each other without a launch.
     on_tpu = table.of_device([float(d.platform == "tpu") for d in table.devices])
-    kernels = np.where(on_tpu > 0, TPU_KERNEL, kernels)
-    passes = np.where(torch, np.select(kinds, [RMS_NORM[1], ROPE[1], EMBEDDING], 1.0), 1.0)
-    passes = np.where(table.says("op", "act"), GATED, passes)
+    kernels = np.where(on_tpu > 0, FIT.tpu_kernel, kernels)
+    passes = np.where(torch, np.select(kinds, [RMS_NORM[1], ROPE[1], FIT.embedding], 1.0), 1.0)
+    passes = np.where(table.says("op", "act"), FIT.gated, passes)
     moved = rows * cols * 4 * passes
     stage = _Stage(none, moved, moved / mc.vector, none)
     return _staged(table, [stage], kernels, rows, {"rows": rows, "cols": cols}, ("rows", "cols"))
@@ -233,7 +216,7 @@ def _experts(table: OpTable) -> Physics:
     sizes = {"tokens": tokens, "hidden": hidden, "inter": inter, "topk": topk, "local": local}
     sizes |= {"depth": depth, "active": active, "routed": rows}
     return _staged(
-        table, [stage], EXPERT_KERNELS, tiles, sizes, ("depth", "active", "hidden", "inter")
+        table, [stage], FIT.expert_kernels, tiles, sizes, ("depth", "active", "hidden", "inter")
     )
 
 
@@ -254,13 +237,15 @@ def _batch(table: OpTable) -> Physics:
         decoded * groups * one + 2 * (n + n_big) * heads * width * 2,
     ]
     # Seconds of a core for a query row and a key: products, and an exponential.
-    pair = 4 * width / (peak / mc.cores) / ATTENTION_SHARE + EXPONENTIAL * mc.cores / mc.vector
+    pair = (
+        4 * width / (peak / mc.cores) / FIT.attention_share + FIT.exponential * mc.cores / mc.vector
+    )
     seen = np.where(q_len > 0, prefill / np.maximum(batch * q_len, 1) + ROWS / 2, 0)
     blocks = batch * heads * np.ceil(q_len / ROWS)
     tiles = np.maximum(quantised(blocks / mc.cores, 0.5), 1.0) * ROWS * seen * pair
     longest = np.maximum(np.where(q_len > 0, older + q_len, 0), np.maximum(kv, kv_big))
     # As many bytes in a cycle as attention.py lets a core stream.
-    rate = np.maximum(CORE_RATE, 1.5 * mc.bandwidth / mc.cores / mc.clock)
+    rate = np.maximum(FIT.core_rate, 1.5 * mc.bandwidth / mc.cores / mc.clock)
     streamed = decoded * groups * one / rate / mc.clock / mc.cores
     parted = [
         _Stage(flops[0], bytes_[0], tiles, 0 * tiles),
@@ -269,10 +254,10 @@ def _batch(table: OpTable) -> Physics:
     # A kernel for sequences of any length gives a block of rows to each head of each sequence, a
     # decode's single row too, and does not split the keys: the longest sequence lasts as long as a
     # core takes for it (Dao, FlashAttention-2, 2023, section 3.2).
-    rows = batch * heads * np.ceil(q_len / UNSPLIT_ROWS)
+    rows = batch * heads * np.ceil(q_len / FIT.unsplit_rows)
     count = rows + (n + n_big) * heads
     keys = rows * (older + q_len / 2) + heads * decoded
-    step = UNSPLIT_ROWS * pair
+    step = FIT.unsplit_rows * pair
     waves = quantised(count / mc.cores, 0.5) * keys / np.maximum(count, 1) * step
     unsplit = table.is_("backend", "vllm") | table.is_("backend", "flash-attn2")
     whole = [
@@ -322,7 +307,7 @@ def _sparse(table: OpTable) -> Physics:
     second = _Stage(
         scored,
         np.where(index > 0, batch * kv * INDEX_WIDTH + logits * 8, 0),
-        scored / (2 * peak) / ATTENTION_SHARE,
+        scored / (2 * peak) / FIT.attention_share,
         none,
     )
     mean = pairs / np.maximum(tokens, 1)
@@ -330,7 +315,9 @@ def _sparse(table: OpTable) -> Physics:
     third = _Stage(
         attention_flops(tokens, heads, seen, 2 * latent),
         np.where(chosen > 0, _read(table, batch, tokens, seen, kv + window, latent * groups), 0),
-        attention_flops(tokens, np.maximum(heads, 16), seen, 2 * latent) / peak / ATTENTION_SHARE,
+        attention_flops(tokens, np.maximum(heads, 16), seen, 2 * latent)
+        / peak
+        / FIT.attention_share,
         none,
     )
     sizes = {
@@ -339,7 +326,7 @@ def _sparse(table: OpTable) -> Physics:
         "kv": kv, "cached": batch * kv, "latent": latent, "chosen": chosen,
         "own_tokens": tokens / mc.cores, "past_choice": mean / np.maximum(chosen, 1),
     }  # fmt: skip
-    kernels = np.where(weights > 0, BLOCK_KERNELS, 1.0)
+    kernels = np.where(weights > 0, FIT.block_kernels, 1.0)
     return _staged(
         table, [first, second, third], kernels, tiles, sizes, ("q_len", "older", "heads", "batch")
     )
@@ -379,9 +366,9 @@ def _scan(table: OpTable) -> Physics:
     turns = np.ceil(length / chunk) * np.maximum(1, blocks / mc.cores)
     moved = state + np.where(conv, 2 * tokens * channels * 2, 2 * inside)
     # Chips with more bandwidth for a core than it can stream do not use all of it.
-    streamed = moved / np.where(conv, CONV_RATE, CORE_RATE) / mc.cores / mc.clock
-    steps = np.where(conv | (length == 1), 0, turns * CHUNK_STEP / mc.clock)
-    tiles = np.where(conv, flops / mc.vector, flops / peak / SCAN_SHARE)
+    streamed = moved / np.where(conv, FIT.conv_rate, FIT.core_rate) / mc.cores / mc.clock
+    steps = np.where(conv | (length == 1), 0, turns * FIT.chunk_step / mc.clock)
+    tiles = np.where(conv, flops / mc.vector, flops / peak / FIT.scan_share)
     stage = _Stage(flops, moved, tiles, np.maximum(steps, streamed))
     sizes = {
         "batch": batch, "length": length, "tokens": tokens, "channels": channels,

@@ -246,7 +246,7 @@ class OpTable:
     def by_pair(
         self,
         pair: tuple[str, str],
-        table: Mapping[tuple[str, str], tuple[float, ...]],
+        table: Mapping[tuple[str, ...], tuple[float, ...]],
         default: tuple[float, ...],
     ) -> np.ndarray:
         """Look up figures by two text columns, shape ``(figures, n)``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import OpTable
-from .gemm import EAGER_FLOOR_S, _waves, tile_seconds
+from .fitted import fitted
+from .gemm import _waves, tile_seconds
 from .physics import (
     Physics,
     combine,
@@ -44,7 +45,7 @@ def conv(table: OpTable) -> Physics:
     t_tiles = np.where(winograd, t_tiles / 1.6, t_tiles)
     resident = resident_share(moved, mc.cache, 1.0, 0.5)
     t_memory = stream_seconds(moved, resident, mc)
-    floor = np.full(len(m), EAGER_FLOOR_S)
+    floor = np.full(len(m), fitted("products").eager_floor_s)
     base = floor + combine(t_tiles, t_memory)
     features = {
         # Shares of the parts in the estimate, as for products (gemm.py).

@@ -6,6 +6,7 @@ import numpy as np
 
 from .autotuned_gemm import autotuned_tiles
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .library_tiles import library_tiles
 from .op import product_bytes
 from .physics import (
@@ -20,6 +21,8 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+
+FIT = fitted("products")
 
 #: Output tiles (rows, columns) that GEMM libraries choose from, with the share of the matrix peak
 #: that their inner loops reach. Small tiles reload operands from shared memory more often for each
@@ -45,50 +48,16 @@ _SHOWN_ROWS, _SHOWN_COLUMNS = (
 #: Heights of tiles that few rows are padded to.
 _PADDED = (16, 64, 128, 256)
 _PADDED_ROWS = np.array(_PADDED, float)[:, None]
-#: Cost of a kernel without work, in cycles, by timing method: read off the published tables
-#: (docs/operators.md). Within 10 % the same on A100, H100 and RTX PRO 6000, though their times
-#: differ by a factor of 1.7: hence cycles, not seconds. ``xla`` times kernels one by one with
-#: pauses, so that each finds instructions and descriptors cold.
-FLOOR_CYCLES = {"graph": 5200.0, "kernel": 4500.0, "xla": 10400.0}
-#: Launch of one call from the host, seconds: the floor of NeuSight's event timings, in which the
-#: host and not the device sets the pace, so it is the same for all devices (docs/operators.md).
-EAGER_FLOOR_S = 38e-6
 #: Least depth of one split of the reduction: shallower ones spend their time on the prologue and on
 #: adding up partial results. Engineering estimate.
 SPLIT_DEPTH = 256
-#: Copies of the weights that the frameworks' benchmarks rotate through, so that a call does not
-#: find its own in the cache: vLLM and SGLang, TensorRT-LLM (README of the tensor-core pack).
-ROTATION = 6.0
-TRT_ROTATION = 5.0
-#: What narrowing 16-bit activations costs before a product, by (dtype, framework): cycles of its
-#: launches, cycles of a core for each of its rows, bytes moved an element, and cycles of a core an
-#: element. Read off products with few columns on Hopper; RTX PRO 6000 agrees within a quarter but
-#: for the kernels that its architecture lacks.
-QUANTISATION = {
-    ("fp8", "sglang"): (4300.0, 130.0, 5.0, 0.0),
-    ("fp8", "trtllm"): (20000.0, 0.0, 3.0, 0.35),
-    ("fp8", "vllm"): (4200.0, 1650.0, 4.0, 0.2),
-    ("fp8_block", "sglang"): (2500.0, 100.0, 4.2, 0.0),
-    ("fp8_block", "trtllm"): (3300.0, 150.0, 5.2, 0.0),
-    ("nvfp4", "sglang"): (3500.0, 200.0, 2.5, 0.1),
-    ("nvfp4", "trtllm"): (3500.0, 200.0, 2.5, 0.1),
-    ("nvfp4", "vllm"): (8500.0, 200.0, 2.5, 0.1),
-    ("int8_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
-    ("int4_wo", "trtllm"): (8000.0, 0.0, 0.0, 0.0),
-    ("int8_sq", "trtllm"): (7500.0, 0.0, 0.0, 0.0),
-}
-#: The same for the products of absorbed latent attention. Hopper and RTX PRO 6000 agree within a
-#: tenth for SGLang.
-BATCHED_QUANTISATION = {
-    ("fp8", "sglang"): (9000.0, 360.0, 0.0, 0.13),
-    ("fp8", "trtllm"): (8500.0, 140.0, 0.0, 0.41),
-}
 #: Products that nothing precedes.
 _NOTHING = (0.0, 0.0, 0.0, 0.0)
-_QUANTISED = {"graph/linear": QUANTISATION, "graph/bmm": BATCHED_QUANTISATION}
-#: Cycles for each element of depth of a reduction, a latency that no parallelism hides, of eager
-#: calls.
-DEPTH = 0.33
+_QUANTISED = {
+    "graph/linear": FIT.rows("quantisation"),
+    "graph/bmm": FIT.rows("batched_quantisation"),
+}
+FLOOR_CYCLES = FIT.numbers("floor_cycles")
 #: Methods whose products are those of library_tiles.py; eager ones are in fp32, on vector units.
 LIBRARY = ("graph/", "kernel/")
 #: Dtypes of the published GEMM tables, one flag each.
@@ -121,7 +90,7 @@ def gemm(table: OpTable) -> Physics:
         chosen = {"log_split": log2(tiling.split), "log_side": tiling.side}
     else:
         t_tiles, waves, tile_use = tile_seconds(b, m, n, k, peak, mc)
-        t_depth = k * DEPTH / mc.clock
+        t_depth = k * FIT.depth / mc.clock
     # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
     # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
     # times single kernels, too short for the limit.
@@ -224,7 +193,7 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
     """Return the time of a kernel without work in seconds, shape ``(n,)``."""
     method = table.family.split("/")[0]
     if method == "eager":
-        return np.full(len(table), EAGER_FLOOR_S)
+        return np.full(len(table), FIT.eager_floor_s)
     # Intel's Arc B60 is the only device of another vendor with replayed graphs: one rough factor
     # for it. XLA's kernels start within the same cycles on MI300X as on H100.
     other = np.where((non_nvidia(table) > 0) & (method != "xla"), 10.0, 1.0)
@@ -246,9 +215,9 @@ def _residence(
         sets = 2.0 if table.family.startswith("xla/") else 1.0
         footprint = sets * (weights + activations + out)
         return resident_share(footprint, mc.cache, 1.0, 0.5), footprint, np.ones(len(table))
-    fitting = np.clip(np.ceil(mc.cache / weights), 1, TRT_ROTATION)
+    fitting = np.clip(np.ceil(mc.cache / weights), 1, FIT.trt_rotation)
     trt = np.where(weights >= mc.cache, 1.0, fitting)
-    copies = np.where(table.is_("backend", "trtllm"), trt, ROTATION)
+    copies = np.where(table.is_("backend", "trtllm"), trt, FIT.rotation)
     copies = np.where(table.is_("backend", "vllm") & table.is_("dtype", "nvfp4"), 1.0, copies)
     footprint = copies * weights + activations + out
     rotating = resident_share(footprint, mc.cache)

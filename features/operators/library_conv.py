@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .gemm import tile_seconds
 from .physics import (
     Physics,
@@ -23,32 +24,13 @@ from .physics import (
     stream_seconds,
 )
 
+FIT = fitted("convolutions")
+_COSTS = FIT.tables["costs"]
 #: Directions, by the column ``op``: the result, the gradient of the input, that of the weights.
 DIRECTIONS = ("fwd", "bwd_data", "bwd_weights")
 #: Products that a Winograd transform with 3 × 3 filters saves at best (Lavin and Gray, Fast
 #: Algorithms for Convolutional Neural Networks, 2016); kernels of larger tiles save 4.
 WINOGRAD_SAVING = 4.0
-#: What each algorithm costs: microseconds of its launches, and factors on the time of the product's
-#: tiles (or of the sums at the vector rate), of its memory traffic, and of what it alone does.
-#: Medians over the devices of MIOpen's tables of a fit to the rows that the algorithm won; the
-#: factors of chips that are five years apart agree within a quarter.
-#: Transposing to channels last, an implicit product, and transposing back.
-TURNED = (22.0, 1.35, 1.0, 1.2)
-#: The same where channels are last.
-STRAIGHT = (10.0, 1.35, 1.0)
-#: An implicit product in one kernel; and on vector units.
-SINGLE, SINGLE_VECTOR = (7.5, 1.9, 1.2), (13.5, 2.45, 1.0)
-#: A product of the tensors as they are: filters of one tap. Microseconds for each image, of which
-#: only the gradient of the weights takes them one by one.
-BATCHED, EACH_IMAGE, EACH_SUM = (32.0, 1.35, 1.0), 0.18, 9.0
-#: Unfolding each image into columns and a product of these.
-UNFOLDED, EACH_UNFOLDED = (45.0, 1.35, 8.5), 38.0
-WINOGRAD = (25.0, 0.55, 3.4)
-#: Winograd's kernels of groups, and the channels that they pad each group's result to.
-GROUPED, GROUP_CHANNELS = (30.0, 2.5, 1.0), 32.0
-DIRECT = (10.0, 2.6, 0.7)
-GENERAL = (12.0, 4.6, 1.0)
-NAIVE = (30.0, 90.0, 1.0)
 #: Architectures whose vector rate is that of pairs of instructions, which these kernels, written
 #: for earlier chips, do not form.
 DUAL_ISSUE = ("cdna3", "cdna4")
@@ -60,18 +42,6 @@ WIDER = ("cdna3", "cdna4")
 TURNED_ONLY = ("cdna3", "cdna4")
 #: Power of the soft minimum over algorithms: a sharp one, since only one runs.
 _SHARPNESS = 6.0
-_COSTS: dict[str, tuple[float, ...]] = {
-    "turned": TURNED,
-    "straight": STRAIGHT,
-    "single": SINGLE,
-    "batched": BATCHED,
-    "unfolded": UNFOLDED,
-    "winograd": WINOGRAD,
-    "grouped": GROUPED,
-    "direct": DIRECT,
-    "general": GENERAL,
-    "naive": NAIVE,
-}
 
 
 @dataclass(slots=True)
@@ -266,28 +236,33 @@ def _ways(
     def only(where: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         return np.where(where, seconds, never)
 
-    def cost(way: tuple[float, float, float], work: np.ndarray) -> np.ndarray:
+    def cost(way: tuple[float, ...], work: np.ndarray) -> np.ndarray:
         return np.asarray(way[0] * 1e-6 + way[1] * work + way[2] * memory)
 
     # The product at the rate of the instructions that these kernels use.
     wider = table.of_device([1.0 + float(d.architecture in WIDER) for d in table.devices])
     slow = tiles * np.where(table.activation_bytes < 4, wider, 1.0)
-    padded = sums * np.maximum(GROUP_CHANNELS / one.cout, 1.0)
-    alone = np.where(matrix, cost(SINGLE, tiles), cost(SINGLE_VECTOR, tiles))
-    images_us = one.batch * np.where(summing, EACH_SUM, EACH_IMAGE)
-    unfolded = UNFOLDED[0] + EACH_UNFOLDED * one.batch
+    padded = sums * np.maximum(FIT.group_channels / one.cout, 1.0)
+    alone = np.where(matrix, cost(_COSTS["single"], tiles), cost(_COSTS["single_vector"], tiles))
+    images_us = one.batch * np.where(summing, FIT.each_sum, FIT.each_image)
+    unfolded = _COSTS["unfolded"][0] + FIT.each_unfolded * one.batch
     return {
-        "turned": only(matrix & flat & dense & ~last, cost(TURNED[:3], slow) + TURNED[3] * turn),
-        "straight": only(matrix & flat & dense & last, cost(STRAIGHT, slow)),
+        "turned": only(
+            matrix & flat & dense & ~last,
+            cost(_COSTS["turned"][:3], slow) + _COSTS["turned"][3] * turn,
+        ),
+        "straight": only(matrix & flat & dense & last, cost(_COSTS["straight"], slow)),
         "single": only(flat & early, alone),
-        "batched": only(plain, cost(BATCHED, tiles) + images_us * 1e-6),
+        "batched": only(plain, cost(_COSTS["batched"], tiles) + images_us * 1e-6),
         "unfolded": unfolded * 1e-6
-        + combine(UNFOLDED[1] * tiles, UNFOLDED[2] * columns / mc.bandwidth),
-        "winograd": only(_has_winograd(table), cost(WINOGRAD, sums)),
-        "grouped": only(flat & ~dense & ~table.is_("dtype", "bf16"), cost(GROUPED, padded)),
-        "direct": only(flat & dense & early, cost(DIRECT, sums)),
-        "general": only(flat & early, cost(GENERAL, sums)),
-        "naive": cost(NAIVE, sums),
+        + combine(_COSTS["unfolded"][1] * tiles, _COSTS["unfolded"][2] * columns / mc.bandwidth),
+        "winograd": only(_has_winograd(table), cost(_COSTS["winograd"], sums)),
+        "grouped": only(
+            flat & ~dense & ~table.is_("dtype", "bf16"), cost(_COSTS["grouped"], padded)
+        ),
+        "direct": only(flat & dense & early, cost(_COSTS["direct"], sums)),
+        "general": only(flat & early, cost(_COSTS["general"], sums)),
+        "naive": cost(_COSTS["naive"], sums),
     }
 
 

@@ -20,6 +20,9 @@ import numpy as np
 
 from .autotuned_gemm import PAIRED
 from .columns import Machine, OpTable, distinct
+from .fitted import fitted
+
+FIT = fitted("library_tiles")
 
 #: Output tiles (rows, columns) that libraries have kernels for.
 TILES = tuple(
@@ -28,21 +31,8 @@ TILES = tuple(
     for columns in (32.0, 64.0, 128.0, 256.0)
     if 1024 <= rows * columns <= 32768
 )
-#: Parts of a reduction, their least depth, and what adding them up costs in seconds.
-SPLITS, SPLIT_DEPTH, ADDING_S = (1.0, 2.0, 4.0, 8.0, 16.0), 128, 2.1e-6
-#: ``rows · columns / (rows + columns)`` of the tile whose operands arrive as fast as the matrix
-#: unit takes them (a square of 114), and the share of the peak that it reaches.
-SIDE, MATRIX_SHARE = 57.0, 0.92
-#: Energy of a 16-bit operation that the power limit of A100 leaves at its peak (W / TFLOP/s), and
-#: the exponent by which the sustained share of the peak falls with less: the clock follows the
-#: power weakly, and a benchmark's loop is short. Fits without one chip give 0.02 to 0.1.
-POWER_W, POWER_EXPONENT, MOST_POWER = 1.28, 0.1, 1.05
-#: Bytes a clock that a core receives from L2: the sector pipe of a streaming multiprocessor is 64
-#: bytes wide since Volta. Where a matrix unit would need more, pairs of cores share a tile.
-INGRESS = 64.0
-#: Cycles of a tile's prologue; bytes a clock of its epilogue on a matrix unit of 2048 16-bit
-#: operations a clock (A100), and the exponent by which it grows with them.
-PROLOGUE, EPILOGUE, EPILOGUE_EXPONENT = 250.0, 10.5, 0.5
+#: Parts of a reduction, and their least depth.
+SPLITS, SPLIT_DEPTH = (1.0, 2.0, 4.0, 8.0, 16.0), 128
 _A100_RATE = 2048.0
 #: Products that are compared at a time: 85 tilings of them take 90 KB, so that what is computed of
 #: them stays in a core's cache.
@@ -57,7 +47,7 @@ class Kernels:
         split: Whether deep reductions are split among idle cores.
         rows: Fewest rows of a tile.
         columns: Fewest columns of a tile.
-        share: Share of :data:`MATRIX_SHARE` that the inner loop reaches.
+        share: Share of ``matrix_share`` that the inner loop reaches.
         step: Cycles a tile needs for each element of depth beyond the products, which no other tile
             hides.
         paired: What takes the place of these kernels where pairs of cores share a tile, if it is
@@ -109,7 +99,7 @@ class Tiling:
         waves: Tiles over cores.
         use: Share of the tiles' area that is wanted.
         split: Parts of the reduction.
-        side: Its :data:`SIDE`, in powers of two.
+        side: Its ``side``, in powers of two.
         step_s: Time of the steps that nothing hides.
     """
 
@@ -139,7 +129,7 @@ def library_tiles(
     found = Tiling(*(np.full(n, value) for value in (np.inf, 1.0, 1.0, 1.0, 0.0, 0.0)))
     raw = peak / machine.cores / machine.clock
     width = table.activation_bytes
-    share = MATRIX_SHARE * _power_share(table)
+    share = FIT.matrix_share * _power_share(table)
     paired = table.of_device([float(d.architecture in PAIRED) for d in table.devices]) > 0
     for kernels, pairs, at in _by_kernels(table, paired):
         chosen = _Rows(
@@ -174,7 +164,10 @@ def _by_kernels(table: OpTable, paired: np.ndarray) -> Iterator[tuple[Kernels, b
 def _power_share(table: OpTable) -> np.ndarray:
     """Return the share of the peak's clock that the power limit leaves; 1 if it is not known."""
     shares = [
-        min((d.power_w / (d.matrix_peak("bf16") / 1e12) / POWER_W) ** POWER_EXPONENT, MOST_POWER)
+        min(
+            (d.power_w / (d.matrix_peak("bf16") / 1e12) / FIT.power_w) ** FIT.power_exponent,
+            FIT.most_power,
+        )
         if d.power_w
         else 1.0
         for d in table.devices
@@ -243,17 +236,17 @@ def _fastest_of(
     high, across, side = shape
     wide = rows.raw * rows.width / 2
     # Bytes of one step that a core can take limit wide units, however large their registers.
-    needed = SIDE * np.maximum(1.0, wide / INGRESS / 64.0)
-    written = EPILOGUE * (wide / _A100_RATE) ** EPILOGUE_EXPONENT
+    needed = FIT.side * np.maximum(1.0, wide / FIT.ingress / 64.0)
+    written = FIT.epilogue * (wide / _A100_RATE) ** FIT.epilogue_exponent
     tiles = b * np.ceil(m / high) * np.ceil(n / across)
     step = 2 * high * across / rows.rate * (1 + (needed / side) ** 8) ** 0.125
-    fixed = PROLOGUE + 2 * high * across / written
+    fixed = FIT.prologue + 2 * high * across / written
     # From here on shape (tiles, splits, n).
     parts = splits[:, None]
     waves = tiles[:, None] * parts / rows.cores
     seconds = np.ceil(waves) * (k / parts * step[:, None] + fixed[:, None]) / rows.clock
     # Whole reductions have nothing to add up, and are never too shallow.
-    added = ADDING_S + parts * b * m * n * 4 / rows.cache
+    added = FIT.adding_s + parts * b * m * n * 4 / rows.cache
     added = np.where(k / parts < SPLIT_DEPTH, np.inf, added)
     added[0] = 0.0
     seconds += added

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .op import busy_rank, expert_flops, ungated
 from .physics import (
     Physics,
@@ -19,16 +20,8 @@ from .physics import (
     stream_seconds,
 )
 
-# Constants were read off the tensor-core pack's own rows (split `train`) of all its chips, so their
-# figures on left-out chips are not entirely blind (docs/operators.md).
-#: Cycles of the group of kernels without work (sort, two products, activation, sum), and what 4-bit
-#: activations add.
-FLOOR_CYCLES, FLOOR_NARROW = 58_000.0, 45_000.0
-#: Cycles of a 64 × 128 tile besides its arithmetic, and of a core to route one row; Triton kernels
-#: sort all rows of the model.
-BLOCK, ROUTE, ROUTE_TRITON = 2000.0, 350.0, 1300.0
-#: Times that Triton kernels move a hidden vector for each row of the model, whoever computes it.
-PASSES = 1.2
+FIT = fitted("experts")
+
 #: Tiles of grouped GEMMs with the share of the matrix peak that they reach: engineering estimates.
 TILES = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0))
 #: Least depth of one split of the reduction; engineering estimate.
@@ -57,15 +50,15 @@ def moe(table: OpTable) -> Physics:
     flops = expert_flops(tokens, topk, ep, hidden, inner, 2.0) * matrices
     weights = active * hidden * inner * matrices * table.weight_bytes
     streams = _streams(table, tokens, rows, hidden, inner)
-    again = np.where(triton, PASSES * 2 * tokens * topk * hidden, 0.0)
+    again = np.where(triton, FIT.passes * 2 * tokens * topk * hidden, 0.0)
     footprint = weights + streams
     resident = resident_share(footprint, mc.cache, 1.1, 0.2)
     t_memory = stream_seconds(weights, resident, mc)
     t_streams = stream_seconds(streams + again, resident, mc)
     t_tiles, waves, use = _tiles(active, depth, inner, hidden, matrices, peak, mc)
     blocks = active * np.ceil(depth / 64) * np.ceil(((matrices - 1) * inner + hidden) / 128)
-    t_blocks = blocks / mc.cores * BLOCK / mc.clock
-    t_route = tokens * topk / mc.cores * np.where(triton, ROUTE_TRITON, ROUTE) / mc.clock
+    t_blocks = blocks / mc.cores * FIT.block / mc.clock
+    t_route = tokens * topk / mc.cores * np.where(triton, FIT.route_triton, FIT.route) / mc.clock
     floor = _floor(table, mc)
     # Weights are prefetched while products run. Routing and the passes over activations are kernels
     # before, between and after them, so they add up.
@@ -152,7 +145,7 @@ def _everywhere(table: OpTable) -> np.ndarray:
 
 def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
-    cycles = FLOOR_CYCLES + np.where(narrow, FLOOR_NARROW, 0.0)
+    cycles = FIT.floor_cycles + np.where(narrow, FIT.floor_narrow, 0.0)
     # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     return np.asarray(cycles / mc.clock * np.where(non_nvidia(table) > 0, 2.0, 1.0))
 

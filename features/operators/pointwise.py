@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .gemm import FLOOR_CYCLES
 from .physics import (
     Physics,
@@ -17,9 +18,7 @@ from .physics import (
     stream_seconds,
 )
 
-#: Launch of one call from the host, seconds, with what the framework adds for a row-wise op: floors
-#: of NeuSight's event timings, the same for all devices (docs/operators.md).
-EAGER_FLOOR_S = {"elementwise": 26e-6, "softmax": 33e-6, "ln": 47e-6}
+EAGER_FLOOR_S = fitted("passes").numbers("eager_floor_s")
 #: Ops of the published tables, one flag each; a ``u`` marks the form with a scalar operand.
 OPS = (
     "add",

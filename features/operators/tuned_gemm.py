@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from .columns import Machine, OpTable
+from .fitted import fitted
 from .physics import (
     Physics,
     combine,
@@ -21,6 +22,9 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+
+FIT = fitted("tuned_products")
+_SHARE, _JOULES = FIT.numbers("share"), FIT.numbers("joules")
 
 #: Formats of the tables, one flag each.
 DTYPES = (
@@ -32,27 +36,6 @@ _SIDES = (16.0, 32.0, 64.0, 128.0, 256.0)
 _LARGEST, _LEAST = 256 * 128, 512
 #: Parts that a reduction is split into, and their least depth. Engineering estimates.
 _SPLITS, _SPLIT_DEPTH = (1.0, 2.0, 4.0, 8.0, 16.0), 128
-#: Cycles of a kernel without work, cycles before a tile's first product, bytes a clock of a core
-#: from the cache and to the result. Fitted to products of MI308X and MI300X, whose values agree
-#: with those of H100 within a quarter.
-FLOOR_CYCLES, PROLOGUE, INGRESS, EPILOGUE = 9500.0, 1000.0, 64.0, 20.0
-#: A split product adds up its parts by a second kernel, or by atomic additions: seconds, and bytes
-#: moved of each element and part. Engineering estimates.
-_ADDING_S, _ADDING_BYTES = 2e-6, 4.0
-#: Share of the memory's bandwidth that operands which are in no cache reach; fitted with the above.
-COLD = 0.65
-#: Share of the matrix peak that inner loops reach, by format: MI308X, which power does not limit.
-#: Scales of blocks cost vector work between the products. Formats without rows take a middle.
-SHARE = {"fp8_block": 0.45, "fp8": 0.56, "bf16": 0.45, "int8": 0.42, "mxfp8": 0.45, "mxfp4": 0.45}
-OTHER_SHARE = 0.5
-#: The same of NVIDIA's kernels, from products of H100.
-NVIDIA_SHARE = 0.9
-#: Joules of a 16-bit operation on the matrix unit at full rate, by architecture; others are not
-#: limited. MI300X reaches three quarters of MI308X's share of the peak, with a third of its power
-#: for each core; for MI325X, with more power, AMD publishes 1.19 times what MI300X attains (AMD,
-#: Measuring max-achievable FLOPs, 2025, from memory). CDNA 4: the same, less a quarter for its
-#: process. Hopper: H100's fp8 products at 0.66 of the peak.
-JOULES = {"cdna3": 0.73e-12, "cdna4": 0.55e-12, "hopper": 0.92e-12}
 
 
 def tuned_gemm(table: OpTable) -> Physics:
@@ -65,12 +48,12 @@ def tuned_gemm(table: OpTable) -> Physics:
     # Operands that the benchmark rotates are in no cache (README of the kernel pack).
     rotated = table.columns["rotated"] > 0
     resident = np.where(rotated, 0.0, resident_share(moved, mc.cache, 1.0, 0.5))
-    cold = moved / (mc.bandwidth * COLD)
+    cold = moved / (mc.bandwidth * FIT.cold)
     t_memory = np.where(rotated, cold, stream_seconds(moved, resident, mc))
     share = _clock_share(table)
     rate = peak * _matrix_share(table) * share
     t_tiles, waves, use, split = _fastest(table, (b, m, n, k), rate, mc)
-    floor = FLOOR_CYCLES / mc.clock
+    floor = FIT.floor_cycles / mc.clock
     base = floor + combine(t_tiles, t_memory, power=4.0)
     flops = 2 * b * m * n * k
     features = {
@@ -115,14 +98,14 @@ def tuned_gemm(table: OpTable) -> Physics:
 
 def _matrix_share(table: OpTable) -> np.ndarray:
     nvidia = table.of_device([float(d.runs_cuda) for d in table.devices])
-    return np.where(nvidia > 0, NVIDIA_SHARE, table.mapped("dtype", SHARE, OTHER_SHARE))
+    return np.where(nvidia > 0, FIT.nvidia_share, table.mapped("dtype", _SHARE, FIT.other_share))
 
 
 def _clock_share(table: OpTable) -> np.ndarray:
     """Return the share of the clock that the power limit leaves full matrix units, up to 1."""
     shares = []
     for device in table.devices:
-        joules = JOULES.get(device.architecture, 0.0) * device.matrix_peak("bf16")
+        joules = _JOULES.get(device.architecture, 0.0) * device.matrix_peak("bf16")
         shares.append(min(device.power_w / joules, 1.0) if joules and device.power_w else 1.0)
     return table.of_device(shares)
 
@@ -148,12 +131,13 @@ def _fastest(
     for rows, columns in _tiles():
         tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
         step = np.maximum(
-            2 * rows * columns * mc.cores / rate, (rows + columns) * width / (INGRESS * mc.clock)
+            2 * rows * columns * mc.cores / rate,
+            (rows + columns) * width / (FIT.ingress * mc.clock),
         )
-        fixed = (PROLOGUE + 2 * rows * columns / EPILOGUE) / mc.clock
+        fixed = (FIT.prologue + 2 * rows * columns / FIT.epilogue) / mc.clock
         for split in _SPLITS:
             own = tiles * split / mc.cores
-            adding = _ADDING_S + split * b * m * n * _ADDING_BYTES / mc.bandwidth
+            adding = FIT.adding_s + split * b * m * n * FIT.adding_bytes / mc.bandwidth
             seconds = np.ceil(own) * (step * k / split + fixed) + (adding if split > 1 else 0.0)
             faster = (seconds < best) & ((split == 1) | (k / split >= _SPLIT_DEPTH))
             best = np.where(faster, seconds, best)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..columns import OpTable
+from ..fitted import fitted
 from ..op import attention_flops
 from ..physics import (
     Physics,
@@ -21,26 +22,11 @@ from ..physics import (
 from .decode import decode
 from .kernels import RowKernels, Tiles, Work
 
-# Constants are fits to the tensor-core pack's own rows (split `train`) of all its chips, as are
-# those of kernels (kernels.py, decode.py), so their figures on left-out chips are not entirely
-# blind (docs/operators.md).
-#: Seconds and cycles of a prefill without work. Kernels made for asynchronous copies take longer to
-#: set up, and an fp8 cache costs a conversion.
-PREFILL_S, PREFILL_FLOOR, PREFILL_MADE, FP8_CACHE = 3.7e-6, 4600.0, 1.28, 1.24
+FIT = fitted("prefill")
+
 #: Query rows and keys of a tile: those of FlashAttention-2 (Dao, 2023, section 3.3), and the step
 #: in which masked keys are skipped.
 ROWS, KEYS = 128.0, 32.0
-#: What 8-bit products reach of the share of others: values are transposed on the way (Shah et al.,
-#: FlashAttention-3, 2024, section 3.3).
-NARROW = 0.68
-#: Exponentials of a core in a cycle, one for each (query, key) pair: special-function lanes (CUDA
-#: C++ Programming Guide, throughput of native arithmetic instructions), of which Blackwell Ultra
-#: has twice as many. They do not overlap with the products of their own tile (Shah et al., 2024).
-EXPONENTIALS, EXPONENTIALS_ULTRA = 16.0, 32.0
-#: How much the longest causal tiles delay the end: in units of what they take beyond the mean.
-TAIL = 1.5
-#: Traffic of writing the cache, over its bytes: paged rows are scattered.
-SCATTERED = 1.4
 #: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
 #: the values are the 512.
 LATENT_WIDTH = 512 + 64 + 512
@@ -206,7 +192,7 @@ def _prefill(work: Work, causal: np.ndarray) -> Tiles:
     blocks = w.batch * w.heads / sharing * np.ceil(w.q_len * sharing / ROWS)
     span = np.where(causal, np.minimum(ROWS, w.q_len), 0.0)
     seen = visited_keys(w.pairs / w.q_len, span, w.keys, w.window)
-    narrow = np.where(w.table.is_("dtype", "fp8"), NARROW, 1.0)
+    narrow = np.where(w.table.is_("dtype", "fp8"), FIT.narrow, 1.0)
     products = 2 * _width(work) / (w.peak / mc.cores) / kernel("products") / narrow
     # Products and exponentials add up: within a tile, softmax needs the first product and feeds the
     # second. Each (query, key) pair takes one exponential.
@@ -217,11 +203,11 @@ def _prefill(work: Work, causal: np.ndarray) -> Tiles:
     t_tiles = np.maximum(quantised(waves, 0.5), 1.0) * mean
     # The tiles at the end of a causal sequence see all keys: one of them is the least time, and
     # those that start late delay the end.
-    t_tiles = np.maximum(t_tiles + TAIL * np.minimum(waves, 1.0) * (most - mean), most)
+    t_tiles = np.maximum(t_tiles + FIT.tail * np.minimum(waves, 1.0) * (most - mean), most)
     t_blocks = waves * start
-    floor = PREFILL_S * kernel("prefill_floor") + PREFILL_FLOOR / mc.clock
-    floor = floor * np.where(kernel.made, PREFILL_MADE, 1.0)
-    floor = floor * np.where(w.kv_width == 1, FP8_CACHE, 1.0)
+    floor = FIT.prefill_s * kernel("prefill_floor") + FIT.prefill_floor / mc.clock
+    floor = floor * np.where(kernel.made, FIT.prefill_made, 1.0)
+    floor = floor * np.where(w.kv_width == 1, FIT.fp8_cache, 1.0)
     t_both = combine(t_tiles, w.t_memory)
     split = np.ones(len(blocks))
     return Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
@@ -247,7 +233,7 @@ def _width(work: Work) -> np.ndarray:
 def _lanes(table: OpTable) -> np.ndarray:
     """Return the special-function lanes of a core, shape ``(n,)``."""
     ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
-    return table.of_device([EXPONENTIALS_ULTRA if u else EXPONENTIALS for u in ultra])
+    return table.of_device([FIT.exponentials_ultra if u else FIT.exponentials for u in ultra])
 
 
 def _packs_heads(work: Work) -> np.ndarray:
@@ -293,4 +279,4 @@ def _cache_write(work: Work) -> np.ndarray:
     # Read in bf16, written in the cache's own type.
     rewritten = w.batch * w.groups * w.kv_len * width * (2 + w.kv_width)
     rewritten = rewritten + np.where(w.trt, 2.0, 0.0) * w.batch * w.heads * w.q_len * width
-    return SCATTERED * stream_seconds(rewritten, w.resident, w.mc)
+    return FIT.scattered * stream_seconds(rewritten, w.resident, w.mc)

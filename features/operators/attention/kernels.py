@@ -1,8 +1,6 @@
 """What libraries' attention kernels cost, by the class of kernel that runs a row.
 
-Constants are least-squares fits to rows of split ``train`` of the tensor-core pack on A100, H100,
-H200 and RTX PRO 6000, each class and chip with equal weight, rounded. What they carry over to a
-chip that is left out of the fit, too: docs/operators.md.
+Their constants are in the section ``attention`` of ``fitted.yaml``.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..columns import Machine, OpTable
+from ..fitted import fitted
 from ..physics import non_nvidia
 
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
@@ -41,53 +40,23 @@ class AttentionKernel(NamedTuple):
         rows: Rows of the smallest product in a decode; the heads of a group are its rows.
     """
 
-    prefill_floor: float = 1.0
-    decode_floor: float = 1.0
-    prefill_block: float = 6200.0
-    decode_block: float = 4600.0
-    products: float = 0.8
-    exponential: float = 1.0
-    merge: float = 1.0
-    rate: float = 1.0
-    stream: float = 0.92
-    converted: float = 1.8
-    fp8_cache: float = 1.3
-    rows: float = 16.0
+    prefill_floor: float
+    decode_floor: float
+    prefill_block: float
+    decode_block: float
+    products: float
+    exponential: float
+    merge: float
+    rate: float
+    stream: float
+    converted: float
+    fp8_cache: float
+    rows: float
 
 
-#: By class. FlashAttention-3 hides exponentials of one tile behind products of another (Shah et
-#: al., 2024). FlashAttention's tiles have 64 rows at least, others' those of a matrix instruction.
-KERNELS: dict[str, AttentionKernel] = {
-    "flash-2": AttentionKernel(
-        prefill_floor=0.6, decode_block=6200.0, merge=1.05, rate=0.65, rows=64.0
-    ),
-    "flash-3": AttentionKernel(
-        decode_floor=1.6, prefill_block=8400.0, decode_block=6000.0, exponential=0.7, merge=0.75,
-        rate=1.15, rows=64.0,
-    ),
-    "flashinfer": AttentionKernel(decode_floor=0.5, decode_block=4400.0, merge=0.63, fp8_cache=1.8),
-    # Without matrix units: SGLang for fewer than four heads that share 16-bit keys.
-    "flashinfer-plain": AttentionKernel(
-        decode_floor=0.1, decode_block=1800.0, merge=0.63, fp8_cache=1.8
-    ),
-    # SGLang on chips before Hopper.
-    "flash-sglang": AttentionKernel(
-        prefill_floor=1.6, decode_floor=1.4, merge=2.3, stream=1.6, rows=64.0
-    ),
-    "triton": AttentionKernel(
-        prefill_floor=0.6, prefill_block=13_000.0, decode_block=3700.0, products=0.39,
-        fp8_cache=1.05,
-    ),
-    "trt": AttentionKernel(
-        prefill_floor=1.8, decode_floor=1.3, prefill_block=3700.0, decode_block=2800.0,
-        products=0.55, merge=1.3, rate=0.8, converted=1.3, fp8_cache=0.9,
-    ),
-    "trt-made": AttentionKernel(
-        prefill_floor=1.65, decode_floor=1.3, prefill_block=8300.0, decode_block=2800.0, merge=1.3,
-        rate=0.8, converted=1.3, fp8_cache=0.9,
-    ),
-    "other": AttentionKernel(),
-}  # fmt: skip
+FIT = fitted("attention")
+#: By class.
+KERNELS = {name: AttentionKernel(**{**FIT.values, **FIT.numbers(name)}) for name in FIT.tables}
 _ORDER = tuple(KERNELS)
 
 

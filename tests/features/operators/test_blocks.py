@@ -11,7 +11,7 @@ import pytest
 from opcast.features.devices.catalogue import device_names, find_device
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.operators import OpFeatures, op_features
-from opcast.features.operators.blocks import KERNEL
+from opcast.features.operators.blocks import FIT
 from opcast.features.operators.features import feature_names
 from opcast.features.operators.schema import BLOCKS, FAMILIES
 
@@ -66,7 +66,7 @@ def test_a_layer_costs_its_product(estimate: Callable[..., OpFeatures]) -> None:
     found = estimate("layer/product")
     assert found.flops[0] == 2 * 64 * 128 * 256
     assert found.moved[0] == 2 * (64 * 256 + 256 * 128 + 64 * 128)
-    assert found.floor_s[0] == pytest.approx(KERNEL / 1e9)
+    assert found.floor_s[0] == pytest.approx(FIT.kernel / 1e9)
 
 
 def test_a_pass_reads_and_writes_every_element(estimate: Callable[..., OpFeatures]) -> None:
@@ -78,17 +78,17 @@ def test_a_pass_reads_and_writes_every_element(estimate: Callable[..., OpFeature
 def test_norms_of_eager_pytorch_are_several_kernels(estimate: Callable[..., OpFeatures]) -> None:
     llama = estimate("layer/pass", op="norm", backend="torch", distribution="meta-llama/Llama")
     assert llama.moved[0] == pytest.approx(8.5 * 4 * 512 * 4096)
-    assert llama.floor_s[0] == pytest.approx(6 * 2 * KERNEL / 1e9)
+    assert llama.floor_s[0] == pytest.approx(6 * 2 * FIT.kernel / 1e9)
     phi = estimate("layer/pass", op="norm", backend="torch", distribution="microsoft/Phi-mini")
     assert phi.moved[0] == 4 * 512 * 4096
-    assert phi.floor_s[0] == pytest.approx(2 * KERNEL / 1e9)
+    assert phi.floor_s[0] == pytest.approx(2 * FIT.kernel / 1e9)
 
 
 def test_a_pass_within_a_program_of_a_tpu_has_no_launch(
     estimate: Callable[..., OpFeatures], round_gpu: Callable[..., DeviceSpec]
 ) -> None:
     tpu = estimate("layer/pass", round_gpu(platform="tpu"), op="norm")
-    assert tpu.floor_s[0] == pytest.approx(0.2 * KERNEL / 1e9)
+    assert tpu.floor_s[0] == pytest.approx(0.2 * FIT.kernel / 1e9)
 
 
 def test_host_timed_calls_include_a_launch(estimate: Callable[..., OpFeatures]) -> None:

@@ -97,7 +97,7 @@ def test_batched_product_in_true_fp32(estimate):
 def test_narrowing_activations_costs_launches_rows_and_bytes(estimate):
     found = estimate("graph/linear", PRODUCT, m=4096, k=512, dtype="fp8", backend="vllm")
     seconds = found.X[0, found.names.index("quant_base")] * found.base_s[0]
-    launch, row, moved, element = gemm.QUANTISATION["fp8", "vllm"]
+    launch, row, moved, element = gemm.FIT.rows("quantisation")["fp8", "vllm"]
     cores, clock, bandwidth = 100, 1e9, 1e12
     # 41 rows a core; the operands exceed the cache of 1 MB, so that all bytes come from memory.
     cycles = launch + row * 41 + element * 4096 * 512 / cores

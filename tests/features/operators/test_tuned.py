@@ -14,7 +14,7 @@ from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.operators import OpFeatures, op_features
 from opcast.features.operators.hlo import op_ir, read_op
 from opcast.features.operators.query import parse_op
-from opcast.features.operators.tuned_gemm import FLOOR_CYCLES
+from opcast.features.operators.tuned_gemm import FIT
 
 #: ResNet-50's 3 × 3 layer of 28 × 28 positions.
 CONV = {
@@ -97,7 +97,9 @@ def test_a_tuned_product_takes_the_fastest_tile() -> None:
     tile = 2 * 256 * 128 * 4096 * 80 / (0.56 * 688.1e12)
     tile += (1000 + 2 * 256 * 128 / 20) / 2.1e9
     memory = ((2048 + 1280) * 4096 + 2 * 2048 * 1280) / (0.65 * 5300e9)
-    assert found.base_s[0] == pytest.approx(FLOOR_CYCLES / 2.1e9 + (tile**4 + memory**4) ** 0.25)
+    assert found.base_s[0] == pytest.approx(
+        FIT.floor_cycles / 2.1e9 + (tile**4 + memory**4) ** 0.25
+    )
 
 
 def test_power_slows_the_larger_of_two_like_chips() -> None:
