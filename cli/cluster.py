@@ -86,8 +86,7 @@ def _print_cluster(cluster: Cluster) -> None:
     if whole := [d.name or d.kind for d in cluster.topology.dims if d.efficiency == 1.0]:
         console.print(
             f"{', '.join(whole)}: no efficiency below 1 is given, so that collectives reach all of "
-            "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69",
-            highlight=False,
+            "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69"
         )
     # One size for each range of a collective: latency-bound, intermediate, bulk
     # (docs/collectives.md).
@@ -105,7 +104,7 @@ def _print_cluster(cluster: Cluster) -> None:
         times.add_row(kind, *(f"{1e6 * c.total:,.1f}" for c in costs), costs[-1].algorithm)
     console.print(times)
     for key, source in sorted(cluster.sources.items()):
-        console.print(f"{key}: {source}", highlight=False)
+        console.print(f"{key}: {source}")
 
 
 def _device_name(cluster: Cluster) -> str:

@@ -39,7 +39,7 @@ def zoo_list() -> None:
     for family in all_families().values():
         console.print(Text.assemble((family.name, "bold"), f"  {family.summary}"))
         settings = " ".join(f"{k}={v}" for k, v in family.defaults.items())
-        console.print(f"  {settings}", markup=False, highlight=False)
+        console.print(f"  {settings}")
 
 
 def zoo_export(
@@ -188,18 +188,16 @@ def audit(
         if len(counts):
             print_frame(console, counts.assign(share=counts["share"].map("{:.2%}".format)), "")
         for note in found.notes:
-            console.print(note, highlight=False, markup=False)
+            console.print(note)
         console.print(
-            f"{found.rows} rows checked, {rows} flagged, {found.impossible} of them impossible",
-            highlight=False,
+            f"{found.rows} rows checked, {rows} flagged, {found.impossible} of them impossible"
         )
         if found.marked:
             others = found.rows - found.marked
             share = found.alarms / max(others, 1)
             console.print(
                 f"of {found.marked} rows that the table itself marks as wrong, {found.found} are "
-                f"flagged; of {others} others, {found.alarms} ({share:.2%})",
-                highlight=False,
+                f"flagged; of {others} others, {found.alarms} ({share:.2%})"
             )
     if found.impossible:
         raise typer.Exit(1)

@@ -23,8 +23,8 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **options: Any) -> None:
-        # Rich turns [red]…[/] and :smile: in any text into style: not for names from files.
-        super().__init__(**{"markup": False, "emoji": False, **options})
+        # Rich turns [red]…[/], :smile: and figures in any text into style: not in names from files.
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

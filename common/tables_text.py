@@ -120,7 +120,7 @@ def print_frame(
         table.add_row(*map(Text, row))
     console.print(table)
     if left_out:
-        console.print(f"left out for the width: {', '.join(left_out)}", highlight=False)
+        console.print(f"left out for the width: {', '.join(left_out)}")
 
 
 #: Widest cells that are never broken: figures with their unit.

@@ -341,8 +341,7 @@ def run_calibrate_budget(
     console.print(
         f"{len(run.samples)} kernels of {sum(len(r.programs) for r in rounds)} programs learned"
         + (f", {len(run.failed)} programs failed" if run.failed else "")
-        + (f", {run.disturbed} measured on a disturbed machine" if run.disturbed else ""),
-        highlight=False,
+        + (f", {run.disturbed} measured on a disturbed machine" if run.disturbed else "")
     )
     save_adapted(console, model, settings)
     took, budget = time.monotonic() - started, settings.budget_s or 0.0
@@ -350,8 +349,7 @@ def run_calibrate_budget(
         what, seconds = run.longest
         console.print(
             f"took {took:.0f} s for a budget of {budget:.0f} s: {probed:.0f} s to probe the "
-            f"machine, {seconds:.0f} s for {what}, which is not cut short",
-            highlight=False,
+            f"machine, {seconds:.0f} s for {what}, which is not cut short"
         )
     return rounds
 

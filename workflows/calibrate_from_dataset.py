@@ -107,7 +107,7 @@ def _trials(
     for key in tracked(keys, len(keys), "choosing samples of families"):
         pool, test = _pool(rows[rows["key"] == key].reset_index(drop=True), seed)
         if len(pool) < samples or not len(test):
-            console.print(f"{key}: only {len(pool)} rows to choose from, left out", highlight=False)
+            console.print(f"{key}: only {len(pool)} rows to choose from, left out")
             continue
         family = model.families[key]
         # With --allocate time a family may get more than its even share.
@@ -253,7 +253,7 @@ def save_adapted(console: Console, model: ModelBundle, settings: CalibrateSettin
     """Save an adapted model with its settings, or print that it is not kept."""
     out = settings.out
     if out is None:
-        console.print("the adapted model is not kept: give --out to save it", highlight=False)
+        console.print("the adapted model is not kept: give --out to save it")
         return
     with stages("reading") as tell:
         tell("saving the model")

@@ -240,8 +240,7 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     errors = result.kernel_errors
     if len(errors):
         console.print(
-            f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}",
-            highlight=False,
+            f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}"
         )
     predicted = Interval(p.latency_us * 1e-6, p.lo_us * 1e-6, p.hi_us * 1e-6)
     span = f" ({duration(result.p10_us)}–{duration(result.p90_us)})"

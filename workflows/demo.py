@@ -74,14 +74,14 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     print_results(console, results)
     console.rule("4. in MLflow")
     run = track_checks(results, out / "model")
-    console.print(f"run {run}, model {REGISTERED}; see them with: opcast ui", highlight=False)
+    console.print(f"run {run}, model {REGISTERED}; see them with: opcast ui")
     console.rule("5. next")
     # Printed whole whatever the width, so that they can be copied.
     for line in (
         f"your own step:  opcast predict your_module.py:step --device {ABSENT[0]}",
         f"on this machine: opcast check your_module.py:step --model {out / 'model'}",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     return results
 
 
@@ -112,12 +112,11 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
         p = predictor.predict(path, device=device, fallback="fused", settings=limits)
         console.print(
             f"{family} {sizes['mode']} step on {device}: {duration(p.latency_us)} "
-            f"({duration(p.lo_us)}–{duration(p.hi_us)}), {len(p.kernels)} kernels, {p.lowering}",
-            highlight=False,
+            f"({duration(p.lo_us)}–{duration(p.hi_us)}), {len(p.kernels)} kernels, {p.lowering}"
         )
         if p.lowering == "fused":
             why = next((n for n in p.notes if n.startswith("lowering fused instead")), "")
-            console.print(f"  {why or 'by its own rules, not by the compiler'}", highlight=False)
+            console.print(f"  {why or 'by its own rules, not by the compiler'}")
         if device == ABSENT[0]:
             lowering = LoweringOptions(p.lowering, device)
             options = ReportOptions(lowering, compare=(), title=f"{family} {sizes['mode']} step")
@@ -132,9 +131,9 @@ def calibrated(console: Console, folder: Path, budget_s: float) -> Path:
     from .settings import CalibrateSettings
 
     if (folder / "manifest.json").is_file():
-        console.print(f"{folder} is there already: delete it to calibrate again", highlight=False)
+        console.print(f"{folder} is there already: delete it to calibrate again")
         return folder
-    console.print("probe (15 s), then kernels by expected information", highlight=False)
+    console.print("probe (15 s), then kernels by expected information")
     settings = CalibrateSettings("local", budget_s=budget_s, out=folder)
     rounds = run_calibrate_budget(console, settings, table=False)
     # The first round was learned by nothing, so both errors are the same there.
@@ -143,8 +142,7 @@ def calibrated(console: Console, folder: Path, budget_s: float) -> Path:
         before, after = (np.mean([getattr(r, name) for r in later]) for name in ("before", "error"))
         console.print(
             f"median error on kernels before they were learned: {before:.0%} as shipped, "
-            f"{after:.0%} calibrated",
-            highlight=False,
+            f"{after:.0%} calibrated"
         )
     return folder
 
@@ -172,12 +170,11 @@ def print_results(console: Console, results: list[CheckResult]) -> None:
     errors = np.abs([r.error for r in results])
     console.print(
         f"mean absolute error {errors.mean():.0%}, largest {errors.max():.0%}, "
-        f"{sum(r.inside for r in results)} of {len(results)} inside their interval",
-        highlight=False,
+        f"{sum(r.inside for r in results)} of {len(results)} inside their interval"
     )
     # Notes repeat from program to program.
     for note in dict.fromkeys(n for r in results for n in r.prediction.notes):
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow")
 
 
 def track_checks(results: list[CheckResult], model: Path) -> str:

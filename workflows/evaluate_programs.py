@@ -229,7 +229,7 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     write_table(frame, settings.out)
     for reason, count in frame.loc[frame["reason"] != "", "reason"].value_counts().items():
-        console.print(f"{count} programs not predicted: {reason}", highlight=False)
+        console.print(f"{count} programs not predicted: {reason}")
     figures = judge_programs(frame)
     if "cluster" in read_table(settings.folder):
         own = measured_rows(frame)
@@ -240,11 +240,11 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
         print_frame(console, in_percent(figures), "programs with a measured time, errors in %")
         own = measured_rows(frame)
         error, inside = own["error"], own["inside"].mean()
-        console.print(_sentence(f"all {len(own)}", own), highlight=False)
+        console.print(_sentence(f"all {len(own)}", own))
         trusted = own[own["trust"] != DOUBTFUL] if "trust" in own else own
         if 0 < len(trusted) < len(own):
             said = _sentence(f"the {len(trusted)} that are not {DOUBTFUL}", trusted)
-            console.print(said, highlight=False)
+            console.print(said)
         if settings.track:
             metrics = {"mape": float(error.mean()), "coverage": float(inside)}
             predictions = tidy(

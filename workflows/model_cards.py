@@ -79,7 +79,7 @@ def show_model(console: Console, name: str, *, as_json: bool) -> None:
         print(json.dumps({"name": folder.name, "card": card, "manifest": manifest}))
         return
     if card:
-        console.print(card, markup=False, highlight=False)
+        console.print(card)
     table = figures(manifest)
     if len(table):
         print_frame(console, table, "figures of its manifest, errors in %")

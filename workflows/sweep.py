@@ -69,20 +69,18 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         wrote(settings.scaling, "plot")
     print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
     if missed := nearest_miss(own, rows):
-        console.print(missed, highlight=False, markup=False, soft_wrap=True)
+        console.print(missed, soft_wrap=True)
     failed = rows[rows["error"] != ""]
     if len(failed):
         one = failed.iloc[0]
         console.print(
             f"{len(failed)} could not be evaluated and were left out, such as {one['plan']}: "
-            f"{one['error']}",
-            highlight=False,
-            markup=False,
+            f"{one['error']}"
         )
     # Once for each device, since all plans on it share its description.
     specs = {find_cluster(name).device: cluster_device(find_cluster(name)) for name in clusters}
     print_notes(console, [note for spec in specs.values() for note in generation_note(spec)])
     for line in reasons(rows[rows["error"] == ""]):
-        console.print(f"because of {line}", highlight=False, markup=False)
+        console.print(f"because of {line}")
     wrote(out / "sweep.parquet", f"{len(rows)} plans")
     return rows

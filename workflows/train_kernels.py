@@ -61,7 +61,7 @@ def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> Tr
         # The manifest keeps why an ensemble was chosen, or was not.
         kept = {k: v for k, v in result.model.info.items() if k == "ensemble_choice"}
         bundle.info.update(kept)
-    console.print(f"trained in {result.seconds:.1f} s", highlight=False)
+    console.print(f"trained in {result.seconds:.1f} s")
     folder = keep_model(bundle, settings, model)
     if settings.track:
         run = _run_of(result, folder, model, settings)
@@ -89,7 +89,7 @@ def _train_or_choose(
     result, choice = train_ensemble(prepared, split, seed, threads, **params)
     print_metrics(console, choice.table, "cross-validated on training rows, to choose by")
     print_metrics(console, choice.test, "test part, not used to choose")
-    console.print(choice.sentence, highlight=False)
+    console.print(choice.sentence)
     return result, choice.winner
 
 

@@ -81,7 +81,7 @@ def log_training(console: Console, run: RunLog, register: str | None) -> None:
         # The model is saved by now; hours of training must not end in an error for want of a log.
         logger.warning("not tracked: %s", error)
         return
-    console.print(f"logged to MLflow as {run_id}; see it with: opcast ui", highlight=False)
+    console.print(f"logged to MLflow as {run_id}; see it with: opcast ui")
 
 
 def digests(*paths: Path) -> dict[str, str]:

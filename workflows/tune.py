@@ -59,7 +59,7 @@ def run_tune(console: Console, settings: TuneSettings) -> Tuning:
         if parent is not None:
             _log_search(parent, tuning, settings, prepared.dataset_hash)
     print_frame(console, tuning.table(), f"{model}: best of {len(tuning.trials)} trials")
-    console.print(_verdict(tuning), highlight=False)
+    console.print(_verdict(tuning))
     # The test part is used here for the first time, once, with the parameters already chosen.
     result = train(
         prepared, model, split, seed=settings.seed, n_jobs=settings.threads, **tuning.best

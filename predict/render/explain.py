@@ -45,18 +45,14 @@ def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
     console.print(title)
     console.print(
         f"  {duration(e.latency_us)} = (roofline {duration(e.roofline_us)} [{e.bound}] + floor "
-        f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})",
-        highlight=False,
-        markup=False,
+        f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})"
     )
     # How the program around it changes the kernel's time, such as operands left in a cache.
     place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
     if abs(place - 1.0) >= _SAME:
         console.print(
             f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place "
-            "(what caches hold of its operands, loops, kernels beside it)",
-            highlight=False,
-            markup=False,
+            "(what caches hold of its operands, loops, kernels beside it)"
         )
     if e.contributions:
         console.print(_contributions(e))

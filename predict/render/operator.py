@@ -54,17 +54,15 @@ def print_op(console: Console, estimate: OpEstimate) -> None:
     """Print a prediction in two lines."""
     console.print(_headline(estimate, estimate.family))
     console.print(
-        f"  roofline {duration(estimate.roofline_us)} [{estimate.bound}]; {_trust(estimate)}",
-        highlight=False,
-        markup=False,
+        f"  roofline {duration(estimate.roofline_us)} [{estimate.bound}]; {_trust(estimate)}"
     )
     if estimate.libraries:
-        console.print(f"  {over_libraries(estimate.libraries)}", highlight=False, markup=False)
+        console.print(f"  {over_libraries(estimate.libraries)}")
     for reason in estimate.outside[:SHOWN_REASONS]:
-        console.print(f"  outside: {reason}", highlight=False, markup=False)
+        console.print(f"  outside: {reason}")
     if len(estimate.outside) > SHOWN_REASONS:
         rest = len(estimate.outside) - SHOWN_REASONS
-        console.print(f"  outside: {rest} more reasons (--json)", highlight=False)
+        console.print(f"  outside: {rest} more reasons (--json)")
     print_notes(console, estimate.notes)
 
 
@@ -155,8 +153,7 @@ def print_torch_explanation(console: Console, explained: TorchExplanation) -> No
     console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, f"on {p.device} by {p.framework}"))
     console.print(
         f"{duration(p.device_us)} on the device, launches {duration(p.host_us)} on the host: the "
-        "run takes the longer of both",
-        highlight=False,
+        "run takes the longer of both"
     )
     for own in explained.operators:
         one = own.estimate
@@ -166,11 +163,10 @@ def print_torch_explanation(console: Console, explained: TorchExplanation) -> No
         console.print(
             f"{one.module}{phase} {one.name} {shape} {one.dtype}: {own.share:.1%} of the "
             f"operators' time, {own.count} of {duration(one.latency_us)} "
-            f"({duration(one.lo_us)} to {duration(one.hi_us)}), {line_of(one.source_line)}".strip(),
-            highlight=False,
+            f"({duration(one.lo_us)} to {duration(one.hi_us)}), {line_of(one.source_line)}".strip()
         )
         if own.explanation is None:
-            console.print(f"  by the roofline of its {size(one.bytes)}", highlight=False)
+            console.print(f"  by the roofline of its {size(one.bytes)}")
             continue
         console.print(f"  × {own.factor:.2f} in this program, of the operator alone:")
         print_op_explanation(console, own.explanation)
@@ -182,25 +178,20 @@ def print_op_explanation(console: Console, estimate: OpExplanation) -> None:
     console.print(_headline(estimate, estimate.family))
     console.print(
         f"  {duration(estimate.latency_us)} = analytical estimate {duration(estimate.base_us)} "
-        f"[{estimate.bound}] × {estimate.factor:.2f}; roofline {duration(estimate.roofline_us)}",
-        highlight=False,
-        markup=False,
+        f"[{estimate.bound}] × {estimate.factor:.2f}; roofline {duration(estimate.roofline_us)}"
     )
     terms = ", ".join(f"{name} {duration(us)}" for name, us in _known(estimate.terms).items())
-    console.print(f"  estimate of {terms}; what overlaps does not add up", highlight=False)
+    console.print(f"  estimate of {terms}; what overlaps does not add up")
     parts = [("in other sizes", estimate.baseline)]
     parts += [(c.group, c.log_ratio) for c in estimate.contributions]
     rows = [*parts, ("together", estimate.log_ratio)]
     console.print(factor_table("learned on top, by group", rows))
-    console.print(f"  {_trust(estimate)}", highlight=False)
+    console.print(f"  {_trust(estimate)}")
     if estimate.libraries:
-        console.print(f"  {over_libraries(estimate.libraries)}", highlight=False, markup=False)
+        console.print(f"  {over_libraries(estimate.libraries)}")
     for near in estimate.neighbours:
         console.print(
-            f"  measured {duration(near.measured_us)} at distance {near.distance:.2f}: "
-            f"{near.label}",
-            highlight=False,
-            markup=False,
+            f"  measured {duration(near.measured_us)} at distance {near.distance:.2f}: {near.label}"
         )
     print_notes(console, estimate.notes)
 

@@ -209,7 +209,7 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
         )
     console.print(table)
     if len(frame) > MOST:
-        console.print(f"{len(frame) - MOST} more rows: --out has all", highlight=False)
+        console.print(f"{len(frame) - MOST} more rows: --out has all")
     failed = int((frame["error"] != "").sum())
     if failed:
         console.print(Text(f"{failed} of {len(frame)} could not be predicted", style="red"))
@@ -276,12 +276,11 @@ def print_comparison(console: Console, comparison: Comparison, top: int = 10) ->
     """Print times of the program and of the kernels that the estimators disagree on most."""
     count = len(comparison.fidelities[0].own)
     rest = f" on {comparison.device}; lowering {comparison.lowering}, {count} kernels"
-    console.print(Text.assemble((comparison.program, "bold"), rest), highlight=False)
+    console.print(Text.assemble((comparison.program, "bold"), rest))
     console.print(_table(comparison, top))
     console.print(
         f"time: of a run; covered: share of the time of kernels that the estimator models itself; "
-        f"{_BORROWED} the roofline, for want of its own",
-        highlight=False,
+        f"{_BORROWED} the roofline, for want of its own"
     )
     # Notes on the program and the device come from every estimator; they are printed once.
     shared = set.intersection(*[set(f.prediction.notes) for f in comparison.fidelities])

@@ -61,8 +61,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         )
     )
     console.print(
-        f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}; {_formats(own)}",
-        highlight=False,
+        f"{own.text()} on {own.devices} x {own.spec.name}, {own.framework}; {_formats(own)}"
     )
     names = ("mean", *(f"p{level}" for level in LEVELS))
     table = _table("latency, 90 % interval", *names)
@@ -75,21 +74,19 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         good = prediction.good
         console.print(
             f"{good.value:.1%} of the requests keep the SLO ({good.lo:.0%} to {good.hi:.0%}): "
-            f"goodput {plain(rate.value * good.value)} requests/s",
-            highlight=False,
+            f"goodput {plain(rate.value * good.value)} requests/s"
         )
     if prediction.overload > LIKELY:
-        console.print(_overload(prediction), style="yellow", highlight=False)
+        console.print(_overload(prediction), style="yellow")
     apart = "" if own.prefill is None else _APART
-    console.print(f"interval: {_KNOWN[prediction.known]}{apart}", highlight=False)
+    console.print(f"interval: {_KNOWN[prediction.known]}{apart}")
     _print_costs(console, prediction, price)
     if prediction.states:
         s = prediction.states
         console.print(
             f"cache {s['kv_occupancy_mean']:.0%} full on average, {s['kv_occupancy_max']:.0%} at "
             f"most; batch {plain(s['batch_mean'])}; queue {plain(s['queue_mean'])}, at most "
-            f"{s['queue_max']:.0f}; {prediction.run.evicted} evictions",
-            highlight=False,
+            f"{s['queue_max']:.0f}; {prediction.run.evicted} evictions"
         )
     memory = _table("memory of a device", "bytes", "share")
     capacity = sum(prediction.memory.values())
@@ -110,13 +107,11 @@ def _print_costs(console: Console, prediction: ServingPrediction, price: float) 
     for name, joules in prediction.joules().items():
         console.print(
             f"{quantity(joules.value, 'J')} {_OF[name]} ({quantity(joules.lo, 'J')} to "
-            f"{quantity(joules.hi, 'J')})",
-            highlight=False,
+            f"{quantity(joules.hi, 'J')})"
         )
     for name, dollars in prediction.dollars(price).items():
         console.print(
-            f"{plain(dollars.value)} $ {_OF[name]} ({plain(dollars.lo)} to {plain(dollars.hi)})",
-            highlight=False,
+            f"{plain(dollars.value)} $ {_OF[name]} ({plain(dollars.lo)} to {plain(dollars.hi)})"
         )
 
 
@@ -138,40 +133,38 @@ def print_plans(
         said = f"nothing fits{least}" if plans.nothing_fits else "no deployment keeps the SLO"
         console.print(Text(said, style="bold red"))
         for line in plans.misses():
-            console.print(line, highlight=False)
+            console.print(line)
     else:
         rate, own = best.tokens_per_s_per_device, best.deployment
         console.print(headline(best.text(), f"  {rate:,.0f} tokens/s a device"))
         spare = f" of {plans.devices}" if own.devices < plans.devices else ""
         console.print(
-            f"on {own.devices}{spare} x {own.spec.name}, {own.framework}; {_formats(own)}",
-            highlight=False,
+            f"on {own.devices}{spare} x {own.spec.name}, {own.framework}; {_formats(own)}"
         )
         _print_surety(console, plans, best, price)
         for line in plans.reasons():
-            console.print(f"because {line}", highlight=False)
+            console.print(f"because {line}")
         _print_costs(console, best.prediction, price)
         for framework, launch in plans.launches(model).items():
-            console.print(f"{framework}: {launch.command}", highlight=False, soft_wrap=True)
+            console.print(f"{framework}: {launch.command}", soft_wrap=True)
             flags = _table("flag", "value", "why", numbers=False)
             for flag in launch.flags:
                 flags.add_row(flag.name, flag.value, flag.why)
             console.print(Padding(flags, (0, 0, 0, 2)))
         if model == UNKNOWN:
-            console.print(f"{UNKNOWN.name} stands for your checkpoint", highlight=False)
+            console.print(f"{UNKNOWN.name} stands for your checkpoint")
     console.print(
         f"{len(plans.judged)} deployments simulated, {len(plans.refused)} do not fit, "
-        f"{plans.pruned} were left out",
-        highlight=False,
+        f"{plans.pruned} were left out"
     )
     alike: dict[str, list[str]] = {}
     for text, why in plans.refused.items():
         alike.setdefault(why, []).append(text)
     for why, (first, *others) in list(alike.items())[:top]:
         more = f" (nor do {len(others)} more)" if others else ""
-        console.print(f"{first} does not fit{more}: {why}", highlight=False, soft_wrap=True)
+        console.print(f"{first} does not fit{more}: {why}", soft_wrap=True)
     if left := sum(len(own) for own in list(alike.values())[top:]):
-        console.print(f"{left} more do not fit (--top, --json)", highlight=False)
+        console.print(f"{left} more do not fit (--top, --json)")
     if plans.judged:
         rate_of = "$/M tokens" if price else "tokens/s/dev"
         names = (rate_of, f"TTFT p{PERCENTILE}", f"TPOT p{PERCENTILE}", "in SLO", "sure")
@@ -183,8 +176,7 @@ def print_plans(
         console.print(table)
         console.print(
             "in SLO: share of the requests; sure: how likely the latencies shown keep it; in grey: "
-            "90 % intervals",
-            highlight=False,
+            "90 % intervals"
         )
     if best is not None:
         print_notes(console, best.prediction.notes)
@@ -201,16 +193,15 @@ def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: f
         return
     sure = best.sure(plans.slo)
     if sure >= SURE:
-        console.print(f"keeps the SLO: {sure:.0%} sure", highlight=False)
+        console.print(f"keeps the SLO: {sure:.0%} sure")
         return
     console.print(
         f"keeps the SLO by its estimate only: {sure:.0%} sure, since intervals reach beyond it",
         style="yellow",
-        highlight=False,
     )
     surest = plans.surest
     if surest is None:
-        console.print("no deployment that was tried is clearly surer", highlight=False)
+        console.print("no deployment that was tried is clearly surer")
         return
     more = best.tokens_per_s_per_device / surest.tokens_per_s_per_device
     cost = f"{more:.2g} times the price of a token"
@@ -218,8 +209,7 @@ def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: f
         cost = f"{plain(_token_price(surest, price).value)} $ a million output tokens"
     console.print(
         f"surer: {surest.text()} on {surest.deployment.devices}, {surest.sure(plans.slo):.0%}, at "
-        f"{cost}",
-        highlight=False,
+        f"{cost}"
     )
 
 

@@ -40,18 +40,16 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
     if prediction.joules is not None or prediction.price is not None:
-        console.print(_energy(prediction), highlight=False)
+        console.print(_energy(prediction))
     by = prediction.framework or "an average framework"
-    console.print(
-        f"plan {prediction.plan.text()} on {prediction.cluster}, by {by}", highlight=False
-    )
+    console.print(f"plan {prediction.plan.text()} on {prediction.cluster}, by {by}")
     console.print(_terms(prediction) if prediction.terms else _times(prediction))
     console.print(_memory(prediction))
     if prediction.spread is not None:
         parts = prediction.spread.to_dict()
         # Without the suffix ``_us``, since ``duration`` prints the unit.
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
-        console.print(f"with jitter: {listed}", highlight=False)
+        console.print(f"with jitter: {listed}")
     print_notes(console, prediction.notes())
 
 
@@ -108,8 +106,6 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     best = front.iloc[0]
     console.print(
         f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
-        highlight=False,
-        markup=False,
         soft_wrap=True,
     )
 
@@ -205,15 +201,11 @@ def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
         console.print(f"front of {len(answer.rows)} compiled of {answer.screened} screened plans:")
         console.print(table)
     for line in answer.reasons:
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
     failed = [row for row in answer.rows if row["error"]]
     if failed:
         one = failed[0]
-        console.print(
-            f"{len(failed)} could not be compiled, such as {one['plan']}: {one['error']}",
-            highlight=False,
-            markup=False,
-        )
+        console.print(f"{len(failed)} could not be compiled, such as {one['plan']}: {one['error']}")
     print_notes(console, answer.notes, loud=False)
 
 

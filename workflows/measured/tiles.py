@@ -63,7 +63,6 @@ def run_train_tiles(console: Console, settings: TileSettings) -> None:
     print_frame(console, in_percent(summary.reset_index()), "rows left out, errors in %")
     console.print(
         f"ranking of {order.groups} problems: first choice within 5 % of the best in "
-        f"{order.top:.1%}, slower by {order.loss:.1%} on average, Kendall's τ {order.kendall:.2f}",
-        highlight=False,
+        f"{order.top:.1%}, slower by {order.loss:.1%} on average, Kendall's τ {order.kendall:.2f}"
     )
     wrote(settings.out, f"{model.provenance['rows']} rows")

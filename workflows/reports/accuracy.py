@@ -27,8 +27,7 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
     dataset = Dataset.load(*(settings.data or [COMMITTED]))
     prepared = prepare(dataset)
     console.print(
-        f"dataset {prepared.dataset_hash}: {len(dataset)} samples of {', '.join(dataset.devices)}",
-        highlight=False,
+        f"dataset {prepared.dataset_hash}: {len(dataset)} samples of {', '.join(dataset.devices)}"
     )
     kernels = compare_models(prepared, n_jobs=settings.threads)
     print_metrics(console, kernels, "kernels")
@@ -49,8 +48,7 @@ def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> N
             console.print(
                 f"measured kernels add up to {ratio.median():.2f} of the measured wall time "
                 f"(median of {len(ratio)} {name} programs; 10 % below {ratio.quantile(0.1):.2f}, "
-                f"10 % above {ratio.quantile(0.9):.2f})",
-                highlight=False,
+                f"10 % above {ratio.quantile(0.9):.2f})"
             )
         zoo = shown[shown["set"] == "zoo"].sort_values("measured_us")
         columns = ["family", "measured_us", "predicted_us", "sum_us", "kernels", "error"]

@@ -169,14 +169,13 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
         console.print(
             f"{few} runs are few: from {FEWEST} on, host time and efficiency can be told apart, "
             "and intervals of runs that were left out hold",
-            highlight=False,
             soft_wrap=True,
         )
     own = model.provenance["own"]
     assert isinstance(own, dict)
     for name, stack in own.items():
         if stack["memory"]:
-            console.print(f"{name}: {stack['memory']:.1%} of the memory is used", highlight=False)
+            console.print(f"{name}: {stack['memory']:.1%} of the memory is used")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     wrote(settings.out, f"use it with --serving {settings.out}")

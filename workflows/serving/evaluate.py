@@ -333,11 +333,11 @@ def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedS
     write_table(frame, settings.out)
     missing = frame.loc[frame["reason"] != "", "reason"]
     for reason, count in missing.value_counts().head(20).items():
-        console.print(f"{count} rows cannot be expressed: {reason}", highlight=False)
+        console.print(f"{count} rows cannot be expressed: {reason}")
     if len(judged.by_group):
         print_frame(console, in_percent(judged.by_group), "measured serving, errors in %")
         for line in overall_lines(judged):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     wrote(settings.out, f"{len(frame)} rows")
     if settings.track and len(judged.by_group):
         metrics = {k.replace(", ", "-"): v for k, v in judged.overall.items() if np.isfinite(v)}

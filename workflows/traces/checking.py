@@ -370,10 +370,10 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     ]
     console.print(compared_table(console.width, pairs, "traced", "kernel that differs"))
     for name, us in result.unmatched[:5]:
-        console.print(f"not predicted: {duration(us)} {name[:80]}", highlight=False)
+        console.print(f"not predicted: {duration(us)} {name[:80]}")
     if len(result.unmatched) > 5:
         rest = sum(us for _, us in result.unmatched[5:])
-        console.print(f"and {len(result.unmatched) - 5} others: {duration(rest)}", highlight=False)
+        console.print(f"and {len(result.unmatched) - 5} others: {duration(rest)}")
     predicted = Interval(result.predicted_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
     total = compared_total(predicted, "traced", result.traced_us * 1e-6, result.error)
     console.print(total + f"; between runs {duration(result.host_us)}")

@@ -194,4 +194,4 @@ def _print(console: Console, result: ImportedTrace, device: str) -> None:
         rest = sum(share for _, share in result.unmatched[_SHOWN:])
         parts.append(f"  and {len(result.unmatched) - _SHOWN} others, {rest:.1%}")
     for line in parts:
-        console.print(line, highlight=False)
+        console.print(line)
