@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ...common.units import plain
 from ...features.devices.device import DeviceSpec
 from ...features.devices.sheet import NUMBERS, RATES, TERA
-from .parts import Column, fitted_table
+from .parts import Column, fitted_table, plain_table
 
 
 class Figure(NamedTuple):
@@ -49,7 +48,7 @@ def print_device(console: Console, spec: DeviceSpec) -> None:
     console.print(Text(f"{spec.name}  ({about})", style="bold"))
     if spec.aliases:
         console.print(Text(f"also: {', '.join(spec.aliases)}"))
-    table = _table("figure", "value", "", "source")
+    table = plain_table("figure", "value", "", "source", right=("value",), fold=("source",))
     for figure in figures(spec):
         table.add_row(
             figure.key,
@@ -146,20 +145,3 @@ def _rates(spec: DeviceSpec) -> Iterator[tuple[str, float]]:
 
 def _short(value: float) -> str:
     return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
-
-
-#: Least width of the first column: truncated names are of no use.
-NAME_WIDTH = 18
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(names):
-        right = index > 0 and name not in ("", "source", "also")
-        table.add_column(
-            name,
-            justify="right" if right else "left",
-            no_wrap=name != "source",
-            min_width=NAME_WIDTH if index == 0 else None,
-        )
-    return table

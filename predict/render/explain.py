@@ -10,7 +10,7 @@ from ...common.units import duration, plain
 from ...models.explain.kernel import TREESHAP, KernelExplanation, Outside
 from ...models.trust.neighbours import Neighbour
 from ..program.explain import ExplainedKernel, ProgramExplanation
-from .parts import factor_table, headline, print_notes
+from .parts import factor_table, headline, plain_table, print_notes
 
 #: Number of contributions to print; the others are summed into one row.
 _SHOWN = 6
@@ -95,16 +95,9 @@ def _beyond_text(o: Outside) -> str:
 
 
 def _neighbours(neighbours: tuple[Neighbour, ...]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
-    for name, justify in (
-        ("  nearest kernels of the dataset", "left"),
-        ("kind", "left"),
-        ("device", "left"),
-        ("label", "right"),
-        ("predicted unseen", "right"),
-        ("distance", "right"),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    figures = ("label", "predicted unseen", "distance")
+    names = ("  nearest kernels of the dataset", "kind", "device", *figures)
+    table = plain_table(*names, right=figures, fold=names, indented=True)
     for n in neighbours:
         table.add_row(
             f"  {n.label}",

@@ -152,6 +152,29 @@ def fitted_table(
     return table
 
 
+def plain_table(
+    *names: str, right: Collection[str] = (), fold: Collection[str] = (), indented: bool = False
+) -> Table:
+    """Make a table without lines.
+
+    Args:
+        names: Headings of the columns.
+        right: Those that stand on the right, as figures do.
+        fold: Those that go on in the next line where they are too long, as names do.
+        indented: Whether the columns stand apart, as below a line of text.
+    """
+    padding = (0, 2) if indented else (0, 1)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="bold")
+    for name in names:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name not in fold,
+            overflow="fold",
+        )
+    return table
+
+
 def place_table(
     kernels: Sequence[K], top: int, width: int, by: str, aside: tuple[str, Callable[[K], str]]
 ) -> Table:
@@ -219,10 +242,7 @@ def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:
         title: Heading of the first column.
         log_ratios: Name and natural logarithm of each factor.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="bold")
-    table.add_column(f"  {title}")
-    table.add_column("factor", justify="right")
-    table.add_column("log", justify="right")
+    table = plain_table(f"  {title}", "factor", "log", right=("factor", "log"), indented=True)
     for name, value in log_ratios:
         table.add_row(f"  {name}", f"× {math.exp(value):.2f}", f"{value:+.3f}")
     return table

@@ -23,6 +23,7 @@ from .parts import (
     fitted_table,
     line_of,
     place_table,
+    plain_table,
     print_notes,
     root_of,
     timed_headline,
@@ -180,16 +181,10 @@ MOST = 60
 
 def print_many(console: Console, frame: pd.DataFrame) -> None:
     """Print the times of programs on devices, in the order of the command line."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
     priced = "cost" in frame
     names = ("time", "90 % interval", "memory", *(("cost",) if priced else ()), "device", "program")
-    for name in names:
-        # Long names go on in the next line; figures stay whole.
-        named = name in ("device", "program")
-        right = name in ("time", "cost")
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=not named, overflow="fold"
-        )
+    # Long names go on in the next line; figures stay whole.
+    table = plain_table(*names, right=("time", "cost"), fold=("device", "program"))
     for row in frame.head(MOST).to_dict("records"):
         program = Text(Path(str(row["program"])).name)
         device = Text(str(row["device"]))
@@ -244,7 +239,7 @@ def print_partitioned(console: Console, prediction: PartitionedPrediction, top: 
         f"{capacity}; lowering {prediction.lowering}"
     )
     print_notes(console, prediction.notes, loud=True)
-    table = Table("collective", "runs", "bytes put in", "alone", box=None, header_style="bold")
+    table = plain_table("collective", "runs", "bytes put in", "alone")
     for kind, (count, total, seconds) in prediction.by_collective().items():
         table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
     if prediction.by_collective():
@@ -257,7 +252,8 @@ def _critical(prediction: PartitionedPrediction, top: int) -> Table:
     run = prediction.run
     # Longest first (the key is a negative duration); then printed in the order of execution.
     spans = sorted(run.critical, key=lambda p: run.start[p] - run.end[p])[:top]
-    table = Table("share", "time", "on the critical path", box=None, header_style="bold")
+    names = ("share", "time", "on the critical path")
+    table = plain_table(*names, fold=names[2:])
     for place in sorted(spans):
         length = float(run.end[place] - run.start[place])
         node = prediction.nodes[place]
@@ -293,12 +289,8 @@ def print_comparison(console: Console, comparison: Comparison, top: int = 10) ->
 
 
 def _table(comparison: Comparison, top: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("")
-    table.add_column("kind")
-    for fidelity in comparison.fidelities:
-        table.add_column(fidelity.name, justify="right", no_wrap=True)
-    table.add_column("largest / least", justify="right")
+    figures = (*(f.name for f in comparison.fidelities), "largest / least")
+    table = plain_table("", "kind", *figures, right=figures, fold=("", "kind"))
     totals = list(comparison.total_us.values())
     table.add_row("time", "", *map(duration, totals), _ratio(totals))
     table.add_row("covered", "", *(f"{f.covered:.0%}" for f in comparison.fidelities), "")

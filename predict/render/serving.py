@@ -16,7 +16,7 @@ from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ..cluster.deployment import Deployment
 from ..cluster.serving import LIKELY, ServingPrediction
 from ..plan.serving_answer import PERCENTILE, SURE, Planned, ServingPlans
-from .parts import headline, print_notes
+from .parts import headline, plain_table, print_notes
 
 _NAMES = {
     "ttft": "time to first token",
@@ -259,7 +259,4 @@ def _span(interval: Interval) -> str:
 
 def _table(*names: str, numbers: bool = True) -> Table:
     """A table whose first column, and others without numbers, stand on the left."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if numbers and place else "left")
-    return table
+    return plain_table(*names, right=names[1:] if numbers else (), fold=names)

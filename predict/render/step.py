@@ -14,7 +14,7 @@ from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from ..plan.answer import PlanAnswer
 from ..plan.judge import Row
-from .parts import headline, interval_text, print_notes, timed_headline, unfit
+from .parts import headline, interval_text, plain_table, print_notes, timed_headline, unfit
 
 #: Number of operators to list: those that fit the width of a table.
 TOP = 8
@@ -164,14 +164,8 @@ def _memory(prediction: StepPrediction) -> Table:
 
 
 def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, name in enumerate(names):
-        right = place in (1, 2)
-        # Figures stay whole, plans and names go on in the next line.
-        table.add_column(
-            name, justify="right" if right else "left", no_wrap=place < 3, overflow="fold"
-        )
-    return table
+    # Figures stay whole, plans and names go on in the next line.
+    return plain_table(*names, right=names[1:3], fold=names[3:])
 
 
 def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
@@ -187,7 +181,8 @@ def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
     )
     console.print(Text(f"best plan: {best['plan']}"))
     print_notes(console, answer.notes, loud=True)
-    table = Table("time", "memory", "devices", "energy", "plan", box=None, header_style="bold")
+    names = ("time", "memory", "devices", "energy", "plan")
+    table = plain_table(*names, fold=names)
     for row in answer.front[:top]:
         joules = row.get("energy_j")
         table.add_row(
