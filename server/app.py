@@ -134,14 +134,25 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     Returns:
         Their handlers by path.
     """
+    handlers: dict[str, Handler] = {}
 
-    @app.post(
-        "/v1/predict/kernels",
-        operation_id="predict_kernels",
-        responses=documents.KERNELS,
-        openapi_extra=documents.KERNELS_BODY,
-        response_class=Response,
-    )
+    def post(path: str) -> Callable[[Handler], Handler]:
+        def add(handler: Handler) -> Handler:
+            responses, body = documents.POSTS[path]
+            app.post(
+                path,
+                # Clients are generated with functions of these names.
+                operation_id=handler.__name__,
+                responses=responses,
+                openapi_extra=body,
+                response_class=Response,
+            )(handler)
+            handlers[path] = handler
+            return handler
+
+        return add
+
+    @post("/v1/predict/kernels")
     async def predict_kernels(request: Request) -> Response:
         """Predict many kernels or operators, given as texts, by column, or as HLO modules."""
         query = await _body(request, schemas.QUERY)
@@ -149,52 +160,28 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         device = service.device(model, query.device)
         return json_response(await service.kernels.answer(query, model, device))
 
-    @app.post(
-        "/v1/predict/program",
-        operation_id="predict_program",
-        responses=documents.PROGRAM,
-        openapi_extra=documents.PROGRAM_BODY,
-        response_class=Response,
-    )
+    @post("/v1/predict/program")
     async def predict_program(request: Request) -> Response:
         """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
         task, payload = await _program_task(request, service)
         status, body = await service.sandbox.run(task | {"kind": "program"}, payload)
         return json_response(body, status)
 
-    @app.post(
-        "/v1/report",
-        operation_id="report",
-        responses=documents.REPORT,
-        openapi_extra=documents.PROGRAM_BODY,
-        response_class=Response,
-    )
+    @post("/v1/report")
     async def report(request: Request) -> Response:
         """Make the page of a program, compared with other devices; bodies as of a prediction."""
         task, payload = await _program_task(request, service)
         status, body = await service.sandbox.run(task | {"kind": "report"}, payload)
         return page_response(body) if status == 200 else json_response(body, status)
 
-    @app.post(
-        "/v1/simulate",
-        operation_id="simulate",
-        responses=documents.SIMULATE,
-        openapi_extra=documents.SIMULATE_BODY,
-        response_class=Response,
-    )
+    @post("/v1/simulate")
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
         query: schemas.SimulateQuery = await _body(request, _SIMULATE)
         task = query.model_dump() | {"kind": "simulate"}
         return await _simulated(query, task, b"")
 
-    @app.post(
-        "/v1/simulate-serving",
-        operation_id="simulate_serving",
-        responses=documents.SIMULATE_SERVING,
-        openapi_extra=documents.SIMULATE_SERVING_BODY,
-        response_class=Response,
-    )
+    @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
         """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
         query: schemas.SimulateServingQuery = await _body(request, _SIMULATE_SERVING)
@@ -215,13 +202,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         status, body = await service.sandbox.run(task, payload)
         return json_response(body, status)
 
-    return {
-        "/v1/predict/kernels": predict_kernels,
-        "/v1/predict/program": predict_program,
-        "/v1/report": report,
-        "/v1/simulate": simulate,
-        "/v1/simulate-serving": simulate_serving,
-    }
+    return handlers
 
 
 async def _program_task(request: Request, service: Service) -> tuple[dict[str, object], bytes]:

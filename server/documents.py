@@ -35,8 +35,12 @@ def _errors(*statuses: int) -> Responses:
     return responses
 
 
+def _ref(name: str) -> JsonObject:
+    return {"$ref": _REF.format(model=name)}
+
+
 def _answer(model: type[BaseModel], about: str) -> Responses:
-    schema = {"$ref": _REF.format(model=model.__name__)}
+    schema = _ref(model.__name__)
     return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -53,26 +57,8 @@ METRICS: Responses = {
     **FREE,
 }
 _ASKED = _errors(400, 401, 404, 413, 415, 422, 500, 503, 504)
-KERNELS = _answer(answers.KernelAnswers, "Predictions by column.") | _ASKED
-PROGRAM = (
-    _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.") | _ASKED | _errors(403)
-)
-REPORT: Responses = {
-    200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}},
-    **_ASKED,
-    **_errors(403),
-}
-SIMULATE = _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED
-SIMULATE_SERVING = (
-    _answer(answers.ServingAnswer, "As `opcast simulate-serving --json` prints it.") | _ASKED
-)
-
-_PROGRAM_SCHEMA = {"$ref": _REF.format(model="ProgramQuery")}
 _UPLOAD = {"schema": {"type": "string", "format": "binary"}}
 _FORMS = ("OpsQuery", "ColumnsQuery", "KernelsQuery")
-KERNELS_BODY = _body({"oneOf": [{"$ref": _REF.format(model=name)} for name in _FORMS]})
-SIMULATE_BODY = _body({"$ref": _REF.format(model="SimulateQuery")})
-SIMULATE_SERVING_BODY = _body({"$ref": _REF.format(model="SimulateServingQuery")})
 
 
 def _parameters() -> list[dict[str, object]]:
@@ -99,9 +85,34 @@ def _of_query(schema: JsonObject) -> JsonObject:
     return {k: v for k, v in schema.items() if k not in ("anyOf", "default", "description")} | some
 
 
-PROGRAM_BODY = {
+_PROGRAM_BODY = {
     "parameters": _parameters(),
-    **_body(_PROGRAM_SCHEMA, **{"application/octet-stream": _UPLOAD, "text/plain": _UPLOAD}),
+    **_body(_ref("ProgramQuery"), **{"application/octet-stream": _UPLOAD, "text/plain": _UPLOAD}),
+}
+_PAGE: Responses = {
+    200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}}
+}
+#: Responses and body of each endpoint that predicts.
+POSTS = {
+    "/v1/predict/kernels": (
+        _answer(answers.KernelAnswers, "Predictions by column.") | _ASKED,
+        _body({"oneOf": [_ref(name) for name in _FORMS]}),
+    ),
+    "/v1/predict/program": (
+        _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.")
+        | _ASKED
+        | _errors(403),
+        _PROGRAM_BODY,
+    ),
+    "/v1/report": (_PAGE | _ASKED | _errors(403), _PROGRAM_BODY),
+    "/v1/simulate": (
+        _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED,
+        _body(_ref("SimulateQuery")),
+    ),
+    "/v1/simulate-serving": (
+        _answer(answers.ServingAnswer, "As `opcast simulate-serving --json` prints it.") | _ASKED,
+        _body(_ref("SimulateServingQuery")),
+    ),
 }
 
 
