@@ -9,3 +9,7 @@ from typing import Any
 JsonObject = dict[str, Any]
 #: One that is only read.
 JsonMapping = Mapping[str, Any]
+#: A value, type, attribute or operation of MLIR, where the stubs of its bindings lack the class.
+MlirObject = Any
+#: An object of JAX's own without a public type: lowered and compiled functions, jaxprs, devices.
+JaxObject = Any

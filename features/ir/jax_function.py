@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import ProgramError
+from ...common.types import JaxObject
 from .platforms import Platform
 
 #: Attribute of a function, or name in its module, that gives its example arguments.
@@ -47,7 +47,7 @@ class FunctionCall:
     kwargs: Mapping[str, object] = field(default_factory=dict)
     origin: str = ""
 
-    def lower(self, platform: Platform | None) -> Any:
+    def lower(self, platform: Platform | None) -> JaxObject:
         """Lower the function.
 
         Args:
@@ -88,8 +88,11 @@ class FunctionCall:
 
 
 def _lowered(
-    function: Any, args: tuple[object, ...], kwargs: Mapping[str, object], platform: Platform | None
-) -> Any:
+    function: JaxObject,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    platform: Platform | None,
+) -> JaxObject:
     if hasattr(function, "jaxpr") and hasattr(function, "lower"):
         return _lower_traced(function, platform)
     if hasattr(function, "trace"):
@@ -100,7 +103,7 @@ def _lowered(
     return _lower_traced(_trace_plain(function, args, kwargs), platform)
 
 
-def _lower_traced(traced: Any, platform: Platform | None) -> Any:
+def _lower_traced(traced: JaxObject, platform: Platform | None) -> JaxObject:
     # Flax wraps JAX's own object.
     traced = getattr(traced, "traced", traced)
     # Named even if it is JAX's default: a mesh of absent devices does not reveal it.
@@ -118,11 +121,11 @@ def _own_platform() -> str:
     return "rocm" if "rocm" in str(jax.devices()[0].client.platform_version).lower() else "cuda"
 
 
-def _unwrapped(lowered: Any) -> Any:
+def _unwrapped(lowered: JaxObject) -> JaxObject:
     return getattr(lowered, "lowered", lowered)
 
 
-def _on_platform(wrapper: Any, platform: Platform | None) -> Any:
+def _on_platform(wrapper: JaxObject, platform: Platform | None) -> JaxObject:
     """A copy of a wrapper around a jitted function that lowers for a platform."""
     jitted = {
         name: value
@@ -140,10 +143,10 @@ def _on_platform(wrapper: Any, platform: Platform | None) -> Any:
 class _Jitted:
     """Stands for a jitted function while it is lowered."""
 
-    function: Any
+    function: JaxObject
     platform: Platform | None
 
-    def lower(self, *args: object, **kwargs: object) -> Any:
+    def lower(self, *args: object, **kwargs: object) -> JaxObject:
         return _lower_traced(self.function.trace(*args, **kwargs), self.platform)
 
 
@@ -156,7 +159,7 @@ def _has_abstract(args: tuple[object, ...], kwargs: Mapping[str, object]) -> boo
 
 def _trace_plain(
     function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Any:
+) -> JaxObject:
     """Trace a function that is not jitted; what JAX cannot trace is held fixed."""
     import jax
     import numpy as np
@@ -245,7 +248,7 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(place)
 
 
-def _imported(path: Path, where: str) -> Any:
+def _imported(path: Path, where: str) -> JaxObject:
     if not path.is_file():
         raise ProgramError("no such file", where=where)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -265,7 +268,7 @@ def _imported(path: Path, where: str) -> Any:
 
 
 def _example(
-    function: Callable[..., object], module: Any, where: str
+    function: Callable[..., object], module: JaxObject, where: str
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     args, named = (_given(function, module, name, where) for name in (ARGUMENTS, KEYWORDS))
     if args is None and named is None:
@@ -293,7 +296,7 @@ def _example(
     return args, kwargs
 
 
-def _given(function: Callable[..., object], module: Any, name: str, where: str) -> object:
+def _given(function: Callable[..., object], module: JaxObject, name: str, where: str) -> object:
     """What a function, or else its module, gives under a name; ``None`` for nothing."""
     found = getattr(function, name, None)
     if found is None:

@@ -8,10 +8,11 @@ Texts identify samples by their hash: a change to a template makes stored sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ...common.errors import DatasetError
+from ...common.types import JsonMapping
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from .op import ungated
 from .schema import PARAMETERS
@@ -22,7 +23,7 @@ TARGET = "opcast.op"
 #: the gathered rows count as traffic, so it hardly matters.
 VOCABULARY = 32_000
 
-Row = Mapping[str, Any]
+Row = JsonMapping
 
 
 def _module(

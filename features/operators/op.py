@@ -9,13 +9,14 @@ table agree to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ..cost.formats import FORMATS, Format
 from ..devices.device import DeviceSpec
 from .schema import PARAMETERS
@@ -350,7 +351,7 @@ def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
     return "nongated" in kernel or (known and "trtllm" in kernel)
 
 
-def op_flops(params: Mapping[str, Any]) -> float:
+def op_flops(params: JsonMapping) -> float:
     """Count the FLOPs of one execution from what :func:`read_op` gives; 0 for other operators.
 
     Products count two for each pair of operands, gradients of convolutions as many as the
@@ -375,7 +376,7 @@ def op_flops(params: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _convolution(params: Mapping[str, Any]) -> float:
+def _convolution(params: JsonMapping) -> float:
     taps, places = 1, 1
     for axis in "dhw":
         reach = (params[f"k{axis}"] - 1) * params[f"dil_{axis}"] + 1

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import hypot
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ...common.paths import PACKAGE
+from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
 from .context import StepContext
 from .effects import CLUSTER, EffectTable
@@ -118,7 +118,7 @@ class StepModel:
             ModelError: The file is missing, damaged, or of another format.
         """
 
-        def made(data: Mapping[str, Any]) -> StepModel:
+        def made(data: JsonMapping) -> StepModel:
             return cls(
                 EffectTable(
                     {str(k): float(v) for k, v in data["effects"].items()},

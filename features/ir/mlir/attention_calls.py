@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ....common.types import JsonMapping
+from ....common.types import JsonMapping, MlirObject
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -102,7 +102,7 @@ def attention_axes(
     return tuple(CallAxis(tuple(r), tuple(o)) for r, o in zip(made, found, strict=True))
 
 
-def _heads_at(own: Any) -> int | None:
+def _heads_at(own: MlirObject) -> int | None:
     """Dimension of the heads in queries and keys: 1 or 2."""
     try:
         numbers = next(own[key] for key in _PRODUCTS if key in own)
@@ -159,7 +159,7 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
     axes = call_axes(op)
     place = ir.InsertionPoint(op)
 
-    def local(value: Any, number: int, side: int) -> Any:
+    def local(value: MlirObject, number: int, side: int) -> MlirObject:
         shape = _shape(value)
         for axis, parts in zip(axes, split.parts, strict=True):
             for k, d in axis[side]:
@@ -167,7 +167,7 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
                     shape[d] //= parts
         return ir.RankedTensorType.get(shape, value.type.element_type, loc=op.location)
 
-    def told(value: Any, kind: Any, call: str, sharding: str) -> Any:
+    def told(value: MlirObject, kind: MlirObject, call: str, sharding: str) -> MlirObject:
         made = ir.Operation.create(
             "stablehlo.custom_call",
             results=[kind],
@@ -204,5 +204,5 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
     op.erase()
 
 
-def _shape(value: Any) -> list[int]:
+def _shape(value: MlirObject) -> list[int]:
     return list(value.type.shape)

@@ -6,14 +6,14 @@ It runs in the compile process alone (``worker.py``), where the plug-ins are on 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.experimental import topologies
 from jaxlib import _jax
 
-from ....common.types import JsonMapping
+from ....common.types import JaxObject, JsonMapping
 from ...ir.jax_compat import make_context, parse_module
 
 #: Figures of the compiler's memory statistics that are kept.
@@ -62,13 +62,13 @@ def open_devices(platform: str, topology: str, target_config: str = "") -> list[
     return list(description.devices)
 
 
-def compiler_version(devices: Sequence[Any]) -> str:
+def compiler_version(devices: Sequence[JaxObject]) -> str:
     """Return the version that the plug-in reports, in one line."""
     return " ".join(str(devices[0].client.platform_version).split())
 
 
 def compile_absent(
-    devices: Sequence[Any], program: bytes, replicas: int, partitions: int, flags: JsonMapping
+    devices: Sequence[JaxObject], program: bytes, replicas: int, partitions: int, flags: JsonMapping
 ) -> Compiled:
     """Compile a module for devices of :func:`open_devices`.
 
@@ -96,8 +96,8 @@ def compile_absent(
 
 
 def _options(
-    used: Sequence[Any], replicas: int, partitions: int, flags: Mapping[str, object]
-) -> Any:
+    used: Sequence[JaxObject], replicas: int, partitions: int, flags: Mapping[str, object]
+) -> JaxObject:
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = replicas, partitions
     options.env_option_overrides = list(flags.items())
@@ -109,12 +109,12 @@ def _options(
     return options
 
 
-def _has_shardy(module: Any) -> bool:
+def _has_shardy(module: JaxObject) -> bool:
     # Constants are elided: only dialect names are looked for.
     return "sdy." in module.operation.get_asm(large_elements_limit=8)
 
 
-def _memory(executable: Any) -> dict[str, int]:
+def _memory(executable: JaxObject) -> dict[str, int]:
     try:
         stats = executable.get_compiled_memory_stats()
     except Exception:  # a plug-in may not have them; the program is compiled all the same
