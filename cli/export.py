@@ -10,8 +10,6 @@ import typer
 
 from ..common.options import (
     ClusterOpt,
-    CompiledOpt,
-    FrameworkOpt,
     HfOpt,
     Json,
     LoweringOpt,
@@ -19,7 +17,6 @@ from ..common.options import (
     Option,
     Out,
     Settings,
-    StepModelOpt,
     Timeline,
     Workload,
     called,
@@ -29,6 +26,8 @@ from ..common.options import (
 from ..common.progress import wrote
 from ..common.types import JsonObject
 from ..models.core.registry import OPERATOR_MODEL
+from ..predict.cluster.step_case import PlannedStep
+from .from_dataclass import names_of
 from .options import print_json, refuse, workload_of
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def hespas(
 
 def export_chakra(
     context: typer.Context,
-    cluster: ClusterOpt,
+    case: PlannedStep,
     out: Out,
     program: Annotated[
         Path | None, Option("Partitioned program, StableHLO or HLO.", argument=True)
@@ -66,11 +65,6 @@ def export_chakra(
     lowering: LoweringOpt = "auto",
     workload: Workload = "",
     hf: HfOpt = None,
-    settings: Settings = (),
-    plan: Annotated[str, Option("Plan of a step, such as tp=8,pp=2,dp=8, or a YAML file.")] = "",
-    framework: FrameworkOpt = "",
-    compiled: CompiledOpt = False,
-    steps: StepModelOpt = "default",
     json_output: Json = False,
 ) -> None:
     """Write Chakra traces and ASTRA-sim's input files.
@@ -78,19 +72,15 @@ def export_chakra(
     One trace is written for each rank; ASTRA-sim runs on the folder. Of a partitioned program, or
     of a training step as opcast simulate predicts it (--workload).
     """
-    of_steps = {"workload", "hf", "settings", "plan", "framework", "compiled", "steps"}
     if program is None:
         if not workload and hf is None:
             raise typer.BadParameter("give a partitioned program, or --workload NAME for a step")
         refuse(context, "a step", {"lowering"})
-        from .simulate import StepOptions, export_step_traces
-
-        options = StepOptions(model, framework, compiled, steps)
-        name = workload_of(workload, hf)
-        result = export_step_traces(name, settings, plan, cluster, out, options)
+        result = _export_step(workload_of(workload, hf), case, out, model)
     else:
-        refuse(context, "a program", of_steps)
-        result = _export_program(program, cluster, out, model, lowering)
+        of_steps = names_of(PlannedStep) - {"cluster", "model"}
+        refuse(context, "a program", of_steps | {"workload", "hf"})
+        result = _export_program(program, case.cluster, out, model, lowering)
     title = "{ranks} traces, {nodes} nodes"
     if program is None:
         title += (
@@ -99,6 +89,19 @@ def export_chakra(
         )
     _print(result, title, json_output)
     wrote(out, "traces and input files of ASTRA-sim")
+
+
+def _export_step(workload: str, case: PlannedStep, out: Path, model: str) -> JsonObject:
+    from ..predict.export.chakra import export_step
+    from ..predict.operator.step_operators import load_step_model
+    from ..simulate.step.workload import read_workload
+
+    work = read_workload(workload, case.settings)
+    operators = load_step_model(OPERATOR_MODEL if model == "default" else model)
+    predictor = case.predictor(operators)
+    where = predictor.cluster
+    prediction = predictor.predict(work, case.plan_on(where), remedy=False)
+    return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 
 def _export_program(

@@ -6,10 +6,11 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
 from ..common.interval import latency_fields
+from ..common.types import JsonMapping
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.lowering.options import LoweringOptions
 from ..features.lowering.target_compiler.process import CompileSettings
@@ -178,24 +179,16 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
     Raises:
         OpcastError: The workload, plan, cluster or model does not fit.
     """
-    from ..predict.cluster.step import StepPredictor
-    from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.plan import Plan, parse_plan
+    from ..predict.cluster.step_case import StepCase
     from ..simulate.step.workload import make_workload
 
-    cluster = find_cluster(task["cluster"])
-    plan = parse_plan(task["plan"]) if task["plan"] else Plan(dp=cluster.size)
-    name = task["model"]
-    model = None if name == "roofline" else predictors[name].operators
+    name, given = task["model"], cast("JsonMapping", task)
+    asked = {f.name: given[f.name] for f in fields(StepCase) if f.name in given}
     speed = {int(rank): value for rank, value in task["speed"].items()}
+    # Names of workloads alone: no file of the server is read.
     work = make_workload(task["workload"], task["settings"])
-    predictor = StepPredictor(
-        cluster, model, framework=task["framework"], compiled=task["compiled"]
-    )
-    step = predictor.predict(
-        work, plan, task["jitter"], speed, seed=task["seed"], explain=task["explain"]
-    )
-    return step.to_dict()
+    operators = None if name == "roofline" else predictors[name].operators
+    return StepCase(**{**asked, "speed": speed}).predict(work, operators).to_dict()
 
 
 def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:

@@ -355,13 +355,13 @@ def _named(name: str) -> Preset:
     return preset
 
 
-def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
+def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()) -> Workload:
     """Read a workload from a name or a file; settings take precedence.
 
     Args:
         text: A key of :data:`FAMILIES`, a model of ``presets.yaml``, a YAML file with ``family``
             and sizes, or a model's ``config.json``.
-        settings: Texts such as ``layers=32,d_model=4096``.
+        settings: Texts such as ``layers=32,d_model=4096``, or sizes by name.
 
     Raises:
         PlanError: The file cannot be read, the family or a key is unknown, or sizes do not fit.
@@ -381,8 +381,12 @@ def read_workload(text: str, settings: Sequence[str] = ()) -> Workload:
                 hint="opcast simulate-serving describes it",
             )
         values, family = dict(config.settings), "llama"
-    for part in settings:
-        given = read_pairs(part, "--set")
+    pairs: list[Mapping[str, object]] = (
+        [settings]
+        if isinstance(settings, Mapping)
+        else [read_pairs(part, "--set") for part in settings]
+    )
+    for given in pairs:
         values |= {ALIASES.get(k, k): v for k, v in given.items()}
     return make_workload(family, values)
 

@@ -1,0 +1,137 @@
+"""One question about a training step: what is trained, where, and how it is looked at.
+
+The fields are options of ``opcast simulate`` and ``opcast export chakra``, and what the server is
+asked; :func:`.step.predict_step` answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from ...common.options import (
+    ClusterOpt,
+    CompiledOpt,
+    FrameworkOpt,
+    OperatorModelOpt,
+    Option,
+    PowerCapOpt,
+    PriceOpt,
+    SourceOpt,
+    StepModelOpt,
+)
+from ...models.core.registry import OPERATOR_MODEL
+
+if TYPE_CHECKING:
+    from ...models.operators import OpModel
+    from ...simulate.clusters.topology import Cluster
+    from ...simulate.step.plan import Plan
+    from ...simulate.step.workload import Workload
+    from .step import StepPrediction, StepPredictor
+
+
+def sizes_of(texts: Sequence[str]) -> dict[str, object]:
+    """Sizes of a workload from texts such as ``layers=32,d_model=4096``.
+
+    Raises:
+        PlanError: A part is not a pair.
+    """
+    from ...simulate.step.settings import read_pairs
+
+    return {name: value for text in texts for name, value in read_pairs(text, "--set").items()}
+
+
+def _speeds(texts: Sequence[str]) -> dict[int, float]:
+    """Speeds by rank, as plans number them: tp innermost, pp outermost (docs/simulate.md)."""
+    try:
+        return {int(rank): float(value) for rank, value in (t.split("=", 1) for t in texts)}
+    except ValueError:
+        raise ValueError("write --speed RANK=0.9") from None
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a model under a plan, and by what it is predicted.
+
+    Attributes:
+        workload: Name or file of the model.
+    """
+
+    cluster: ClusterOpt
+    workload: str = ""
+    plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
+    settings: Annotated[
+        Mapping[str, object],
+        Option(
+            "Model sizes, such as layers=32,d_model=4096; may be given again.",
+            ("--set",),
+            collect=sizes_of,
+        ),
+    ] = field(default_factory=dict)
+    model: OperatorModelOpt = OPERATOR_MODEL
+    framework: FrameworkOpt = ""
+    compiled: CompiledOpt = False
+    steps: StepModelOpt = "default"
+
+    def plan_on(self, cluster: Cluster) -> Plan:
+        """The plan; without one data parallelism, which fits every model's sizes."""
+        from ...simulate.step.plan import Plan, parse_plan
+
+        return parse_plan(self.plan) if self.plan else Plan(dp=cluster.size)
+
+    def predictor(
+        self, operators: OpModel | None, source: str = "own", power_cap_w: float | None = None
+    ) -> StepPredictor:
+        """What predicts such steps, with a loaded model of operators; ``None`` for rooflines.
+
+        Raises:
+            OpcastError: The cluster or the model of steps is not usable.
+        """
+        from ...models.steps.model import find_step_model
+        from .step import StepPredictor
+
+        return StepPredictor(
+            self.cluster,
+            operators,
+            framework=self.framework,
+            compiled=self.compiled,
+            learned=find_step_model(self.steps),
+            source=source,
+            power_cap_w=power_cap_w,
+        )
+
+
+@dataclass(frozen=True)
+class StepCase(PlannedStep):
+    """A step, and what is asked about it."""
+
+    source: SourceOpt = "own"
+    explain: Annotated[bool, Option("Take the step apart into terms.", ("--explain",))] = False
+    price: PriceOpt = None
+    power_cap_w: PowerCapOpt = None
+    jitter: Annotated[float, Option("Relative noise of a task's time on a device.", least=0.0)] = (
+        0.0
+    )
+    speed: Annotated[
+        Mapping[int, float],
+        Option("Relative speed of a rank, RANK=0.9; may be given again.", collect=_speeds),
+    ] = field(default_factory=dict)
+    seed: Annotated[int, Option("With --jitter: random seed.")] = 0
+
+    def predict(self, work: Workload, operators: OpModel | None) -> StepPrediction:
+        """Answer for the workload as it was read.
+
+        Raises:
+            OpcastError: The plan, cluster or model does not fit.
+        """
+        predictor = self.predictor(operators, self.source, self.power_cap_w)
+        return predictor.predict(
+            work,
+            self.plan_on(predictor.cluster),
+            self.jitter,
+            self.speed,
+            seed=self.seed,
+            explain=self.explain,
+            price=self.price,
+        )
