@@ -6,6 +6,7 @@ when the command runs or when its own ``--help`` is shown.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ..common.types import JsonMapping
+from ..common.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from typer._click import Command as ClickCommand
@@ -24,60 +25,11 @@ if TYPE_CHECKING:
 
 #: Most options that a help lists without sections.
 MOST_TOGETHER = 10
-#: Sections of a long help, in order, with the options that they list, as they are spelt.
-SECTIONS = {
-    "Model and data": (
-        *("workload", "hf", "set", "weights", "experts", "activations", "kv_cache"),
-        *("linear_layers", "op", "train", "loss", "data", "power", "tiles", "blocks", "published"),
-    ),
-    "Device and plan": (
-        *("device", "cluster", "gpus", "plan", "replicas", "prefill", "prefill_replicas"),
-        *(
-            "prefill_batch",
-            "transfer",
-            "router",
-            "together",
-            "power_cap",
-            "batch_dims",
-            "axes",
-            "remat",
-        ),
-        *("micro_batches", "grid", "jitter", "speed", "whole", "on_stream"),
-    ),
-    "Load": (
-        *("load", "requests", "concurrency", "batch", "rate", "offline", "burstiness", "count"),
-        *("prompt", "output", "slo"),
-    ),
-    "Framework": (
-        *(
-            "framework",
-            "source",
-            "compiled",
-            "max_batch",
-            "token_budget",
-            "chunked",
-            "memory",
-            "block",
-        ),
-        *("watermark", "preemption", "prefix_hits", "prefix_cache", "drafts", "accepted"),
-        *("draft", "eager"),
-    ),
-    "Estimates": (
-        *("model", "operators", "steps", "serving", "lowering", "fallback", "trip_count"),
-        *("strict", "neighbours", "kernel"),
-    ),
-    "Run": (
-        *("budget", "trials", "compiles", "workers", "ray", "seed", "threads", "timeout"),
-        *("folds", "objective", "study", "samples", "allocate", "limit", "split", "params"),
-        *("exclude_device", "max_rows", "join", "from", "final", "calibrate"),
-    ),
-    "Output": (
-        *("out", "register", "track", "top", "by", "price", "explain", "json"),
-        *("timeline", "html", "page", "plot", "scaling", "save_program"),
-    ),
-}
-SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
-ORDER = ("Arguments", *SECTIONS, "Options")
+with Path(__file__).with_name("commands.toml").open("rb") as _file:
+    #: Panels of ``opcast --help`` and sections of long helps, as they are listed.
+    LISTED: JsonObject = tomllib.load(_file)
+SECTION_OF = {name: title for title, names in LISTED["sections"].items() for name in names}
+ORDER = ("Arguments", *LISTED["sections"], "Options")
 
 
 @dataclass(frozen=True)

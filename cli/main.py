@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tomllib
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from .guard import guarded, stopped_text
-from .lazy import Command, Group, entry_of, lazy_app
+from .lazy import LISTED, Command, Group, entry_of, lazy_app
 from .options import one_line
 
 #: Status of a command that Ctrl-C ended, as shells report it.
@@ -25,9 +23,7 @@ _STOPPED = 128 + signal.SIGINT
 #: Panels of ``opcast --help``, with their commands and groups by name.
 PANELS: dict[str, dict[str, Command | Group]] = {
     title: {name: entry_of(data) for name, data in panel.items()}
-    for title, panel in tomllib.loads(
-        Path(__file__).with_name("commands.toml").read_text(encoding="utf-8")
-    ).items()
+    for title, panel in LISTED["panels"].items()
 }
 COMMANDS = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
 
