@@ -150,6 +150,7 @@ def calibrate_collectives(
     With --report, print how well the fit predicts other measurements.
     """
     from ..common.errors import DatasetError
+    from ..common.tables_text import print_frame
     from ..models.collectives.measurements import read_collectives
     from ..models.collectives.model import CollectiveModel, fit_collectives
 
@@ -172,7 +173,11 @@ def calibrate_collectives(
     elif join:
         model = CollectiveModel.load().joined(rows, find, about)
         if not json_output:
-            _print_frame(model.joined_errors(), "rows not learned from: error in %, coverage in %")
+            print_frame(
+                make_console(140),
+                model.joined_errors().reset_index(),
+                "rows not learned from: error in %, coverage in %",
+            )
     else:
         # A few rows adapt their own machine; the shipped parameters stay for everything else.
         model = CollectiveModel.load().calibrated(rows, find)
@@ -183,6 +188,7 @@ def calibrate_collectives(
 
 
 def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool) -> None:
+    from ..common.tables_text import print_frame
     from ..models.collectives.study import KNOWN, UNSEEN, study, summary
 
     # Fits take minutes: progress goes to stderr, apart from --json.
@@ -198,7 +204,7 @@ def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool
         print_json(content)
         return
     for name, table in tables.items():
-        _print_frame(table, f"error in %, by {name}")
+        print_frame(make_console(140), table.reset_index(), f"error in %, by {name}")
 
 
 def _print_fit(
@@ -207,6 +213,7 @@ def _print_fit(
     """Print three parameters of each machine and operation, and the errors on the fitted rows."""
     import numpy as np
 
+    from ..common.tables_text import print_frame
     from ..models.collectives.baselines import fit_three
     from ..models.collectives.study import summary
     from ..models.collectives.table import collective_table
@@ -223,17 +230,8 @@ def _print_fit(
     if json_output:
         print_json(result.reset_index().to_dict("records"))
         return
-    _print_frame(result, "fitted rows: error in %; launch, latency of a step, share of the link")
-
-
-def _print_frame(frame: pd.DataFrame, title: str) -> None:
-    from rich.table import Table
-
-    flat = frame.reset_index()
-    table = Table(*map(str, flat.columns), title=title)
-    for values in flat.to_numpy(dtype=object):
-        table.add_row(
-            # ``v != v``: NaN, where a group has no such figure.
-            *("–" if v != v else f"{v:g}" if isinstance(v, float) else str(v) for v in values)
-        )
-    make_console(140).print(table)
+    print_frame(
+        make_console(140),
+        result.reset_index(),
+        "fitted rows: error in %; launch, latency of a step, share of the link",
+    )

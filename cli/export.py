@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..features.devices.catalogue import Design
     from ..features.devices.device import DeviceSpec
     from ..models.operators import OpModel
+    from ..predict.operator.step_operators import OperatorLatency
 
 
 def hespas(
@@ -191,8 +192,12 @@ def export_table(
     wrote(out, f"{len(table)} rows")
 
 
-def _say_of_rooflines(spec: DeviceSpec) -> None:
-    """Warn of devices on which the table's operators differ from those of ``predict --op``."""
+def _priced(device: str, model: str) -> tuple[DeviceSpec, OperatorLatency]:
+    """A device, and what operators take on it; warns where ``predict --op`` differs from that."""
+    from ..predict.devices import resolve_device
+    from ..predict.operator.step_operators import OperatorLatency
+
+    spec = resolve_device(device, {})
     if not spec.runs_cuda:
         typer.echo(
             f"note: {spec.name} runs no CUDA, whose kernels the model of operators knows best: "
@@ -200,6 +205,7 @@ def _say_of_rooflines(spec: DeviceSpec) -> None:
             "predict --op may differ by more than its interval",
             err=True,
         )
+    return spec, OperatorLatency(spec, _operators(model))
 
 
 def export_vidur(
@@ -216,14 +222,11 @@ def export_vidur(
     model: OperatorModelOpt = OPERATOR_MODEL,
 ) -> None:
     """Write the tables that Vidur's random forests train on."""
-    from ..predict.devices import resolve_device
     from ..predict.export.vidur import INSTEAD, write_vidur
-    from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.workload import read_workload
 
-    spec = resolve_device(device, {})
-    _say_of_rooflines(spec)
+    spec, latency = _priced(device, model)
     work = read_workload(workload, settings)
     rows = write_vidur(
         out,
@@ -232,7 +235,7 @@ def export_vidur(
         work,
         tp or [1],
         max_tokens,
-        OperatorLatency(spec, _operators(model)),
+        latency,
         find_cluster(cluster) if cluster else None,
         lambda file, count: wrote(file, f"{count} rows"),
     )
@@ -253,14 +256,10 @@ def export_llmservingsim(
 ) -> None:
     """Write LLMServingSim's table of layers."""
     from ..common.parquet import write_table
-    from ..predict.devices import resolve_device
     from ..predict.export.simulators import llmservingsim_layers
-    from ..predict.operator.step_operators import OperatorLatency
     from ..simulate.step.workload import read_workload
 
-    spec = resolve_device(device, {})
-    _say_of_rooflines(spec)
-    latency = OperatorLatency(spec, _operators(model))
+    _, latency = _priced(device, model)
     work = read_workload(workload, settings)
     table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
     write_table(table, out)

@@ -102,40 +102,44 @@ class KernelService:
         self, texts: Sequence[str], group: _Group, marks: Sequence[Hashable]
     ) -> list[object]:
         self._check_rows(len(texts))
-        keys = [(group, mark) for mark in marks]
-        answers = self.cache.get_many(keys)
-        missing = [i for i, value in enumerate(answers) if value is None]
-        if missing:
-            # By key, so that a row that a request holds twice is computed once.
-            own = {keys[i]: i for i in missing}
-            work: object = [texts[i] for i in own.values()]
-            if not group.kernels:
-                work = pd.DataFrame([_row(texts[i], i, group.vendor) for i in own.values()])
-            fresh = await self._fresh(group, work, list(own))
-            for i in missing:
-                answers[i] = fresh[keys[i]]
-        return answers
+
+        def work(places: Sequence[int]) -> object:
+            if group.kernels:
+                return [texts[i] for i in places]
+            return pd.DataFrame([_row(texts[i], i, group.vendor) for i in places])
+
+        return await self._remembered(group, [(group, mark) for mark in marks], work)
 
     async def _columns(self, query: ColumnsQuery, group: _Group) -> list[object]:
         row = parse_op_columns(query.operator, query.columns, group.vendor)
         varying = {k: v for k, v in row.items() if isinstance(v, np.ndarray)}
-        n = len(next(iter(varying.values()))) if varying else 1
-        self._check_rows(n)
+        self._check_rows(len(next(iter(varying.values()))) if varying else 1)
         # Parameters shared by all rows are part of the group, hashed once; a row's key is then only
         # the tuple of those that vary.
         same = tuple(sorted((k, v) for k, v in row.items() if k not in varying))
         lists = [v.tolist() for v in varying.values()]
         marks = zip(*lists, strict=True) if lists else [()]
         mine = (group, tuple(varying), same)
-        keys = [(mine, mark) for mark in marks]
+
+        def work(places: Sequence[int]) -> object:
+            data = {k: v[places] if k in varying else v for k, v in row.items()}
+            return pd.DataFrame(data, index=range(len(places)))
+
+        return await self._remembered(group, [(mine, mark) for mark in marks], work)
+
+    async def _remembered(
+        self,
+        group: _Group,
+        keys: Sequence[Hashable],
+        work: Callable[[Sequence[int]], object],
+    ) -> list[object]:
+        """Answers by key from the cache; ``work`` makes the query for the places of the others."""
         answers = self.cache.get_many(keys)
         missing = [i for i, value in enumerate(answers) if value is None]
         if missing:
+            # By key, so that a row that a request holds twice is computed once.
             own = {keys[i]: i for i in missing}
-            at = np.fromiter(own.values(), np.intp, len(own))
-            data = {k: v[at] if k in varying else v for k, v in row.items()}
-            work = pd.DataFrame(data, index=range(len(at)))
-            fresh = await self._fresh(group, work, list(own))
+            fresh = await self._fresh(group, work(list(own.values())), list(own))
             for i in missing:
                 answers[i] = fresh[keys[i]]
         return answers
