@@ -22,7 +22,7 @@ from .library_conv import library_conv
 from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
-from .schema import BLOCKS, FAMILIES, parameters_of
+from .schema import BLOCKS, FAMILIES, MAY_BE_ZERO, OPTIONAL, parameters_of
 from .tuned_gemm import tuned_gemm
 
 if TYPE_CHECKING:
@@ -77,20 +77,10 @@ class OpFeatures:
 
     def take(self, rows: np.ndarray) -> OpFeatures:
         """Select rows by position or mask."""
-        return OpFeatures(
-            self.X[rows],
-            self.names,
-            self.base_s[rows],
-            self.roofline_s[rows],
-            self.floor_s[rows],
-            self.flops[rows],
-            self.moved[rows],
-            self.bound[rows],
-            self.kernels[rows],
-            self.general,
-            self.keys,
-            None if self.irs is None else self.irs[rows],
-        )
+        own = {name: getattr(self, name) for name in self.__slots__}
+        # The rest is of the features, not of the rows.
+        of_rows = {n for n in own if n not in ("names", "general", "keys") and own[n] is not None}
+        return OpFeatures(**{**own, **{name: own[name][rows] for name in of_rows}})
 
 
 def op_features(
@@ -151,22 +141,12 @@ def _positions(
     return general, np.array([names.index(key) for key in keys])
 
 
-#: Parameters that may be missing, and those that may be zero.
-_OPTIONAL = frozenset(("n_in",))
-_MAY_BE_ZERO = frozenset(
-    (
-        *("window", "causal", "pad", "pad_d", "pad_h", "pad_w", "channels_last"),
-        *("trans_a", "trans_b", "preshuffled", "rotated"),
-    )
-)
-
-
 def _check(table: OpTable) -> None:
     for name, values in table.columns.items():
-        if name in _OPTIONAL:
+        if name in OPTIONAL:
             continue
         # Written so that NaN (a missing value) counts as bad.
-        zero = name in _MAY_BE_ZERO or table.family in BLOCKS
+        zero = name in MAY_BE_ZERO or table.family in BLOCKS
         bad = ~(values >= (0 if zero else 1))
         if bad.any():
             row = int(np.flatnonzero(bad)[0])

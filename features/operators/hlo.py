@@ -18,7 +18,7 @@ import numpy as np
 from ...common.errors import DatasetError
 from ..cost.formats import TABLE_FORMATS
 from .hlo_templates import TEMPLATES, Row
-from .schema import FAMILIES, NAMES, PARAMETERS
+from .schema import FAMILIES, NAMES, OPTIONAL, PARAMETERS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,8 +28,6 @@ CONFIG = "published_op"
 # The text of the key as `json.dumps` writes it first in the configuration: a plain search finds it
 # without parsing HLO, which matters for millions of rows.
 _MARK = f'{{"{CONFIG}":'
-#: Parameters that a row may lack.
-_OPTIONAL = frozenset(("n_in",))
 
 
 def op_ir(row: Row) -> str:
@@ -110,7 +108,7 @@ def _config(row: Row, group: str) -> dict[str, object]:
     config: dict[str, object] = {"method": row["method"]}
     config |= {c: str(row[c]) for c in NAMES if _present(row.get(c))}
     config |= {c: int(row[c]) for c in PARAMETERS[group] if _present(row.get(c))}
-    absent = [c for c in PARAMETERS[group] if c not in config and c not in _OPTIONAL]
+    absent = [c for c in PARAMETERS[group] if c not in config and c not in OPTIONAL]
     if absent:
         family = f"{row['method']}/{row['family']}"
         raise DatasetError(f"{family} needs a whole number in column {absent[0]!r}")

@@ -13,7 +13,7 @@ from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from ..ir.dtypes import NUMPY_NAMES
 from .library_conv import DIRECTIONS
 from .physics import BACKENDS
-from .schema import FAMILIES, NAMES, PARAMETERS, TRACED
+from .schema import DEFAULTS, FAMILIES, MAY_BE_ZERO, NAMES, OPTIONAL, PARAMETERS, SEVERAL, TRACED
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,51 +29,9 @@ _DTYPES = {
     for name, kind in ((name, TABLE_FORMATS[name].weights) for name in UNQUANTISED)
     for alias in (kind, NUMPY_NAMES[kind])
 }
-#: What a parameter is when it is not given; a name stands for that parameter's value.
-_DEFAULTS: dict[str, dict[str, int | str]] = {
-    "gemm": {"b": 1},
-    "conv": {"stride": 1, "pad": 0},
-    "conv_nd": {
-        "ndim": 2,
-        "d": 1,
-        "kd": 1,
-        "stride_d": 1,
-        "pad_d": 0,
-        "dil_d": 1,
-        "dil_h": 1,
-        "w": "h",
-        "kw": "kh",
-        "stride_h": 1,
-        "pad_h": 0,
-        "groups": 1,
-        "channels_last": 0,
-        "stride_w": "stride_h",
-        "pad_w": "pad_h",
-        "dil_w": "dil_h",
-    },
-    # As serving calls it: weights by rows of outputs, and none of them left in a cache.
-    "tuned_gemm": {"b": 1, "trans_a": 0, "trans_b": 1, "preshuffled": 0, "rotated": 1},
-    "pointwise": {},
-    "attention": {
-        "window": 0,
-        "kv_heads": "q_heads",
-        "v_head_dim": "head_dim",
-        "kv_dtype": "dtype",
-    },
-    "moe": {"tp": 1, "ep": 1, "distribution": "balanced"},
-}
 #: Vendors whose operators without a method are of other libraries than NVIDIA's.
 OTHER_LIBRARIES = frozenset(("AMD",))
-#: Families of several operators, of which one has to be named.
-_SEVERAL = {"eager/elementwise", "kernel/elementwise", "kernel/norm"}
-_OPTIONAL = frozenset(("n_in",))
-#: Parameters that may be zero, and the largest that any may be: beyond it, sizes overflow.
-_MAY_BE_ZERO = frozenset(
-    (
-        *("window", "causal", "pad", "pad_d", "pad_h", "pad_w", "channels_last"),
-        *("trans_a", "trans_b", "preshuffled", "rotated"),
-    )
-)
+#: Largest parameter: beyond it, sizes overflow.
 _LARGEST = 2**40
 
 
@@ -153,8 +111,8 @@ def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> di
             raise _wrong(where, f"{name} is a name, not a number")
     row = _numbered(given, PARAMETERS[group], where)
     _fill(row, key, group)
-    missing = [c for c in PARAMETERS[group] if c not in row and c not in _OPTIONAL]
-    if (key in _SEVERAL or group == "conv_nd") and "op" not in given:
+    missing = [c for c in PARAMETERS[group] if c not in row and c not in OPTIONAL]
+    if (key in SEVERAL or group == "conv_nd") and "op" not in given:
         missing.append("op")
     if row["dtype"] is None:
         missing.append("dtype")
@@ -194,7 +152,7 @@ def _numbered(given: JsonObject, numbers: tuple[str, ...], where: str) -> dict[s
                 row[name] = int(row[name])
             except ValueError:
                 raise _wrong(where, f"{name}={row[name]} is not a whole number") from None
-        least, value = 0 if name in _MAY_BE_ZERO else 1, row[name]
+        least, value = 0 if name in MAY_BE_ZERO else 1, row[name]
         many = isinstance(value, np.ndarray)
         low, high = (value.min(), value.max()) if many else (value, value)
         if low < least or high > _LARGEST:
@@ -205,7 +163,7 @@ def _numbered(given: JsonObject, numbers: tuple[str, ...], where: str) -> dict[s
 
 def _fill(row: dict[str, object], key: str, group: str) -> None:
     """Add the parameters that follow from others."""
-    for name, value in _DEFAULTS[group].items():
+    for name, value in DEFAULTS[group].items():
         # A name stands for another parameter's value if that is given; only "balanced" of the
         # experts is a literal.
         if name not in row and (value in row or not isinstance(value, str) or group == "moe"):

@@ -2,134 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from ...common.files import parse_yaml
+from ...common.paths import PACKAGE
+from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-#: Integer parameters by group of families; absent ones are missing values in a table. Heads are
-#: those of one rank; ``experts`` and ``inter`` are the whole layer's, of which a rank has
-#: ``experts / ep`` of width ``inter / tp``. Samples store parameters by name.
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "gemm": ("b", "m", "n", "k"),
-    "conv": ("batch", "cin", "cout", "ksize", "insize", "stride", "pad"),
-    # The forward problem for every direction, which is the ``op``: ``fwd``, ``bwd_data``,
-    # ``bwd_weights``. Sizes of absent dimensions are 1, their padding 0.
-    "conv_nd": (
-        "ndim",
-        "n",
-        "c",
-        "d",
-        "h",
-        "w",
-        "k",
-        "kd",
-        "kh",
-        "kw",
-        "stride_d",
-        "stride_h",
-        "stride_w",
-        "pad_d",
-        "pad_h",
-        "pad_w",
-        "dil_d",
-        "dil_h",
-        "dil_w",
-        "groups",
-        "channels_last",
-    ),
-    # ``trans_a`` and ``trans_b``: whether the reduced dimension of the first operand is outermost,
-    # and that of the second innermost; ``preshuffled``: weights stored in the kernel's own order;
-    # ``rotated``: whether operands are changed from call to call, so that none is in a cache.
-    "tuned_gemm": ("b", "m", "n", "k", "trans_a", "trans_b", "preshuffled", "rotated"),
-    "pointwise": ("rows", "cols", "n_in"),
-    "attention": (
-        "batch",
-        "q_heads",
-        "kv_heads",
-        "head_dim",
-        "v_head_dim",
-        "q_len",
-        "kv_len",
-        "window",
-        "causal",
-    ),
-    "moe": ("tokens", "hidden", "inter", "topk", "experts", "tp", "ep"),
-}
+def _read() -> JsonObject:
+    read = parse_yaml((PACKAGE / "features/operators/families.yaml").read_text(encoding="utf-8"))
+    assert isinstance(read, dict)
+    return read
+
+
+def _lists(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(values) for name, values in mapping.items()}
+
+
+_FILE = _read()
+#: Integer parameters by group of families; those that a row may lack, and those that may be zero.
+PARAMETERS = _lists(_FILE["parameters"])
+OPTIONAL, MAY_BE_ZERO = frozenset(_FILE["optional"]), frozenset(_FILE["may_be_zero"])
+#: What a parameter is when it is not given, by group; a name stands for that parameter's value.
+DEFAULTS: dict[str, dict[str, int | str]] = _FILE["defaults"]
 #: Text parameters.
-NAMES = ("op", "family", "dtype", "kv_dtype", "backend", "kernel", "distribution")
-#: How a label was taken, by the source of its row. ``eager``: one call between two events, so the
-#: launch from the host is inside; ``kernel``: sum of kernel durations; ``graph``: replay of a
-#: captured graph, so gaps between its kernels are inside; ``xla``: median over the kernels of ten
-#: runs of a product that XLA autotuned, of which a call of two kernels reads as half; ``tuned``:
-#: device time of the fastest of a library's kernels, with operands quantised already;
-#: ``profiled``: mean by a profiler of what the library itself chose, the same operands.
-METHODS = {
-    "neusight": "eager",
-    "vidur": "kernel",
-    "aiconfigurator": "graph",
-    "xla": "xla",
-    "MIOpen": "tuned",
-    "aiter": "tuned",
-    "rocBLAS": "tuned",
-    "pipeweave": "profiled",
-}
-#: Group of parameters by (method, family).
-FAMILIES: dict[str, str] = {
-    "eager/linear": "gemm",
-    "eager/bmm": "gemm",
-    "eager/conv": "conv",
-    "eager/elementwise": "pointwise",
-    "eager/softmax": "pointwise",
-    "eager/ln": "pointwise",
-    "kernel/linear": "gemm",
-    "kernel/norm": "pointwise",
-    "kernel/elementwise": "pointwise",
-    "kernel/bmm": "gemm",
-    "kernel/softmax": "pointwise",
-    "kernel/context_attention": "attention",
-    "kernel/conv": "conv_nd",
-    "graph/linear": "gemm",
-    "graph/bmm": "gemm",
-    "graph/quantize": "pointwise",
-    "graph/context_attention": "attention",
-    "graph/generation_attention": "attention",
-    "graph/encoder_attention": "attention",
-    "graph/context_mla": "attention",
-    "graph/generation_mla": "attention",
-    "graph/moe": "moe",
-    "xla/linear": "gemm",
-    "xla/bmm": "gemm",
-    "tuned/conv": "conv_nd",
-    "tuned/linear": "tuned_gemm",
-    "tuned/bmm": "tuned_gemm",
-    "profiled/linear": "tuned_gemm",
-}
-#: Families that come from users' traces alone: no shipped model has them, so that a short name
-#: without a method never means one.
-TRACED = ("kernel/bmm", "kernel/softmax", "kernel/context_attention", "kernel/conv")
-#: Families of whole layers and blocks, with their parameters, any of which may be zero. They come
-#: from tables alone (datagen/published/block_tables.py) and have no HLO text; source and method of
-#: a measurement are among their names, since rows of all methods are learned together.
-BLOCKS: dict[str, tuple[str, ...]] = {
-    "layer/product": ("m", "n", "k"),
-    "layer/pass": ("rows", "cols"),
-    "layer/experts": ("tokens", "hidden", "inter", "topk", "experts", "ep", "routed"),
-    "batch/attention": (
-        *("q_heads", "kv_heads", "head_dim", "batch", "q_len", "kv_prefill"),
-        *("n_decode", "kv_decode", "n_decode_big", "kv_decode_big"),
-    ),
-    "graph/sparse": (
-        *("batch", "heads", "q_len", "kv_history", "ratio", "latent", "groups"),
-        *("index_heads", "chosen", "window", "shared_weights", "head_weights"),
-    ),
-    "graph/scan": (
-        *("batch", "seq_len", "key_heads", "key_dim"),
-        *("value_heads", "value_dim", "chunk"),
-    ),
-    "graph/streams": ("rows", "cols", "copies"),
-}
+NAMES: tuple[str, ...] = tuple(_FILE["names"])
+#: How a label was taken, by the source of its row.
+METHODS: dict[str, str] = _FILE["methods"]
+#: Group of parameters by ``method/family``.
+FAMILIES: dict[str, str] = _FILE["families"]
+#: Families that come from users' traces alone.
+TRACED: tuple[str, ...] = tuple(_FILE["traced"])
+#: Families of several operators, of which one has to be named.
+SEVERAL = frozenset(_FILE["several"])
+#: Families of whole layers and blocks, with their parameters, any of which may be zero.
+BLOCKS = _lists(_FILE["blocks"])
 
 
 def parameters_of(family: str) -> tuple[str, ...]:

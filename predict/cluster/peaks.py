@@ -88,10 +88,5 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
 
 
 def _least(call: Op, spec: DeviceSpec) -> float:
-    flops = call.flops()
-    if not flops:
-        return 0.0
-    if call.family == "attention" and call.name.endswith("_dx"):
-        flops *= _BACKWARD_PRODUCTS / ATTENTION_BACKWARD
-    # Compilers may round f32 operands (TensorFloat-32, bf16 passes of TPUs).
-    return flops / spec.matrix_peak(FORMATS[call.dtype].peak)
+    behind = call.family == "attention" and call.name.endswith("_dx")
+    return call.least_s(spec) * (_BACKWARD_PRODUCTS / ATTENTION_BACKWARD if behind else 1.0)

@@ -18,6 +18,7 @@ import pandas as pd
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.operators.fitted import fitted
 from ...features.operators.op import Op, least_seconds
 from ...models.operators import OpModel
 from ...models.power.law import Work
@@ -69,13 +70,11 @@ class VendorReach(NamedTuple):
 
 #: Formats with scales for blocks of operands.
 _SCALED = ("fp8_block", "nvfp4", "mxfp4")
-#: Fitted to tuned products and fused experts of aiter and to XLA's products on MI300X and MI308X
-#: (published-kernels pack, gemm and attention_moe: 23,000 rows, bins of equal work counting the
-#: same): fixed 3 to 9 us, 0.49 to 0.56 of the peak, 0.36 to 0.43 with block scales, 0.5 to 0.9 of
-#: the bandwidth; of experts 16 to 24 us, 0.48 to 0.50, 0.37 and 0.58 to 0.65. Sums fit better than
-#: maxima by a tenth. Fitted to MI308X alone, the 713 bf16 rows of the MI300X err by 16 % (mean),
-#: with these constants by 13 %, at 0.7 of the peak by 52 %.
-REACH = {"AMD": VendorReach(Reach(6e-6, 0.5, 0.62, beside=False), 20e-6, 0.38)}
+#: By vendor.
+REACH = {
+    vendor: VendorReach(Reach(gap, matrix, memory, beside=False), experts, scaled)
+    for vendor, (gap, experts, matrix, scaled, memory) in fitted("reach").tables["vendors"].items()
+}
 
 
 class Prices(NamedTuple):

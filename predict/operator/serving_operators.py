@@ -8,8 +8,12 @@ tuned kernels reach.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from math import ceil
+from typing import NamedTuple
 
+from ...common.files import parse_yaml
+from ...common.paths import PACKAGE
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import DTYPE_BITS
@@ -29,56 +33,13 @@ FAMILIES = (
     "graph/generation_mla",
     "graph/moe",
 )
-#: Backends of the tables by framework; another framework's kernels are taken for vLLM's.
-BACKENDS = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "trtllm"}
-#: Kernels by backend and format, as the tables name them.
-_LINEAR = {
-    ("vllm", "bf16"): "torch.nn.functional.linear",
-    ("vllm", "fp8"): "CutlassFP8ScaledMMLinearKernel",
-    ("vllm", "nvfp4"): "FlashInferCutlassNvFp4LinearKernel",
-    ("sglang", "bf16"): "sglang_torch_linear",
-    ("sglang", "fp8"): "sglang_sgl_kernel_fp8_scaled_mm",
-    ("sglang", "fp8_block"): "sglang_deepgemm_gemm_nt_f8f8bf16",
-    ("sglang", "nvfp4"): "sglang_flashinfer_cutlass_nvfp4",
-    ("trtllm", "bf16"): "torch_flow",
-    ("trtllm", "fp8"): "torch_flow",
-    ("trtllm", "fp8_block"): "torch_flow",
-    ("trtllm", "nvfp4"): "torch_flow",
-}
-#: vLLM's FlashInfer experts in fp8 are left out: on Hopper they were measured at a tenth of the
-#: memory's rate, which no serving run shows.
-_MOE = {
-    ("vllm", "bf16"): "vllm_unquantizedfusedmoe_triton_tritonexperts",
-    ("vllm", "fp8_block"): "vllm_fp8moe_triton_tritonexperts",
-    ("vllm", "int4"): "vllm_compressedtensorswna16marlinmoe_marlin_marlinexperts",
-    ("vllm", "mxfp4"): "vllm_gptossmxfp4moe_triton_oaitritonmxfp4expertsmonolithic",
-    ("vllm", "nvfp4"): "vllm_compressedtensorsw4a4nvfp4moe_flashinfer_cutlass_flashinferexperts",
-    ("sglang", "bf16"): "sglang_fused_moe_triton",
-    ("sglang", "fp8_block"): "sglang_fused_moe_triton",
-    ("sglang", "int4"): "sglang_marlin_moe",
-    ("sglang", "mxfp4"): "sglang_fused_moe_triton",
-    ("sglang", "nvfp4"): "sglang_flashinfer_cutlass_moe",
-    ("trtllm", "bf16"): "moe_torch_flow_cutlass",
-    ("trtllm", "fp8"): "moe_torch_flow_cutlass",
-    ("trtllm", "fp8_block"): "moe_torch_flow_cutlass",
-    ("trtllm", "mxfp4"): "moe_torch_flow",
-    ("trtllm", "nvfp4"): "moe_torch_flow_cutlass",
-}
-#: Formats, as the tables name them, of experts of which vLLM's passes take as long as if tokens
-#: reached all of them, and draws of each expert at which the tables show them reached. Qwen3 235B
-#: under vLLM 0.12 takes 51 to 58 ms on two H200 and 34 to 37 on four, with 4 requests as with 48;
-#: Kimi-K2 and Qwen3-Coder 480B are slower likewise (published-serving pack).
-_ALL_EXPERTS, _REACHING = ("fp8", "fp8_block"), 4.0
+_FILE = PACKAGE / "predict" / "operator" / "serving_kernels.yaml"
 #: Distribution of tokens over experts of the tables that serving runs show (``ROUTING_SKEW``).
 ROUTING = "power_law_1.2"
 #: Kernels of a captured graph are replayed, so that the roofline's fixed cost of a kernel is what
 #: one waits for the next, not a launch: as the tables' passes over memory, half of a graph-timed
 #: product's 5200 cycles (docs/operators.md).
 _REPLAYED = Reach(1.5e-6)
-#: Names of formats in the tables.
-_TABLE_DTYPE = {"int4": "int4_wo", "mxfp4": "w4a16_mxfp4", "f16": "bf16"}
-#: Format that stands for another in a kernel's table where the table lacks it.
-_STANDS_FOR = {"fp8_block": "fp8", "fp8": "fp8_block", "int8": "fp8"}
 
 
 def load_serving_operators(model: str) -> OpModel | None:
@@ -88,6 +49,28 @@ def load_serving_operators(model: str) -> OpModel | None:
         ModelError: There is no such model, or it is of another kind.
     """
     return None if model == "roofline" else OpModel.load(find_model(model), only=FAMILIES)
+
+
+class _Kernels(NamedTuple):
+    """What ``serving_kernels.yaml`` holds: names of kernels by backend, and of formats."""
+
+    backends: dict[str, str]
+    linear: dict[str, dict[str, str]]
+    moe: dict[str, dict[str, str]]
+    bmm: dict[str, str]
+    attention: dict[str, dict[str, str]]
+    latent: dict[str, dict[str, str]]
+    formats: dict[str, str]
+    stands_for: dict[str, str]
+    reach_all: dict[str, list[str]]
+    reached_at: float
+
+
+@cache
+def _kernels() -> _Kernels:
+    read = parse_yaml(_FILE.read_text(encoding="utf-8"))
+    assert isinstance(read, dict)
+    return _Kernels(**read)
 
 
 class ServingLatency:
@@ -101,7 +84,7 @@ class ServingLatency:
 
     def __init__(self, spec: DeviceSpec, model: OpModel | None, framework: str) -> None:
         self.spec = spec
-        self.backend = BACKENDS.get(framework, "vllm")
+        self.backend = _kernels().backends.get(framework, "vllm")
         self.model = model if spec.runs_cuda else None
         self._known: dict[Op, float] = {}
 
@@ -126,7 +109,7 @@ class ServingLatency:
         """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
         return arithmetic_share(op, self.spec)
 
-    def _kernel(self, table: dict[tuple[str, str], str], dtype: str) -> tuple[str, str, str] | None:
+    def _kernel(self, table: dict[str, dict[str, str]], dtype: str) -> tuple[str, str, str] | None:
         """Backend, kernel and format in the tables that an operator is looked up as."""
         if dtype == "nvfp4" and weight_only(dtype, self.spec):
             # As Marlin's kernels widen weights of 4 bits of either kind.
@@ -134,51 +117,44 @@ class ServingLatency:
         if _peakless(dtype, self.spec):
             # Without units of its format, a product runs on widened operands.
             return None
-        for name in (dtype, _STANDS_FOR.get(dtype, dtype)):
+        own = _kernels()
+        for name in (dtype, own.stands_for.get(dtype, dtype)):
             for backend in (self.backend, "trtllm", "sglang", "vllm"):
-                if (backend, name) in table:
-                    return backend, table[backend, name], _TABLE_DTYPE.get(name, name)
+                if name in table[backend]:
+                    return backend, table[backend][name], own.formats.get(name, name)
         return None
 
     def _row(self, op: Op) -> Row | None:
         """Row for the model of operators; ``None`` for what it does not know."""
-        sizes = op.sizes()
+        sizes, known = op.sizes(), _kernels()
         dtype = "bf16" if op.dtype == "f16" else op.dtype
         if op.family == "linear":
-            found = self._kernel(_LINEAR, dtype)
+            found = self._kernel(known.linear, dtype)
             return found and {**sizes, **named("graph/linear", *found), "b": 1}
         if op.family == "moe":
-            found = self._kernel(_MOE, dtype)
-            if self.backend == "vllm" and found and found[2] in _ALL_EXPERTS:
-                reached = ceil(_REACHING * sizes["experts"] / sizes["topk"])
+            found = self._kernel(known.moe, dtype)
+            if found and found[2] in known.reach_all.get(self.backend, ()):
+                reached = ceil(known.reached_at * sizes["experts"] / sizes["topk"])
                 sizes["tokens"] = max(sizes["tokens"], reached)
             return found and {**sizes, **named("graph/moe", *found), "distribution": ROUTING}
         if op.family == "bmm":
-            kernel = {"vllm": "vllm_torch_bmm", "sglang": "sglang_torch_bmm"}
-            name = kernel.get(self.backend, "trtllm_bmm_out")
-            return {**sizes, **named("graph/bmm", self.backend, name, "bf16")}
+            return {**sizes, **named("graph/bmm", self.backend, known.bmm[self.backend], "bf16")}
         return self._attention(op) if op.family == "attention" else None
 
     def _attention(self, op: Op) -> Row:
-        hopper = self.spec.architecture == "hopper"
         latent = op.variant in (ABSORBED, EXPANDED)
-        sizes = op.sizes()
-        if latent:
-            backend, kernel = ("trtllm", "default")
-            if self.backend == "sglang" and hopper:
-                backend, kernel = ("sglang", "flash_attention")
-        elif self.backend == "trtllm":
-            backend, kernel = ("trtllm", "torch_flow")
-        elif self.backend == "sglang" and hopper:
-            backend, kernel = ("sglang", "fa3")
-        elif self.backend == "sglang":
-            backend, kernel = ("sglang", "flash_attention")
-        else:
-            backend, kernel = ("vllm", "vllm_flash_attn_fa3" if hopper else "vllm_flash_attn_fa2")
+        sizes, table = op.sizes(), _kernels().latent if latent else _kernels().attention
+        for backend in (self.backend, "trtllm"):
+            names = table.get(backend, {})
+            if kernel := names.get(self.spec.architecture, names.get("other")):
+                break
         phase = "generation" if sizes["q_len"] == 1 else "context"
         key = f"graph/{phase}_{'mla' if latent else 'attention'}"
         cache = "fp8" if op.cache in ("fp8", "int8") else "bf16"
-        columns = named(key, backend, kernel, "bf16") | {"kv_dtype": cache, "window": op.window}
+        columns = named(key, backend, kernel or "", "bf16") | {
+            "kv_dtype": cache,
+            "window": op.window,
+        }
         return sizes | columns
 
 

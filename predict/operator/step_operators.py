@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
+from ...features.operators.fitted import fitted
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
@@ -20,15 +21,6 @@ from ...models.power.law import capped
 from ..locate import find_model
 from .prices import MATRIX_SHARE, REACH, Reach, Row, price, work_of
 
-#: Share of the matrix peak that products reach on TPUs, by rows of the systolic array: what libtpu
-#: 0.0.42 estimates for a product of 8192 × 8192 × 28672 in bf16 (v4 93 %, v5e 88, v5p 90; v6e 71,
-#: whose arrays outrun their registers).
-_ARRAY_SHARE = {128: 0.9, 256: 0.71}
-#: Share of the matrix peak that fused attention reaches on TPUs over long sequences, with heads as
-#: wide as the array, and the keys at which half of that is reached. Tokamax's tables have 50 %
-#: (v5p) and 25 % (v6e, heads of 128 on arrays of 256) at 8,192 keys; blocks tuned for training do
-#: better, so the share is between theirs and that of products (engineering estimate).
-_SPLASH_SHARE, _SPLASH_KEYS = 0.78, 900.0
 #: Dtypes that operator tables hold, by dtype of a workload.
 TABLE_DTYPE = {"bf16": "bf16", "f16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp8"}
 #: Families of the model that operators of a step belong to; the others need not be read.
@@ -41,10 +33,9 @@ FAMILIES = (
     "kernel/norm",
     "kernel/elementwise",
 )
-#: Time of FlashAttention-2 over that of the fused attention of the tables, by architecture: it uses
-#: neither asynchronous copies nor Hopper's group products (Shah et al., FlashAttention-3, 2024,
-#: figure 5: 35 against 60 % of the peak and less; for Blackwell an engineering estimate).
-FLASH2 = {"hopper": 1.65, "blackwell": 2.2, "blackwell-ultra": 2.2}
+FIT = fitted("steps")
+#: Time of FlashAttention-2 over that of the fused attention of the tables, by architecture.
+FLASH2 = FIT.numbers("flash2")
 #: Columns of the tensor that stands for moved bytes: an addition reads two and writes one.
 _MOVED_COLS = 8192
 
@@ -117,8 +108,8 @@ def _matrix_share(op: Op, spec: DeviceSpec) -> float:
         sizes = op.sizes()
         # Products over a head fill as many rows of the array, and no more.
         filled = min(1.0, sizes["head_dim"] / spec.array_rows) if spec.array_rows else 1.0
-        return _SPLASH_SHARE * filled * sizes["kv_len"] / (sizes["kv_len"] + _SPLASH_KEYS)
-    return _ARRAY_SHARE.get(spec.array_rows, MATRIX_SHARE)
+        return FIT.splash_share * filled * sizes["kv_len"] / (sizes["kv_len"] + FIT.splash_keys)
+    return FIT.numbers("array_share").get(str(spec.array_rows), MATRIX_SHARE)
 
 
 def step_row(op: Op, spec: DeviceSpec) -> Row | None:

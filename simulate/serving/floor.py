@@ -115,12 +115,10 @@ class EngineFloor:
 
     def _multiplying(self, op: Op) -> float:
         """Seconds of the products of one token."""
-        own = op.dtype
-        if op.family == "bmm":
-            own = self.model.attention_format
+        own = self.model.attention_format if op.family == "bmm" else op.dtype
         # Experts are asked for with a token of every rank.
         alone = self.plan.dp if op.family == "moe" else 1
-        return op.flops() / alone / self.spec.matrix_peak(FORMATS[own].peak)
+        return op._replace(dtype=own).least_s(self.spec) / alone
 
 
 def floors(
