@@ -21,7 +21,7 @@ from ..features.devices.catalogue import (
 )
 from ..features.devices.device import DeviceSpec, device_slug, local_device_name
 from ..features.devices.identity import BY_NAME, MEASURED_AT, base_name, identified, is_measured
-from ..features.devices.rules import ARCHITECTURES
+from ..features.devices.rules import generations
 
 if TYPE_CHECKING:
     from ..simulate.clusters.topology import Cluster
@@ -103,10 +103,10 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
         One note, or none for a device of the catalogue or of a generation that has rules.
     """
     named = spec.architecture
-    if spec.platform != "gpu" or named in ARCHITECTURES or in_catalogue(spec.name):
+    if spec.platform != "gpu" or named in generations().architectures or in_catalogue(spec.name):
         return ()
     maker = "NVIDIA" if spec.runs_cuda else spec.vendor
-    own = [name for name, rules in ARCHITECTURES.items() if rules.vendor == maker]
+    own = [name for name, rules in generations().architectures.items() if rules.vendor == maker]
     said = f"{spec.name} names no architecture"
     if named:
         said = f"{spec.name} names the architecture {printable(named)!r}, which has no rules"

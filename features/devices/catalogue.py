@@ -20,12 +20,11 @@ from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
 from .device import DeviceSpec, MemoryLevel, device_slug
 from .rules import (
-    CAPABILITIES,
     COMPILER_KEYS,
-    NEAREST,
     Values,
     capability_of,
     fill,
+    generations,
     maker_of,
     matrix_rates,
     named_architecture,
@@ -369,8 +368,8 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
 
 def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
     """Fill in a core's resources from the compute capability that its compiler follows."""
-    rules = NEAREST.get(target, target)
-    table = CAPABILITIES.get(capability_of(rules) or 0, {})
+    rules = generations().nearest.get(target, target)
+    table = generations().capabilities.get(capability_of(rules) or 0, {})
     for key, value in table.items():
         if key not in values:
             values[key], why[key] = value, f"of {rules}: {CAPABILITY_SOURCE}"

@@ -59,7 +59,7 @@ class DeviceSpec:
         source: Where the figures come from (``measured`` or a document).
         extra: Anything else worth recording.
         vendor: Its maker.
-        architecture: Generation, such as ``hopper``; names a row of ``features/devices/rules.py``.
+        architecture: Generation, such as ``hopper``; see ``features/devices/generations``.
         lanes_per_core: FP32 lanes of a core, SM or CU; 0 if unknown.
         power_w: Board power limit in watts; 0 if unknown.
         link_bandwidth: Bytes/s in one direction of all scale-up links of a device together.

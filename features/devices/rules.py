@@ -8,10 +8,15 @@ Keys and units are those of a device file (``features/devices/sheet.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
+from ...common.files import parse_yaml
+from ...common.paths import PACKAGE
 from ..ir.dtypes import DTYPE_BITS
 
+_FILE = PACKAGE / "features" / "devices" / "generations" / "architectures.yaml"
 #: Matrix types that a device file may list; every other type takes the rate of one of them.
 MATRIX_TYPES = ("f64", "f32", "tf32", "f16", "bf16", "f8e4m3fn", "f8e5m2", "f4e2m1fn", "s8", "s4")
 #: The same for the vector unit.
@@ -30,10 +35,6 @@ _LANES_FLOP, _MATRIX_FLOP, _USUAL_MHZ = 256.0, 8192.0, 1500.0
 _NODE = 8.0
 #: Power that memory, clocks and leakage take before arithmetic, in watts; engineering estimate.
 IDLE_W = 20.0
-#: Energy of an FP32 operation in joules, with what its operands cost, by process: read off devices
-#: whose power does not suffice for their peak. P4 (16 nm), T4 (12 nm), MI100 (7 nm) and L4 (4 nm)
-#: reach 0.75, 0.42, 0.65 and 0.28 of it in large FP32 products.
-_NM16, _NM12, _NM7, _NM4 = 13e-12, 14e-12, 9e-12, 6e-12
 
 
 @dataclass(frozen=True)
@@ -68,58 +69,44 @@ class Architecture:
 
 #: Rules for a GPU of unknown generation.
 GENERIC = Architecture()
-#: What AMD's generations share.
-_AMD = Architecture(integer=1.0, floor_us=3.0, gap_us=2.0, vendor="AMD")
-#: Bytes per clock are rounded from what micro-benchmarks of L2 commonly report (from memory): 1.6
-#: TB/s on P100, 2.2 on V100, 1.3 on T4, 5 on A100, 6 to 7 on H100, 8 on GB202. Blackwell for data
-#: centres has two dies, each with an L2 of its own, and twice the memory bandwidth to feed: a
-#: guess. Ratios come from white papers. GA10x is made in another maker's 8 nm process, which takes
-#: no less energy than 7 nm. CDNA 2 has a new matrix unit, whose FP64 runs as fast as FP32: nothing
-#: was read off it. CDNA 3 and 4 take its figures; their files give the cache's bandwidth.
-ARCHITECTURES: dict[str, Architecture] = {
-    # GP104 has hardly any f16; compilers convert to f32 and back.
-    "pascal": Architecture(22.0, half=1.0, f32_joules=_NM16),
-    # The data-centre Pascal: f16 at twice and f64 at half the f32 rate (NVIDIA P100 white paper).
-    "pascal-gp100": Architecture(22.0, double=0.5, f32_joules=_NM16),
-    "volta": Architecture(20.0, integer=1.0, double=0.5, f32_joules=_NM12),
-    "turing": Architecture(20.0, integer=1.0, f32_joules=_NM12),
-    # GA100 issues f16 at four times and bf16 at twice the f32 rate on its vector unit (A100 white
-    # paper).
-    "ampere": Architecture(32.0, half=4.0, brain=2.0, integer=1.0, double=0.5, f32_joules=_NM7),
-    # Graphics dies (GA10x, AD10x, GB20x): f16 at the rate of f32, f64 at 1/64 (white papers).
-    "ampere-ga10x": Architecture(18.0, half=1.0, double=1 / 64, f32_joules=_NM7),
-    "ada": Architecture(15.0, half=1.0, double=1 / 64, f32_joules=_NM4),
-    "hopper": Architecture(28.0, brain=2.0, double=0.5, f32_joules=_NM4),
-    "blackwell": Architecture(48.0, brain=2.0, double=0.5, f32_joules=_NM4),
-    "blackwell-ultra": Architecture(48.0, brain=2.0, double=1 / 64, f32_joules=_NM4),
-    "blackwell-gb20x": Architecture(20.0, half=1.0, integer=1.0, double=1 / 64, f32_joules=_NM4),
-    # Vega 20: 16 channels of 64 bytes a clock on 60 units, f64 at half the rate of f32; no bf16.
-    "vega20": replace(_AMD, l2_bytes_per_clock=17.0, double=0.5),
-    # 16 channels of 128 bytes a clock, on 120 and on 104 compute units.
-    "cdna": replace(_AMD, l2_bytes_per_clock=17.0, double=0.5, f32_joules=_NM7),
-    "cdna2": replace(_AMD, double=1.0),
-    "cdna3": replace(_AMD, double=0.5),
-    "cdna4": replace(_AMD, double=0.5),
-    # Packed f16 at twice and f64 at 1/16 of the f32 rate; no rate of L2: the file gives the
-    # Infinity Cache's (AMD RDNA 2 documents, from memory).
-    "rdna2": replace(_AMD, integer=0.5, double=1 / 16, f32_joules=_NM7),
-    "xe2": Architecture(64.0, brain=2.0, double=1 / 16, floor_us=3.0, gap_us=2.0, vendor="Intel"),
-    # One program runs through without launches; bf16 lanes came with v6e, f64 is emulated.
-    "tpu": Architecture(
-        half=1.0,
-        integer=1.0,
-        double=1 / 32,
-        floor_us=1.0,
-        gap_us=0.0,
-        dispatch_us=100.0,
-        vendor="Google",
-    ),
-}
-#: The rules where the file names no architecture that is listed.
-_BY_PLATFORM = {"tpu": ARCHITECTURES["tpu"]}
 
-#: Vendors whose generations are listed.
-MAKERS = tuple(dict.fromkeys(own.vendor for own in ARCHITECTURES.values()))
+
+class Generations(NamedTuple):
+    """What ``generations/architectures.yaml`` holds.
+
+    Attributes:
+        architectures: Rules by generation.
+        nearest: NVIDIA's architecture that is nearest to one of AMD's, since XLA's compiler for AMD
+            does not run without the device.
+        capabilities: Figures of a core and of a block that only a compiler needs, by compute
+            capability × 10, in the units of a device file.
+    """
+
+    architectures: dict[str, Architecture]
+    nearest: dict[str, str]
+    capabilities: dict[int, dict[str, float]]
+
+    @property
+    def makers(self) -> tuple[str, ...]:
+        """Vendors whose generations are listed."""
+        return tuple(dict.fromkeys(own.vendor for own in self.architectures.values()))
+
+
+@cache
+def generations() -> Generations:
+    """Read the file, when the first device is asked for."""
+    read = parse_yaml(_FILE.read_text(encoding="utf-8"))
+    assert isinstance(read, dict)
+    shared, blocks = read["vendors"], read["blocks"]
+    return Generations(
+        {
+            name: Architecture(**{**shared.get(own.get("vendor"), {}), **own})
+            for name, own in read["architectures"].items()
+        },
+        read["nearest"],
+        {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
+    )
+
 
 Values = dict[str, float]
 _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
@@ -127,12 +114,14 @@ _Rule = Callable[[Values, Architecture], tuple[float, str] | None]
 
 def rules_of(architecture: str, platform: str) -> Architecture:
     """Return the rules of an architecture, or of its platform if it is not listed."""
-    return ARCHITECTURES.get(architecture) or _BY_PLATFORM.get(platform, GENERIC)
+    known = generations().architectures
+    # TPUs have one row for all generations.
+    return known.get(architecture) or known.get(platform, GENERIC)
 
 
 def named_architecture(text: str) -> str:
     """Return an architecture as the rules call it: ``Hopper`` is ``hopper``."""
-    return text.lower() if text.lower() in ARCHITECTURES else text
+    return text.lower() if text.lower() in generations().architectures else text
 
 
 def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
@@ -147,10 +136,16 @@ def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
         The vendor, and why in words where the file leaves it out. CPUs need none.
     """
     if vendor:
-        return next((own for own in MAKERS if own.lower() == vendor.lower()), vendor), ""
+        return next(
+            (own for own in generations().makers if own.lower() == vendor.lower()), vendor
+        ), ""
     if platform == "cpu":
         return "", ""
-    why = f"of {architecture}" if architecture in ARCHITECTURES else f"usual for a {platform}"
+    why = (
+        f"of {architecture}"
+        if architecture in generations().architectures
+        else f"usual for a {platform}"
+    )
     return rules_of(architecture, platform).vendor, why
 
 
@@ -333,23 +328,12 @@ def _wide(name: str, bits: int, listed: Values) -> float:
     return listed["s32"] if bits <= 32 else listed["s32"] / 4
 
 
-#: Where :data:`CAPABILITIES` comes from.
+#: Where figures by compute capability come from.
 SOURCE = "CUDA C++ programming guide, technical specifications by compute capability, from memory"
-#: Nearest NVIDIA architecture to AMD's: HBM, a large L2 and bf16 in the matrix unit, as an A100;
-#: packed f16 and s8 but no bf16 on Vega 20 and RDNA 2, as Turing. XLA's compiler for AMD does not
-#: run without the device (docs/lowering.md).
-NEAREST = {
-    "gfx906": "sm_75",
-    "gfx908": "sm_80",
-    "gfx90a": "sm_80",
-    "gfx942": "sm_80",
-    "gfx950": "sm_80",
-    "gfx1030": "sm_75",
-}
 #: How NVIDIA's architectures are named.
 NVIDIA = "sm_"
-#: Figures of a core and of a block that only a compiler needs, in the order of `_row`.
-_KEYS = (
+#: Keys of a device file that only a compiler needs.
+COMPILER_KEYS = (
     "threads_per_core",
     "shared_kb_per_block_optin",
     "shared_kb_per_block",
@@ -357,34 +341,9 @@ _KEYS = (
     "registers_per_core",
     "registers_per_block",
 )
-#: Keys of a device file that only a compiler needs.
-COMPILER_KEYS = _KEYS
 
 
 def capability_of(architecture: str) -> int | None:
     """Return compute capability × 10, such as 90 for ``sm_90``; ``None`` for other vendors."""
     digits = architecture.removeprefix(NVIDIA)
     return int(digits) if architecture.startswith(NVIDIA) and digits.isdigit() else None
-
-
-def _row(threads: float, shared_optin: float) -> dict[str, float]:
-    """Build a row of :data:`CAPABILITIES`: only these two figures differ between generations."""
-    return dict(zip(_KEYS, (threads, shared_optin, 48.0, 1024.0, 65536.0, 65536.0), strict=True))
-
-
-#: By compute capability × 10, in the units of a device file.
-CAPABILITIES: dict[int, dict[str, float]] = {
-    60: _row(2048, 48),
-    61: _row(2048, 48),
-    70: _row(2048, 96),
-    75: _row(1024, 64),
-    80: _row(2048, 163),
-    86: _row(1536, 99),
-    87: _row(1536, 163),
-    89: _row(1536, 99),
-    90: _row(2048, 227),
-    100: _row(2048, 227),
-    103: _row(2048, 227),
-    120: _row(1536, 99),
-    121: _row(1536, 99),
-}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ....common.errors import CompilerError, DeviceError
 from ...devices.device import DeviceSpec
-from ...devices.rules import NEAREST, capability_of
+from ...devices.rules import capability_of, generations
 from .install import Compiler, find_compiler
 
 #: Figures that XLA is told of a GPU, by field, with the key of the device file that gives each.
@@ -169,7 +169,7 @@ def _tpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
 
 def _gpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
     notes = []
-    rules = NEAREST.get(architecture, architecture)
+    rules = generations().nearest.get(architecture, architecture)
     if rules != architecture:
         notes.append(
             f"no XLA compiler for {architecture} runs without the device: kernels follow the rules "
@@ -248,8 +248,8 @@ def _capability(architecture: str, spec: DeviceSpec) -> int:
         raise DeviceError(
             f"compiler_target {architecture!r} is not an architecture that XLA compiles for",
             where=f"device {spec.name}",
-            hint=f"sm_90 and the like for NVIDIA; {', '.join(NEAREST)} for AMD; for a TPU one of "
-            f"{', '.join(_TPU)}, with platform: tpu",
+            hint=f"sm_90 and the like for NVIDIA; {', '.join(generations().nearest)} for AMD; "
+            f"for a TPU one of {', '.join(_TPU)}, with platform: tpu",
         )
     return capability
 

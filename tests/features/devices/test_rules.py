@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.devices.rules import (
-    ARCHITECTURES,
-    CAPABILITIES,
     GENERIC,
     MATRIX_TYPES,
     VECTOR_TYPES,
     Architecture,
     capability_of,
     fill,
+    generations,
     matrix_rates,
     rules_of,
     vector_rates,
@@ -84,8 +83,8 @@ def test_figures_of_the_file_are_never_replaced():
 
 
 def test_rules_of_unlisted_architectures_are_those_of_the_platform():
-    assert rules_of("hopper", "gpu") is ARCHITECTURES["hopper"]
-    assert rules_of("v9", "tpu") is ARCHITECTURES["tpu"]
+    assert rules_of("hopper", "gpu") is generations().architectures["hopper"]
+    assert rules_of("v9", "tpu") is generations().architectures["tpu"]
     assert rules_of("unheard-of", "gpu") is GENERIC
 
 
@@ -113,5 +112,5 @@ def test_capabilities():
     assert capability_of("sm_90") == 90 and capability_of("sm_120") == 120
     assert capability_of("gfx90a") is None and capability_of("sm_90a") is None
     # H100: 227 of 228 KB of shared memory may be asked for by one block, 1 KB is the system's.
-    assert CAPABILITIES[90]["shared_kb_per_block_optin"] == 227.0
-    assert {row["registers_per_core"] for row in CAPABILITIES.values()} == {65536.0}
+    assert generations().capabilities[90]["shared_kb_per_block_optin"] == 227.0
+    assert {row["registers_per_core"] for row in generations().capabilities.values()} == {65536.0}
