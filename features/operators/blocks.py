@@ -27,34 +27,10 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+from .schema import BLOCK_FLAGS
 
 FIT = fitted("blocks")
 
-#: Words that tell libraries, kernels and methods of measurement apart, by the column that they are
-#: looked for in; each is a flag. Names are those of the kernel pack's tables.
-WORDS: dict[str, tuple[str, ...]] = {
-    "op": (
-        *("context", "generation", "verify", "skip_indexer", "csa", "hca", "dsa", "msa", "logits"),
-        *("attn", "gdn", "kda", "mamba2", "pre", "post", "norm", "rope", "rotary", "act", "emb"),
-        *("sampler", "lm_head", "down", "up", "expert", "gate", "q_proj", "k_proj", "v_proj"),
-        *("o_proj", "qkv", "sum", "grouped", "fused", "mixed", "decode", "prefill", "share"),
-    ),
-    "backend": (
-        *("sglang", "trtllm", "vllm", "aiter", "flashinfer", "flash-attn2", "torch", "xla"),
-        *("vllm_fused", "unnamed"),
-    ),
-    "kernel": (
-        *("kernel_mean3", "kernel_mean30", "kernel_median30", "cuda_event", "device_trace"),
-        *("tuned_min", "prefill_hot", "fa3", "flashmla", "sparse", "triton", "deep_gemm"),
-        *("tilelang", "torch", "splitk", "nosplit", "fma", "flashinfer", "packed", "fused"),
-        *("conv1d", "update", "chunk", "recurrent", "flashkda", "radix", "split"),
-    ),
-    "kv_dtype": ("fp8",),
-    "distribution": (
-        *("fp8_block", "nvfp4", "bf16", "varlen", "snapshots", "per_1x128", "per_token"),
-        *("per_tensor", "gelu", "1: 1", "llama", "phi", "mixtral", "qwen", "step"),
-    ),
-}
 #: Method whose time holds the host's launches.
 HOST = "cuda_event"
 #: Output tiles of products with the share of the peak that they reach, and least depth of a split
@@ -103,7 +79,7 @@ def _staged(
     compute, least = flops / peak, least_seconds(moved, resident, mc)
     features = {
         f"{column}_{word}": table.says(column, word) * 1.0
-        for column, words in WORDS.items()
+        for column, words in BLOCK_FLAGS.items()
         for word in words
     }
     features |= {f"dtype_{name}": table.is_("dtype", name) * 1.0 for name in DTYPES}

@@ -9,38 +9,13 @@ from functools import lru_cache
 import numpy as np
 
 from .columns import Machine, OpTable
+from .schema import FLAGS
 
 #: Share of the data-sheet bandwidth that long streams reach. Engineering estimate, used by every
 #: family; the learned ratio corrects it.
 STREAM = 0.85
-#: Words that tell kernels apart, looked for in the column ``kernel`` of the published tables. Each
-#: becomes a flag: adding or removing one changes the schema (``OPS_VERSION`` in
-#: ``features/operators/features.py``).
-KERNEL_WORDS = (
-    "triton",
-    "cutlass",
-    "deepgemm",
-    "flashinfer",
-    "fa2",
-    "fa3",
-    "fa4",
-    "flash_attention",
-    "flash_attn",
-    "marlin",
-    "torch",
-    "smooth",
-    "weight_only",
-    "sgl_kernel",
-    "default",
-    "nongated",
-    "xpu",
-    "fidecode",
-    "fiprefill",
-    "block",
-    "modelopt",
-)
-#: Serving frameworks that the tensor-core pack was measured with.
-BACKENDS = ("sglang", "trtllm", "vllm")
+#: Serving frameworks, and words that tell kernels apart: one flag each.
+BACKENDS, KERNEL_WORDS = FLAGS["backends"], FLAGS["kernel_words"]
 
 
 @dataclass(slots=True)

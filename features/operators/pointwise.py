@@ -17,27 +17,11 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+from .schema import FLAGS
 
 EAGER_FLOOR_S = fitted("passes").numbers("eager_floor_s")
-#: Ops of the published tables, one flag each; a ``u`` marks the form with a scalar operand.
-OPS = (
-    "add",
-    "addu",
-    "mul",
-    "mulu",
-    "pow",
-    "powu",
-    "div",
-    "divu",
-    "gelu",
-    "relu",
-    "tanh",
-    "embedding",
-    "rope",
-    "silu_and_mul",
-    "layernorm",
-    "rmsnorm",
-)
+#: Ops of the published tables, one flag each.
+OPS = FLAGS["passes"]
 #: Elements that a thread block of a vectorised element-wise kernel takes: 256 threads of four, one
 #: proxy for all frameworks. Engineering estimate.
 BLOCK = 1024

@@ -41,6 +41,8 @@ TRACED: tuple[str, ...] = tuple(_FILE["traced"])
 SEVERAL = frozenset(_FILE["several"])
 #: Families of whole layers and blocks, with their parameters, any of which may be zero.
 BLOCKS = _lists(_FILE["blocks"])
+#: Names that are features, one flag each: of backends, kernels and passes; and of blocks by column.
+FLAGS, BLOCK_FLAGS = _lists(_FILE["flags"]), _lists(_FILE["block_flags"])
 
 
 def parameters_of(family: str) -> tuple[str, ...]:
