@@ -42,14 +42,14 @@ LEARNED = {
     "power": Kind(
         "training on power",
         "PowerSettings",
-        "measured.power:run_train_power",
+        "measured.tables:run_train_power",
         ("out", "seed"),
         "power.json",
     ),
     "tiles": Kind(
         "training on tiles",
         "TileSettings",
-        "measured.tiles:run_train_tiles",
+        "measured.tables:run_train_tiles",
         ("out", "seed"),
         "tiles.json",
     ),

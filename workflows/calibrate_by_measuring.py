@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ import numpy as np
 
 from ..common.errors import DeviceError, ProfileError
 from ..features.devices.identity import anchors_of, speed_of
-from .measured.calibration_samples import Candidate, Samples, candidate_of
+from .measured.calibration_samples import Candidate, Round, Samples, candidate_of, rounds_table
 
 if TYPE_CHECKING:
-    import pandas as pd
     from rich.console import Console
 
     from ..datagen.profile.plan import Item
@@ -52,27 +50,6 @@ EXPECTED_COMPILE_S = {"op": 0.3, "zoo": 4.0}
 #: Seconds that measuring a program is expected to take, by stream, before any was measured.
 #: Engineering estimate; the mean with what was seen soon replaces it.
 EXPECTED_S = {"op": 0.5, "zoo": 4.0}
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a round measured, and the model's errors before it learned from it.
-
-    Attributes:
-        learned: Kernels that the model had learned before the round.
-        kernels: Kernels measured in the round.
-        programs: Names of the programs of the round.
-        before: Median relative error on them of the model without correction.
-        error: The same of the model as corrected by the earlier rounds.
-        seconds: Since the start.
-    """
-
-    learned: int
-    kernels: int
-    programs: tuple[str, ...]
-    before: float
-    error: float
-    seconds: float
 
 
 class Calibration:
@@ -397,19 +374,3 @@ def _remeasured(spec: DeviceSpec, model: CostModel) -> DeviceSpec:
         logger.warning("this machine runs at %s of when it was measured: measuring it again", speed)
     measure_device(save=True)
     return resolve_device("local", model.devices)
-
-
-def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
-    """Tabulate rounds, with errors in per cent."""
-    import pandas as pd
-
-    return pd.DataFrame(
-        {
-            "learned": [r.learned for r in rounds],
-            "new kernels": [r.kernels for r in rounds],
-            "programs": [len(r.programs) for r in rounds],
-            "model as it was": [round(100 * r.before, 1) for r in rounds],
-            "calibrated": [round(100 * r.error, 1) for r in rounds],
-            "seconds": [round(r.seconds) for r in rounds],
-        }
-    )

@@ -48,7 +48,7 @@ def run_profile(settings: ProfileSettings) -> None:
     mix = parse_mix(settings.mix)
     own = RunSettings(settings.device, settings.budget_s, mix, settings.suite, settings.seed)
     if settings.ray:
-        from ..datagen.profile.fleet import profile_fleet
+        from ..datagen.profile.profile import profile_fleet
 
         result = profile_fleet(settings.out, settings.ray, own, progress=not settings.quiet)
     else:

@@ -181,16 +181,13 @@ def _rates(dtypes: Sequence[str], measure: Callable[[str], float], end: float) -
     return rates
 
 
-def _kernel_medians(
+def _kernel_seconds(
     function: Callable[..., jax.Array],
     *args: jax.Array,
     repeats: int = _REPEATS,
     donate: bool = False,
-) -> list[float]:
-    """Return the median seconds of each kernel of a function; empty without events.
-
-    With ``donate`` the result takes the place of the first argument, as in a training loop.
-    """
+) -> float:
+    """Median seconds of each kernel of a function, summed; 0 without events."""
     import jax
 
     compiled = jax.jit(function, donate_argnums=(0,) if donate else ()).lower(*args).compile()
@@ -201,17 +198,7 @@ def _kernel_medians(
     once = min(runner.step() for _ in range(2))
     repeats = max(3, min(repeats, int(1.0 / max(once, 1e-6))))
     durations = trace(lambda: [runner.step() for _ in range(repeats)])
-    return [float(np.median(seconds)) for seconds in durations.values() if seconds]
-
-
-def _kernel_seconds(
-    function: Callable[..., jax.Array],
-    *args: jax.Array,
-    repeats: int = _REPEATS,
-    donate: bool = False,
-) -> float:
-    """Seconds of all kernels of a function together; 0 without events."""
-    return sum(_kernel_medians(function, *args, repeats=repeats, donate=donate))
+    return sum(float(np.median(seconds)) for seconds in durations.values() if seconds)
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.Array:

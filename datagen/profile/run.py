@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -56,7 +56,6 @@ class ProfileRun:
         settings: Settings of the run.
         given: Given programs.
         device_spec: The device, if it is not to be probed.
-        env: Environment variables for the worker.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class ProfileRun:
         settings: ProfileSettings,
         given: Sequence[Item],
         device_spec: DeviceSpec | None,
-        env: dict[str, str],
     ) -> None:
         self._settings = settings
         self._folder = folder
@@ -91,7 +89,7 @@ class ProfileRun:
             "wall_s": settings.wall_s,
         }
         self._overlap = overlap
-        self._measurer = Measurer(worker, env, settings.timeout_s)
+        self._measurer = Measurer(worker, settings.timeout_s)
         self._anchors = AnchorLog()
         self._measured: list[Item] = []
         self._replicated: set[str] = set()
@@ -119,19 +117,13 @@ class ProfileRun:
             if "device" in record and DeviceSpec.from_dict(record["device"]) == device
         }
         self._done = done_programs(self._folder, own)
-        spent = self._spent_before(own.values())
-        if self._budget_s is not None:
-            self._budget_s -= spent
-
-    def _spent_before(self, records: Iterable[JsonMapping]) -> float:
-        """Return the seconds that runs spent on this plan; add their shares to the plan."""
-        total = 0.0
-        for record in records:
-            if record.get("plan") == self._plan.record():
-                total += float(record.get("elapsed_s", 0.0))
-                for stream, seconds in record.get("spent_s", {}).items():
-                    self._plan.spent[stream] = self._plan.spent.get(stream, 0.0) + float(seconds)
-        return total
+        for record in own.values():
+            if record.get("plan") != self._plan.record():
+                continue
+            if self._budget_s is not None:
+                self._budget_s -= float(record.get("elapsed_s", 0.0))
+            for stream, seconds in record.get("spent_s", {}).items():
+                self._plan.spent[stream] = self._plan.spent.get(stream, 0.0) + float(seconds)
 
     def execute(self, progress: bool = True) -> ProfileResult:
         """Measure until the budget or the plan ends, or Ctrl-C."""

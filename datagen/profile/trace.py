@@ -182,16 +182,12 @@ def executed(data: ProfileData, *, by_program: bool = False) -> list[Executed]:
             programs of other shapes have the same name.
     """
     planes = list(data.planes)
-    device = [plane for plane in planes if _is_device(plane.name)]
+    # What accelerators ran, not custom counters.
+    device = [p for p in planes if p.name.startswith(("/device:GPU:", "/device:TPU:"))]
     # Beside devices, the host's planes only show launches.
     if device:
         return [_device_events(plane, by_program) for plane in device]
     return [Executed("cpu", _host_events(planes, by_program))]
-
-
-def _is_device(name: str) -> bool:
-    """Whether a plane holds what an accelerator ran (``/device:GPU:0``), not custom counters."""
-    return name.startswith(("/device:GPU:", "/device:TPU:"))
 
 
 def _host_events(planes: Iterable[Any], by_program: bool) -> list[Event]:

@@ -34,14 +34,12 @@ class WorkerClient:
 
     Args:
         settings: See :class:`opcast.datagen.profile.worker.Worker`.
-        env: Environment variables on top of this process's own.
         timeout_s: Seconds without any reply after which the worker counts as stuck.
     """
 
     def __init__(
         self,
         settings: Mapping[str, object],
-        env: Mapping[str, str] | None = None,
         timeout_s: float = REPLY_TIMEOUT,
     ) -> None:
         self._timeout = timeout_s
@@ -49,7 +47,7 @@ class WorkerClient:
         allocator = {k: v for k, v in ALLOCATOR_ENV.items() if k not in os.environ}
         self._worker = WorkerProcess(
             module_command(f"{__package__}.worker", json.dumps(settings)),
-            variables={**allocator, **(env or {})},
+            variables=allocator,
         )
 
     @property
@@ -116,19 +114,12 @@ class Measurer:
 
     Args:
         settings: See :class:`WorkerClient`.
-        env: See :class:`WorkerClient`.
         timeout_s: See :class:`WorkerClient`.
     """
 
-    def __init__(
-        self,
-        settings: JsonObject,
-        env: dict[str, str] | None = None,
-        timeout_s: float = REPLY_TIMEOUT,
-    ) -> None:
+    def __init__(self, settings: JsonObject, timeout_s: float = REPLY_TIMEOUT) -> None:
         self.settings = settings
         self.starts = 0
-        self._env = env
         self._timeout = timeout_s
         self._client: WorkerClient | None = None
         self._early: dict[str, JsonObject] = {}
@@ -138,7 +129,7 @@ class Measurer:
     def client(self) -> WorkerClient:
         """The worker, started if none is running."""
         if self._client is None:
-            self._client = WorkerClient(self.settings, self._env, self._timeout)
+            self._client = WorkerClient(self.settings, timeout_s=self._timeout)
             self.starts += 1
         return self._client
 

@@ -114,8 +114,9 @@ def _fused(
             names = []
             for inner in node.graphs:
                 writer = _fused(inner, machine, emitter)
-                writer.one_parameter = node.opcode == "conditional"
-                names.append(emitter.add(writer.write(emitter.name("body"))))
+                one = node.opcode == "conditional"
+                body = writer.write(emitter.name("body"), one_parameter=one)
+                names.append(emitter.add(body))
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph)
     fuse_epilogues(clusters)

@@ -16,11 +16,11 @@ from dataclasses import replace
 from ..ir.program import Computation, Op, Program
 
 #: Collectives that common-subexpression elimination may merge.
-_PURE_COLLECTIVES = frozenset(
+PURE_COLLECTIVES = frozenset(
     ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 )
 #: Ops with side effects, or whose results differ although they look equal.
-_IMPURE = frozenset(
+IMPURE = frozenset(
     (
         "parameter",
         "rng",
@@ -70,7 +70,7 @@ class _Rewriter:
     def run(self) -> Computation:
         """Apply all rewrites."""
         # Most computations (reducers, bodies) have none and stay the same object.
-        if not any(op.opcode in _PURE_COLLECTIVES for op in self.ops):
+        if not any(op.opcode in PURE_COLLECTIVES for op in self.ops):
             return self.computation
         self._merge_equal()
         self._scatter()
@@ -92,12 +92,12 @@ class _Rewriter:
         # found; only the collectives themselves are merged, the rest is the compiler's business.
         number, known = list(range(len(self.ops))), dict[Hashable, int]()
         for place, op in enumerate(self.ops):
-            if op.opcode in _IMPURE:
+            if op.opcode in IMPURE:
                 continue
             first = known.setdefault(self._key(op, [number[o] for o in op.operands]), place)
             number[place] = first
         same = {p: n for p, n in enumerate(number) if p != n}
-        twins = {p: n for p, n in same.items() if self.ops[p].opcode in _PURE_COLLECTIVES}
+        twins = {p: n for p, n in same.items() if self.ops[p].opcode in PURE_COLLECTIVES}
         for place, op in enumerate(self.ops):
             if any(o in twins for o in op.operands):
                 operands = tuple(twins.get(o, o) for o in op.operands)
@@ -217,7 +217,7 @@ class _Rewriter:
         while pending:
             place = pending.pop()
             op = self.ops[place]
-            if place in self.dropped or left[place] or place == self.root or op.opcode in _IMPURE:
+            if place in self.dropped or left[place] or place == self.root or op.opcode in IMPURE:
                 continue
             self.dropped.add(place)
             for operand in op.operands:

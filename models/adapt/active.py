@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .gaussian_process import Sites, covariance, noise_variance, scaled_params
+from .covariance import Sites, covariance, noise_variance, scaled_params
 
 #: Factors on the amplitude of slopes, on the standard deviation of noise, and on length scales: a
 #: new device's errors may have less in common than those of the devices that the covariance was

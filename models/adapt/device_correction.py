@@ -18,15 +18,8 @@ from ...features.kernels.kernel import Kernel
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
 from ..trust.conformal import Ends, conformal_size, ends, including_zero
-from .gaussian_process import (
-    MAX_SAMPLES,
-    MIN_OWN,
-    ErrorPosterior,
-    Sites,
-    left_out_errors,
-    scaled_params,
-    start_params,
-)
+from .covariance import Sites, scaled_params, start_params
+from .gaussian_process import MAX_SAMPLES, MIN_OWN, ErrorPosterior, left_out_errors
 
 #: Features that show how close two kernels are, with their typical spread over the kernels of
 #: models, which makes distances dimensionless. The spreads are engineering estimates.

@@ -13,7 +13,7 @@ chapters 2, 4 and 5). The variances and length scales are fitted once, to errors
 of training, so that a handful of samples of a new device is enough.
 
 Where the sites name the leaves that a model's trees put kernels into, the share of trees in which
-two kernels meet takes the place of ``exp(-d)`` (:mod:`.shared_leaves`).
+two kernels meet takes the place of ``exp(-d)`` (:mod:`.covariance`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ from itertools import product
 
 import numpy as np
 
-from ...features.operators import OpFeatures
 from ..trust.conformal import COVERAGE, conformal_size, ends
-from .shared_leaves import cautious_params, leaf_variants, shared_leaves
+from .covariance import (
+    AMPLITUDES,
+    LEAST_NOISE,
+    Sites,
+    cautious_params,
+    covariance,
+    distance,
+    leaf_variants,
+    nearness,
+    noise_variance,
+    prior_variance,
+    start_params,
+    weakened,
+)
 
 #: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
 #: the extremes.
 MIN_OWN = 50
-#: Least standard deviation of a label's noise, in log space: errors are heavier in the tails than
-#: a Gaussian's, and a smaller one lets single outliers bend the correction.
-LEAST_NOISE = 0.06
 #: How far fitted parameters may lie from :func:`start_params`, in log space (a factor of 150):
 #: keeps the covariance well conditioned where the errors do not determine a parameter.
 FARTHEST = 5.0
@@ -50,132 +59,8 @@ SMALLEST = 0.05
 #: Fewest samples for that choice, and most that it looks at: each of its 27 variants inverts their
 #: covariance.
 LEAST_CHOICE, MAX_CHOICE = 8, 400
-_AMPLITUDES = 7  # three of slopes, three of smooth terms, noise
-#: Amplitudes before fitting, as standard deviations of log errors: 25 % shared by a device, 15 % by
-#: library and kernel, 10 % noise (engineering estimates; :func:`fit_params` moves them).
-_START = (0.25, 0.15, 0.15, 0.15, 0.15, 0.2, 0.1)
-#: Length scale of every key feature before fitting, in standard deviations.
-_REACH = 2.5
 #: Half-width of the central 90 % of a normal distribution, in standard deviations.
 _NORMAL_90 = 1.645
-
-
-@dataclass(slots=True)
-class Sites:
-    """Positions of ``n`` kernels for the covariance.
-
-    Attributes:
-        place: Scaled key features, shape ``(n, d)``.
-        share: Shares of compute, memory and launch in the time, shape ``(n, 3)``; operator models
-            append how far each known chip lies from the general prediction.
-        coarse: Op, dtype and backend of each kernel, object, shape ``(n,)``.
-        fine: The same with the kernel's name, object, shape ``(n,)``.
-        leaves: Leaf of each tree of a model that a kernel ends in, shape ``(n, trees)``; ``None``
-            where the covariance goes by distance.
-    """
-
-    place: np.ndarray
-    share: np.ndarray
-    coarse: np.ndarray
-    fine: np.ndarray
-    leaves: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        """Number of kernels."""
-        return len(self.place)
-
-    def take(self, rows: np.ndarray) -> Sites:
-        """The given kernels, by position or mask."""
-        leaves = None if self.leaves is None else self.leaves[rows]
-        return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows], leaves)
-
-
-@dataclass
-class Scale:
-    """Centre and spread of key features, which make distances dimensionless."""
-
-    centre: np.ndarray
-    spread: np.ndarray
-
-    @classmethod
-    def of(cls, features: OpFeatures) -> Scale:
-        """Take them from the key features of training rows."""
-        keys = features.X[:, features.keys].astype(np.float64)
-        # 1e-6 keeps a constant feature from dividing by zero.
-        return cls(keys.mean(axis=0), keys.std(axis=0) + 1e-6)
-
-    def sites(self, features: OpFeatures, coarse: np.ndarray, fine: np.ndarray) -> Sites:
-        """Sites of kernels."""
-        keys = features.X[:, features.keys].astype(np.float64)
-        # Six standard deviations: beyond them everything is equally far.
-        place = np.clip((keys - self.centre) / self.spread, -6, 6)
-        return Sites(place, time_shares(features), coarse, fine)
-
-
-def time_shares(features: OpFeatures) -> np.ndarray:
-    """Shares of compute, memory and launch in the analytical estimate, shape ``(n, 3)``.
-
-    Rows add up to 1. Compute and memory overlap, so their shares go by the squares of their times.
-    """
-    launch = np.clip(features.floor_s / features.base_s, 0, 1)
-    compute, memory = (_share(features, n) for n in ("log_tiles_base", "log_memory_base"))
-    vector = _share(features, "log_vector_base")
-    # Matrix and vector units are both compute; the one that takes longer decides.
-    compute = np.maximum(compute, vector)
-    rest = (1 - launch) / (compute + memory + 1e-9)
-    return np.stack([compute * rest, memory * rest, launch], axis=1)
-
-
-def _share(features: OpFeatures, name: str) -> np.ndarray:
-    if name not in features.names:
-        return np.zeros(len(features.X))
-    logs = features.X[:, features.names.index(name)].astype(np.float64)
-    # The feature is log2(time / base): this is the square of the ratio.
-    return np.asarray(np.exp2(2 * logs))
-
-
-def covariance(
-    first: Sites, second: Sites, log_params: np.ndarray, near: np.ndarray | None = None
-) -> np.ndarray:
-    """Covariance of the errors of two sets of kernels, shape ``(n, m)``.
-
-    Args:
-        first: ``n`` kernels.
-        second: ``m`` kernels.
-        log_params: Parameters.
-        near: How close they are, from :func:`nearness`, if it was computed already.
-    """
-    p = np.exp(log_params)
-    near = nearness(first, second, log_params) if near is None else near
-    slope = first.share @ second.share.T
-    coarse = first.coarse[:, None] == second.coarse[None]
-    fine = first.fine[:, None] == second.fine[None]
-    return np.asarray(
-        slope * (p[0] ** 2 + p[1] ** 2 * coarse + p[2] ** 2 * fine)
-        + near * (p[3] ** 2 + p[4] ** 2 * coarse + p[5] ** 2 * fine)
-    )
-
-
-def nearness(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
-    """How close kernels are, from 0 to 1, shape ``(n, m)``: by leaves, else by distance."""
-    if first.leaves is not None and second.leaves is not None:
-        return shared_leaves(first.leaves, second.leaves)
-    # Exponential covariance (Matérn 1/2): errors are rough functions of the features.
-    return np.asarray(np.exp(-_distance(first, second, log_params)))
-
-
-def _distance(first: Sites, second: Sites, log_params: np.ndarray) -> np.ndarray:
-    scale = np.exp(log_params[_AMPLITUDES:])
-    a, b = first.place / scale, second.place / scale
-    # |a - b|² expanded: one matrix product instead of an (n, m, d) array. Rounding may make it
-    # negative; the least distance keeps its reciprocal, of which gradients are made, finite.
-    gap = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
-    return np.asarray(np.sqrt(np.maximum(gap, 0.0) + 1e-12))
-
-
-def start_params(keys: int) -> np.ndarray:
-    """Parameters before any fitting, as logarithms, shape ``(7 + keys,)``."""
-    return np.asarray(np.log(np.array([*_START, *([_REACH] * keys)])))
 
 
 def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) -> np.ndarray:
@@ -241,26 +126,21 @@ def negative_log_likelihood(
     # Derivative by each entry of the covariance; by a parameter, the sum of its products with what
     # the parameter changes there.
     by_entry = 0.5 * (cho_solve(factor, np.eye(count)) - np.outer(weights, weights))
-    squares = np.exp(2 * params[:_AMPLITUDES])
+    squares = np.exp(2 * params[:AMPLITUDES])
     coarse = sites.coarse[:, None] == sites.coarse[None]
     fine = sites.fine[:, None] == sites.fine[None]
     shared, smooth = by_entry * (sites.share @ sites.share.T), by_entry * near
     parts = [kind[mask].sum() for kind in (shared, smooth) for mask in (..., coarse, fine)]
-    noise = np.trace(by_entry) if np.exp(params[_AMPLITUDES - 1]) > LEAST_NOISE else 0.0
+    noise = np.trace(by_entry) if np.exp(params[AMPLITUDES - 1]) > LEAST_NOISE else 0.0
     amplitudes = 2 * squares * np.array([*parts, noise])
-    reaches = np.zeros(len(params) - _AMPLITUDES)
+    reaches = np.zeros(len(params) - AMPLITUDES)
     if sites.leaves is None:
-        scaled = sites.place / np.exp(params[_AMPLITUDES:])
+        scaled = sites.place / np.exp(params[AMPLITUDES:])
         # exp(-d) changes with the logarithm of a length scale by exp(-d) (a - b)² / d.
         pull = smooth * (squares[3] + squares[4] * coarse + squares[5] * fine)
-        pull /= _distance(sites, sites, params)
+        pull /= distance(sites, sites, params)
         reaches = 2 * (pull.sum(1) @ scaled**2 - ((pull @ scaled) * scaled).sum(0))
     return value, np.concatenate([amplitudes, reaches])
-
-
-def noise_variance(params: np.ndarray) -> float:
-    """Variance of a label's noise, in log space."""
-    return float(max(np.exp(params[_AMPLITUDES - 1]), LEAST_NOISE) ** 2)
 
 
 def left_out_errors(
@@ -301,7 +181,7 @@ def chosen_params(
     than none by the share ``gain`` of the error, the smallest amplitudes are taken.
     """
     # The error without any correction: what every variant has to beat.
-    best, least = _scaled(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
+    best, least = weakened(params, SMALLEST, 1.0), (1.0 - gain) * float(np.abs(errors).mean())
     # Distances depend on the parameters that are the same in all variants.
     near = nearness(sites, sites, params)
     for scaled in _variants(params) if sites.leaves is None else leaf_variants(params):
@@ -316,35 +196,10 @@ def chosen_params(
 
 def _variants(params: np.ndarray) -> Iterator[np.ndarray]:
     for shared, amplitude, noise in product(SHARED_FACTORS, AMPLITUDE_FACTORS, NOISE_FACTORS):
-        scaled = _scaled(params, amplitude, noise)
+        scaled = weakened(params, amplitude, noise)
         # a0 and s0: the terms that rows share whatever their op, dtype and backend.
         scaled[[0, 3]] += np.log(shared)
         yield scaled
-
-
-def scaled_params(
-    params: np.ndarray, slopes: float, noise: float, reach: float = 1.0, smooth: float = 1.0
-) -> np.ndarray:
-    """Scale groups of parameters.
-
-    Args:
-        params: Parameters of the covariance.
-        slopes: Factor on the amplitudes of slopes.
-        noise: Factor on the standard deviation of noise.
-        reach: Factor on the length scales.
-        smooth: Factor on the amplitudes of the smooth terms.
-    """
-    scaled = params.copy()
-    scaled[:3] += np.log(slopes)
-    scaled[3 : _AMPLITUDES - 1] += np.log(smooth)
-    # From the variance, not the parameter: a factor must act on the noise after its lower limit.
-    scaled[_AMPLITUDES - 1] = 0.5 * np.log(noise_variance(params)) + np.log(noise)
-    scaled[_AMPLITUDES:] += np.log(reach)
-    return scaled
-
-
-def _scaled(params: np.ndarray, amplitude: float, noise: float) -> np.ndarray:
-    return scaled_params(params, amplitude, noise, smooth=amplitude)
 
 
 @dataclass
@@ -465,17 +320,10 @@ class ErrorPosterior:
         for start in range(0, len(sites), 4096):
             part = sites.take(np.arange(start, min(start + 4096, len(sites))))
             cross = covariance(part, self.sites, self.params)
-            own = _variance(part, self.params)
+            own = prior_variance(part, self.params)
             mean[start : start + 4096] = cross @ self.weights
             # Variance that the samples explain (Rasmussen and Williams, equation 2.26).
             known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
             spread = np.sqrt(np.maximum(own - known, 0.0) + noise_variance(self.params))
             half[start : start + 4096] = _NORMAL_90 * self.scale * spread
         return mean, half
-
-
-def _variance(sites: Sites, params: np.ndarray) -> np.ndarray:
-    """Prior variance of each kernel's error, the diagonal of :func:`covariance`, shape ``(n,)``."""
-    p = np.exp(params)
-    slope = (sites.share**2).sum(axis=1)
-    return np.asarray(slope * (p[:3] ** 2).sum() + (p[3:6] ** 2).sum())

@@ -288,6 +288,22 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
     )
 
 
+def by_cell(names: Iterable[object], values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Rows of today's cells, of those that a model lists by name: cells are added with kinds."""
+    stored = {str(name): index for index, name in enumerate(names)}
+    return np.stack([values[stored[c]] if c in stored else missing for c in CELLS])
+
+
+def check_cells(names: Iterable[object]) -> None:
+    """Check that a model lists today's cells.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if [str(name) for name in names] != list(CELLS):
+        raise ValueError("cells of the saved model differ from this version's")
+
+
 def cells(kinds: Sequence[str], platform: str) -> np.ndarray:
     """Cell of each kernel, int16, shape ``(n,)``."""
     other = len(CELLS) - 1

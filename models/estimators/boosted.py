@@ -10,10 +10,10 @@ import numpy as np
 
 from ...common.errors import ModelError
 from ..core.base import own_params
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
 from ..training_data.stopping import stop_rows
-from .ranking import ScoreMap, device_queries, grow_pairwise
+from .ranking import ScoreMap, device_queries, grow_pairwise, grown
 from .tabular import TabularEstimator
 from .xgboost_trees import SUFFIX, BoostedTrees, compact, expand
 
@@ -163,19 +163,11 @@ class XGBoostEstimator(TabularEstimator):
         stop = self._held_back(groups)
         options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}
         train = xgb.QuantileDMatrix(values[~stop], target[~stop], **options)
-        if not stop.any():
-            return xgb.train(self._settings(table), train, self.params["rounds"])
-        held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
-        booster = xgb.train(
-            self._settings(table),
-            train,
-            self.params["rounds"],
-            evals=[(held, "stop")],
-            early_stopping_rounds=self.params["stop_rounds"],
-            verbose_eval=False,
-        )
-        # Slicing drops the rounds after the best one; predictions would use all of them otherwise.
-        return booster[: booster.best_iteration + 1]
+        held = None
+        if stop.any():
+            held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
+        limits = self.params["rounds"], self.params["stop_rounds"]
+        return grown(self._settings(table), train, held, *limits)
 
     def _held_back(self, groups: np.ndarray) -> np.ndarray:
         """Rows for early stopping; none if it is off or there are too few."""
@@ -286,18 +278,14 @@ class XGBoostEstimator(TabularEstimator):
         stored |= {n: partial(expand, d) for n, d in small.items()}
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         if self.ranks:
-            self._score_map = _score_map(unpack(files[_MAP_FILE]))
+            arrays = unpack(files[_MAP_FILE])
+            check_cells(arrays["cells"])
+            self._score_map = ScoreMap(arrays["score"], arrays["value"])
         self._trees = {
             stem: BoostedTrees(None, data, self._n_jobs) for stem, data in stored.items()
         }
         if "joint" not in self._trees:
             raise KeyError("joint.ubj")
-
-
-def _score_map(arrays: Mapping[str, np.ndarray]) -> ScoreMap:
-    if [str(c) for c in arrays["cells"]] != list(CELLS):
-        raise ValueError("cells of the saved model differ from this version's")
-    return ScoreMap(arrays["score"], arrays["value"])
 
 
 def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from ...common.errors import ModelError
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelTable, by_cell
 from ..core.registry import estimator_class, make_estimator
 from ..core.store import contents_of, pack, unpack
 from ..training_data.splits import balanced_folds
@@ -203,11 +203,9 @@ class EnsembleEstimator(TabularEstimator):
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         arrays = unpack(files[_FILE])
-        stored = {str(name): index for index, name in enumerate(arrays["cells"])}
         # Cells that a former version did not have take equal weights.
         equal = np.full(len(self.params["members"]), 1.0 / len(self.params["members"]))
-        rows = [arrays["weights"][stored[c]] if c in stored else equal for c in CELLS]
-        self.weights = np.stack(rows)
+        self.weights = by_cell(arrays["cells"], arrays["weights"], equal)
 
     @classmethod
     def _from_parts(

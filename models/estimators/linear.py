@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
 
@@ -122,6 +122,5 @@ class RidgeEstimator(TabularEstimator):
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
         arrays = unpack(files[_FILE])
-        if [str(c) for c in arrays["cells"]] != list(CELLS):
-            raise ValueError("cells of the saved model differ from this version's")
+        check_cells(arrays["cells"])
         self._mean, self._scale, self._coef = arrays["mean"], arrays["scale"], arrays["coef"]

@@ -21,7 +21,7 @@ from ...common.types import JsonMapping
 from ..core.kernel_table import CELLS, KernelTable
 
 if TYPE_CHECKING:
-    from xgboost import Booster
+    from xgboost import Booster, QuantileDMatrix
 
 #: Most rows of one query: the pairs of a query grow with the square of its rows.
 QUERY_LIMIT = 512
@@ -110,20 +110,37 @@ def grow_pairwise(
         values[rows], label[rows], base_margin=start[rows], qid=query, **options
     )
     if stop is None:
-        return xgb.train(own, train, rounds)
+        return grown(own, train, None, rounds, stop_rounds)
     held = xgb.QuantileDMatrix(
         values[stop], label[stop], base_margin=start[stop], ref=train, **options
     )
     metric = _Discordance(label[stop], queries[stop], settings["seed"])
+    return grown(own, train, held, rounds, stop_rounds, custom_metric=metric)
+
+
+def grown(
+    settings: JsonMapping,
+    train: QuantileDMatrix,
+    held: QuantileDMatrix | None,
+    rounds: int,
+    stop_rounds: int,
+    custom_metric: _Discordance | None = None,
+) -> Booster:
+    """Grow trees, up to the round with the least error on held-back rows where there are any."""
+    import xgboost as xgb
+
+    if held is None:
+        return xgb.train(settings, train, rounds)
     booster = xgb.train(
-        own,
+        settings,
         train,
         rounds,
         evals=[(held, "stop")],
-        custom_metric=metric,
         early_stopping_rounds=stop_rounds,
+        custom_metric=custom_metric,
         verbose_eval=False,
     )
+    # Slicing drops the rounds after the best one; predictions would use all of them otherwise.
     return booster[: booster.best_iteration + 1]
 
 

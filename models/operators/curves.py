@@ -11,7 +11,8 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...features.devices.device import DeviceSpec
 from ..adapt.active import allocate, choose, shares_of, spread_evenly
-from ..adapt.gaussian_process import ErrorPosterior, Sites, covariance
+from ..adapt.covariance import Sites, covariance
+from ..adapt.gaussian_process import ErrorPosterior
 from .family import FamilyModel
 
 #: Most candidates and test rows that are used; larger tables are sampled down, so that

@@ -10,14 +10,8 @@ import numpy as np
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
-from ..adapt.gaussian_process import (
-    ErrorPosterior,
-    Scale,
-    Sites,
-    fit_params,
-    start_params,
-    time_shares,
-)
+from ..adapt.covariance import Scale, Sites, start_params, time_shares
+from ..adapt.gaussian_process import ErrorPosterior, fit_params
 from .intervals import twins
 from .known import KnownModel
 from .prediction import FamilyPrediction

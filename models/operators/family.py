@@ -13,7 +13,8 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows, distinct
 from ...features.operators.schema import BLOCKS
-from ..adapt.gaussian_process import ErrorPosterior, Sites
+from ..adapt.covariance import Sites
+from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
 from .device_errors import DeviceErrors
 from .device_kinship import KnownDevices

@@ -15,7 +15,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
-from ..adapt.gaussian_process import time_shares
+from ..adapt.covariance import time_shares
 from ..core.kernel_table import CELLS, KernelGraphs, KernelTable
 from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator

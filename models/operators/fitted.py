@@ -14,7 +14,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
 from ...features.operators.features import ops_schema_hash
-from ..adapt.gaussian_process import Scale, time_shares
+from ..adapt.covariance import Scale, time_shares
 from ..core.kernel_table import KernelTable
 from ..core.registry import estimator_class
 from ..estimators.tabular import TabularEstimator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...features.operators import OpFeatures
-from ..adapt.gaussian_process import time_shares
+from ..adapt.covariance import time_shares
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects

@@ -12,7 +12,7 @@ import numpy as np
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows, distinct
-from ..adapt.gaussian_process import time_shares
+from ..adapt.covariance import time_shares
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...common.types import JsonMapping
-from ..core.kernel_table import CELLS
+from ..core.kernel_table import CELLS, by_cell
 
 #: Nominal coverage of all intervals.
 COVERAGE = 0.9
@@ -104,12 +104,10 @@ class Conformal:
     @classmethod
     def from_dict(cls, data: JsonMapping) -> Conformal:
         """Read :meth:`to_dict`'s data; cells that it does not list get its widest ends."""
-        stored = {name: index for index, name in enumerate(data["cells"])}
-        # Saved by name: cells are added when the list of kinds grows.
         low = np.asarray(data["lower_log"], np.float64)
         high = np.asarray(data["upper_log"], np.float64)
-        lower = np.stack([low[stored[c]] if c in stored else low.min(axis=0) for c in CELLS])
-        upper = np.stack([high[stored[c]] if c in stored else high.max(axis=0) for c in CELLS])
+        lower = by_cell(data["cells"], low, low.min(axis=0))
+        upper = by_cell(data["cells"], high, high.max(axis=0))
         return cls(np.asarray(data["edges_s"], np.float64), lower, upper, int(data["count"]))
 
 

@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 
 from ...common.units import plain
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelTable, by_cell
 
 #: Squares per axis inside the trained range; one more on each side lies outside. Finer grids leave
 #: holes between training kernels, coarser ones accept everything. Engineering estimate.
@@ -151,11 +151,8 @@ class Domain:
     def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Domain:
         """Read :meth:`to_arrays`'s arrays; cells that they do not list stay empty."""
         packed = np.unpackbits(arrays["domain_occupied"], axis=-1, count=(GRID + 2) ** 2)
-        stored = {str(name): index for index, name in enumerate(arrays["domain_cells"])}
-        occupied = np.zeros((len(CELLS), *packed.shape[1:]), bool)
-        for index, name in enumerate(CELLS):
-            if name in stored:
-                occupied[index] = packed[stored[name]].astype(bool)
+        nowhere = np.zeros(packed.shape[1:], packed.dtype)
+        occupied = by_cell(arrays["domain_cells"], packed, nowhere).astype(bool)
         return cls(
             arrays["domain_keys"],
             arrays["domain_low"],

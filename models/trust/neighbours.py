@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..core.kernel_table import CELLS, KernelTable
+from ..core.kernel_table import CELLS, KernelTable, by_cell
 from ..core.store import pack, unpack
 from ..training_data.splits import draw
 from .domain import key_columns
@@ -183,8 +183,7 @@ class NeighbourTable:
         # Kinds that this version does not have any more count as "other".
         place = np.array([CELLS.index(n) if n in CELLS else len(CELLS) - 1 for n in names])
         arrays["cell"] = place[arrays["cell"]].astype(np.int16)
-        stored = {name: index for index, name in enumerate(names)}
-        arrays["medians"] = arrays["medians"][[stored.get(n, len(names) - 1) for n in CELLS]]
+        arrays["medians"] = by_cell(names, arrays["medians"], arrays["medians"][-1])
         return cls(**{name: arrays[name] for name in cls.__dataclass_fields__})
 
 

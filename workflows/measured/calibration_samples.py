@@ -1,4 +1,4 @@
-"""What a calibration may measure, and what it has measured."""
+"""What a calibration may measure, what it has measured, and what its rounds were worth."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 from ...common.types import JsonObject
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ...datagen.profile.plan import Item
     from ...features.devices.device import DeviceSpec
     from ...features.kernels.kernel import Kernel
@@ -135,3 +137,40 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
     # One label stands for all executions; a branch that is never taken has none.
     mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
     return Candidate(item, tuple(kernels[i] for i in costly), share, mean)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round measured, and the model's errors before it learned from it.
+
+    Attributes:
+        learned: Kernels that the model had learned before the round.
+        kernels: Kernels measured in the round.
+        programs: Names of the programs of the round.
+        before: Median relative error on them of the model without correction.
+        error: The same of the model as corrected by the earlier rounds.
+        seconds: Since the start.
+    """
+
+    learned: int
+    kernels: int
+    programs: tuple[str, ...]
+    before: float
+    error: float
+    seconds: float
+
+
+def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
+    """Tabulate rounds, with errors in per cent."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "learned": [r.learned for r in rounds],
+            "new kernels": [r.kernels for r in rounds],
+            "programs": [len(r.programs) for r in rounds],
+            "model as it was": [round(100 * r.before, 1) for r in rounds],
+            "calibrated": [round(100 * r.error, 1) for r in rounds],
+            "seconds": [round(r.seconds) for r in rounds],
+        }
+    )

@@ -21,7 +21,7 @@ COMMITTED = PACKAGE / "datagen" / "datasets" / "cpu"
 def run_accuracy_report(console: Console, settings: AccuracyReportSettings) -> None:
     """Print every model on every split, and programs of held-out families."""
     from ...features.dataset import Dataset
-    from ...models.training.evaluate import compare_models, program_report
+    from ...models.training.train import compare_models, program_report
     from ...models.training_data.prepared import prepare
 
     dataset = Dataset.load(*(settings.data or [COMMITTED]))

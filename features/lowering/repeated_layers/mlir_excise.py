@@ -116,7 +116,10 @@ def write_excised(
             values = ops[source].results if source >= 0 else block.arguments
             user, operand = uses[reader][number]
             user.operands[operand] = values[result]
-        kept_results = _shorten_return(ops, len(table.reads), excision)
+        last = ops[len(table.reads)]
+        lost = {result for number in excision.removed for result in ops[number].results}
+        results = [i for i, value in enumerate(last.operands) if value not in lost]
+        write_return(last, [last.operands[i] for i in results])
         # Users before what they use: an op that still has uses must not be erased.
         for number in sorted(excision.removed, reverse=True):
             ops[number].erase()
@@ -129,9 +132,13 @@ def write_excised(
         }
         was_used = {read[1] for reads in table.reads for read in reads if read[0] < 0}
         # Arguments that nobody read from the start stay: they are part of the program's interface.
-        gone = {i for i in range(len(block.arguments)) if i in was_used and i not in used}
-        gone -= _returned_arguments(block)
-        _retype(function, block, gone, [i for i, kept in enumerate(kept_results) if kept])
+        returned = list(list(block.operations)[-1].operation.operands)
+        kept = [
+            i
+            for i, arg in enumerate(block.arguments)
+            if i in used or i not in was_used or any(arg == value for value in returned)
+        ]
+        retype(function, kept, results)
         # The rewiring is a guess at the structure: only a module that verifies is compiled.
         return bool(module.operation.verify())
 
@@ -186,57 +193,56 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
                         user.operands[operand] = clones[read]
 
 
-def _shorten_return(ops: list[ir.Operation], count: int, excision: Excision) -> list[bool]:
-    """Drop results whose ops are gone.
+def write_return(old: ir.Operation, values: Sequence[Any]) -> None:
+    """Let a function return other values, in place of its return."""
+    from jaxlib.mlir import ir
 
-    Returns:
-        For each result whether it stays.
+    ir.Operation.create(old.name, operands=values, loc=old.location, ip=ir.InsertionPoint(old))
+    old.erase()
+
+
+def retype(
+    function: ir.OpView, kept: Sequence[int], results: Sequence[int], more: tuple[int, int] = (0, 0)
+) -> None:
+    """Erase arguments, and fit a function's type and attributes to what is left.
+
+    Args:
+        function: Its return is written already.
+        kept: Arguments that stay.
+        results: Places that the results had before.
+        more: Number of arguments, and of results, that were added behind those.
     """
     from jaxlib.mlir import ir
 
-    old = ops[count]
-    gone = {result for number in excision.removed for result in ops[number].results}
-    kept = [value not in gone for value in old.operands]
-    values = [value for value, stays in zip(old.operands, kept, strict=True) if stays]
-    ir.Operation.create(old.name, operands=values, loc=old.location, ip=ir.InsertionPoint(old))
-    old.erase()
-    return kept
-
-
-def _returned_arguments(block: ir.Block) -> set[int]:
-    last = list(block.operations)[-1].operation
-    return {i for i, arg in enumerate(block.arguments) if any(arg == v for v in last.operands)}
-
-
-def _retype(function: ir.OpView, block: ir.Block, gone: set[int], kept_results: list[int]) -> None:
-    """Fit a function's type and attributes to its arguments and results."""
-    from jaxlib.mlir import ir
-
-    attributes = function.operation.attributes
-    kept = [i for i in range(len(block.arguments)) if i not in gone]
-    place = {old: new for new, old in enumerate(kept_results)}
-    for key, keep in (("arg_attrs", kept), ("res_attrs", kept_results)):
+    block, attributes = function.regions[0].blocks[0], function.operation.attributes
+    place = {old: new for new, old in enumerate(results)}
+    pairs = (("arg_attrs", kept), ("res_attrs", results))
+    for (key, keep), added in zip(pairs, more, strict=True):
         if key in attributes:
             listed = list(ir.ArrayAttr(attributes[key]))
-            attributes[key] = ir.ArrayAttr.get([_aliased(listed[i], place) for i in keep])
-    for i in sorted(gone, reverse=True):
-        block.erase_argument(i)
+            own = [_fitting(listed[i], place) for i in keep]
+            attributes[key] = ir.ArrayAttr.get(own + [ir.DictAttr.get({})] * added)
+    for i in reversed(range(len(block.arguments) - more[0])):
+        if i not in kept:
+            block.erase_argument(i)
     inputs = [arg.type for arg in block.arguments]
-    results = [v.type for v in list(block.operations)[-1].operation.operands]
-    attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
+    types = [v.type for v in list(block.operations)[-1].operation.operands]
+    attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, types))
 
 
-def _aliased(attrs: Any, place: dict[int, int]) -> Any:
-    """Renumber the result that takes an argument's place according to its attributes."""
+def _fitting(attrs: Any, place: dict[int, int]) -> Any:
+    """Attributes with the result that takes an argument's place renumbered, and without names.
+
+    Without the names of results equal parts of a program are equal programs.
+    """
     from jaxlib.mlir import ir
 
     key = "tf.aliasing_output"
-    kept = {named.name: named.attr for named in attrs}
-    if key not in kept:
-        return attrs
-    result = place.get(ir.IntegerAttr(kept[key]).value)
-    if result is None:
-        del kept[key]
-    else:
-        kept[key] = ir.IntegerAttr.get(kept[key].type, result)
+    kept = {named.name: named.attr for named in attrs if named.name != "jax.result_info"}
+    if key in kept:
+        result = place.get(ir.IntegerAttr(kept[key]).value)
+        if result is None:
+            del kept[key]
+        else:
+            kept[key] = ir.IntegerAttr.get(kept[key].type, result)
     return ir.DictAttr.get(kept)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .runs import OpTable, Read
 
@@ -338,22 +338,18 @@ def stage_module(module: ir.Module, stage: Stage) -> ir.Module:
     from jaxlib.mlir import ir
 
     from ...ir.jax_compat import copy_module
-    from .mlir_excise import _aliased, main_function
+    from .mlir_excise import main_function, retype, write_return
 
     copy = copy_module(module)
     main = main_function(copy)
     assert main is not None  # it was cut
     block = main.regions[0].blocks[0]
     ops = [op.operation for op in block.operations]
-    count = len(block.arguments)
     last = ops[-1]
     with copy.context, ir.Location.unknown():
         returned = [last.operands[n] for n in stage.results]
         returned += [ops[op].results[n] for op, n in stage.outgoing]
-        ir.Operation.create(
-            last.name, operands=returned, loc=last.location, ip=ir.InsertionPoint(last)
-        )
-        last.erase()
+        write_return(last, returned)
         for op, number in stage.incoming:
             value = ops[op].results[number]
             value.replace_all_uses_with(block.add_argument(value.type, ops[op].location))
@@ -361,31 +357,8 @@ def stage_module(module: ir.Module, stage: Stage) -> ir.Module:
         for number in range(len(ops) - 2, -1, -1):
             if number not in kept:
                 ops[number].erase()
-        gone = [n for n in range(count) if n not in stage.arguments]
-        attributes: Any = main.operation.attributes
-        places = {old: new for new, old in enumerate(stage.results)}
-        empty = ir.DictAttr.get({})
-        for key, keep, more in (
-            ("arg_attrs", stage.arguments, len(stage.incoming)),
-            ("res_attrs", stage.results, len(stage.outgoing)),
-        ):
-            if key in attributes:
-                listed = list(ir.ArrayAttr(attributes[key]))
-                own = [_unnamed(_aliased(listed[n], places)) for n in keep] + [empty] * more
-                attributes[key] = ir.ArrayAttr.get(own)
-        for n in reversed(gone):
-            block.erase_argument(n)
-        inputs = [value.type for value in block.arguments]
-        results = [v.type for v in list(block.operations)[-1].operation.operands]
-        attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
+        more = len(stage.incoming), len(stage.outgoing)
+        retype(main, stage.arguments, stage.results, more)
         if not copy.operation.verify():
             raise ValueError("the program of a stage is not valid")
     return copy
-
-
-def _unnamed(attrs: Any) -> Any:
-    """Attributes of a result without its name, so that equal stages are equal programs."""
-    from jaxlib.mlir import ir
-
-    kept = {own.name: own.attr for own in attrs if own.name != "jax.result_info"}
-    return ir.DictAttr.get(kept)

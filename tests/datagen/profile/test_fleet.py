@@ -12,9 +12,9 @@ import pytest
 
 from opcast.common.errors import ProfileError
 from opcast.datagen.dataset_folder import RunWriter, read_failures, run_records
-from opcast.datagen.profile import fleet
-from opcast.datagen.profile.fleet import Measured, Piece, measure_piece, profile_fleet
+from opcast.datagen.profile import profile as fleet
 from opcast.datagen.profile.plan import ProfileResult, ProfileSettings
+from opcast.datagen.profile.profile import Measured, Piece, measure_piece, profile_fleet
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 
@@ -140,11 +140,11 @@ def test_devices_that_no_host_has(tmp_path, cluster):
 @pytest.mark.slow
 def test_a_piece_returns_what_is_new():
     settings = ProfileSettings("cpu", 4.0, {"op": 1.0}, seed=3)
-    first = measure_piece(Piece(settings, SPEC, {}))
+    first = measure_piece(Piece(settings, {}, SPEC))
     names = sorted(first.files)
     assert names[0].startswith("run-") and names[-1].startswith("samples-")
     assert first.result.samples and first.result.programs
     # With what is known the programs go on, and nothing is returned twice.
     longer = ProfileSettings("cpu", 20.0, {"op": 1.0}, seed=3)
-    second = measure_piece(Piece(longer, SPEC, first.files))
+    second = measure_piece(Piece(longer, first.files, SPEC))
     assert not set(second.files) & set(first.files)

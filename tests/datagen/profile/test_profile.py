@@ -301,7 +301,7 @@ def test_a_resumed_folder_keeps_the_description_that_the_machine_agrees_with(tmp
             assert what == "ceilings"
             return {"device": asdict(self.now)}
 
-    own = ProfileRun(tmp_path, ProfileSettings(), [], None, {})
+    own = ProfileRun(tmp_path, ProfileSettings(), [], None)
     own._measurer = SimpleNamespace(client=Client())
     own._earlier = {"a": {"device": asdict(measured)}, "b": {"device": asdict(slow)}}
     assert own._known_device("cpu-x") == measured

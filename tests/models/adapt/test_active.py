@@ -12,7 +12,7 @@ from opcast.models.adapt.active import (
     shares_of,
     spread_evenly,
 )
-from opcast.models.adapt.gaussian_process import Sites, covariance, noise_variance, start_params
+from opcast.models.adapt.covariance import Sites, covariance, noise_variance, start_params
 from opcast.models.operators.curves import ALL, Curve, Trial, error_curve, joint_curve
 
 KEYS = 2

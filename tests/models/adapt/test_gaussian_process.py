@@ -7,18 +7,20 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from opcast.features.operators import op_features
-from opcast.models.adapt.gaussian_process import (
-    MAX_SAMPLES,
-    ErrorPosterior,
+from opcast.models.adapt.covariance import (
     Scale,
     Sites,
     covariance,
-    fit_params,
-    left_out_errors,
-    negative_log_likelihood,
     noise_variance,
     start_params,
     time_shares,
+)
+from opcast.models.adapt.gaussian_process import (
+    MAX_SAMPLES,
+    ErrorPosterior,
+    fit_params,
+    left_out_errors,
+    negative_log_likelihood,
 )
 from opcast.models.core.store import pack, unpack
 

@@ -8,7 +8,7 @@ import pytest
 
 from opcast.common.errors import DatasetError, ModelError
 from opcast.features.operators import op_features
-from opcast.models.adapt.gaussian_process import time_shares
+from opcast.models.adapt.covariance import time_shares
 from opcast.models.core.store import OPERATORS
 from opcast.models.operators import OpModel
 from opcast.models.operators.family import FamilyModel

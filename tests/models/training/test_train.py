@@ -9,9 +9,16 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.registry import make_estimator
 from opcast.models.cost_model import CostModel
-from opcast.models.training.evaluate import compare_models, evaluate, program_report
-from opcast.models.training.train import TrainResult, train, train_final
+from opcast.models.training.train import (
+    TrainResult,
+    compare_models,
+    prediction_frame,
+    program_report,
+    train,
+    train_final,
+)
 from opcast.models.training_data.crossfit import cross_fit, predict_entries
+from opcast.models.training_data.metrics import metrics_table
 from opcast.models.training_data.prepared import PreparedDataset
 
 FAST = {"rounds": 60, "max_depth": 4}
@@ -135,7 +142,8 @@ def test_train_final_keeps_metrics_and_covers(prepared: PreparedDataset) -> None
     model = train_final(prepared, "ridge", folds=3, metrics={"random": {"mape": 0.1}})
     assert model.metrics == {"random": {"mape": 0.1}}
     assert model.info["rows"] == len(prepared.frame)
-    table = evaluate(model, prepared).set_index("group")
+    frame = prediction_frame(model, prepared, np.arange(len(prepared.frame)))
+    table = metrics_table(frame, ("kind", "device")).set_index("group")
     assert table.loc["all", "coverage"] > 0.85
 
 

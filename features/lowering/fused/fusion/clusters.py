@@ -131,13 +131,13 @@ class Clusters:
         makers = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
         return list(makers.values())
 
-    def merge(self, first: Cluster, second: Cluster, *, library: bool = False) -> Cluster:
+    def merge(self, first: Cluster, second: Cluster) -> Cluster:
         """Merge two clusters into one with the members and roots of both."""
         self.remove(first)
         self.remove(second)
         members = {**first.members, **second.members}
         roots = sorted([*first.roots, *second.roots], key=lambda n: self.position[id(n)])
-        made = Cluster(list(dict.fromkeys(roots)), members, library)
+        made = Cluster(list(dict.fromkeys(roots)), members)
         self.add(made)
         return made
 

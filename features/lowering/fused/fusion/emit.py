@@ -91,8 +91,8 @@ class _Writer(ABC):
         self.ops.append(op)
         return len(self.ops) - 1
 
-    def _put(self, node: Node, op: Op, base: str = "") -> int:
-        self.place[id(node)] = position = self._append(op, base)
+    def _put(self, node: Node, op: Op) -> int:
+        self.place[id(node)] = position = self._append(op)
         return position
 
     def _tuple(self, nodes: Sequence[Node], places: Iterable[int]) -> int:
@@ -113,7 +113,6 @@ class ComputationWriter(_Writer):
         emitter: Where the program is collected.
         clusters: The graph's kernels.
         bodies: Names of the computations of each loop and branch, by the node's id.
-        one_parameter: Whether the parameters are elements of a single tuple (branches).
     """
 
     def __init__(
@@ -121,17 +120,14 @@ class ComputationWriter(_Writer):
         emitter: Emitter,
         clusters: Clusters,
         bodies: dict[int, tuple[str, ...]],
-        *,
-        one_parameter: bool = False,
     ) -> None:
         super().__init__(emitter)
         self.clusters = clusters
         self.bodies = bodies
-        self.one_parameter = one_parameter
 
-    def write(self, name: str) -> Computation:
-        """Write the computation."""
-        self._parameters()
+    def write(self, name: str, *, one_parameter: bool = False) -> Computation:
+        """Write the computation; the parameters of a branch are elements of a single tuple."""
+        self._parameters(one_parameter)
         for cluster in self._scheduled():
             self._cluster(cluster)
         return self._computation(name, self.clusters.graph.outputs)
@@ -169,9 +165,9 @@ class ComputationWriter(_Writer):
                 stack.extend((p, False) for p in reversed(waiting) if p is not cluster)
         return order
 
-    def _parameters(self) -> None:
+    def _parameters(self, one: bool) -> None:
         parameters = self.clusters.graph.parameters
-        if self.one_parameter and parameters:
+        if one and parameters:
             types = tuple(t for node in parameters for t in node.results)
             op = Op("", "parameter", (), types, {"index": 0}, is_tuple=True)
             whole = self._append(op, "parameter")

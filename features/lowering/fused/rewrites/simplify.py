@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from ....ir.program import Program
+from ...xla_collectives import IMPURE, PURE_COLLECTIVES
 from ..dataflow.folding import fold, is_splat, simplify_view, splat, splat_node
 from ..dataflow.graph import Graph, Node
 
@@ -83,26 +84,7 @@ def _pure(node: Node) -> bool:
 
 # Random numbers, transfers and collectives differ though they look equal; custom calls may have
 # side effects.
-_IMPURE = frozenset(
-    (
-        "parameter",
-        "rng",
-        "rng-get-and-update-state",
-        "infeed",
-        "outfeed",
-        "send",
-        "recv",
-        "custom-call",
-        "all-reduce",
-        "all-gather",
-        "reduce-scatter",
-        "all-to-all",
-        "collective-permute",
-        "collective-broadcast",
-        "after-all",
-        "create-token",
-    )
-)
+_IMPURE = IMPURE | PURE_COLLECTIVES
 
 
 def _key(node: Node) -> Hashable:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opcast.models.adapt.gaussian_process import (
-    ErrorPosterior,
+from opcast.models.adapt.covariance import (
     Sites,
     covariance,
+    leaf_variants,
     nearness,
+    shared_leaves,
     start_params,
 )
-from opcast.models.adapt.shared_leaves import leaf_variants, shared_leaves
+from opcast.models.adapt.gaussian_process import ErrorPosterior
 
 
 def sites(leaves: np.ndarray) -> Sites:
