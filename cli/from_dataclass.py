@@ -1,4 +1,4 @@
-"""Options of a command from the fields of frozen dataclasses (:mod:`..common.options`).
+"""Options of a command from the fields of frozen dataclasses (``common/options.py``).
 
 A command takes dataclasses beside ordinary parameters; each of their fields becomes an option::
 
@@ -110,7 +110,7 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         function: The command; its parameters are annotated with dataclasses, an
-            :class:`~..common.options.Option` or whatever Typer takes.
+            :class:`~opcast.common.options.Option` or whatever Typer takes.
     """
     cases: dict[str, type] = {}
     settings: dict[str, _Setting] = {}

@@ -10,8 +10,8 @@ A question is one frozen dataclass, whose fields are annotated with an :class:`O
         price: Annotated[Mapping[str, float], Option("Price.", collect=prices_of)] = …
         spec: DeviceSpec | None = None  # without an Option: not on the command line
 
-``cli/from_dataclass.py`` makes a command's options of it, ``server/from_dataclass.py`` the schema
-of a request. A module that defines a question is imported for ``--help``, so it imports little.
+``cli/from_dataclass.py`` makes a command's options of it, and the server schemas of requests. A
+module that defines a question is imported for ``--help``, so it imports little.
 """
 
 from __future__ import annotations

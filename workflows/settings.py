@@ -1,6 +1,6 @@
 """Settings of the commands: one frozen dataclass each, saved beside the command's output.
 
-Fields with an ``Option`` are the options of the command (:mod:`..common.options`).
+Fields with an ``Option`` are the options of the command (``common/options.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One question about a training step: what is trained, where, and how it is looked at.
 
 The fields are options of ``opcast simulate`` and ``opcast export chakra``, and what the server is
-asked; :func:`.step.predict_step` answers.
+asked; ``StepCase.predict`` answers.
 """
 
 from __future__ import annotations
