@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from ...features.ir.reader import SourceProgram
     from ...features.kernels.kernel import Kernel
-    from ...features.kernels.module_paths import ModulePath
     from ...models.core.base import KernelPrediction
 
 #: Ops of users that are products.
@@ -211,29 +210,38 @@ def kernel_estimates(
         found: Their predictions.
         source: The program that they were made of, which names their modules.
     """
-    rows = zip(
-        kernels,
-        _places(kernels, source),
-        # Converted as whole columns: reading NumPy scalars one by one is many times slower.
-        (found.latency * 1e6).tolist(),
-        (found.lo * 1e6).tolist(),
-        (found.hi * 1e6).tolist(),
-        found.bound.tolist(),
-        found.source.tolist(),
-        found.in_domain.tolist(),
-        strict=True,
-    )
-    return tuple(_estimate(*row) for row in rows)
-
-
-def _places(kernels: Sequence[Kernel], source: SourceProgram | None) -> list[ModulePath]:
-    """Modules and pass of each kernel; nowhere without the program."""
     from ...features.kernels.module_paths import ModulePath, ModulePaths
 
-    if source is None:
-        return [ModulePath()] * len(kernels)
-    paths = ModulePaths(source)
-    return [paths.of(kernel) for kernel in kernels]
+    paths = ModulePaths(source) if source is not None else None
+    # Converted as whole columns: reading NumPy scalars one by one is many times slower.
+    times = [(own * 1e6).tolist() for own in (found.latency, found.lo, found.hi)]
+    about = [own.tolist() for own in (found.bound, found.source, found.in_domain)]
+    estimates = []
+    for kernel, *figures in zip(kernels, *times, *about, strict=True):
+        latency, lo, hi, bound, origin_of, in_domain = figures
+        # The first source is the op that the kernel mainly came from.
+        main = kernel.sources[0] if kernel.sources else None
+        place = paths.of(kernel) if paths is not None else ModulePath()
+        estimates.append(
+            KernelEstimate(
+                name=kernel.name,
+                kind=_kind(kernel),
+                latency_us=latency,
+                lo_us=lo,
+                hi_us=hi,
+                multiplicity=kernel.multiplicity,
+                bound=bound,
+                source=origin_of,
+                in_domain=in_domain,
+                flops=kernel.flops,
+                bytes=kernel.bytes,
+                source_op=main.op if main else "",
+                source_line=f"{main.file}:{main.line}" if main and main.line else "",
+                module="/".join(place.modules),
+                phase=place.phase,
+            )
+        )
+    return tuple(estimates)
 
 
 def _kind(kernel: Kernel) -> str:
@@ -245,35 +253,3 @@ def _kind(kernel: Kernel) -> str:
         return "attention"
     product = kernel.sources and kernel.sources[0].op in _PRODUCTS
     return "gemm" if kernel.kind == "conv" and product else kernel.kind
-
-
-def _estimate(
-    kernel: Kernel,
-    place: ModulePath,
-    latency: float,
-    lo: float,
-    hi: float,
-    bound: str,
-    source: str,
-    in_domain: bool,
-) -> KernelEstimate:
-    # The first source is the op that the kernel mainly came from.
-    main = kernel.sources[0] if kernel.sources else None
-    line = f"{main.file}:{main.line}" if main and main.line else ""
-    return KernelEstimate(
-        name=kernel.name,
-        kind=_kind(kernel),
-        latency_us=latency,
-        lo_us=lo,
-        hi_us=hi,
-        multiplicity=kernel.multiplicity,
-        bound=bound,
-        source=source,
-        in_domain=in_domain,
-        flops=kernel.flops,
-        bytes=kernel.bytes,
-        source_op=main.op if main else "",
-        source_line=line,
-        module="/".join(place.modules),
-        phase=place.phase,
-    )
