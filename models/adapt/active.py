@@ -27,22 +27,19 @@ from .covariance import Sites, covariance, noise_variance, scaled_params
 VARIANTS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (1.0, 2.5, 0.5), (0.3, 2.5, 0.5))
 
 
-def choose(
-    sites: Sites, params: np.ndarray, count: int, weight: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
+def choose(sites: Sites, params: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Find the order in which to measure kernels.
 
     Args:
         sites: ``n`` candidates, which also stand for the kernels to be predicted.
         params: Parameters of the covariance.
         count: Number of candidates to choose.
-        weight: Importance of each, shape ``(n,)``, such as its share of time; equal by default.
 
     Returns:
         Positions of the chosen candidates, most informative first, and the expected fall of the
-        weighted mean variance (in log space) from each, shape ``(count,)`` each.
+        mean variance (in log space) from each, shape ``(count,)`` each.
     """
-    weight = np.full(len(sites), 1 / max(len(sites), 1)) if weight is None else weight
+    weight = np.full(len(sites), 1 / max(len(sites), 1))
     variants = [scaled_params(params, *factors) for factors in VARIANTS]
     noise = [noise_variance(own) for own in variants]
     posterior = [covariance(sites, sites, own) for own in variants]

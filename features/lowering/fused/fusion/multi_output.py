@@ -312,22 +312,13 @@ class HorizontalFusion:
 
     def _reductions(self, candidates: list[Cluster]) -> list[list[Cluster]]:
         """Group reductions of arrays of one shape along the same dimensions."""
-        by_size: dict[tuple[object, ...], list[Cluster]] = {}
+        reductions = []
         for cluster in candidates:
             frame = frame_of(cluster)
             if cluster.consumes and not cluster.rows and frame and frame.kind == "reduce":
-                by_size.setdefault(_reduced(cluster), []).append(cluster)
-        groups = []
-        for alike in by_size.values():
-            alike.sort(key=_ops)
-            group: list[Cluster] = []
-            for cluster in alike:
-                if _arrays([*group, cluster]) > MAX_OPERANDS:
-                    groups.append(group)
-                    group = []
-                group.append(cluster)
-            groups.append(group)
-        return groups
+                reductions.append(cluster)
+        reductions.sort(key=_ops)
+        return _groups(reductions, _reduced, lambda group: _arrays(group) <= MAX_OPERANDS)
 
 
 def _is_small_loop(cluster: Cluster, elements: int, ops: int) -> bool:
@@ -358,35 +349,43 @@ def _spans(
 
     Loops of one op each may have ``lone`` times as many results.
     """
-    by_key: dict[tuple[object, ...], list[Cluster]] = {}
+
+    def fits(group: list[Cluster]) -> bool:
+        # XLA decides by the first of a group; fusions count as several ops.
+        limit = MAX_RESULTS * (lone if len(group[0].members) == 1 else 1)
+        results = sum(len(c.roots) for c in group)
+        arguments = results + sum(len(c.inputs) for c in group)
+        return results < limit and arguments * _POINTER < MAX_ARGUMENT_BYTES
+
     # Similar amounts of work side by side: a kernel takes as long as its longest thread.
-    for cluster in sorted(loops, key=lambda c: (_ops(c), c.root.size)):
+    return _groups(sorted(loops, key=lambda c: (_ops(c), c.root.size)), key, fits)
+
+
+def _groups(
+    clusters: Iterable[Cluster],
+    key: Callable[[Cluster], tuple[object, ...]],
+    fits: Callable[[list[Cluster]], bool],
+) -> list[list[Cluster]]:
+    """Group clusters that share ``key``, in their order, as long as a group fits one kernel."""
+    by_key: dict[tuple[object, ...], list[Cluster]] = {}
+    for cluster in clusters:
         by_key.setdefault(key(cluster), []).append(cluster)
     groups = []
-    for alike in by_key.values():
-        group: list[Cluster] = []
-        for cluster in alike:
-            # XLA decides by the first of a group; fusions count as several ops.
-            limit = MAX_RESULTS * (lone if len((group or [cluster])[0].members) == 1 else 1)
-            results = sum(len(c.roots) for c in (*group, cluster))
-            arguments = sum(len(c.inputs) + len(c.roots) for c in (*group, cluster))
-            if group and (results >= limit or arguments * _POINTER >= MAX_ARGUMENT_BYTES):
-                groups.append(group)
-                group = []
-            group.append(cluster)
-        groups.append(group)
+    for first, *others in by_key.values():
+        groups.append([first])
+        for cluster in others:
+            if fits([*groups[-1], cluster]):
+                groups[-1].append(cluster)
+            else:
+                groups.append([cluster])
     return groups
 
 
 def _reduced(cluster: Cluster) -> tuple[object, ...]:
     """Return the shape and dimensions of what a reduction sums."""
-    hero = _summing(cluster)
+    heroes = (hero_of(root, cluster) for root in cluster.roots)
+    hero = next(hero for hero in heroes if hero.opcode == "reduce")
     return (hero.operands[0].type.shape, tuple(hero.attrs.get("dimensions", ())))
-
-
-def _summing(cluster: Cluster) -> Node:
-    heroes = [hero_of(root, cluster) for root in cluster.roots]
-    return next(hero for hero in heroes if hero.opcode == "reduce")
 
 
 def _arrays(group: Iterable[Cluster]) -> int:
