@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ....common.types import MlirObject
 from .runs import Excision, OpTable, Read
 
 if TYPE_CHECKING:
@@ -159,12 +160,12 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
     outer |= dict.fromkeys(block.arguments)
     uses = [list(_uses(op, outer)) for op in ops[: len(table.reads)]]
 
-    def value(read: Read) -> Any:
+    def value(read: Read) -> MlirObject:
         return ops[read[0]].results[read[1]] if read[0] >= 0 else block.arguments[read[1]]
 
     # Clones read what the function has, so all are made before a reader is changed.
     with function.context:
-        made: list[dict[Read, Any]] = []
+        made: list[dict[Read, MlirObject]] = []
         for part in parts:
             place = ir.InsertionPoint(ops[part.late[0]])
             held = [*part.inputs, *([part.trigger] if part.trigger is not None else [])]
@@ -176,7 +177,7 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
                 loc=ops[part.ops[0]].location,
                 ip=place,
             )
-            known: dict[Read, Any] = dict(zip(part.inputs, barrier.results, strict=False))
+            known: dict[Read, MlirObject] = dict(zip(part.inputs, barrier.results, strict=False))
             for number in part.ops:
                 clone = ops[number].clone(ip=place).operation
                 for read, (user, operand) in zip(
@@ -193,7 +194,7 @@ def clone_ops(function: ir.OpView, table: OpTable, parts: Sequence[Again]) -> No
                         user.operands[operand] = clones[read]
 
 
-def write_return(old: ir.Operation, values: Sequence[Any]) -> None:
+def write_return(old: ir.Operation, values: Sequence[MlirObject]) -> None:
     """Let a function return other values, in place of its return."""
     from jaxlib.mlir import ir
 
@@ -230,7 +231,7 @@ def retype(
     attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, types))
 
 
-def _fitting(attrs: Any, place: dict[int, int]) -> Any:
+def _fitting(attrs: MlirObject, place: dict[int, int]) -> MlirObject:
     """Attributes with the result that takes an argument's place renumbered, and without names.
 
     Without the names of results equal parts of a program are equal programs.
