@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from rich.console import Console
 
@@ -171,17 +171,6 @@ def torch_program_of(
             hint="leave them out: a function in JAX is its own training step",
         )
     return found or program
-
-
-def sizes_of(settings: Sequence[str]) -> dict[str, object]:
-    """Sizes of a workload from texts such as ``layers=32,d_model=4096``.
-
-    Raises:
-        PlanError: A part is not a pair.
-    """
-    from ..simulate.step.settings import read_pairs
-
-    return {k: v for part in settings for k, v in read_pairs(part, "--set").items()}
 
 
 def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:

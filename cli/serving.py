@@ -20,7 +20,8 @@ from ..common.options import (
 )
 from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
-from .options import make_console, print_json, refuse, sizes_of, workload_of
+from ..predict.cluster.step_case import sizes_of
+from .options import make_console, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..predict.cluster.deployment import Deployment
