@@ -184,14 +184,14 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
         """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
-        query: schemas.SimulateServingQuery = await _body(request, _SIMULATE_SERVING)
+        query: schemas.ServingBody = await _body(request, _SIMULATE_SERVING)
         if query.device:
             service.device(service.model(None), query.device)
         task: dict[str, object] = {"kind": "simulate-serving"}
         return await _simulated(query, task, query.model_dump_json().encode())
 
     async def _simulated(
-        query: schemas.SimulateQuery | schemas.SimulateServingQuery,
+        query: schemas.SimulateQuery | schemas.ServingBody,
         task: dict[str, object],
         payload: bytes,
     ) -> Response:

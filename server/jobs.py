@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TypedDict, cast
 
 from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
@@ -197,39 +197,25 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     Raises:
         OpcastError: The model, plan, load or device does not fit.
     """
-    from ..predict.cluster.deployment import ServingQuery
-    from ..predict.cluster.served_row import known_framework, served_by_name
+    from ..predict.cluster.deployment import deployment_of
     from ..predict.cluster.serving import ServingPredictor
-    from ..predict.cluster.serving_load import LoadSpec, parse_slo
-    from ..simulate.serving.checkpoints import find_checkpoint
-    from ..simulate.serving.formats import Formats
+    from ..predict.cluster.serving_case import ServingCase
+    from ..predict.cluster.serving_load import parse_slo
+    from .from_dataclass import build
     from .schemas import SimulateServingQuery
 
-    asked = SimulateServingQuery.model_validate_json(payload)
-    loads = [name for name in ("concurrency", "batch", "rate") if getattr(asked, name)]
+    case = build(ServingCase, SimulateServingQuery.model_validate_json(payload).model_dump())
+    load = case.load
+    loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
     if len(loads) > 1:
         raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
-    if not asked.rate and asked.burstiness != 1.0:
+    if not load.rate and load.burstiness != 1.0:
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
-    (framework, _), given = known_framework(asked.framework), asked.model_dump()
-    formats = Formats(
-        asked.weights,
-        asked.kv_cache,
-        asked.experts,
-        asked.activations,
-        asked.linear_layers,
-        framework,
-    )
-    deployment = ServingQuery(**{f.name: given[f.name] for f in fields(ServingQuery)}).deployment(
-        served_by_name(asked.workload, asked.settings, formats),
-        lambda name: served_by_name(name, {}, Formats()),
-    )
-    deployment = replace(deployment, context=find_checkpoint(asked.workload).context)
-    spec = LoadSpec(**{f.name: given[f.name] for f in fields(LoadSpec) if f.name != "trace"})
+    deployment = deployment_of(case)
     name = task["model"]
     predictor = ServingPredictor(None if name == "roofline" else predictors[name].operators)
-    found = predictor.predict(deployment, spec, slo=parse_slo(asked.slo))
-    return found.to_dict(asked.price)
+    found = predictor.predict(deployment, load, slo=parse_slo(case.judged.slo))
+    return found.to_dict(case.judged.price)
 
 
 def _limits(task: Task) -> CompileSettings:

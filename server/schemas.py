@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,9 @@ from pydantic import (
     Tag,
     TypeAdapter,
 )
+
+from ..predict.cluster.serving_case import ServingCase
+from .from_dataclass import body_of
 
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
 #: folder; names that end like files are refused where they are used.
@@ -210,53 +213,36 @@ class SimulateQuery(Body):
     )
 
 
-class SimulateServingQuery(Body):
+#: Texts are names, never files; and what would take a server long is refused.
+_SERVING: dict[str, Any] = {
+    **dict.fromkeys(("weights", "experts", "activations", "kv_cache"), _Format),
+    **dict.fromkeys(("plan", "prefill"), _Plan),
+    **dict.fromkeys(("prompt", "output"), _Lengths),
+    "settings": dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]],
+    "draft": Checkpoint,
+    "framework": Annotated[str, Field(max_length=60)],
+    "source": Annotated[str, Field(max_length=80)],
+    "slo": Annotated[str, Field(max_length=80)],
+    "linear_layers": Annotated[int, Field(ge=0, le=10_000)],
+    **dict.fromkeys(("replicas", "prefill_replicas"), Annotated[int, Field(ge=0, le=4096)]),
+    # The simulation takes 0.1 ms a request, and each answer is three runs.
+    **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
+    **dict.fromkeys(
+        ("transfer", "rate", "price"), Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+    ),
+    "burstiness": Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)],
+    "drafts": Annotated[int, Field(ge=0, le=64)],
+    "accepted": Annotated[float, Field(ge=1, le=65, allow_inf_nan=False)],
+    "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],
+}
+
+
+class ServingBody(Body):
     """A deployment under a load, as ``opcast simulate-serving`` takes it."""
 
     workload: Checkpoint = Field(description="A model by name: llama-3.1-70b, Qwen/Qwen3-32B.")
-    settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
-        default_factory=dict, description="Sizes such as layers and d_model."
-    )
-    weights: _Format = Field("", description="Such as bf16, fp8, int4, mxfp4, nvfp4.")
-    experts: _Format = Field("", description="Of the experts, where it differs.")
-    activations: _Format = ""
-    kv_cache: _Format = Field("", description="bf16, fp8 or int8.")
-    linear_layers: int = Field(0, ge=0, le=10_000)
     cluster: Name | Literal[""] = Field("", description="Such as h100-sxm-x8; or a device.")
     device: Name | Literal[""] = ""
-    plan: _Plan = Field("", description="Of an engine, such as tp=4.")
-    replicas: int = Field(0, ge=0, le=4096)
-    prefill: _Plan = Field("", description="Of workers that run prompts alone.")
-    prefill_replicas: int = Field(1, ge=1, le=4096)
-    prefill_batch: int = Field(0, ge=0, le=10**6)
-    transfer: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="GB/s of caches.")
-    router: Literal["round-robin", "least-loaded", "prefix-aware"] = "round-robin"
-    framework: str = Field("vllm", max_length=60, description="Such as vllm or vllm@0.18.0.")
-    source: str = Field("", max_length=80, description="Whose machines, as tables name them.")
-    concurrency: int = Field(0, ge=0, le=100_000, description="Of a closed loop.")
-    rate: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False, description="Requests a second.")
-    burstiness: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
-    batch: int = Field(0, ge=0, le=100_000, description="Of one static batch.")
-    # The simulation takes 0.1 ms a request, and each answer is three runs.
-    count: int = Field(0, ge=0, le=100_000, description="Requests.")
-    prompt: _Lengths = Field("1024", description="Tokens: 1024, uniform:512:1024 …")
-    output: _Lengths = "256"
-    seed: int = Field(0, ge=0, le=2**32 - 1)
-    max_batch: int = Field(0, ge=0, le=10**6)
-    token_budget: int = Field(0, ge=0, le=10**7)
-    chunked: bool | None = None
-    memory: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
-    block: int = Field(0, ge=0, le=10**6, description="Tokens of a block of the cache.")
-    watermark: float = Field(0.0, ge=0, le=0.9, allow_inf_nan=False)
-    preemption: Literal["recompute", "swap"] = "recompute"
-    prefix_hits: float = Field(0.0, ge=0, le=0.99, allow_inf_nan=False)
-    prefix_cache: bool = True
-    drafts: int = Field(0, ge=0, le=64)
-    accepted: float = Field(1.0, ge=1, le=65, allow_inf_nan=False)
-    draft: Checkpoint = Field("ngram", description="ngram, mtp or a model by name.")
-    eager: bool = False
-    slo: str = Field("", max_length=80, description="Such as ttft=500ms,tpot=30ms.")
-    price: float = Field(0.0, ge=0, le=1e6, allow_inf_nan=False)
     model: Name | None = Field(None, description="A model of operators, or roofline.")
     model_config = ConfigDict(
         json_schema_extra={
@@ -272,3 +258,8 @@ class SimulateServingQuery(Body):
             ]
         }
     )
+
+
+SimulateServingQuery = body_of(
+    "SimulateServingQuery", ServingCase, ServingBody, _SERVING, "hf", "requests"
+)

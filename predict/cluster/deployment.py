@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -12,9 +11,12 @@ from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
+from ...simulate.serving.checkpoints import find_checkpoint
+from ...simulate.serving.formats import Formats
 from ...simulate.serving.policies import runs_on
 from ...simulate.serving.served import EnginePlan, ServedModel
-from .served_row import known_framework
+from .served_row import known_framework, served_by_name
+from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 
 @dataclass(frozen=True)
@@ -38,37 +40,6 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class EngineOptions:
-    """What may be told to an engine beside its plan; defaults are the framework's own.
-
-    Attributes:
-        memory: Share of the memory for weights, activations and cache; 0 for the framework's.
-        block: Tokens of a block of the cache; 0 for the framework's.
-        swap: Whether the cache of an evicted request moves to the host.
-        watermark: Share of the cache that stays free when a request is admitted.
-        eager: Whether passes are launched kernel by kernel, not replayed from captured graphs.
-        prefix_cache: Whether what prompts begin with is kept for later ones.
-        drafts: Tokens that are drafted for a step of speculative decoding; 0 without.
-        draft: Model that drafts them; ``None`` for drafts at no cost, as of n-grams.
-        draft_name: What drafts: ``ngram``, ``mtp``, or the name of a model.
-        transfer: Bytes a second at which caches move between workers; 0 for the links' own.
-        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
-    """
-
-    memory: float = 0.0
-    block: int = 0
-    swap: bool = False
-    watermark: float = 0.0
-    eager: bool = False
-    prefix_cache: bool = True
-    drafts: int = 0
-    draft: ServedModel | None = None
-    draft_name: str = "ngram"
-    transfer: float = 0.0
-    router: str = "round-robin"
-
-
-@dataclass(frozen=True)
 class Deployment:
     """A model, engines that serve it, and how they are told to.
 
@@ -78,13 +49,8 @@ class Deployment:
         framework: Such as ``vllm``.
         engine: Workers that decode, and run prompts as well unless ``prefill`` does.
         prefill: Workers that run prompts alone.
-        max_batch: Most sequences of an engine, of each of its ranks with sequences of their own;
-            0 for the framework's limit.
-        token_budget: Most tokens of a pass, likewise.
-        chunked: Whether prompts may be cut; ``None`` for what the framework does.
-        accepted: Tokens that a step of decoding yields; 1 without speculation.
-        hit_rate: Share of each prompt that the cache has already.
         options: What else the engines are told.
+        draft: Model that drafts; ``None`` for drafts at no cost, as of n-grams.
         version: Of the framework; empty for its newest.
         source: Whose machines these are, as tables of measured serving name them; empty for one's
             own, if there are runs of it, else an average.
@@ -97,12 +63,8 @@ class Deployment:
     framework: str = "vllm"
     engine: Workers = field(default_factory=lambda: Workers(EnginePlan()))
     prefill: Workers | None = None
-    max_batch: int = 0
-    token_budget: int = 0
-    chunked: bool | None = None
-    accepted: float = 1.0
-    hit_rate: float = 0.0
     options: EngineOptions = field(default_factory=EngineOptions)
+    draft: ServedModel | None = None
     version: str = ""
     source: str = ""
     cluster: Cluster | None = None
@@ -128,18 +90,19 @@ class Deployment:
                 where="workload",
                 hint="take a causal one, such as llama",
             )
-        if not 0.0 <= self.hit_rate < 1.0:
-            raise PlanError(f"a hit rate of {self.hit_rate:g}", hint="from 0 to below 1")
-        if self.hit_rate and not self.options.prefix_cache:
+        options = self.options
+        hits, drafts = options.prefix_hits, options.drafts
+        if not 0.0 <= hits < 1.0:
+            raise PlanError(f"a hit rate of {hits:g}", hint="from 0 to below 1")
+        if hits and not options.prefix_cache:
             raise PlanError(
-                f"a hit rate of {self.hit_rate:g} without a prefix cache",
-                where="hit_rate",
+                f"a hit rate of {hits:g} without a prefix cache",
+                where="prefix_hits",
                 hint="one of them",
             )
-        drafts = self.options.drafts
-        if drafts < 0 or not 1.0 <= self.accepted <= (drafts + 1 if drafts else inf):
+        if drafts < 0 or not 1.0 <= options.accepted <= (drafts + 1 if drafts else inf):
             raise PlanError(
-                f"{self.accepted:g} tokens a step of {drafts} drafts",
+                f"{options.accepted:g} tokens a step of {drafts} drafts",
                 hint="from 1 to one more than the drafts",
             )
         heads, layers = self.model.workload.heads, self.model.workload.layers
@@ -255,55 +218,37 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     return EnginePlan(tp, pp, dp, ep, found.get("moe_tp", max(1, ranks // ep))), replicas
 
 
-def engines_of(
-    model: ServedModel,
-    *,
-    cluster: str = "",
-    device: str = "",
-    plan: str = "",
-    replicas: int = 0,
-    prefill: str = "",
-    prefill_replicas: int = 1,
-) -> tuple[str, Workers, Workers | None]:
-    """The device, engines that decode, and workers that run prompts alone, from texts.
+def engines_of(model: ServedModel, fleet: FleetCase) -> tuple[str, Workers, Workers | None]:
+    """The device, engines that decode, and workers that run prompts alone.
 
-    Args:
-        model: What is served.
-        cluster: Name or file, which engines fill; else ``device``.
-        device: Name in the catalogue, or path of a device file.
-        plan: Of an engine; on a cluster by default all devices by tensor parallelism.
-        replicas: Engines; 0 for as many as the cluster holds.
-        prefill: Plan of a worker that runs prompts alone; empty for none.
-        prefill_replicas: How many of them.
+    On a cluster an engine takes all devices by tensor parallelism, unless there is a plan.
 
     Raises:
         PlanError: A plan is none, or does not fit the cluster.
     """
     apart = None
-    if prefill:
-        first, times = parse_engine_plan(prefill, model, 0)
-        apart = Workers(first, max(1, times) * prefill_replicas)
-    if not cluster:
-        one, engines = parse_engine_plan(plan, model, replicas)
-        return device_of(device), Workers(one, engines or 1), apart
-    if not plan and not replicas:
-        left = find_cluster(cluster).size - (apart.devices if apart else 0)
+    if fleet.prefill:
+        first, times = parse_engine_plan(fleet.prefill, model, 0)
+        count = max(1, times) * fleet.prefill_replicas
+        apart = Workers(first, count, fleet.prefill_batch)
+    plan = fleet.plan
+    if not fleet.cluster:
+        one, engines = parse_engine_plan(plan, model, fleet.replicas)
+        return device_of(fleet.device), Workers(one, engines or 1), apart
+    if not plan and not fleet.replicas:
+        left = find_cluster(fleet.cluster).size - (apart.devices if apart else 0)
         plan = f"tp={max(1, left)}"
-    one, engines = parse_engine_plan(plan, model, replicas)
-    return (*on_cluster(cluster, one, engines, apart), apart)
+    one, engines = parse_engine_plan(plan, model, fleet.replicas)
+    return (*on_cluster(fleet.cluster, one, engines, apart), apart)
 
 
-#: Looks a model up by its name.
-Lookup = Callable[[str], ServedModel]
-
-
-def draft_model(name: str, model: ServedModel, models: Lookup) -> ServedModel | None:
+def draft_model(name: str, model: ServedModel, files: bool) -> ServedModel | None:
     """The model that drafts: none for n-grams, a layer of the model for its own predictions.
 
     Args:
         name: ``ngram``, ``mtp``, or a model's.
         model: What is served.
-        models: Looks a model up by its name.
+        files: Whether the name may be one of a file.
 
     Raises:
         PlanError: The model is known to have no module that drafts.
@@ -321,124 +266,65 @@ def draft_model(name: str, model: ServedModel, models: Lookup) -> ServedModel | 
         # 2024, section 2.2).
         work = replace(model.workload, layers=1, dense_layers=0)
         return replace(model, workload=work, linear_layers=0, bare_layers=0)
-    return replace(models(name), cache=model.cache)
+    return replace(served_by_name(name, {}, Formats(), files=files), cache=model.cache)
 
 
-@dataclass(frozen=True)
-class ServingQuery:
-    """A deployment as a command line or a request says it; empty texts and 0 are defaults.
+def model_of(case: ModelCase, name: str, *, files: bool = False) -> ServedModel:
+    """The model of a case in its formats.
 
-    Attributes:
-        framework: Engine, and after ``@`` its version; empty for one that is not listed.
-        source: As of :class:`Deployment`.
-        cluster: Name or file, which engines fill; else ``device``.
-        device: Name in the catalogue, or path of a device file.
-        plan: Of an engine, such as ``tp=4``.
-        replicas: Engines.
-        prefill: Plan of workers that run prompts alone.
-        prefill_replicas: How many of them.
-        prefill_batch: Most sequences of a rank of theirs; 0 for ``max_batch``.
-        transfer: GB/s at which caches move between workers.
-        router: One of :data:`~opcast.simulate.serving.fleet.ROUTERS`.
-        max_batch: As of :class:`Deployment`, like the next two.
-        token_budget: Most tokens of a pass.
-        chunked: Whether prompts may be cut.
-        memory: As of :class:`EngineOptions`, like the next two.
-        block: Tokens of a block of the cache.
-        watermark: Share of the cache that stays free at admission.
-        preemption: ``recompute`` or ``swap``.
-        prefix_hits: Share of each prompt that the cache has already.
-        prefix_cache: Whether what prompts begin with is kept for later ones.
-        drafts: Tokens that are drafted for a step.
-        accepted: Tokens that a step yields.
-        draft: What drafts, as of :func:`draft_model`.
-        eager: Whether kernels are launched one by one.
+    Args:
+        case: What is asked.
+        name: Of the model, or with ``files`` its file.
+        files: Whether files are read.
+
+    Raises:
+        PlanError: The name, a size, a format or the framework is not known.
     """
+    engine, _ = known_framework(case.framework)
+    formats = Formats(
+        case.weights, case.kv_cache, case.experts, case.activations, case.linear_layers, engine
+    )
+    return served_by_name(name, case.settings, formats, files=files)
 
-    framework: str = "vllm"
-    source: str = ""
-    cluster: str = ""
-    device: str = ""
-    plan: str = ""
-    replicas: int = 0
-    prefill: str = ""
-    prefill_replicas: int = 1
-    prefill_batch: int = 0
-    transfer: float = 0.0
-    router: str = "round-robin"
-    max_batch: int = 0
-    token_budget: int = 0
-    chunked: bool | None = None
-    memory: float = 0.0
-    block: int = 0
-    watermark: float = 0.0
-    preemption: str = "recompute"
-    prefix_hits: float = 0.0
-    prefix_cache: bool = True
-    drafts: int = 0
-    accepted: float = 1.0
-    draft: str = "ngram"
-    eager: bool = False
 
-    def deployment(self, model: ServedModel, models: Lookup) -> Deployment:
-        """What it says.
+def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
+    """What a case deploys.
 
-        Args:
-            model: What is served.
-            models: Looks a model that drafts up by its name.
+    Args:
+        case: What is asked.
+        files: Whether models may be files.
 
-        Raises:
-            PlanError: Figures do not agree, or a plan does not fit the cluster.
-        """
-        if bool(self.cluster) == bool(self.device):
-            raise PlanError("give either cluster or device", where="deployment")
-        if self.preemption not in ("recompute", "swap"):
-            raise PlanError(f"preemption {self.preemption!r}", hint="recompute or swap")
-        if not self.drafts and (self.draft != "ngram" or self.accepted > 1.0):
-            raise PlanError("draft and accepted are of drafts", where="draft", hint="give drafts")
-        if not self.prefill and (self.prefill_replicas > 1 or self.prefill_batch or self.transfer):
-            raise PlanError(
-                "prefill_replicas, prefill_batch and transfer are of workers that run prompts "
-                "alone",
-                hint="give prefill",
-            )
-        framework, version = known_framework(self.framework)
-        device, engine, prefill = engines_of(
-            model,
-            cluster=self.cluster,
-            device=self.device,
-            plan=self.plan,
-            replicas=self.replicas,
-            prefill=self.prefill,
-            prefill_replicas=self.prefill_replicas,
+    Raises:
+        PlanError: A name is not known, figures do not agree, or a plan does not fit the cluster.
+    """
+    options, fleet = case.options, case.fleet
+    if bool(fleet.cluster) == bool(fleet.device):
+        raise PlanError("give either cluster or device", where="deployment")
+    if options.preemption not in ("recompute", "swap"):
+        raise PlanError(f"preemption {options.preemption!r}", hint="recompute or swap")
+    if not options.drafts and (options.draft != "ngram" or options.accepted > 1.0):
+        raise PlanError("draft and accepted are of drafts", where="draft", hint="give drafts")
+    if not fleet.prefill and (
+        fleet.prefill_replicas > 1 or fleet.prefill_batch or options.transfer
+    ):
+        raise PlanError(
+            "prefill_replicas, prefill_batch and transfer are of workers that run prompts alone",
+            hint="give prefill",
         )
-        if prefill is not None:
-            prefill = replace(prefill, batch=self.prefill_batch)
-        return Deployment(
-            model=model,
-            device=device,
-            framework=framework,
-            version=version,
-            source=self.source,
-            engine=engine,
-            prefill=prefill,
-            max_batch=self.max_batch,
-            token_budget=self.token_budget,
-            chunked=self.chunked,
-            accepted=self.accepted,
-            hit_rate=self.prefix_hits,
-            options=EngineOptions(
-                memory=self.memory,
-                block=self.block,
-                swap=self.preemption == "swap",
-                watermark=self.watermark,
-                eager=self.eager,
-                prefix_cache=self.prefix_cache,
-                drafts=self.drafts,
-                draft=draft_model(self.draft, model, models) if self.drafts else None,
-                draft_name=self.draft,
-                transfer=self.transfer * 1e9,
-                router=self.router,
-            ),
-            cluster=links_of(self.cluster),
-        )
+    name = case.model.workload or str(case.model.hf)
+    model = model_of(case.model, name, files=files)
+    framework, version = known_framework(case.model.framework)
+    device, engine, prefill = engines_of(model, fleet)
+    return Deployment(
+        model=model,
+        device=device,
+        framework=framework,
+        engine=engine,
+        prefill=prefill,
+        options=options,
+        draft=draft_model(options.draft, model, files) if options.drafts else None,
+        version=version,
+        source=case.model.source,
+        cluster=links_of(fleet.cluster),
+        context=find_checkpoint(name).context,
+    )

@@ -78,7 +78,7 @@ def serving_energy(
     # Half of its output lies before a token on average.
     before = float((load.outputs * (load.prompts + load.outputs / 2.0)).sum())
     passes = run.iterations * model.weight_bytes(plan) * plan.devices
-    moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.accepted
+    moved = passes + before * model.token_bytes(plan) * plan.devices / deployment.options.accepted
     each = np.array([busy])
     rate = spec.matrix_peak(FORMATS[model.weights].rate)
     matrix = np.array([flops / deployment.devices])

@@ -20,7 +20,7 @@ from ...models.serving.model import (
     ServingModel,
     shipped_serving,
 )
-from ...simulate.serving.fleet import ROUTERS, Station, run_fleet
+from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (
     FREE,
@@ -37,12 +37,13 @@ from ...simulate.serving.latencies import (
 )
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.memory import gave_way
-from ...simulate.serving.policies import framework_defaults
+from ...simulate.serving.policies import ROUTERS, framework_defaults
 from ...simulate.serving.saturation import capacity
 from ..devices import generation_note
 from ..operator.prices import weight_only
 from .deployment import Deployment
 from .energy import serving_energy
+from .serving_case import LoadSpec
 from .serving_engine import (
     MOST_TABLES,
     Engines,
@@ -52,7 +53,7 @@ from .serving_engine import (
     request_delay,
     request_floors,
 )
-from .serving_load import LoadSpec
+from .serving_load import draw
 
 #: Rates that differ by less are taken for equal.
 RATE_TIE = 0.02
@@ -337,7 +338,7 @@ class ServingPredictor:
             PlanError: The deployment does not fit into memory, or a request into its cache; the
                 load lacks what the router looks at.
         """
-        load = load_of(deployment, load or spec.draw())
+        load = load_of(deployment, load or draw(spec))
         deployment = self.own(deployment)
         context, effects = levels(deployment, self.model), self.model.effects
         weights, first = effects.weights(context), effects.first(context)
@@ -479,18 +480,19 @@ def load_of(deployment: Deployment, load: Load) -> Load:
         PlanError: The load lacks what the router looks at, says itself what the cache has, or has
             prompts that do not fit a pass and may not be cut.
     """
-    budget = deployment.token_budget or framework_defaults(deployment.framework).policy.token_budget
+    options = deployment.options
+    budget = options.token_budget or framework_defaults(deployment.framework).policy.token_budget
     longest = int(load.prompts.max())
-    if deployment.chunked is False and longest > budget:
+    if options.chunked is False and longest > budget:
         raise PlanError(
             f"a prompt has {longest} tokens, a pass at most {budget}",
             where="whole prompts",
             hint="a larger token budget, or prompts that may be cut",
         )
-    router = deployment.options.router
+    router = options.router
     if router not in ROUTERS:
         raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
-    if not deployment.options.prefix_cache:
+    if not options.prefix_cache:
         load = replace(load, blocks=())
     if router == "prefix-aware" and not load.blocks:
         raise PlanError(
@@ -499,15 +501,15 @@ def load_of(deployment: Deployment, load: Load) -> Load:
             where="router",
             hint="a Mooncake trace with hash_ids, or the router least-loaded",
         )
-    if not deployment.hit_rate:
+    if not options.prefix_hits:
         return load
     if load.blocks:
         raise PlanError(
             "the trace says itself what its prompts have in common",
-            where="hit_rate",
+            where="prefix_hits",
             hint="leave the hit rate out",
         )
-    return replace(load, hits=(load.prompts * deployment.hit_rate).astype(int))
+    return replace(load, hits=(load.prompts * options.prefix_hits).astype(int))
 
 
 def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:

@@ -82,12 +82,12 @@ class Engines:
         width = own.options.drafts + 1
         batch = min(policy.max_batch, load.concurrency or len(load.prompts))
         costs = self._table(own, own.model, workers.plan, policy, batch * width, longest)
-        small, draft = own.options.draft, None
+        small, draft = own.draft, None
         if small is not None:
             draft = self._table(own, small, workers.plan.of(small), policy, batch, longest)
-        how = Decoding(width, own.accepted, own.options.eager, draft, own.options.drafts)
+        how = Decoding(width, own.options.accepted, own.options.eager, draft, own.options.drafts)
         costs = costs.under(how)
-        return Station(costs, weights[:-1], cache, policy, workers.count, own.accepted)
+        return Station(costs, weights[:-1], cache, policy, workers.count, own.options.accepted)
 
     def _table(
         self,
@@ -137,7 +137,9 @@ def request_floors(own: Deployment, load: Load, found: np.ndarray) -> Floors:
     """
     plan, first = own.engine.plan, (own.prefill or own.engine).plan
     spec = read_device(own.device)
-    return floors(own.model, spec, plan, first, load.prompts, load.outputs, found, own.accepted)
+    return floors(
+        own.model, spec, plan, first, load.prompts, load.outputs, found, own.options.accepted
+    )
 
 
 def cache_transfer(own: Deployment) -> Callable[[int], float]:
@@ -225,7 +227,7 @@ def _memory(own: Deployment, workers: Workers) -> dict[str, float]:
         share,
         of=rules.memory_of,
         told=told.memory > 0.0,
-        draft=told.draft,
+        draft=own.draft,
     )
 
 
@@ -238,14 +240,14 @@ def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:
         prompt: Mean tokens of a prompt, which is cut where it is more than a pass takes.
     """
     policy, options = framework_defaults(own.framework).policy, own.options
-    budget = (own.token_budget or policy.token_budget) * workers.plan.dp
-    chunked = policy.chunked if own.chunked is None else own.chunked
+    budget = (own.options.token_budget or policy.token_budget) * workers.plan.dp
+    chunked = policy.chunked if own.options.chunked is None else own.options.chunked
     return replace(
         policy,
-        max_batch=(workers.batch or own.max_batch or policy.max_batch) * workers.plan.dp,
+        max_batch=(workers.batch or own.options.max_batch or policy.max_batch) * workers.plan.dp,
         token_budget=budget,
         chunked=chunked or prompt > budget,
-        swap=options.swap,
+        swap=options.preemption == "swap",
         watermark=options.watermark,
         block=options.block or policy.block,
     )
@@ -281,7 +283,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "spread": _spread(own),
         # Whose servers hand requests over between workers of two kinds.
         "handover": f"{own.framework}|{source}|{own.device}" if own.prefill and source else "",
-        "speculative": "yes" if own.accepted > 1.0 else "",
+        "speculative": "yes" if own.options.accepted > 1.0 else "",
         "source": source,
         "cluster": f"{source}|{spec.name}" if source else "",
         "group": model.group_of(served.shape()),

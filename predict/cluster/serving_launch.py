@@ -6,7 +6,6 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import ceil
 
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.formats import Formats, format_in, in_formats
@@ -132,12 +131,12 @@ def launches(
                     f"its attention runs apart on all {workers.plan.ranks} ranks, here on "
                     f"{workers.plan.dp} groups of {workers.plan.tp}"
                 )
-            if own.options.swap:
+            if own.options.preemption == "swap":
                 remarks.append(_SWAP[name])
             if own.options.watermark:
                 remarks.append("it has no flag for the share of the cache that is kept free")
-            if own.options.drafts and own.options.draft_name not in ("ngram", "mtp"):
-                remarks.append(f"the checkpoint of {own.options.draft_name} drafts")
+            if own.options.drafts and own.options.draft not in ("ngram", "mtp"):
+                remarks.append(f"the checkpoint of {own.options.draft} drafts")
             found[f"{name} {role}".strip()] = Launch(f"{program} {model}", flags, tuple(remarks))
     return found
 
@@ -165,7 +164,7 @@ def _parts(own: Deployment, workers: Workers) -> dict[str, float]:
         own.options.memory or rules.memory,
         of=rules.memory_of,
         told=own.options.memory > 0.0,
-        draft=own.options.draft,
+        draft=own.draft,
     )
 
 
@@ -188,7 +187,7 @@ def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int
         workers.plan,
         framework_defaults(own.framework),
         cache,
-        drafts=own.options.drafts or ceil(own.accepted) - 1,
+        drafts=own.options.drafts,
         reuse=own.options.prefix_cache,
     )
     # Each rank with sequences of its own has its share of the cache.
@@ -254,8 +253,8 @@ class _Worker:
         self.gave_way = gave_way(self.parts)
         policy: Policy = framework_defaults(own.framework).policy
         #: Limits of a rank with sequences of its own.
-        self.batch = workers.batch or own.max_batch or policy.max_batch
-        self.budget = own.token_budget or policy.token_budget
+        self.batch = workers.batch or own.options.max_batch or policy.max_batch
+        self.budget = own.options.token_budget or policy.token_budget
         rank = " of each rank" if workers.plan.dp > 1 else ""
         self.batch_why = f"most sequences{rank}"
         self.budget_why = f"most tokens of a pass{rank}"
@@ -314,7 +313,7 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
         yield Flag("--enable-expert-parallel", "", _SPREAD)
     yield Flag("--max-num-seqs", str(of.batch), of.batch_why)
     yield Flag("--max-num-batched-tokens", str(of.budget), of.budget_why)
-    if own.chunked is False:
+    if own.options.chunked is False:
         yield Flag("--no-enable-chunked-prefill", "", _WHOLE)
     if of.fp8:
         yield Flag(_QUANTIZED, "fp8", _FP8)
@@ -329,9 +328,9 @@ def _vllm(of: _Worker) -> Iterator[Flag]:
     if options.eager:
         yield Flag("--enforce-eager", "", _EAGER)
     if options.drafts:
-        how: dict[str, object] = {"method": options.draft_name}
-        if options.draft_name not in ("ngram", "mtp"):
-            how = {"model": options.draft_name}
+        how: dict[str, object] = {"method": options.draft}
+        if options.draft not in ("ngram", "mtp"):
+            how = {"model": options.draft}
         how["num_speculative_tokens"] = options.drafts
         yield Flag("--speculative-config", json.dumps(how, separators=(",", ":")), _DRAFTS)
     if of.role:
@@ -350,8 +349,10 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
     yield from of.size("--ep-size", plan.ep, _EP)
     # Both are shared out among the ranks of attention data parallelism.
     yield Flag("--max-running-requests", str(of.batch * plan.dp), "most sequences of the engine")
-    budget = -1 if own.chunked is False else of.budget * plan.dp
-    why = _WHOLE if own.chunked is False else "most tokens of prompts in a pass of the engine"
+    budget = -1 if own.options.chunked is False else of.budget * plan.dp
+    why = (
+        _WHOLE if own.options.chunked is False else "most tokens of prompts in a pass of the engine"
+    )
     yield Flag("--chunked-prefill-size", str(budget), why)
     if of.fp8:
         yield Flag(_QUANTIZED, "fp8", _FP8)
@@ -367,10 +368,10 @@ def _sglang(of: _Worker) -> Iterator[Flag]:
     if options.eager:
         yield Flag("--disable-cuda-graph", "", _EAGER)
     if options.drafts:
-        algorithm = {"ngram": "NGRAM", "mtp": "EAGLE"}.get(options.draft_name, "STANDALONE")
+        algorithm = {"ngram": "NGRAM", "mtp": "EAGLE"}.get(options.draft, "STANDALONE")
         yield Flag("--speculative-algorithm", algorithm, "what drafts")
         if algorithm == "STANDALONE":
-            yield Flag("--speculative-draft-model-path", options.draft_name, "what drafts")
+            yield Flag("--speculative-draft-model-path", options.draft, "what drafts")
         if algorithm != "NGRAM":
             yield Flag("--speculative-num-steps", str(options.drafts), "passes of what drafts")
             yield Flag("--speculative-eagle-topk", "1", "a chain of drafts, not a tree")
@@ -391,7 +392,7 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
     why = "share for the cache of what weights leave"
     yield from of.memory("--kv_cache_free_gpu_memory_fraction", "free", why)
     yield from of.limited("TensorRT-LLM")
-    if own.chunked:
+    if own.options.chunked:
         yield Flag("enable_chunked_prefill", "true", "prompts may be cut", in_file=True)
     if plan.dp > 1:
         why = "each rank attends to sequences of its own"
@@ -413,9 +414,9 @@ def _trtllm(of: _Worker) -> Iterator[Flag]:
             "ngram": f"decoding_type: NGram, max_draft_len: {options.drafts}",
             "mtp": f"decoding_type: MTP, num_nextn_predict_layers: {options.drafts}",
         }.get(
-            options.draft_name,
+            options.draft,
             f"decoding_type: DraftTarget, max_draft_len: {options.drafts}, "
-            f"speculative_model_dir: {options.draft_name}",
+            f"speculative_model_dir: {options.draft}",
         )
         yield Flag("speculative_config", f"{{{how}}}", _DRAFTS, in_file=True)
     if of.role:

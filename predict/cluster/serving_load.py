@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
+from .serving_case import MOST, LoadSpec
 
 #: Distributions of lengths with their figures.
 LENGTHS = {
@@ -32,78 +33,42 @@ TRACE_COLUMNS = (
 )
 #: Tokens of a block whose hash Mooncake's traces give (Qin et al., Mooncake, FAST 2025).
 MOONCAKE_BLOCK = 512
-#: Most requests of a load: a slip is told instead of computed with.
-MOST = 10**7
 
 
-@dataclass(frozen=True)
-class LoadSpec:
-    """A load by its figures; of ``trace``, ``concurrency``, ``batch``, ``rate`` the first counts.
+def draw(spec: LoadSpec) -> Load:
+    """The requests of a load.
 
-    Attributes:
-        prompt: Tokens of a prompt: a number, or a distribution of :data:`LENGTHS`.
-        output: The same of outputs.
-        trace: File of requests; ``None`` for random ones.
-        concurrency: Requests in flight of a closed loop.
-        batch: Sequences of a static batch.
-        rate: Requests a second of an open load; 0 for all at once.
-        burstiness: Shape of the gamma distribution of the gaps; 1 for a Poisson process, less for
-            bursts (as ``vllm bench serve --burstiness``).
-        count: Requests; 0 for ten for each in flight, or 1000.
-        seed: Of what is random.
+    Raises:
+        PlanError: A figure is out of its range.
+        DatasetError: The trace cannot be read.
     """
+    if spec.requests is not None:
+        return read_trace(spec.requests)
+    if not 0 <= spec.rate < np.inf or not 0 < spec.burstiness < np.inf:
+        raise PlanError(
+            f"rate={spec.rate:g}, burstiness={spec.burstiness:g}",
+            where="load",
+            hint="a rate is at least 0, burstiness above it",
+        )
+    if min(spec.concurrency, spec.batch, spec.count) < 0 or spec.count > MOST:
+        raise PlanError(
+            f"concurrency={spec.concurrency}, batch={spec.batch}, count={spec.count}",
+            where="load",
+            hint=f"none is below 0, and there are at most {MOST} requests",
+        )
+    count = spec.count or 10 * spec.concurrency or 1000
+    count = spec.batch if spec.kind == "static-batch" else count
+    rng = np.random.default_rng(spec.seed)
+    arrivals = np.zeros(count)
+    if spec.kind == "open-poisson":
+        shape = spec.burstiness
+        arrivals = np.cumsum(rng.gamma(shape, 1.0 / (spec.rate * shape), count))
+    prompts, outputs = (parse_lengths(t)(rng, count) for t in (spec.prompt, spec.output))
+    return Load(prompts, outputs, arrivals, spec.concurrency)
 
-    prompt: str = "1024"
-    output: str = "256"
-    trace: Path | None = None
-    concurrency: int = 0
-    batch: int = 0
-    rate: float = 0.0
-    burstiness: float = 1.0
-    count: int = 0
-    seed: int = 0
 
-    @property
-    def kind(self) -> str:
-        """``trace``, ``closed``, ``static-batch``, ``open-poisson`` or ``offline``."""
-        if self.trace is not None:
-            return "trace"
-        if self.concurrency:
-            return "closed"
-        if self.batch:
-            return "static-batch"
-        return "open-poisson" if self.rate else "offline"
-
-    def draw(self) -> Load:
-        """The requests.
-
-        Raises:
-            PlanError: A figure is out of its range.
-            DatasetError: The trace cannot be read.
-        """
-        if self.trace is not None:
-            return read_trace(self.trace)
-        if not 0 <= self.rate < np.inf or not 0 < self.burstiness < np.inf:
-            raise PlanError(
-                f"rate={self.rate:g}, burstiness={self.burstiness:g}",
-                where="load",
-                hint="a rate is at least 0, burstiness above it",
-            )
-        if min(self.concurrency, self.batch, self.count) < 0 or self.count > MOST:
-            raise PlanError(
-                f"concurrency={self.concurrency}, batch={self.batch}, count={self.count}",
-                where="load",
-                hint=f"none is below 0, and there are at most {MOST} requests",
-            )
-        count = self.count or 10 * self.concurrency or 1000
-        count = self.batch if self.kind == "static-batch" else count
-        rng = np.random.default_rng(self.seed)
-        arrivals = np.zeros(count)
-        if self.kind == "open-poisson":
-            shape = self.burstiness
-            arrivals = np.cumsum(rng.gamma(shape, 1.0 / (self.rate * shape), count))
-        prompts, outputs = (parse_lengths(t)(rng, count) for t in (self.prompt, self.output))
-        return Load(prompts, outputs, arrivals, self.concurrency)
+#: Fields of a load that texts name otherwise.
+_IN_TEXTS = {"requests": "trace"}
 
 
 def parse_load(text: str) -> LoadSpec:
@@ -112,10 +77,11 @@ def parse_load(text: str) -> LoadSpec:
     Raises:
         PlanError: A name is not known, or a value is none.
     """
+    named = get_type_hints(LoadSpec)
     kinds: dict[str, Callable[[str], Any]] = {
-        "prompt": str, "output": str, "trace": Path, "concurrency": int, "batch": int,
-        "rate": float, "burstiness": float, "count": int, "seed": int,
-    }  # fmt: skip
+        _IN_TEXTS.get(f.name, f.name): Path if f.name == "requests" else named[f.name]
+        for f in fields(LoadSpec)
+    }
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -136,7 +102,8 @@ def parse_load(text: str) -> LoadSpec:
         )
     if "burstiness" in found and "rate" not in found:
         raise PlanError("burstiness is that of a rate", where="load", hint="give rate")
-    return LoadSpec(**found)
+    names = {text: name for name, text in _IN_TEXTS.items()}
+    return LoadSpec(**{names.get(name, name): value for name, value in found.items()})
 
 
 def parse_slo(text: str) -> Slo:

@@ -18,10 +18,11 @@ from ...common.errors import DatasetError, OpcastError, PlanError
 from ...features.devices.catalogue import find_device
 from ...simulate.serving.policies import FRAMEWORKS
 from ...simulate.serving.served import EnginePlan, ServedModel
-from .deployment import Deployment, EngineOptions, Workers
+from .deployment import Deployment, Workers
 from .served_row import framework_of, served_model
+from .serving_case import EngineOptions, LoadSpec
 from .serving_engine import engine_cache
-from .serving_load import LoadSpec
+from .serving_load import draw
 from .step_table import FAULTS, Cells, reason_of
 
 #: Columns that a row cannot do without.
@@ -57,7 +58,7 @@ class ServingRow:
 
     def closed_output(self) -> float:
         """Mean tokens of an output of a closed loop; 0 of other loads."""
-        return float(self.spec.draw().outputs.mean()) if self.spec.concurrency else 0.0
+        return float(draw(self.spec).outputs.mean()) if self.spec.concurrency else 0.0
 
 
 def read_serving(path: str | Path) -> pd.DataFrame:
@@ -128,12 +129,15 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         framework=framework if framework in FRAMEWORKS else "",
         engine=engine,
         prefill=prefill,
-        max_batch=cell.count("max_num_seqs", 0) or cell.count("decode_batch", 0),
-        token_budget=cell.count("max_num_batched_tokens", 0) or _budget(cell),
-        chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
-        accepted=accepted,
-        # Benchmarks of random prompts turn off what could not be found again.
-        options=EngineOptions(prefix_cache=False, drafts=ceil(accepted) - 1),
+        options=EngineOptions(
+            max_batch=cell.count("max_num_seqs", 0) or cell.count("decode_batch", 0),
+            token_budget=cell.count("max_num_batched_tokens", 0) or _budget(cell),
+            chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
+            accepted=accepted,
+            drafts=ceil(accepted) - 1,
+            # Benchmarks of random prompts turn off what could not be found again.
+            prefix_cache=False,
+        ),
         version=_version(cell, spec),
         source=cell.text("source").split("@")[0],
     )
@@ -290,7 +294,7 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
         file = folder / trace
         if not file.exists():
             raise DatasetError(f"there is no trace {trace}", where=str(folder))
-        return LoadSpec(trace=file)
+        return LoadSpec(requests=file)
     concurrency = cell.count("concurrency", 0)
     count = cell.count("n_requests", 0)
     if kind in ("closed", "static-batch") and concurrency < 1:
@@ -300,7 +304,7 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
         kind, concurrency = "closed", max(concurrency, 1)
     spread = _spread(cell.text("length_dist"))
     prompt, output = (_lengths(mean, spread) for mean in _means(cell))
-    own = LoadSpec(prompt, output)
+    own = LoadSpec(prompt=prompt, output=output)
     most = MOST_REQUESTS * engines
     if kind == "static-batch":
         return replace(own, batch=concurrency)

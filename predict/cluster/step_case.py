@@ -22,6 +22,7 @@ from ...common.options import (
     StepModelOpt,
 )
 from ...models.core.registry import OPERATOR_MODEL
+from ...simulate.step.settings import sizes_of
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
     from ...simulate.step.plan import Plan
     from ...simulate.step.workload import Workload
     from .step import StepPrediction, StepPredictor
-
-
-def sizes_of(texts: Sequence[str]) -> dict[str, object]:
-    """Sizes of a workload from texts such as ``layers=32,d_model=4096``.
-
-    Raises:
-        PlanError: A part is not a pair.
-    """
-    from ...simulate.step.settings import read_pairs
-
-    return {name: value for text in texts for name, value in read_pairs(text, "--set").items()}
 
 
 def _speeds(texts: Sequence[str]) -> dict[int, float]:

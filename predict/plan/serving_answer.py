@@ -62,7 +62,7 @@ class Planned:
 
     def text(self) -> str:
         """The deployment with its limit of sequences, if it has one of its own."""
-        limit = self.deployment.max_batch
+        limit = self.deployment.options.max_batch
         return self.deployment.text() + (f", {limit} sequences" if limit else "")
 
     def keeps(self, slo: Slo) -> bool:
@@ -294,7 +294,7 @@ class ServingPlans:
         def row(one: Planned) -> dict[str, object]:
             return {
                 "deployment": one.deployment.text(),
-                "max_batch": one.deployment.max_batch,
+                "max_batch": one.deployment.options.max_batch,
                 "tokens_per_s_per_gpu": one.tokens_per_s_per_device,
                 "keeps_slo": one.keeps(self.slo),
                 "keeps_slo_probability": one.sure(self.slo),
@@ -333,6 +333,6 @@ _CHOICES: dict[str, Callable[[Deployment], str]] = {
         else "beside decoding"
     ),
     "the limit is": lambda own: (
-        f"{own.max_batch} sequences" if own.max_batch else "the framework's"
+        f"{own.options.max_batch} sequences" if own.options.max_batch else "the framework's"
     ),
 }

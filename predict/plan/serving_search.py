@@ -13,8 +13,9 @@ from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
 from ..cluster.deployment import Deployment, Workers
 from ..cluster.serving import ServingPredictor, is_open, load_of
+from ..cluster.serving_case import LoadSpec
 from ..cluster.serving_engine import engine_cache, engine_memory
-from ..cluster.serving_load import LoadSpec
+from ..cluster.serving_load import draw
 from .serving_answer import Planned, ServingPlans
 
 #: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade
@@ -115,7 +116,7 @@ def search(
     Raises:
         PlanError: The load lacks what the router looks at.
     """
-    load = spec.draw()
+    load = draw(spec)
     found = ServingPlans(slo, devices=devices, open=is_open(spec, load))
     load_of(base, load)
     asked, slow = [], []
@@ -145,7 +146,10 @@ def search(
             largest = kept.prediction.run.largest_batch
             ranks = kept.deployment.engine.plan.dp
             limits = [n for n in BATCHES if n * ranks < largest]
-            better += [replace(kept.deployment, max_batch=n) for n in limits]
+            options = kept.deployment.options
+            better += [
+                replace(kept.deployment, options=replace(options, max_batch=n)) for n in limits
+            ]
             found.pruned += len(BATCHES) - len(limits)
         _simulate(predictor, found, better, spec, load, show)
         if found.best is None:
@@ -269,4 +273,4 @@ def _least_token(one: Deployment) -> float:
         # A token alone reads the experts that it goes to, spread over their ranks at best.
         experts *= min(1.0, w.top_k / w.experts)
     read = (sum(parts.values()) + experts) * plan.pp
-    return read / spec.bandwidth / one.accepted
+    return read / spec.bandwidth / one.options.accepted

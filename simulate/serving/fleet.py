@@ -17,12 +17,8 @@ from ...common.errors import PlanError
 from .engine import Engine, PassCosts
 from .load import History, Load, Requests, Run
 from .memory import CacheLayout
-from .policies import Policy
+from .policies import ROUTERS, Policy
 from .prefix import PrefixCache
-
-#: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
-#: request only what its cache does not know.
-ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 
 from ...common.errors import PlanError
 
+#: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
+#: request only what its cache does not have.
+ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
+
 
 @dataclass(frozen=True)
 class Policy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,15 @@ from ...common.types import JsonObject
 T = TypeVar("T")
 #: YAML 1.1 booleans, which ``key=value`` text accepts as well.
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def sizes_of(texts: Sequence[str]) -> JsonObject:
+    """Sizes of a model from texts such as ``layers=32,d_model=4096``.
+
+    Raises:
+        PlanError: A part is not a pair.
+    """
+    return {name: value for text in texts for name, value in read_pairs(text, "--set").items()}
 
 
 def read_pairs(text: str, what: str) -> JsonObject:

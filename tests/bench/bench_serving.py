@@ -6,9 +6,10 @@ import time
 
 from common import show
 from opcast.models.core.registry import OPERATOR_MODEL
-from opcast.predict.cluster.deployment import Deployment, EngineOptions, Workers
+from opcast.predict.cluster.deployment import Deployment, Workers
 from opcast.predict.cluster.serving import ServingPredictor
-from opcast.predict.cluster.serving_load import LoadSpec
+from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
+from opcast.predict.cluster.serving_load import draw
 from opcast.predict.operator.serving_operators import load_serving_operators
 from opcast.predict.plan.serving_search import search
 from opcast.simulate.serving.latencies import Slo
@@ -23,8 +24,8 @@ def main() -> None:
         options = EngineOptions(router=router)
         own = Deployment(model, "h100-sxm", engine=Workers(EnginePlan(), 8), options=options)
         for count in (10_000, 30_000, 100_000):
-            spec = LoadSpec("geometric:512", "geometric:128", rate=150.0, count=count)
-            load = spec.draw()
+            spec = LoadSpec(prompt="geometric:512", output="geometric:128", rate=150.0, count=count)
+            load = draw(spec)
             start = time.process_time()
             # Three runs: the estimate, and both ends of the interval of an open load.
             predictor.predict(own, spec, load=load, record=False)

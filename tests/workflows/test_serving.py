@@ -21,8 +21,9 @@ from opcast.models.serving.model import (
     own_ends,
     shipped_serving,
 )
-from opcast.predict.cluster.deployment import EngineOptions, Workers
+from opcast.predict.cluster.deployment import Workers
 from opcast.predict.cluster.serving import ServingPredictor
+from opcast.predict.cluster.serving_case import EngineOptions
 from opcast.predict.cluster.serving_engine import engine_memory
 from opcast.predict.cluster.serving_table import (
     ServingRow,
@@ -264,10 +265,10 @@ def typed(row: ServingRow, cells: pd.Series, folder: Path, model: str) -> list[s
         "framework": f"{own.framework}@{own.version}" if own.version else own.framework,
         "weights": cells.get("weight_dtype"), "kv-cache": cells.get("kv_dtype"),
         "linear-layers": own.model.linear_layers, "prompt": spec.prompt, "output": spec.output,
-        "requests": spec.trace, "concurrency": spec.concurrency, "batch": spec.batch,
+        "requests": spec.requests, "concurrency": spec.concurrency, "batch": spec.batch,
         "rate": spec.rate, "count": 0 if spec.batch else spec.count,
-        "max-batch": own.max_batch, "token-budget": own.token_budget,
-        "drafts": own.options.drafts, "accepted": own.accepted if own.options.drafts else 0,
+        "max-batch": own.options.max_batch, "token-budget": own.options.token_budget,
+        "drafts": own.options.drafts, "accepted": own.options.accepted if own.options.drafts else 0,
     }  # fmt: skip
     if own.prefill is not None:
         said |= {
@@ -275,11 +276,15 @@ def typed(row: ServingRow, cells: pd.Series, folder: Path, model: str) -> list[s
             "prefill-batch": own.prefill.batch,
         }  # fmt: skip
     asked = ["simulate-serving", "--json", "--no-prefix-cache"]
-    asked += [] if spec.concurrency or spec.batch or spec.rate or spec.trace else ["--offline"]
-    if own.chunked is not None:
-        asked.append("--chunked" if own.chunked else "--whole-prompts")
+    asked += [] if spec.concurrency or spec.batch or spec.rate or spec.requests else ["--offline"]
+    if own.options.chunked is not None:
+        asked.append("--chunked" if own.options.chunked else "--whole-prompts")
     for name, value in said.items():
-        if value == value and value and not (spec.trace and name in ("prompt", "output", "count")):
+        if (
+            value == value
+            and value
+            and not (spec.requests and name in ("prompt", "output", "count"))
+        ):
             asked += [f"--{name}", str(value)]
     return asked
 

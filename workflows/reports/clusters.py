@@ -230,7 +230,7 @@ def orders_of_magnitude() -> pd.DataFrame:
     from ...models.core.registry import OPERATOR_MODEL
     from ...predict.cluster.deployment import Deployment
     from ...predict.cluster.serving import ServingPredictor
-    from ...predict.cluster.serving_load import LoadSpec
+    from ...predict.cluster.serving_case import LoadSpec
     from ...predict.operator.serving_operators import load_serving_operators
     from ...simulate.serving.served import ServedModel
 

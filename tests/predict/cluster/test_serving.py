@@ -13,11 +13,12 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, EngineOptions, Workers, on_cluster
+from opcast.predict.cluster.deployment import Deployment, Workers, on_cluster
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
+from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
 from opcast.predict.cluster.serving_engine import cache_transfer
-from opcast.predict.cluster.serving_load import LoadSpec, parse_slo
+from opcast.predict.cluster.serving_load import draw, parse_slo
 from opcast.predict.export.timeline import serving_trace
 from opcast.predict.page.cluster import serving_page
 from opcast.simulate.serving.formats import Formats, in_formats
@@ -96,7 +97,9 @@ def test_no_end_of_an_interval_is_below_the_data_sheet() -> None:
     spec = LoadSpec(prompt="512", output="65", rate=0.1, count=20)
     alone = ServingPredictor(None, fast).predict(PLAIN, spec)
     assert alone.figures["tpot/mean"].lo == pytest.approx(least, rel=1e-3)
-    known = ServingPredictor(None, fast).predict(replace(PLAIN, hit_rate=0.9), spec)
+    known = ServingPredictor(None, fast).predict(
+        replace(PLAIN, options=EngineOptions(prefix_hits=0.9)), spec
+    )
     assert alone.figures["ttft/mean"].lo == pytest.approx(first, rel=1e-3)
     assert known.figures["ttft/mean"].lo == pytest.approx(weights / 3.35e12, rel=1e-3)
 
@@ -150,7 +153,7 @@ def test_an_interval_passes_from_one_kind_to_the_other() -> None:
 def test_an_open_load_bounds_the_throughput(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="128", output="16", rate=5.0, count=200)
     found = predictor.predict(PLAIN, spec)
-    offered = 200 / spec.draw().arrivals[-1]
+    offered = 200 / draw(spec).arrivals[-1]
     assert found.requests_per_s.hi <= 1.01 * offered
     assert found.requests_per_s.value == pytest.approx(offered, rel=0.05)
 
@@ -158,7 +161,7 @@ def test_an_open_load_bounds_the_throughput(predictor: ServingPredictor) -> None
 def test_a_rate_over_a_short_run_says_what_was_offered(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="128", output="512", rate=5.0, count=30)
     found = predictor.predict(PLAIN, spec)
-    last, whole = float(spec.draw().arrivals[-1]), found.run.makespan
+    last, whole = float(draw(spec).arrivals[-1]), found.run.makespan
     assert found.requests_per_s.value == pytest.approx(30 / whole) and 30 / whole < 4.9
     (note,) = [note for note in found.notes if "offered" in note]
     assert note.startswith(
@@ -175,7 +178,9 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
     predictor = ServingPredictor(None, ServingModel())
 
     def asked(prompt: str, output: str) -> ServingPrediction:
-        return predictor.predict(PLAIN, LoadSpec(prompt, output, concurrency=64, count=640))
+        return predictor.predict(
+            PLAIN, LoadSpec(prompt=prompt, output=output, concurrency=64, count=640)
+        )
 
     for prompt, output in (
         ("1000", "500"),
@@ -193,8 +198,8 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
     assert not any("saturated" in note for note in loose.notes)
     assert any("saturated" in note for note in stuck.notes)
     # One engine that takes 16 at a time leaves 48 of 64 in its queue, whatever the lengths.
-    full = replace(PLAIN, max_batch=16)
-    spec = LoadSpec("uniform:900:1100", "uniform:400:600", concurrency=64, count=640)
+    full = replace(PLAIN, options=EngineOptions(max_batch=16))
+    spec = LoadSpec(prompt="uniform:900:1100", output="uniform:400:600", concurrency=64, count=640)
     assert any("saturated" in note for note in predictor.predict(full, spec).notes)
 
 
@@ -209,7 +214,7 @@ def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_do
         for i, n in enumerate(prompts)
     ]
     plain = Load(prompts, np.full(60, 64), 10.0 * np.arange(60))
-    spec = LoadSpec(trace=Path("requests.jsonl"))
+    spec = LoadSpec(requests=Path("requests.jsonl"))
     without = predictor.predict(PLAIN, spec, load=plain)
     shared = predictor.predict(PLAIN, spec, load=replace(plain, blocks=blocks))
     assert shared.run.hit_tokens > 0 and shared.figures["ttft/mean"] < without.figures["ttft/mean"]
@@ -227,7 +232,7 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:
     sure = {f"{metric}/vendor": (-0.1, 0.1) for metric in ("ttft", "ttft-queued")}
     model = ServingModel(ends=known | sure, provenance={"vendors": []})
     predictor = ServingPredictor(None, model)
-    own = replace(PLAIN, max_batch=8)
+    own = replace(PLAIN, options=EngineOptions(max_batch=8))
     most = predictor.predict(own, LoadSpec(prompt="256", output="64", count=960)).requests_per_s
     # At 70 % of what they serve, engines that take 1 / 0.7 of the time do not keep up.
     spec = LoadSpec(prompt="256", output="64", rate=0.7 * most.value, count=1000)
@@ -286,30 +291,25 @@ def test_slos_are_read() -> None:
 
 def test_every_option_changes_something(predictor: ServingPredictor) -> None:
     spec = LoadSpec(prompt="600", output="200", concurrency=32, count=96)
-    told = {
+    options = {
         "max_batch": 4,
         "token_budget": 256,
         "chunked": False,
-        "hit_rate": 0.5,
-        "framework": "sglang",
-        "accepted": 1.8,
-    }
-    options = {
+        "prefix_hits": 0.5,
         "eager": True,
         "memory": 0.075,
         "block": 512,
         "watermark": 0.5,
         "drafts": 3,
     }
-    tight = EngineOptions(memory=0.078)
-    base = replace(PLAIN, token_budget=700, options=tight)
+    tight = EngineOptions(memory=0.078, token_budget=700)
+    base = replace(PLAIN, options=tight)
     # Some 17,000 tokens of cache for 32 requests of 800, so that some are evicted.
     plain = predictor.predict(base, spec)
     assert plain.run.evicted > 0
-    for name, value in told.items():
-        other = predictor.predict(replace(base, **{name: value}), spec)
-        assert other.run.makespan != plain.run.makespan, name
-    for name, value in {**options, "swap": True}.items():
+    other = predictor.predict(replace(base, framework="sglang"), spec)
+    assert other.run.makespan != plain.run.makespan
+    for name, value in {**options, "preemption": "swap"}.items():
         changed = replace(base, options=replace(tight, **{name: value}))
         assert predictor.predict(changed, spec).run.makespan != plain.run.makespan, name
 
@@ -330,19 +330,19 @@ def test_a_prompt_is_not_shared_out_over_stages_and_ranks(predictor: ServingPred
 
 
 def test_a_draft_model_costs_its_passes_and_memory(predictor: ServingPredictor) -> None:
-    drafted = EngineOptions(drafts=2)
-    free = replace(PLAIN, accepted=2.0, options=drafted)
+    drafted = EngineOptions(drafts=2, accepted=2.0)
+    free = replace(PLAIN, options=drafted)
     small = ServedModel(replace(LLAMA, layers=4))
-    paid = replace(free, options=replace(drafted, draft=small))
+    paid = replace(free, draft=small)
     one, other = (predictor.predict(d, SPEC) for d in (free, paid))
     assert other.figures["tpot/mean"].value > 1.1 * one.figures["tpot/mean"].value
     assert other.memory["draft model"] > 0
     with pytest.raises(PlanError, match="4 tokens a step of 2 drafts"):
-        replace(free, accepted=4.0)
+        replace(free, options=replace(drafted, accepted=4.0))
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
-    load = replace(SPEC.draw(), blocks=((1, 2),) * 40)
+    load = replace(draw(SPEC), blocks=((1, 2),) * 40)
     assert load_of(PLAIN, load).blocks
     assert not load_of(replace(PLAIN, options=EngineOptions(prefix_cache=False)), load).blocks
 
@@ -366,7 +366,7 @@ def test_deployments_that_are_none() -> None:
     with pytest.raises(PlanError, match=r"tp=5 does not divide 32 heads \(tp is 1, 2, 4,"):
         replace(PLAIN, engine=Workers(EnginePlan(tp=5, moe_tp=5)))
     with pytest.raises(PlanError, match="hit rate"):
-        replace(PLAIN, hit_rate=1.0)
+        replace(PLAIN, options=EngineOptions(prefix_hits=1.0))
 
 
 def test_engines_fill_a_cluster() -> None:

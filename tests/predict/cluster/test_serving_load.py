@@ -9,22 +9,23 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import DatasetError, PlanError
-from opcast.predict.cluster.serving_load import LoadSpec, parse_lengths, parse_load, read_trace
+from opcast.predict.cluster.serving_case import LoadSpec
+from opcast.predict.cluster.serving_load import draw, parse_lengths, parse_load, read_trace
 
 
 def test_kinds_of_load() -> None:
     closed = parse_load("concurrency=8,prompt=100,output=10")
-    assert (closed.kind, len(closed.draw().prompts)) == ("closed", 80)
-    assert closed.draw().concurrency == 8
+    assert (closed.kind, len(draw(closed).prompts)) == ("closed", 80)
+    assert draw(closed).concurrency == 8
     static = LoadSpec(batch=4)
-    assert (static.kind, len(static.draw().prompts)) == ("static-batch", 4)
+    assert (static.kind, len(draw(static).prompts)) == ("static-batch", 4)
     assert parse_load("rate=2").kind == "open-poisson"
-    assert not LoadSpec(count=5).draw().arrivals.any()
+    assert not draw(LoadSpec(count=5)).arrivals.any()
 
 
 def test_gaps_between_requests() -> None:
     for shape in (0.25, 1.0, 4.0):
-        gaps = np.diff(LoadSpec(rate=5.0, burstiness=shape, count=20_000).draw().arrivals)
+        gaps = np.diff(draw(LoadSpec(rate=5.0, burstiness=shape, count=20_000)).arrivals)
         assert gaps.mean() == pytest.approx(0.2, rel=0.05)
         # A gamma distribution's deviation over its mean is one over the root of its shape.
         assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.05)
@@ -68,9 +69,9 @@ def test_loads_that_are_none(text: str, says: str) -> None:
 
 def test_a_rate_is_checked() -> None:
     with pytest.raises(PlanError, match="burstiness=0"):
-        LoadSpec(rate=1.0, burstiness=0.0).draw()
+        draw(LoadSpec(rate=1.0, burstiness=0.0))
     with pytest.raises(PlanError, match="count=-1"):
-        LoadSpec(count=-1).draw()
+        draw(LoadSpec(count=-1))
 
 
 def test_csv_traces(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor, Simulated
 from opcast.predict.cluster.serving_engine import engine_policy, request_delay, request_floors
+from opcast.predict.cluster.serving_load import draw
 from opcast.predict.cluster.serving_table import (
     ServingRow,
     read_serving,
@@ -94,7 +95,7 @@ def test_windows_and_dense_layers_of_notes() -> None:
 def test_data_parallel_engines_without_experts_are_replicas() -> None:
     row = serving_row({**DENSE, "dp": 2, "n_gpus": 8})
     assert (row.deployment.engine.count, row.deployment.devices) == (2, 8)
-    assert row.spec.draw().concurrency == 16
+    assert draw(row.spec).concurrency == 16
 
 
 def test_workers_of_their_own_for_prompts() -> None:
@@ -104,12 +105,12 @@ def test_workers_of_their_own_for_prompts() -> None:
     }  # fmt: skip
     row = serving_row({**DENSE, **split}).deployment
     assert row.prefill is not None
-    assert (row.prefill.devices, row.engine.devices, row.max_batch) == (8, 8, 64)
+    assert (row.prefill.devices, row.engine.devices, row.options.max_batch) == (8, 8, 64)
 
 
 def test_lengths_of_a_load() -> None:
     row = serving_row({**DENSE, "length_dist": "uniform 0.8..1.0 x nominal", "isl_mean": 922})
-    load = row.spec.draw()
+    load = draw(row.spec)
     assert load.prompts.min() >= 819 and load.prompts.max() <= 1025
     assert load.prompts.mean() == pytest.approx(922, rel=0.01)
     assert len(load.prompts) == 160
@@ -134,7 +135,7 @@ def simulated(row: ServingRow) -> Simulated:
 
 def test_accepted_drafts_make_steps_fewer_and_wider() -> None:
     row = serving_row({**DENSE, "spec_decode": "eagle", "spec_accept_len": 2.5})
-    assert (row.deployment.options.drafts, row.deployment.accepted) == (2, 2.5)
+    assert (row.deployment.options.drafts, row.deployment.options.accepted) == (2, 2.5)
     plain = serving_row({**DENSE, "spec_decode": "no"})
     fast, slow = (simulated(r).seconds("tpot") for r in (row, plain))
     # A step verifies three tokens where it made one: reading weights takes as long.
@@ -393,11 +394,12 @@ def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
 def test_no_published_run_is_faster_than_the_data_sheet() -> None:
     table = read_serving(TABLE)
-    rows = [r for r in read_serving_rows(table, TABLE.parent)[0] if r and not r.spec.trace]
+    rows = [r for r in read_serving_rows(table, TABLE.parent)[0] if r and not r.spec.requests]
     judged = {"ttft": 0, "tpot": 0}
     for row in rows:
-        drawn = row.spec.draw()
-        prompt, output = (np.array([mean]) for mean in (drawn.prompts.mean(), drawn.outputs.mean()))
+        drawn = draw(row.spec)
+        means = drawn.prompts.mean(), drawn.outputs.mean()
+        prompt, output = (np.array([mean]) for mean in means)
         floor = request_floors(row.deployment, Load(prompt, output, np.zeros(1)), np.zeros(1))
         tpot = row.measured.get("tpot_ms", row.measured.get("itl_ms"))
         for metric, measured in (("ttft", row.measured.get("ttft_ms")), ("tpot", tpot)):

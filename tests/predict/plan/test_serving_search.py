@@ -12,11 +12,11 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.deployment import Deployment, EngineOptions, ServingQuery, Workers
+from opcast.predict.cluster.deployment import Deployment, Workers, draft_model
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
+from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
 from opcast.predict.cluster.serving_launch import launches
-from opcast.predict.cluster.serving_load import LoadSpec
 from opcast.predict.plan.serving_search import (
     deployments,
     engine_plans,
@@ -178,8 +178,7 @@ def test_launch_commands() -> None:
         moe,
         "h100-sxm",
         engine=Workers(plan, 2),
-        max_batch=64,
-        options=EngineOptions(memory=0.85, eager=True),
+        options=EngineOptions(max_batch=64, memory=0.85, eager=True),
     )
     commands = commands_of(own, "me/model")
     assert commands["vLLM"] == (
@@ -222,8 +221,8 @@ def test_flags_are_explained_in_the_words_of_each_framework() -> None:
 
 
 def test_flags_are_a_table_that_says_why() -> None:
-    options = EngineOptions(memory=0.85, block=64, drafts=3, draft_name="mtp")
-    own = replace(BASE, engine=Workers(EnginePlan(dp=2, ep=2)), chunked=False, options=options)
+    options = EngineOptions(memory=0.85, block=64, drafts=3, draft="mtp", chunked=False)
+    own = replace(BASE, engine=Workers(EnginePlan(dp=2, ep=2)), options=options)
     own = replace(own, model=ServedModel(replace(DENSE, experts=8, top_k=2)))
     rows = {name: launch.rows() for name, launch in launches(own).items()}
     value = {name: {r["flag"]: r["value"] for r in table} for name, table in rows.items()}
@@ -248,7 +247,8 @@ def test_flags_are_a_table_that_says_why() -> None:
     share = float(value["TensorRT-LLM"]["--kv_cache_free_gpu_memory_fraction"])
     assert share == pytest.approx(cache / free, abs=1e-3)
     # SGLang shares the budget of an engine out among its ranks.
-    cut = {r["flag"]: r["value"] for r in launches(replace(own, chunked=None))["SGLang"].rows()}
+    may_cut = replace(own, options=replace(options, chunked=None))
+    cut = {r["flag"]: r["value"] for r in launches(may_cut)["SGLang"].rows()}
     assert cut["--chunked-prefill-size"] == str(2 * 8192)
     fresh = launches(replace(own, options=replace(options, prefix_cache=False)))
     assert "--no-enable-prefix-caching" in fresh["vLLM"].command
@@ -260,13 +260,13 @@ def test_flags_are_a_table_that_says_why() -> None:
     assert "max_attention_window" in " ".join(said["TensorRT-LLM"])
     assert "max_attention_window" not in " ".join(said["vLLM"])
     # What no engine has is said.
-    own = replace(own, options=replace(options, swap=True, watermark=0.1))
+    own = replace(own, options=replace(options, preemption="swap", watermark=0.1))
     own = replace(own, engine=Workers(EnginePlan(dp=2, ep=2), 3))
     told = {name: " ".join(launch.remarks) for name, launch in launches(own).items()}
     assert "x 3, behind a router: round-robin" in told["vLLM"]
     assert "not swapped" in told["SGLang"] and "host_cache_size" in told["TensorRT-LLM"]
     assert all("kept free" in text for text in told.values())
-    small = replace(options, draft_name="llama-3.2-1b")
+    small = replace(options, draft="llama-3.2-1b")
     named = launches(replace(own, options=small))["vLLM"]
     assert '"model":"llama-3.2-1b"' in named.command and "llama-3.2-1b drafts" in named.command
 
@@ -337,13 +337,12 @@ def test_commands_are_of_engines_that_run_on_the_device() -> None:
 
 
 def test_only_models_with_a_module_for_it_draft_by_themselves() -> None:
-    query = ServingQuery(device="h100-sxm", drafts=1, accepted=1.5, draft="mtp")
     models = {name: served_by_name(name, {}, Formats()) for name in ("gpt-oss-120b", "glm-4.5")}
     with pytest.raises(PlanError, match="no module of multi-token prediction"):
-        query.deployment(models["gpt-oss-120b"], models.__getitem__)
-    assert query.deployment(models["glm-4.5"], models.__getitem__).options.draft is not None
+        draft_model("mtp", models["gpt-oss-120b"], files=False)
+    assert draft_model("mtp", models["glm-4.5"], files=False) is not None
     # Nobody knows what sizes alone stand for.
-    assert query.deployment(ServedModel(DENSE), models.__getitem__).options.drafts == 1
+    assert draft_model("mtp", ServedModel(DENSE), files=False) is not None
 
 
 def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
