@@ -271,5 +271,10 @@ def test_measured_power_of_rows_left_out(operators: OpModel) -> None:
     rows = power_rows(table, operators)
     said = shipped_power().predict(rows, table["device"].to_numpy(object))
     watts = table["power_w"].to_numpy(float)
-    assert np.abs(said.watts / watts - 1).mean() < 0.08
-    assert ((said.watts_lo <= watts) & (watts <= said.watts_hi)).mean() > 0.85
+    error, known = np.abs(said.watts / watts - 1), said.scope == "known"
+    inside = (said.watts_lo <= watts) & (watts <= said.watts_hi)
+    assert error[known].mean() < 0.08
+    assert inside[known].mean() > 0.85
+    # Chips whose power the shipped model did not learn from.
+    assert error[~known].mean() < 0.25
+    assert inside[~known].mean() > 0.85

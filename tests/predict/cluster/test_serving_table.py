@@ -168,7 +168,10 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
 def test_nearly_all_published_rows_are_expressed() -> None:
     rows, reasons = read_serving_rows(read_serving(TABLE), TABLE.parent)
-    assert sum(row is not None for row in rows) / len(rows) > 0.93
+    # Some publishers give neither the lengths of prompts nor those of outputs.
+    told = [row for row, why in zip(rows, reasons, strict=True) if "lengths of prompts" not in why]
+    assert len(told) / len(rows) > 0.95
+    assert sum(row is not None for row in told) / len(told) > 0.98
     assert all("fails on this row" not in reason for reason in reasons)
 
 
