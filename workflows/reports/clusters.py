@@ -22,51 +22,11 @@ if TYPE_CHECKING:
     from ...simulate.step.workload import Workload
     from .settings import ClusterReportSettings
 
-#: Models whose best plan is searched: family, sizes and batch. The decoders have the sizes of Llama
-#: 3 8B and 70B (Llama Team, 2024, table 3; vocabulary of the released checkpoints), the mixture of
-#: experts those of Mixtral 8x7B (Jiang et al., 2024, table 1).
-MODELS: dict[str, tuple[str, dict[str, int]]] = {
-    "8B decoder": (
-        "llama",
-        {
-            "layers": 32,
-            "d_model": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "d_ff": 14336,
-            "vocab": 128256,
-            "seq": 8192,
-            "batch": 128,
-        },
-    ),
-    "70B decoder": (
-        "llama",
-        {
-            "layers": 80,
-            "d_model": 8192,
-            "heads": 64,
-            "kv_heads": 8,
-            "d_ff": 28672,
-            "vocab": 128256,
-            "seq": 8192,
-            "batch": 128,
-        },
-    ),
-    "8 x 7B experts": (
-        "moe",
-        {
-            "layers": 32,
-            "d_model": 4096,
-            "heads": 32,
-            "kv_heads": 8,
-            "d_ff": 14336,
-            "vocab": 32000,
-            "seq": 4096,
-            "batch": 256,
-            "experts": 8,
-            "top_k": 2,
-        },
-    ),
+#: Models whose best plan is searched: name or family, and settings.
+MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "8B decoder": ("llama-3-8b", ("batch=128",)),
+    "70B decoder": ("llama-3-70b", ("batch=128",)),
+    "8 x 7B experts": ("mixtral-8x7b", ("batch=256", "seq=4096")),
 }
 #: Plans of the 8B decoder by number of devices, for the cost of a simulation. Tensor parallelism
 #: stays within a box of eight; data parallelism takes what pipelines leave.
@@ -311,7 +271,7 @@ def best_plans(settings: ClusterReportSettings, name: str) -> pd.DataFrame:
     """Evaluate a model's plans on :data:`CLUSTER`, and plot their Pareto front."""
     from ...predict.sweep.run import plot
 
-    batch = MODELS[name][1]["batch"]
+    batch = _workload(name).batch
     plans = _sweep(settings, name, [CLUSTER], batch, settings.grid or GRID)
     plot(plans, settings.folder / f"{name.replace(' ', '-')}.png")
     return plans
@@ -335,9 +295,9 @@ def _sweep(
 
 
 def _workload(name: str) -> Workload:
-    from ...simulate.step.workload import make_workload
+    from ...simulate.step.workload import read_workload
 
-    return make_workload(*MODELS[name])
+    return read_workload(*MODELS[name])
 
 
 def _operators() -> OpModel | None:

@@ -19,8 +19,8 @@ from opcast.workflows.reports import clusters as cluster_report
 from opcast.workflows.reports.clusters import collective_errors, run_cluster_report
 from opcast.workflows.reports.settings import ClusterReportSettings
 
-TINY = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 8, "d_ff": 1024, "vocab": 1024,
-        "seq": 512, "batch": 64}  # fmt: skip
+TINY = ("layers=4", "d_model=512", "heads=8", "kv_heads=8", "d_ff=1024", "vocab=1024",
+        "seq=512", "batch=64")  # fmt: skip
 
 
 @pytest.fixture
