@@ -115,10 +115,6 @@ class Dataset:
         """Select the rows where ``mask`` holds, with the same run records."""
         return Dataset(self.frame[np.asarray(mask)].reset_index(drop=True), self.runs)
 
-    def at_level(self, *levels: str) -> Dataset:
-        """Select the rows of the given levels."""
-        return self.select(self.frame["level"].isin(levels))
-
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.frame)

@@ -85,13 +85,14 @@ def run_train_blocks(console: Console, settings: TrainSettings) -> OpModel:
     import hashlib
 
     from ..datagen.published.block_tables import training_blocks
+    from ..datagen.published.kinds import BLOCK_TABLES, kinds
     from ..features.devices.catalogue import find_device
-    from ..predict.published.tables import BLOCKS
 
     assert settings.blocks is not None
-    paths = [p for _, own in BLOCKS for p in sorted(settings.blocks.rglob(own))]
+    names = [kinds()[kind].files[-1] for kind in BLOCK_TABLES]
+    paths = [path for name in names for path in sorted(settings.blocks.rglob(name))]
     if not paths:
-        hint = "expected " + ", ".join(own for _, own in BLOCKS)
+        hint = "expected " + ", ".join(names)
         raise DatasetError("no table to learn from", where=str(settings.blocks), hint=hint)
     content = hashlib.sha256()
     for path in paths:

@@ -6,88 +6,18 @@ Sizes that a table gives by a model's name alone are filled in from the model's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.operators.schema import BLOCKS
+from .kinds import BLOCK_TABLES, kind_of, pack_data
 
-#: Columns by which each table is known.
-_ATTENTION = frozenset(("family", "method", "n_decode", "kv_decode", "kv_prefill", "topk"))
-_LAYERS = frozenset(("layer", "tokens", "method", "model"))
-_NEW = frozenset(("family", "kv_history", "num_heads", "num_k_heads", "phase"))
-#: The table of measured power repeats columns of other tables, and is none of them.
-_POWER = frozenset(("power_limit_w", "power_w"))
-
-
-class _Sparse(NamedTuple):
-    """Sparse attention of a model: widths, and weights of its projections.
-
-    ``shared`` weights are on every rank, ``each`` belong to one head. Figures are those of the
-    models' published configurations; those of models newer than the documents at hand are
-    engineering estimates, which the learned ratio corrects.
-    """
-
-    latent: int
-    index_heads: int
-    chosen: int
-    window: int
-    shared: int
-    each: int
-
-
-class _Dense(NamedTuple):
-    """Widths of a dense model: hidden, query heads, heads of keys, and width of a head."""
-
-    hidden: int
-    heads: int
-    groups: int
-    width: int
-
-
-#: By a part of the model's name in lower case, the first match counts. Latent attention of
-#: DeepSeek-V3.2: 512 + 64 latent elements, queries of rank 1536, 128 + 64 elements of a key and 128
-#: of a value for each head, 64 indexer heads of 128 that choose 2048 keys.
-_SPARSE: dict[str, _Sparse] = {
-    "deepseek-v3": _Sparse(
-        576, 64, 2048, 0, 7168 * (1536 + 576) + 1536 * 64 * 128, 1536 * 192 + 512 * 256 + 128 * 7168
-    ),
-    "glm-5": _Sparse(
-        576, 32, 2048, 0, 6144 * (2048 + 576) + 2048 * 32 * 128, 2048 * 256 + 512 * 448 + 256 * 6144
-    ),
-    "v4-flash": _Sparse(
-        512, 64, 512, 128, 4096 * (1024 + 512) + 1024 * 64 * 128, 1024 * 512 + 512 * 1024
-    ),
-    "v4-pro": _Sparse(
-        512, 64, 1024, 128, 7168 * (1536 + 512) + 1536 * 64 * 128, 1536 * 512 + 512 * 1024
-    ),
-    "minimax": _Sparse(256, 4, 2048, 0, 6144 * 512, 2 * 6144 * 128),
-}
-#: By a part of the model's name in lower case, the first match counts.
-_DENSE: dict[str, _Dense] = {
-    "405b": _Dense(16384, 128, 8, 128),
-    "70b": _Dense(8192, 64, 8, 128),
-    "llama-3.1-8b": _Dense(4096, 32, 8, 128),
-    "llama2": _Dense(4096, 32, 32, 128),
-    "phi": _Dense(4096, 16, 4, 128),
-    "qwen3-next": _Dense(2048, 16, 2, 256),
-    "qwen2_dense": _Dense(1024, 16, 16, 64),
-    "qwen3": _Dense(2048, 32, 4, 128),
-    "step-moe": _Dense(7168, 64, 1, 256),
-    "step2mini": _Dense(2048, 16, 1, 128),
-}
-_OTHER_SPARSE, _OTHER_DENSE = _SPARSE["deepseek-v3"], _DENSE["llama-3.1-8b"]
 #: Width of a shared expert where the table gives none, and of the feed-forward layer of Llama 8B.
 _SHARED, _LLAMA_INNER = 512, 14336
-
-
-def is_blocks(columns: Iterable[object]) -> bool:
-    """Whether columns are those of one of the tables."""
-    return _reader(frozenset(map(str, columns))) is not None
 
 
 def block_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -107,7 +37,8 @@ def block_rows(table: pd.DataFrame) -> pd.DataFrame:
         DatasetError: The columns are those of none of the tables.
         KeyError: A column is missing.
     """
-    read = _reader(frozenset(table.columns))
+    readers = dict(zip(BLOCK_TABLES, (_attention_moe, _layers, _new_attention), strict=True))
+    read = readers.get(kind_of(table.columns))
     if read is None:
         raise DatasetError("is no table of attention, experts, layers or new attention")
     rows = pd.DataFrame(index=range(len(table)))
@@ -146,13 +77,6 @@ def training_blocks(paths: Iterable[Path]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _reader(columns: frozenset[str]) -> Callable[[pd.DataFrame, pd.DataFrame], pd.DataFrame] | None:
-    if columns & _POWER:
-        return None
-    tables = ((_ATTENTION, _attention_moe), (_NEW, _new_attention), (_LAYERS, _layers))
-    return next((read for wanted, read in tables if columns >= wanted), None)
-
-
 def _attention_moe(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     experts = (table["family"] == "moe").to_numpy()
     rows["key"] = np.where(experts, "layer/experts", "batch/attention")
@@ -171,8 +95,9 @@ def _attention_moe(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 
 def _layers(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     layer = table["layer"].astype(str)
-    models = [_of_model(name, _DENSE, _OTHER_DENSE) for name in _texts(table, "model")]
-    hidden, heads, groups, width = np.array(models, np.float64).reshape(-1, 4).T
+    hidden, heads, groups, width = (
+        _of_models(table, "dense")[c].to_numpy() for c in ("hidden", "heads", "groups", "width")
+    )
     tp = _numbers(table, "tp", 1.0)
     tokens = _numbers(table, "tokens")
     columns = {
@@ -211,11 +136,8 @@ def _new_attention(table: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     rows["kernel"] = _texts(table, "kernel")
     formats = (_texts(table, "gemm_dtype") + " " + _texts(table, "score_mode")).astype(object)
     rows["distribution"] = pd.Series(formats).str.strip().to_numpy(object)
-    models = [_of_model(name, _SPARSE, _OTHER_SPARSE) for name in _texts(table, "model")]
-    parts = np.array(models, np.float64).reshape(-1, 6)
-    names = ("latent", "index_heads", "chosen", "window", "shared_weights", "head_weights")
-    for place, name in enumerate(names):
-        rows[name] = parts[:, place]
+    for name, values in _of_models(table, "sparse").items():
+        rows[name] = values
     _only_stages(rows, family.to_numpy(object))
     heads = _numbers(table, "num_heads")
     rows["batch"] = _numbers(table, "batch", 1.0)
@@ -256,11 +178,13 @@ def _only_stages(rows: pd.DataFrame, family: np.ndarray) -> None:
     rows.loc[dense, "chosen"] = 2.0**30
 
 
-def _of_model(
-    name: str, table: Mapping[str, tuple[int, ...]], other: tuple[int, ...]
-) -> tuple[int, ...]:
-    lower = name.lower()
-    return next((sizes for part, sizes in table.items() if part in lower), other)
+def _of_models(table: pd.DataFrame, what: str) -> pd.DataFrame:
+    """Sizes of each row's model: ``sparse`` or ``dense`` of ``packs.yaml``."""
+    known = pack_data()[what]
+    code, names = pd.factorize(_texts(table, "model"))
+    found = [next(own for part, own in known.items() if part in str(n).lower()) for n in names]
+    sizes = pd.DataFrame(found, columns=list(known[""]), dtype=np.float64)
+    return sizes.iloc[code].reset_index(drop=True)
 
 
 def _texts(table: pd.DataFrame, column: str) -> np.ndarray:

@@ -36,14 +36,15 @@ from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import METHODS
-from . import conv_tables, product_tables
+from ...features.operators.schema import KERNEL_KINDS
+from ...features.operators.sources import methods, sources
 from .clones import CloneFile, clone_files, with_split
+from .pack_rows import CONV_FILE, PRODUCT_FILES, training_convs, training_products
 
 logger = logging.getLogger(__name__)
 
 #: Files with operators, of either pack.
-OPERATOR_FILES = ("ops_neusight.parquet", "ops_vidur.parquet", "ops_tc.parquet")
+OPERATOR_FILES = tuple(f"{own.table}.parquet" for own in sources().values() if own.table)
 #: Columns that every table has.
 REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
 #: Columns of a table of one's own: rows without ``id`` are numbered, and without ``split`` part of
@@ -51,14 +52,6 @@ REQUIRED = ("id", "source", "family", "op", "dtype", "device", "latency_us")
 OWN = ("source", "family", "op", "dtype", "device", "latency_us")
 #: Rows of a shard, which bound the memory of an import (engineering choice).
 ROWS_PER_SHARD = 100_000
-#: Calls behind a label: the number that the publishers say they averaged over.
-REPEATS = {"neusight": 25, "vidur": 20, "aiconfigurator": 6, "xla": 10}
-#: Kind of kernel by group of families; attention is filed under products, which dominate it.
-_KIND = {
-    **dict.fromkeys(("gemm", "tuned_gemm", "attention"), "gemm"),
-    **dict.fromkeys(("conv", "conv_nd"), "conv"),
-    "moe": "custom_call",
-}
 #: Normalisations are reductions; every other memory-bound operator counts as a fusion.
 _KIND_OF_OP = {"softmax": "reduce", "ln": "reduce", "layernorm": "reduce", "rmsnorm": "reduce"}
 _DTYPE = {name: TABLE_FORMATS[name].weights for name in UNQUANTISED}
@@ -142,8 +135,11 @@ def _tables(folder: Path) -> tuple[int, Iterator[tuple[str, int, pd.DataFrame]]]
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
     expected = "expected "
-    expected += ", ".join((*OPERATOR_FILES, *product_tables.FILES, conv_tables.FILE))
-    expected += ", a clone of NeuSight, Vidur or aiconfigurator, or a CSV or parquet table with "
+    expected += ", ".join((*OPERATOR_FILES, *PRODUCT_FILES, CONV_FILE))
+    clones = [own.clone["name"] for own in sources().values() if own.clone]
+    expected += (
+        f", a clone of {', '.join(clones[:-1])} or {clones[-1]}, or a CSV or parquet table with "
+    )
     expected += ", ".join(OWN)
     raise DatasetError("no operator table here", where=str(folder), hint=expected)
 
@@ -180,16 +176,14 @@ def _own_file(path: Path, origin: str) -> CloneFile:
 
 def _products(folder: Path) -> list[CloneFile]:
     """Tables of products and of convolutions."""
-    paths = [p for name in product_tables.FILES for p in sorted(folder.rglob(name))]
-    tables = product_tables.training_rows(paths)
+    paths = [p for name in PRODUCT_FILES for p in sorted(folder.rglob(name))]
+    tables = training_products(paths)
     products = [
         CloneFile(path, f"xla_{path.name.split('.')[0]}", partial(tables.__getitem__, path))
         for path in tables
     ]
-    convs = sorted(folder.rglob(conv_tables.FILE))
-    return products + [
-        CloneFile(path, path.stem, partial(conv_tables.training_rows, path)) for path in convs
-    ]
+    convs = sorted(folder.rglob(CONV_FILE))
+    return products + [CloneFile(path, path.stem, partial(training_convs, path)) for path in convs]
 
 
 def _cut(files: Sequence[CloneFile]) -> Iterator[tuple[str, int, pd.DataFrame]]:
@@ -285,7 +279,9 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
     runs = rows["source"].astype(str) + "-" + device
     median = rows["latency_us"].to_numpy(np.float64)
     spread = _numbers(rows, "latency_std_us", 0.0)
-    kind = _KIND.get(group) or rows["op"].map(_KIND_OF_OP).fillna("fusion")
+    kind: str | pd.Series = KERNEL_KINDS[group]
+    if group == "pointwise":
+        kind = rows["op"].map(_KIND_OF_OP).fillna(kind)
     frame = pd.DataFrame(
         {
             "kernel_hash": hashes,
@@ -299,7 +295,7 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
             "latency_us_p50": median,
             # 1.2816 standard deviations: the 90 % quantile of a normal distribution.
             "latency_us_p90": median + 1.2816 * spread,
-            "repeats": rows["source"].map(REPEATS).fillna(1).astype(np.int64),
+            "repeats": rows["source"].map(_repeats()).fillna(1).astype(np.int64),
             "flops": features.flops,
             "bytes": features.moved,
             "source": "published:" + rows["source"].astype(str),
@@ -312,6 +308,10 @@ def _family(rows: pd.DataFrame, key: str, devices: dict[str, DeviceSpec]) -> pd.
         index=rows.index,
     )
     return frame.assign(sample_id=sample_ids(frame))
+
+
+def _repeats() -> dict[str, int]:
+    return {name: source.repeats for name, source in sources().items()}
 
 
 def _numbers(rows: pd.DataFrame, column: str, default: float) -> np.ndarray:
@@ -330,8 +330,8 @@ def _write_runs(out: Path, part: pd.DataFrame, devices: dict[str, DeviceSpec]) -
         record = {
             "device": asdict(spec),
             "source": f"published:{source}",
-            "method": METHODS.get(source, "kernel"),
+            "method": methods().get(source, "kernel"),
             PUBLISHED_NAME: name,
-            "repeats": REPEATS.get(source, 1),
+            "repeats": _repeats().get(source, 1),
         }
         write_record(out, run_id, record)

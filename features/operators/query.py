@@ -103,11 +103,11 @@ def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> di
     named = given.get("backend") == "trtllm"
     key = _key(head, given["dtype"], where, "" if named else vendor)
     group = FAMILIES[key]
-    known = (*PARAMETERS[group], *(n for n in NAMES if n != "family"))
+    known = (*PARAMETERS[group], *(n for n in (*NAMES, "version") if n != "family"))
     for name, value in given.items():
         if name not in known:
             raise _wrong(where, f"{key} has no parameter {name!r}", "it has: " + ", ".join(known))
-        if name in NAMES and not isinstance(value, str | None):
+        if name in (*NAMES, "version") and not isinstance(value, str | None):
             raise _wrong(where, f"{name} is a name, not a number")
     row = _numbered(given, PARAMETERS[group], where)
     _fill(row, key, group)
@@ -123,6 +123,8 @@ def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> di
     # A misspelt backend would silently have no flag and look like an unknown library.
     if row.get("backend", BACKENDS[0]) not in BACKENDS:
         raise _wrong(where, f"no backend {row['backend']!r}", "backends: " + ", ".join(BACKENDS))
+    if "version" in row and "backend" not in row:
+        raise _wrong(where, "a version is that of a library", "give backend=…, too")
     if group == "conv_nd" and row["op"] not in DIRECTIONS:
         raise _wrong(where, f"no direction {row['op']!r}", "op is one of: " + ", ".join(DIRECTIONS))
     method, family = key.split("/")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...common.files import parse_yaml
 from ...common.paths import PACKAGE
 from ...common.types import JsonObject
+from .sources import methods
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,8 +32,8 @@ OPTIONAL, MAY_BE_ZERO = frozenset(_FILE["optional"]), frozenset(_FILE["may_be_ze
 DEFAULTS: dict[str, dict[str, int | str]] = _FILE["defaults"]
 #: Text parameters.
 NAMES: tuple[str, ...] = tuple(_FILE["names"])
-#: How a label was taken, by the source of its row.
-METHODS: dict[str, str] = _FILE["methods"]
+#: Kind of kernel by group of families.
+KERNEL_KINDS: dict[str, str] = _FILE["kernel_kinds"]
 #: Group of parameters by ``method/family``.
 FAMILIES: dict[str, str] = _FILE["families"]
 #: Families that come from users' traces alone.
@@ -57,18 +58,19 @@ def parameters_of(family: str) -> tuple[str, ...]:
 def families_told() -> str:
     """Say for messages which values the columns ``source`` and ``family`` of a table may have."""
     parts = []
-    for method in dict.fromkeys(METHODS.values()):
-        sources = [source for source, own in METHODS.items() if own == method]
+    known = methods()
+    for method in dict.fromkeys(known.values()):
+        named = [source for source, own in known.items() if own == method]
         # As family_keys() reads sources without an entry.
         own_name = " or any name of your own (kernel durations)" if method == "kernel" else ""
         names = [key.split("/")[1] for key in FAMILIES if key.startswith(method + "/")]
-        parts.append(f"{', '.join(sources)}{own_name}: {', '.join(names)}")
+        parts.append(f"{', '.join(named)}{own_name}: {', '.join(names)}")
     return "families by source: " + "; ".join(parts)
 
 
 def family_keys(frame: pd.DataFrame) -> pd.Series:
     """Return ``method/family`` of each row, from its columns ``source`` and ``family``."""
     # Sources without an entry are users' own tables: profilers report kernel durations.
-    method = frame["source"].map(METHODS).fillna("kernel")
+    method = frame["source"].map(methods()).fillna("kernel")
     keys: pd.Series = method.astype(str) + "/" + frame["family"].astype(str)
     return keys

@@ -12,7 +12,7 @@ from ...common.errors import ModelError
 from ..core.base import own_params
 from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
-from ..training_data.stopping import stop_rows
+from ..training_data.splits import stop_rows
 from .ranking import ScoreMap, device_queries, grow_pairwise, grown
 from .tabular import TabularEstimator
 from .xgboost_trees import SUFFIX, BoostedTrees, compact, expand

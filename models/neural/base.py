@@ -17,7 +17,7 @@ from ...common.errors import ModelError
 from ..core.kernel_table import KernelTable
 from ..core.store import pack_tensors, unpack_tensors
 from ..estimators.tabular import TabularEstimator
-from ..training_data.stopping import stop_rows
+from ..training_data.splits import stop_rows
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from ...features.operators.columns import OpRows
 from ..adapt.covariance import Scale, Sites, start_params, time_shares
 from ..adapt.gaussian_process import ErrorPosterior, fit_params
 from .intervals import twins
-from .known import KnownModel
 from .prediction import FamilyPrediction
+from .regressors import Folds, KnownModel, UnseenModel
 from .rows import codes
-from .unseen import Folds, UnseenModel
 
 #: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³), and a
 #: few hundred determine its dozen parameters.

@@ -13,28 +13,27 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows, distinct
 from ...features.operators.schema import BLOCKS
+from ...features.operators.sources import faulty
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
 from .device_errors import DeviceErrors
 from .device_kinship import KnownDevices
-from .family_tables import FamilySettings, GeneralFit, latency_s, target_of
+from .family_tables import FamilySettings, GeneralFit, constants, latency_s, target_of
 from .fitted import Fitted
-from .intervals import FOREIGN, WIDENED, DeviceIntervals
-from .known import KnownModel
-from .mixture import LIBRARY, NVIDIA_ONLY, Member, Menu, is_foreign, mixed
+from .intervals import FOREIGN, DeviceIntervals
+from .mixture import LIBRARY, Member, Menu, has_none, mixed
 from .prediction import FamilyPrediction, arithmetic_s, joined
+from .regressors import Folds, KnownModel, UnseenFit, mean_ape
 from .rows import (
     BLOCK_GROUP,
     codes,
     dispatch,
     group_draw,
     libraries,
-    misleading,
     named_columns,
     unnamed,
 )
-from .unseen import Folds, UnseenFit, mean_ape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +133,7 @@ class FamilyModel:
         self._calibrate(known, features, device, code[0], ratio, np.flatnonzero(held))
         job = GeneralFit(self.family, self.settings, features, ratio, device, code[0])
         # Rows that mislead about other devices stay in the fit of known ones, where they are true.
-        fit = UnseenFit(job, self.known_devices, libraries(rows), ~misleading(rows), rng)
+        fit = UnseenFit(job, self.known_devices, libraries(rows), ~faulty(rows, "local"), rng)
         unseen, folds = fit.make(np.flatnonzero(~held))
         unseen.vendors = self._native()
         self._judge(ratio, folds)
@@ -208,7 +207,8 @@ class FamilyModel:
                 "median": float(np.median(np.abs(np.exp(-errors) - 1))),
                 "rows": float(len(own)),
             }
-        self.intervals.fit_unseen(scores, self.known_devices.foreign, self.family in WIDENED)
+        widened = self.family in constants()["widened"]
+        self.intervals.fit_unseen(scores, self.known_devices.foreign, widened)
 
     def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
         """Take the ends of known devices' intervals from rows that were not learned from.
@@ -381,7 +381,8 @@ class FamilyModel:
         if self._elsewhere(row, devices).any():
             reasons.append("its operators are known of other kinds of device alone")
         if _foreign(row, devices).any():
-            reasons.append(f"{row.texts('backend')[0]} runs on NVIDIA's GPUs alone")
+            name = row.texts("backend")[0]
+            reasons.append(f"{name} runs on {constants()['only_on'][name]}'s GPUs alone")
         if bool(unnamed(row, self.named)[0]):
             reasons.append("what runs it (backend=…, kernel=…) is not named, or was not seen")
         if domain is not None and not bool(domain.contains(table)[0]):
@@ -503,8 +504,11 @@ class FamilyModel:
 
 def _foreign(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
     """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
-    alone = rows.where("backend", lambda name: name in NVIDIA_ONLY)
-    return np.asarray(alone & rows.where("device", lambda name: is_foreign(devices[name].vendor)))
+    foreign = np.zeros(len(rows), bool)
+    for name in constants()["only_on"]:
+        lacking = {device for device, spec in devices.items() if has_none(spec.vendor, name)}
+        foreign |= rows.where("backend", name.__eq__) & rows.where("device", lacking.__contains__)
+    return foreign
 
 
 def _among(values: np.ndarray, names: Collection[str]) -> np.ndarray:

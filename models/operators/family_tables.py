@@ -6,15 +6,19 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...common.errors import DatasetError, ModelError
+from ...common.files import parse_yaml
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
+from ...features.operators.schema import KERNEL_KINDS
 from ..adapt.covariance import time_shares
 from ..core.kernel_table import CELLS, KernelGraphs, KernelTable
 from ..core.registry import estimator_class, make_estimator
@@ -27,24 +31,18 @@ if TYPE_CHECKING:
 #: Measured latencies are raised to this (seconds): smaller ones are below the resolution of the
 #: timers (CUDA events: about 0.5 µs), and their logarithm would dominate a fit.
 LEAST_S = 1e-7
-#: Kind of kernel whose cell (platform × kind) the rows of a group of families are put into. A
-#: family has one cell only; which one matters for names in manifests alone.
-_KIND = {
-    "gemm": "gemm",
-    "conv": "conv",
-    "conv_nd": "conv",
-    "tuned_gemm": "gemm",
-    "pointwise": "fusion",
-    "attention": "gemm",
-    "moe": "custom_call",
-}
-
 #: Most rows that each leave-one-chip-out copy of the model of unseen devices learns from: copies
 #: compare strategies, for which fewer rows are enough. Engineering estimate that bounds the time of
 #: a training.
 FOLD_ROWS = 40_000
 
 Params = Mapping[str, Any]
+
+
+@cache
+def constants() -> Any:
+    """Constants that were chosen by data, of ``constants.yaml``."""
+    return parse_yaml((Path(__file__).parent / "constants.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,8 @@ def general_table(family: str, features: OpFeatures) -> KernelTable:
 
 
 def _table(family: str, features: OpFeatures, X: np.ndarray, names: tuple[str, ...]) -> KernelTable:
-    kind = _KIND[FAMILIES[family]] if family in FAMILIES else "custom_call"
+    # A family has one cell only; which one matters for names in manifests alone.
+    kind = KERNEL_KINDS[FAMILIES[family]] if family in FAMILIES else "custom_call"
     cell = CELLS.index(f"gpu/{kind}")
     return KernelTable(
         np.ascontiguousarray(X),

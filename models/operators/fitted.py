@@ -21,9 +21,8 @@ from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects
 from .device_errors import DeviceErrors
 from .intervals import twins
-from .known import KnownModel
+from .regressors import KnownModel, Strategy, UnseenModel
 from .rows import dispatch
-from .unseen import Strategy, UnseenModel
 
 
 @dataclass(frozen=True, slots=True)

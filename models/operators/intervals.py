@@ -1,13 +1,18 @@
-"""Interval ends of operator models: per device and size in domain, across devices outside."""
+"""Interval ends of operator models: by device and size in domain, across devices outside.
+
+What an unknown version of a library may change widens them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.types import JsonMapping
+from ...features.operators.columns import OpRows, texts_of
 from ..trust.conformal import (
     MIN_SCORES,
     UNCALIBRATED,
@@ -18,26 +23,20 @@ from ..trust.conformal import (
     size_bins,
     widest,
 )
+from .family_tables import constants
+from .prediction import FamilyPrediction
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Most size bins of a device; with fewer scores than MIN_SCORES for each, there are fewer.
 #: Engineering estimate.
 BINS = 4
 #: Name that stands for devices of another vendor than most that were learned from.
 FOREIGN = "*"
-#: Factor on the ends of an unseen device, and the least share of one end's distance that the other
-#: has: the widest of three chips is narrower than what a fourth needs. Chosen with chips left out
-#: twice, ends from the others and coverage on the last, for the families of :data:`WIDENED`:
-#: products 94, 92, 86 % → 95, 94, 89 %, with a batch 98, 61, 77 % → 100, 95, 84 % (A100, Hopper,
-#: RTX PRO 6000), prefill 100, 97, 75 % → 100, 98, 81 %, latent prefill 99, 94, 80 % →
-#: 100, 95, 87 %, decode 94, 91, 89 → 96, 94, 92 %. Latent decodes: constants were read off the few
-#: chips that have them.
-WIDER, LEAST_END = 1.15, 1 / 3
-WIDENED = frozenset(
-    (
-        "graph/linear", "graph/bmm", "kernel/linear", "graph/context_attention",
-        "graph/context_mla", "graph/generation_mla", "graph/generation_attention",
-    )
-)  # fmt: skip
+#: Between library, device and family in the name of versions that are known of one family on one
+#: device alone.
+SEPARATOR = "@"
 #: Ends before any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
@@ -92,7 +91,7 @@ class DeviceIntervals:
         Args:
             scores: Scores of each left-out device by a model that never saw it.
             foreign: Devices of a minority vendor; they count for :attr:`foreign` only.
-            widened: Whether ends are moved out by :data:`WIDER` and :data:`LEAST_END`.
+            widened: Whether ends are moved out, see :func:`moved_out`.
         """
         own = [values for name, values in scores.items() if name not in foreign]
         # A single chip is no sample of chips: the physics may have been read off it.
@@ -142,9 +141,10 @@ class DeviceIntervals:
 
 
 def moved_out(ends: Ends) -> Ends:
-    """Ends for one more chip than those they were read off: see :data:`WIDER`."""
-    lo, hi = WIDER * ends[0], WIDER * ends[1]
-    return min(lo, -LEAST_END * hi), max(hi, -LEAST_END * lo)
+    """Ends for one more chip than those they were read off (``wider`` in ``constants.yaml``)."""
+    wider, least = constants()["wider"], constants()["least_end"]
+    lo, hi = wider * ends[0], wider * ends[1]
+    return min(lo, -least * hi), max(hi, -least * lo)
 
 
 def twins(names: Sequence[str], chips: Mapping[str, tuple[object, ...]]) -> list[tuple[str, ...]]:
@@ -153,3 +153,63 @@ def twins(names: Sequence[str], chips: Mapping[str, tuple[object, ...]]) -> list
     for name in names:
         found.setdefault(chips[name], []).append(name)
     return [tuple(group) for group in found.values()]
+
+
+def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Versions by library; none where rows do not name them.
+
+    Args:
+        rows: Rows of operators, with ``backend`` and ``version`` where they are known.
+    """
+    import pandas as pd
+
+    if "version" not in rows or "backend" not in rows:
+        return {}
+    named = pd.DataFrame({"library": texts_of(rows["backend"]), "it": texts_of(rows["version"])})
+    named = named[(named["library"] != "") & (named["it"] != "")].drop_duplicates().astype(str)
+    return {str(k): sorted(part["it"]) for k, part in named.groupby("library")}
+
+
+def joined_versions(
+    first: Mapping[str, Collection[str]], second: Mapping[str, Collection[str]]
+) -> dict[str, list[str]]:
+    """Versions by library of two sets together."""
+    return {
+        name: sorted({*first.get(name, ()), *second.get(name, ())}) for name in {**first, **second}
+    }
+
+
+def widen_unknown(
+    prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
+) -> None:
+    """Widen, in place, the intervals of rows that name another version than those learned from.
+
+    Errors of the model and changes between versions count as independent. Libraries without a known
+    version, and rows that name none, keep their intervals.
+
+    Args:
+        prediction: Of ``n`` rows.
+        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` where they are
+            known.
+        known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
+    """
+    rows = OpRows.of(rows)
+    if not known or "version" not in rows or "backend" not in rows:
+        return
+    other = rows.where("version", bool) & rows.where("backend", known.__contains__)
+    for name, versions in known.items() if other.any() else ():
+        own = other.copy()
+        texts = name.split(SEPARATOR, 2)
+        for column, text in zip(("backend", "device", "key"), texts, strict=False):
+            own &= rows.where(column, text.__eq__)
+        other &= ~(own & rows.where("version", versions.__contains__))
+    if not other.any():
+        return
+    release = np.full(len(other), constants()["release"])
+    for family, own_release in constants()["releases"].items():
+        release[rows.where("key", family.__eq__)] = own_release
+    release = release[other]
+    latency = prediction.latency[other]
+    below, above = (np.log(end[other] / latency) for end in (prediction.lo, prediction.hi))
+    prediction.lo[other] = latency * np.exp(-np.hypot(below, release))
+    prediction.hi[other] = latency * np.exp(np.hypot(above, release))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...features.operators.columns import OpRows, texts_of
+from .family_tables import constants
 from .prediction import FamilyPrediction, joined
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ FORMAT = ("op", "dtype", "kv_dtype")
 #: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which
 #: would cost as much time as a common one. Engineering estimate.
 LEAST_SHARE = 0.02
-#: Frameworks that run on NVIDIA's GPUs alone; the others have builds for AMD's, too.
-NVIDIA_ONLY = ("trtllm",)
 #: Half-width of the central 90 % of a normal distribution, in standard deviations.
 _NORMAL_90 = 1.645
 #: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
@@ -144,8 +143,8 @@ class Menu:
         ]
         own = [choice for choice in found if device in choice.devices]
         found = own or found
-        if is_foreign(row.get("vendor", "")):
-            found = [choice for choice in found if choice.names[0] not in NVIDIA_ONLY] or found
+        vendor = row.get("vendor", "")
+        found = [choice for choice in found if not has_none(vendor, choice.names[0])] or found
         if not found:
             return []
         weights = np.array([choice.share for choice in found])
@@ -204,9 +203,9 @@ class Menu:
         )
 
 
-def is_foreign(vendor: str) -> bool:
-    """Whether a device has none of :data:`NVIDIA_ONLY`; one without a vendor may have."""
-    return vendor not in ("", "NVIDIA")
+def has_none(vendor: str, framework: str) -> bool:
+    """Whether a vendor's devices have no build of a framework; one without a name may have."""
+    return vendor not in ("", constants()["only_on"].get(framework, vendor))
 
 
 def mixed(

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.files import parse_yaml
 from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
 from ...features.operators.schema import BLOCKS, NAMES, parameters_of
+from ...features.operators.sources import faulty
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.store import (
     DAMAGE,
@@ -33,9 +35,9 @@ from ..core.store import (
 )
 from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
+from .intervals import SEPARATOR, joined_versions, versions_of, widen_unknown
+from .mixture import Member
 from .prediction import FamilyPrediction, joined
-from .rows import faulty
-from .versions import SEPARATOR, joined_versions, versions_of, widen_unknown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,50 +51,9 @@ MIN_ROWS = 200
 #: cores busy to the end. From so many rows on several cores are used.
 TASK_ROWS = 8192
 
-#: Parameters of the regressors by estimator: for known devices, and for unseen ones, where fewer
-#: and shallower trees carry further.
-DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "xgboost": (
-        {
-            "rounds": 700,
-            "max_depth": 10,
-            "learning_rate": 0.08,
-            "min_child_weight": 6.0,
-            "subsample": 0.8,
-            "colsample": 0.6,
-            "max_bin": 256,
-            "stop_rounds": 0,
-            "compact": True,
-        },
-        {
-            "rounds": 160,
-            "max_depth": 5,
-            "learning_rate": 0.1,
-            "min_child_weight": 5.0,
-            "subsample": 0.8,
-            "colsample": 0.6,
-            "max_bin": 128,
-            "stop_rounds": 0,
-            "compact": True,
-        },
-    )
-}
-#: What differs for families of blocks, whose tables are smaller: fewer trees.
-BLOCK_DEFAULTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "xgboost": ({"rounds": 180, "max_depth": 8, "learning_rate": 0.13}, {"rounds": 80}),
-}
-#: Most rows of such a family to learn from, and on a fold without a chip: one table is large for
-#: its mixed batches of one device alone. Engineering estimates.
+#: Most rows of a family of blocks to learn from, and on a fold without a chip: one table is large
+#: for its mixed batches of one device alone. Engineering estimates.
 BLOCK_ROWS, BLOCK_FOLD_ROWS = 80_000, 8000
-#: Parameters of families that need fewer trees: convolutions of seven chips are many rows, whose
-#: labels differ by a third from one tuning to the next (README of the kernel pack, noise), and
-#: products of tuned libraries few.
-_FEWER: dict[str, dict[str, object]] = {
-    "tuned/conv": {"rounds": 110, "max_depth": 9, "learning_rate": 0.12, "max_bin": 128},
-    "tuned/linear": {"rounds": 300},
-    "tuned/bmm": {"rounds": 300},
-    "profiled/linear": {"rounds": 200},
-}
 
 
 class OpModel:
@@ -134,7 +95,7 @@ class OpModel:
         """
         # Faulty labels are dropped here once and for all; rows that only mislead about other
         # devices stay for the regressor of known devices.
-        good = rows[~faulty(rows)]
+        good = rows[~faulty(rows, "wrong")]
         self.devices = {name: devices[name] for name in sorted(set(good["device"]))}
         self.versions = versions_of(good)
         for key in sorted(set(good["key"])):
@@ -229,6 +190,21 @@ class OpModel:
             prediction = joined(n, map(run, tasks))
         widen_unknown(prediction, rows, self.versions)
         return prediction
+
+    def with_members(
+        self, row: OpRows, device: DeviceSpec
+    ) -> tuple[FamilyPrediction, list[Member]]:
+        """Predict a single operator as :meth:`predict` does, with the libraries of its mixture.
+
+        Args:
+            row: The operator, of a family that the model has; its ``device`` is the name of
+                ``device``.
+            device: Description of its device.
+        """
+        family = self.families[row.texts("key")[0]]
+        prediction, members = family.with_members(row, {device.name: device})
+        widen_unknown(prediction, row, self.versions)
+        return prediction, members
 
     def calibrate(self, rows: pd.DataFrame) -> dict[str, int]:
         """Adapt to the devices of measured rows.
@@ -366,23 +342,21 @@ def default_settings(
         params: Parameters of the estimator that replace the defaults of both regressors.
     """
     # Estimators without an entry take their own defaults for both.
-    known, general = DEFAULTS.get(estimator, ({}, {}))
+    data: Any = parse_yaml((Path(__file__).parent / "defaults.yaml").read_text(encoding="utf-8"))
+    own = data.get(estimator, {})
 
     def of(family: str) -> FamilySettings:
-        parts, most, fold = (known, general), max_rows, FOLD_ROWS
-        if family in BLOCKS:
-            other = BLOCK_DEFAULTS.get(estimator, ({}, {}))
-            parts = ({**known, **other[0]}, {**general, **other[1]})
-            most, fold = min(max_rows, BLOCK_ROWS), BLOCK_FOLD_ROWS
-        fewer = _FEWER.get(family, {}) if known else {}
+        block = family in BLOCKS
+        other = own.get("blocks", {}) if block else {}
+        fewer = own.get("families", {}).get(family, {})
         return FamilySettings(
             estimator,
-            {**parts[0], **fewer, **params},
-            {**parts[1], **params},
-            most,
+            {**own.get("known", {}), **other.get("known", {}), **fewer, **params},
+            {**own.get("general", {}), **other.get("general", {}), **params},
+            min(max_rows, BLOCK_ROWS) if block else max_rows,
             seed,
             n_jobs,
-            fold,
+            BLOCK_FOLD_ROWS if block else FOLD_ROWS,
         )
 
     return of

@@ -21,9 +21,9 @@ from ...common.errors import DatasetError
 from ...common.parquet import read_table, write_table
 from ...features.devices.device import DeviceSpec
 from ...features.operators.features import ops_schema_hash
+from ...features.operators.sources import faulty
 from .model import MIN_ROWS, OpModel, default_settings
 from .report import predictions
-from .rows import faulty
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
     own = own[~earlier]
     outside = own["device"].isin(part.left_out)
     training = own["split"] == TRAINING
-    good = ~faulty(own)
+    good = ~faulty(own, "wrong")
     learned = _capped(own[training & ~outside & good], part.rows, part.seed)
     if not part.left_out:
         judged = own[~training]
@@ -116,7 +116,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
 def _next_version(part: Part, rows: pd.DataFrame, earlier: np.ndarray) -> Draw:
     """Learn from earlier versions, and judge on the next ones of the same libraries on a device."""
     before, after = rows[earlier], rows[~earlier]
-    learned = before[(before["split"] == TRAINING).to_numpy() & ~faulty(before)]
+    learned = before[(before["split"] == TRAINING).to_numpy() & ~faulty(before, "wrong")]
     both = ["backend", "device"]
     judged = after[pd.MultiIndex.from_frame(after[both]).isin(before[both].apply(tuple, axis=1))]
     learned, judged = _capped(learned, part.rows, part.seed), _of_splits(judged, part)

@@ -96,45 +96,6 @@ def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) ->
     return with_defaults(rows, rows["key"])
 
 
-def faulty(rows: pd.DataFrame) -> np.ndarray:
-    """Rows whose labels do not describe the device, bool.
-
-    The training session of ``linear`` on the P4 ran at a median utilisation of 0.20, its test
-    session at 0.75: it was throttled (published-latency pack, known data problems).
-    """
-    p4 = (rows["device"] == "p4") & (rows["key"] == "eager/linear")
-    session = rows["split"].isin(["train", "val"]) if "split" in rows else True
-    return np.asarray(p4 & session, bool)
-
-
-def misleading(rows: pd.DataFrame) -> np.ndarray:
-    """Rows that hold on their own device but mislead about others, bool.
-
-    vLLM 0.24.0 dispatches FP8 experts on Hopper to a kernel that is 3.6 times slower than that of
-    TensorRT-LLM or of vLLM 0.19.0 (published-tensor-core pack, known data problems). SGLang has no
-    fused kernel of DeepSeek-V4's attention for RTX PRO 6000, where what stands in for it takes 20
-    to 1500 times the analytical estimate, on Hopper 2 times. FlashInfer's grouped products in 16
-    bits take SGLang 3.5 times as long on Hopper as Triton's kernels, and no longer than they on RTX
-    PRO 6000. The rows of A100 are of SGLang 0.5.10, which under expert
-    parallelism let each rank compute the rows of all ranks (2.5 times the later versions' at eight
-    ranks, and as long at one).
-    """
-    import pandas as pd
-
-    if "kernel" not in rows:
-        return np.zeros(len(rows), bool)
-    kernel = rows["kernel"].astype(object).fillna("").astype(str)
-    device = rows["device"]
-    unfused = (kernel == "compressed_flashmla") & (device == "rtx-pro-6000")
-    slow = kernel.str.startswith("vllm_modeloptfp8moe") | (
-        kernel.str.startswith("sglang_flashinfer_cutlass") & device.isin(["h100-sxm", "h200-sxm"])
-    )
-    # A column of a table with other families, too, lacks values.
-    ranks = rows["ep"].fillna(1).astype(float) if "ep" in rows else pd.Series(1.0, rows.index)
-    everywhere = kernel.str.startswith("sglang") & (device == "a100-sxm-80gb") & (ranks > 1)
-    return np.asarray(slow | unfused | everywhere, bool)
-
-
 def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     """Draw a number in [0, 1) for each row, the same for all rows of a group.
 

@@ -39,6 +39,10 @@ VALIDATION_SHARE = 0.1
 #: One family in this many is held out by ``unseen_family``: a smaller test part would depend too
 #: much on which families are drawn. Engineering estimate.
 FAMILY_STRIDE = 3
+#: Share of the groups held back for early stopping; a tenth is usual and costs little data.
+STOP_SHARE = 0.1
+#: Least rows on either side: with fewer, the validation error is too noisy to stop by.
+MIN_STOP_ROWS = 50
 _FOLD = "fold"
 #: Parts of a split as others name them.
 PARTS = ("train", "validation", "test")
@@ -329,3 +333,24 @@ def draw(text: str, seed: int) -> float:
 def query_names(frame: pd.DataFrame) -> np.ndarray:
     """The query of every row of a dataset: device and family, shape ``(n,)``."""
     return np.asarray(frame["device"].astype(str) + "|" + frame["family"].astype(str), object)
+
+
+def stop_rows(groups: np.ndarray, seed: int) -> np.ndarray:
+    """Draw the rows that are held back, whole groups by name.
+
+    The names are salted: a split draws kernels by the same names and seed, and without the salt
+    its training part would hold none of the groups that are drawn here.
+
+    Args:
+        groups: Group of every row, shape ``(n,)``.
+        seed: Seed of the draw.
+
+    Returns:
+        Bool, shape ``(n,)``; all false if either side would have fewer than
+        :data:`MIN_STOP_ROWS` rows, which means to train without early stopping.
+    """
+    names, codes = np.unique(groups.astype(str), return_inverse=True)
+    drawn = np.array([draw(f"stop:{name}", seed) < STOP_SHARE for name in names], bool)
+    stop = drawn[codes]
+    enough = min(stop.sum(), (~stop).sum()) >= MIN_STOP_ROWS
+    return stop if enough else np.zeros(len(groups), bool)

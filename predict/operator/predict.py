@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ...models.operators import OpModel
     from ...models.operators.explain import OpExplanation
-    from ...models.operators.family import FamilyModel
     from ...models.operators.mixture import Member
 
 #: Most measured rows searched for neighbours: enough for a dense neighbourhood, few enough to
@@ -95,9 +94,9 @@ def predict_op(
         DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
     """
-    row, family, spec = _asked(text, device, model)
+    row, bundle, spec = _asked(text, device, model)
     rows = OpRows.of_one({**row, "device": spec.name})
-    prediction, libraries = family.with_members(rows, {spec.name: spec})
+    prediction, libraries = bundle.with_members(rows, spec)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     cap = cap_share(power_cap_w, spec)
     if cap < 1.0:
@@ -113,7 +112,7 @@ def predict_op(
         in_domain=bool(prediction.in_domain[0]),
         outside=()
         if prediction.in_domain[0]
-        else tuple(family.why_outside(rows, {spec.name: spec})),
+        else tuple(bundle.families[row["key"]].why_outside(rows, {spec.name: spec})),
         libraries=tuple(sorted(libraries, key=lambda m: m.latency_us)),
         notes=(
             *_cache_note(rows, row["key"], spec, float(prediction.roofline[0])),
@@ -122,8 +121,8 @@ def predict_op(
     )
 
 
-def _asked(text: str, device: str, model: str | Path) -> tuple[JsonObject, FamilyModel, DeviceSpec]:
-    """The row that an operator is on a device, the model of its family, and the device."""
+def _asked(text: str, device: str, model: str | Path) -> tuple[JsonObject, OpModel, DeviceSpec]:
+    """The row that an operator is on a device, a model with its family, and the device."""
     row = parse_op(text)
     _check_named(device)
     folder = _folder(model)
@@ -135,7 +134,8 @@ def _asked(text: str, device: str, model: str | Path) -> tuple[JsonObject, Famil
         other = _loaded(folder, own["key"])
         if own["key"] in other.families:
             row, bundle = own, other
-    return row, _family(bundle, row["key"], model, folder), spec
+    _check_family(bundle, row["key"], model, folder)
+    return row, bundle, spec
 
 
 def _work(rows: OpRows, key: str, spec: DeviceSpec, seconds: np.ndarray) -> Work:
@@ -201,11 +201,16 @@ def explain_operator(
     """
     from ...models.operators.explain import explain_op
 
-    row, family, spec = _asked(text, device, model)
+    row, bundle, spec = _asked(text, device, model)
     cap = cap_share(power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
-    found = explain_op(family, row, spec, measured, k)
+    found = explain_op(bundle.families[row["key"]], row, spec, measured, k)
     rows = OpRows.of_one({**row, "device": spec.name})
+    prediction, _ = bundle.with_members(rows, spec)
+    ends = latency_fields(
+        *(float(each[0]) for each in (prediction.latency, prediction.lo, prediction.hi))
+    )
+    found = replace(found, lo_us=ends["lo_us"], hi_us=ends["hi_us"])
     cached = _cache_note(rows, row["key"], spec, found.roofline_us * 1e-6)
     found = replace(found, notes=(*found.notes, *cached, *generation_note(spec)))
     return found if cap == 1.0 else _explained_under_cap(found, row, spec, cap)
@@ -289,7 +294,7 @@ def _read(folder: Path, key: str, stamp: tuple[object, ...]) -> OpModel:
     return OpModel.load(folder, only=[key])
 
 
-def _family(bundle: OpModel, key: str, model: str | Path, folder: Path) -> FamilyModel:
+def _check_family(bundle: OpModel, key: str, model: str | Path, folder: Path) -> None:
     if key not in bundle.families:
         known = sorted(read_manifest(folder).get("families", {}))
         same = [name for name in known if name.split("/")[1] == key.split("/")[1]]
@@ -297,7 +302,6 @@ def _family(bundle: OpModel, key: str, model: str | Path, folder: Path) -> Famil
         if same:
             hint = f"name its own: --op '{same[0]} …'; it has: {', '.join(known)}"
         raise ModelError(f"model {str(model)!r} knows no operators {key!r}", hint=hint)
-    return bundle.families[key]
 
 
 def measured_rows(data: Sequence[Path], key: str, device: str) -> pd.DataFrame | None:

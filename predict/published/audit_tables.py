@@ -10,9 +10,9 @@ import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError, OpcastError
 from ...common.parquet import read_table
-from ...datagen.published.block_tables import block_rows, is_blocks
-from ...datagen.published.conv_tables import conv_rows, is_convs
-from ...datagen.published.product_tables import is_products, product_rows
+from ...datagen.published.block_tables import block_rows
+from ...datagen.published.kinds import BLOCK_TABLES, PRODUCTS, kind_of
+from ...datagen.published.pack_rows import conv_rows, product_rows
 from ...features.dataset import Dataset
 from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec
@@ -20,7 +20,7 @@ from ...features.operators import family_keys
 from ...features.operators.query import with_defaults
 from ...features.operators.schema import families_told
 from ...models.collectives.links import Links
-from ...models.collectives.measurements import NEEDED, XLA_COLUMNS, xla_rows
+from ...models.collectives.measurements import NEEDED, xla_rows
 from ...models.collectives.table import PLATFORMS
 from ...models.operators import rows_of_dataset
 from ...simulate.collectives.choose import collective_name
@@ -64,7 +64,7 @@ def read_audited(path: Path, described: Mapping[str, DeviceSpec]) -> tuple[Table
     tables: Tables = []
     notes = []
     for file in files:
-        table = _table(file)
+        table = read_table(file)
         rows = _rows(table, file, described)
         if rows is None:
             if len(files) == 1:
@@ -92,15 +92,6 @@ def _files(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _table(path: Path) -> pd.DataFrame:
-    if path.suffix == ".parquet":
-        return read_table(path)
-    try:
-        return pd.read_csv(path, low_memory=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DatasetError(f"cannot be read as a table: {error}", where=str(path)) from None
-
-
 def _rows(
     table: pd.DataFrame, path: Path, described: Mapping[str, DeviceSpec]
 ) -> pd.DataFrame | None:
@@ -110,15 +101,16 @@ def _rows(
     try:
         if "latency_us" not in columns:
             return None
-        if is_products(columns):
+        kind = kind_of(columns)
+        if kind in PRODUCTS:
             rows = product_rows(table)
             rows["key"] = family_keys(rows)
-        elif is_convs(columns):
+        elif kind == "conv":
             rows = conv_rows(table)
             rows["key"] = family_keys(rows)
-        elif is_blocks(columns):
+        elif kind in BLOCK_TABLES:
             rows = block_rows(table)
-        elif columns >= XLA_COLUMNS:
+        elif kind == "xla_collectives":
             rows = _collectives(xla_rows(table), described)
         elif columns >= set(NEEDED):
             rows = _collectives(table, described)

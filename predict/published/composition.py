@@ -32,7 +32,7 @@ from .opgraph import COLLECTIVES
 BUCKET_BYTES = 25 * 2**20
 #: Correlation between the errors of one graph's operations: the least at which 90 % intervals cover
 #: 90 % of NeuSight's 40 measured programs (Lee et al., ASPLOS 2025), each chip predicted by models
-#: of the others (:func:`measure_rho`). Operations that nothing is known of on a chip have wide
+#: of the others. Operations that nothing is known of on a chip have wide
 #: intervals already, which hold what they have in common.
 RHO = 0.1
 #: Relative half-width of the difference between a run of a whole model and calls timed one by one
@@ -166,45 +166,3 @@ def _communication(
         total += time
         ends.append((time - low, high - time))
     return total, ends
-
-
-def measure_rho(
-    labels: pd.DataFrame,
-    graphs: pd.DataFrame,
-    op_latency: Latency,
-    collective_latency: Latency,
-    coverage: float = 0.9,
-) -> float:
-    """Find the least correlation, in steps of 0.05, whose intervals cover measured programs.
-
-    Args:
-        labels: As for :func:`compose`, with the measured ``e2e_ms``.
-        graphs: As for :func:`compose`.
-        op_latency: As for :func:`compose`; predictions must be of operations, and preferably of
-            devices, that the estimator was not fitted to.
-        collective_latency: As for :func:`compose`.
-        coverage: Share of programs to be covered.
-
-    Returns:
-        From 0 to 1; 1 if even that does not cover enough.
-    """
-    measured = labels["e2e_ms"].to_numpy(float)
-    # The latencies do not depend on rho: 21 compositions need one query.
-    ops, links = _once(op_latency), _once(collective_latency)
-    for rho in np.linspace(0.0, 1.0, 21):
-        composed = compose(labels, graphs, ops, links, float(rho))
-        inside = (measured >= composed["lo_ms"]) & (measured <= composed["hi_ms"])
-        if inside.mean() >= coverage:
-            return round(float(rho), 2)
-    return 1.0
-
-
-def _once(latency: Latency) -> Latency:
-    kept: list[pd.DataFrame] = []
-
-    def remembered(table: pd.DataFrame) -> pd.DataFrame:
-        if not kept:
-            kept.append(latency(table))
-        return kept[0]
-
-    return remembered

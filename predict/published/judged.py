@@ -10,7 +10,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...models.operators.report import only_or_mixed
-from .pack_tables import TIMES
+from .answers import TIMES
 
 #: Prefix of the splits whose rows may be learned from.
 CALIBRATION = "calib"

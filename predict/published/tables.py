@@ -10,7 +10,7 @@ instead. Every row gets a prediction or a reason; rows whose latency is given ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,43 +19,33 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
-from ...datagen.published.block_tables import is_blocks
-from ...datagen.published.conv_tables import is_convs
-from ...datagen.published.product_tables import is_products, read_products
+from ...datagen.published.kinds import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
 from ...features.operators.schema import families_told
+from ...features.operators.sources import sources
 from ...models.collectives.links import Links
-from ...models.collectives.measurements import XLA_COLUMNS
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.power.model import shipped_power
 from ...models.tiles.model import shipped_tiles
 from ..locate import BLOCK_MODEL, find_model
-from .block_answers import predict_blocks, read_blocks
+from .answers import (
+    WATTS,
+    power_note,
+    predict_blocks,
+    predict_convs,
+    predict_power,
+    predict_products,
+    predict_xla_collectives,
+    read_blocks,
+)
 from .composition import compose
 from .judged import PublishedPredictions, given_rows, judged_pack, judged_part, microseconds
-from .pack_tables import predict_convs, predict_products, predict_xla_collectives
 from .pieces import Piece, Pieces
-from .power_table import WATTS, is_power, power_note, predict_power
-from .tile_table import is_tiles, predict_tiles, rank_note
+from .tile_table import predict_tiles, rank_note
 
-#: File patterns by content. Queries come before answered tables: a folder that has both asks for
-#: the queries, and the first pattern with a match counts.
-OPERATORS = ("queries_ops_*.parquet", "ops_*.parquet")
-COLLECTIVES = ("queries_collectives*.csv.gz", "collectives*.csv.gz")
-MATMUL = ("queries_matmul*.csv*", "matmul*.csv*")
-GEMM = ("queries_gemm*.parquet", "gemm*.parquet")
-CONV = ("queries_conv*.parquet", "conv*.parquet")
-POWER = ("queries_power*.parquet", "power.parquet")
-TILES = ("queries_tpu*.parquet", "tpu.parquet")
-BLOCKS = tuple(
-    (f"queries_{name}*.parquet", f"{name}*.parquet")
-    for name in ("attention_moe", "layers", "new_attention")
-)
-PROGRAMS = ("queries_e2e.csv", "e2e_labels.csv")
+#: Graphs of the programs of a folder.
 GRAPHS = "opgraphs.parquet"
-#: Sources by the first letter of an operator's id, for query tables without a source column.
-SOURCES = {"N": "neusight", "V": "vidur", "T": "aiconfigurator"}
 
 
 def predict_published(
@@ -90,17 +80,17 @@ def predict_published(
     job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),
-        *job.collective_tables(),
+        *job.xla_collectives(),
+        *job.collectives(),
         *job.products(),
         *job.convs(),
         *job.powers(),
         *job.tiles(),
-        *job.block_tables(),
+        *job.blocks_of_models(),
         *job.programs(),
     ]
     if not parts:
-        every = (OPERATORS, COLLECTIVES, MATMUL, GEMM, CONV, POWER, TILES, *BLOCKS, PROGRAMS)
-        wanted = ", ".join(name for patterns in every for name in patterns)
+        wanted = ", ".join(dict.fromkeys(name for own in kinds().values() for name in own.files))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
     judged = pd.concat([part.judged for part in parts], ignore_index=True)
@@ -121,7 +111,7 @@ class _Job:
 
     def operators(self) -> Iterator[PublishedPredictions]:
         pieces = self.pieces
-        read = [(p, with_source(p, read_table(p))) for p in _files(self.folder, OPERATORS)]
+        read = [(p, with_source(p, t)) for p, t in self._tables("operators")]
         tables = [(p, t if "id" in t else t.assign(id=np.arange(len(t)))) for p, t in read]
         # All tables first: a family's calibration rows may be spread over several files.
         if self.calibrate:
@@ -145,12 +135,12 @@ class _Job:
         known = rows["key"].isin(list(self.model.families)).to_numpy()
         return (table[known], rows[~known]) if known.any() else (table, rows[:0])
 
-    def collective_tables(self) -> Iterator[PublishedPredictions]:
-        tables = [(p, pd.read_csv(p)) for p in _files(self.folder, COLLECTIVES)]
-        own = [(path, frame) for path, frame in tables if set(frame.columns) >= XLA_COLUMNS]
-        for path, frame in own:
-            yield judged_pack(path, predict_xla_collectives(frame, path, self.links))
-        tables = [(path, frame) for path, frame in tables if not set(frame.columns) >= XLA_COLUMNS]
+    def xla_collectives(self) -> Iterator[PublishedPredictions]:
+        for path, table in self._tables("xla_collectives"):
+            yield judged_pack(path, predict_xla_collectives(table, path, self.links))
+
+    def collectives(self) -> Iterator[PublishedPredictions]:
+        tables = list(self._tables("collectives"))
         known = [frame[given_rows(frame)] for _, frame in tables if given_rows(frame).any()]
         if self.calibrate and known:
             rows = pd.concat(known, ignore_index=True)
@@ -161,6 +151,14 @@ class _Job:
             latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
             yield judged_part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
 
+    def _tables(self, *wanted: str) -> Iterator[tuple[Path, pd.DataFrame]]:
+        """Tables of some kinds; those of other kinds whose names begin alike are left out."""
+        for kind in wanted:
+            for path in files_of(self.folder, kind):
+                table = read_table(path)
+                if kind_of(table.columns, path.name) == kind:
+                    yield path, table
+
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:
         """The rows to predict: all, or as many as the limit allows."""
         if self.limit is None or len(table) <= self.limit:
@@ -169,52 +167,32 @@ class _Job:
         return table.sample(self.limit, random_state=0)
 
     def products(self) -> Iterator[PublishedPredictions]:
-        """Predict tables of matrix products."""
-        for path in [p for patterns in (MATMUL, GEMM) for p in _files(self.folder, patterns)]:
-            table = read_products(path)
-            if not is_products(table.columns):
-                # Another table whose name begins alike.
-                continue
+        for path, table in self._tables(*PRODUCTS):
             yield judged_pack(path, predict_products(self._drawn(table), path, self.model))
 
     def convs(self) -> Iterator[PublishedPredictions]:
-        """Predict tables of convolutions."""
-        for path in _files(self.folder, CONV):
-            table = read_table(path)
-            if not is_convs(table.columns):
-                continue
+        for path, table in self._tables("conv"):
             yield from self.pieces.predict(_conv_part, self.model, [(path, self._drawn(table))])
 
     def powers(self) -> Iterator[PublishedPredictions]:
         """Predict tables of board power, whose rows get watts beside their latency."""
-        for path in _files(self.folder, POWER):
-            table = self._drawn(read_table(path))
-            rows = predict_power(table, path, self.model, shipped_power())
+        for path, table in self._tables("power"):
+            rows = predict_power(self._drawn(table), path, self.model, shipped_power())
             part = judged_pack(path, rows)
             part.frame[list(WATTS)] = rows[list(WATTS)].to_numpy()
             part.notes += power_note(rows)
             yield part
 
     def tiles(self) -> Iterator[PublishedPredictions]:
-        """Predict tables of kernels with tile configurations."""
-        for path in _files(self.folder, TILES):
-            table = read_table(path)
-            if not is_tiles(set(table.columns)):
-                continue
+        for path, table in self._tables("tiles"):
             rows = predict_tiles(self._drawn(table), path, shipped_tiles())
             part = judged_pack(path, rows)
             part.notes += rank_note(rows)
             yield part
 
-    def block_tables(self) -> Iterator[PublishedPredictions]:
+    def blocks_of_models(self) -> Iterator[PublishedPredictions]:
         """Predict tables of attention and experts, of layers, and of new attention."""
-        tables = [
-            (path, read_table(path))
-            for patterns in BLOCKS
-            for path in _files(self.folder, patterns)
-        ]
-        # Other tables' names may begin alike.
-        read = [(path, read_blocks(t, path)) for path, t in tables if is_blocks(t.columns)]
+        read = [(path, read_blocks(table, path)) for path, table in self._tables(*BLOCK_TABLES)]
         if not read:
             return
         if self.blocks is None:
@@ -223,8 +201,7 @@ class _Job:
         self.blocks.described = {**self.model.devices, **self.model.described}
         pieces = self.pieces
         # All tables first, as for operators.
-        given = [rows[given_rows(rows)] for _, rows in read]
-        known = pd.concat(given, ignore_index=True)
+        known = pd.concat([rows[given_rows(rows)] for _, rows in read], ignore_index=True)
         if self.calibrate and len(known):
             known["device"] = [self.blocks.spec(str(name)).name for name in known["device"]]
             self.calibrated |= self.blocks.calibrate(known)
@@ -233,7 +210,7 @@ class _Job:
             yield from pieces.predict(_block_part, self.blocks, [(path, self._drawn(whole))])
 
     def programs(self) -> Iterator[PublishedPredictions]:
-        for path in _files(self.folder, PROGRAMS):
+        for path in files_of(self.folder, "programs"):
             graphs = path.parent / GRAPHS
             if not graphs.is_file():
                 raise DatasetError(
@@ -302,38 +279,6 @@ def _links(name: str) -> Links:
     return Links.from_spec(find_device(name))
 
 
-def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """Files of the first pattern that has any, below the folder; the folder itself if a file."""
-    if folder.is_file():
-        return [folder] if _kind(folder) is patterns else []
-    for pattern in patterns:
-        files = sorted(folder.rglob(pattern))
-        if files:
-            return files
-    return []
-
-
-def _kind(path: Path) -> Sequence[str]:
-    """The patterns of the tables that a file is one of, by its columns."""
-    if path.name in PROGRAMS:
-        return PROGRAMS
-    columns = set(read_products(path).columns)
-    if is_power(path, columns):
-        return POWER
-    if is_tiles(columns):
-        return TILES
-    if is_blocks(columns):
-        # One file is answered once, whatever it is called.
-        return BLOCKS[0]
-    if is_products(columns):
-        return GEMM if path.suffix == ".parquet" else MATMUL
-    if is_convs(columns):
-        return CONV
-    if columns >= XLA_COLUMNS or {"bytes", "world_size"} <= columns:
-        return COLLECTIVES
-    return OPERATORS if {"op", "family"} <= columns else ()
-
-
 def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
     """Ensure a column ``source``, taken from the first letter of ids where it is missing.
 
@@ -343,7 +288,9 @@ def with_source(path: Path, frame: pd.DataFrame) -> pd.DataFrame:
     if "source" in frame:
         return frame
     ids = frame["id"] if "id" in frame else pd.Series("", index=frame.index)
-    source = ids.astype(str).str[:1].map(SOURCES)
+    source = (
+        ids.astype(str).str[:1].map({own.ids: name for name, own in sources().items() if own.ids})
+    )
     if "id" not in frame or source.isna().any():
         raise DatasetError(
             "column 'source' is missing",

@@ -5,78 +5,36 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...datagen.published.kinds import pack_data
 from ...features.devices.catalogue import in_catalogue
 from ...models.tiles.model import TileModel, ranking
 from ...models.tiles.rows import NEEDED, TileRows, tile_rows
-from .pack_tables import TIMES
-
-#: Settings of the configurations of implementations, by op: those of Tokamax's classes of
-#: configurations (tokamax 2026-07, ``Config`` of each implementation). Others have none.
-SETTINGS: dict[tuple[str, str], frozenset[str]] = {
-    (implementation, op): frozenset(keys.split())
-    for implementation, op, keys in (
-        ("pallas_mosaic_tpu", "attention", "block_q block_kv block_kv_compute q_layout k_layout "
-         "v_layout use_experimental_scheduler use_base2_exp"),
-        ("pallas_mosaic_tpu", "ragged_dot", "tile_m tile_k tile_n input_buffer_count "
-         "combine_scopes"),
-        ("pallas_mosaic_tpu_v2", "ragged_dot", "tile_m tile_k tile_n bucket_base"),
-        ("pallas_mosaic_gpu", "attention", "block_q block_kv num_stages fold_q_sequence_heads "
-         "split_k"),
-        ("pallas_mosaic_gpu", "attention_vjp", "block_q_dkv block_kv_dkv block_q_dq block_kv_dq "
-         "num_stages compute_wgs"),
-        ("pallas_mosaic_gpu", "glu", "tile_m tile_n tile_k num_stages epi_tile_n epi_tile_m "
-         "grid_minor_dim grid_tile_width wg_dimension cluster_size_m cluster_size_n"),
-        ("pallas_mosaic_gpu", "ragged_dot", "block_m block_n block_k num_stages split_k split_m "
-         "persistent post_scale collective grid_minor_dim grid_tile_width grid_block_n "
-         "warp_specialized async_store"),
-        ("pallas_triton", "attention", "block_q block_k num_stages num_warps block_d block_d_out "
-         "split_k pack_mask"),
-        ("pallas_triton", "attention_vjp", "block_m1 block_n1 block_m2 block_n2 num_stages "
-         "num_warps"),
-        ("pallas_triton", "glu", "block_m block_n block_k num_warps num_stages"),
-        ("pallas_triton", "norm", "block_m block_n num_warps"),
-        ("pallas_triton", "norm_vjp", "block_m block_n num_warps"),
-        ("pallas_triton", "ragged_dot", "block_m block_n block_k split_k num_warps num_stages"),
-        ("chunked_xla", "softmax_ce", "b_block_size v_block_size"),
-        ("chunked_xla", "softmax_ce_vjp", "b_block_size v_block_size"),
-    )
-}  # fmt: skip
-_WITHOUT: frozenset[str] = frozenset()
-
-
-def is_tiles(columns: set[str]) -> bool:
-    """Whether a table is one of kernels with tile configurations, by its columns."""
-    return columns >= {*NEEDED, "config"}
+from .answers import TIMES, answered, required
 
 
 def predict_tiles(table: pd.DataFrame, path: Path, model: TileModel) -> pd.DataFrame:
     """Predict a table of kernels with tile configurations.
 
     Returns:
-        Columns as :func:`~.pack_tables.predict_products`.
+        Columns as :func:`~.answers.predict_products`.
 
     Raises:
         DatasetError: A column is missing, or a configuration is no JSON object.
     """
-    for column in ("id", *NEEDED):
-        if column not in table:
-            raise DatasetError(f"column {column!r} is missing", where=str(path))
-    rows = table.reset_index(drop=True)
-    found = {str(name): in_catalogue(str(name)) for name in rows["device"].unique()}
-    good = np.array([found[str(name)] for name in rows["device"]], bool)
-    times, scope = np.full((len(rows), len(TIMES)), np.nan), np.full(len(rows), "", object)
-    if good.any():
-        said = model.predict(tile_rows(rows[good].reset_index(drop=True)))
-        times[good] = np.stack([said.seconds, said.lo, said.hi], axis=1)
-        scope[good] = said.scope
-    reason = np.where(good, "", "device " + rows["device"].astype(str) + " is not in the catalogue")
-    rows = rows.assign(reason=reason, scope=scope, suspect=False, family=rows["op"])
-    rows[list(TIMES)] = times
-    return rows
+    required(table, ("id", *NEEDED), path)
+    rows = table.reset_index(drop=True).assign(suspect=False, family=table["op"].to_numpy())
+    known = {str(name): in_catalogue(str(name)) for name in rows["device"].unique()}
+    foreign = ~rows["device"].astype(str).map(known).to_numpy(bool)
+
+    def ask(asked: pd.DataFrame) -> pd.DataFrame:
+        said = model.predict(tile_rows(asked))
+        times = (said.seconds, said.lo, said.hi)
+        return pd.DataFrame({**dict(zip(TIMES, times, strict=True)), "scope": said.scope})
+
+    return answered(rows, [(foreign, "device {device} is not in the catalogue")], ask)
 
 
 def rank_note(rows: pd.DataFrame) -> list[str]:
@@ -138,10 +96,11 @@ def _check_settings(rows: TileRows, model: TileModel) -> None:
         DatasetError: A configuration has such a setting.
     """
     # What the model was trained on beyond Tokamax's own classes.
-    listed = frozenset().union(*SETTINGS.values())
-    own = frozenset(model.keys) - listed
+    settings = pack_data()["tile_settings"]
+    listed = {key for ops in settings.values() for keys in ops.values() for key in keys}
+    own = set(model.keys) - listed
     for place, ((op, made), config) in enumerate(zip(rows.names, rows.config, strict=True)):
-        known = SETTINGS.get((made, op), _WITHOUT) | own
+        known = {*settings.get(made, {}).get(op, ()), *own}
         unknown = sorted(set(config) - known)
         if unknown:
             raise DatasetError(

@@ -18,11 +18,11 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.parquet import read_table
 from ...common.progress import stages, wrote
 from ...common.tables_text import in_percent, print_frame
-from ...datagen.published.block_tables import is_blocks
 from ...datagen.published.clones import version_numbers
-from ...datagen.published.product_tables import read_products
+from ...datagen.published.kinds import BLOCK_TABLES, kind_of
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
 from ...features.operators.query import with_defaults
@@ -33,7 +33,7 @@ from ...models.operators.report import predictions
 from ...models.operators.rows import group_draw
 from ...models.trust.conformal import COVERAGE
 from ...predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
-from ...predict.published.block_answers import read_blocks
+from ...predict.published.answers import read_blocks
 from ...predict.published.tables import with_source
 from ..train_operators import described_devices
 
@@ -174,10 +174,10 @@ def _is_table(path: Path) -> bool:
 
 
 def _read(path: Path) -> Iterator[pd.DataFrame]:
-    table = read_products(path)
+    table = read_table(path)
     if "latency_us" not in table:
         return
-    block = is_blocks(table.columns)
+    block = kind_of(table.columns) in BLOCK_TABLES
     if not block and not set(table.columns) >= NEEDED:
         return
     timed = pd.to_numeric(table["latency_us"], errors="coerce").to_numpy(float) > 0

@@ -81,7 +81,7 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
     """Load the rows whose latency was measured by one of the methods, and their devices."""
     from ...datagen.published.importer import OPERATOR_FILES
     from ...features.devices.catalogue import find_device
-    from ...features.operators.schema import METHODS
+    from ...features.operators.sources import methods as known_methods
     from ...models.operators import rows_of_published
 
     files = [p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))]
@@ -90,7 +90,7 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
         raise DatasetError("no operator table here", where=str(folder), hint=expected)
     columns = ("id", "source", "split", "latency_us")
     # Filtered while reading: the packs hold millions of rows.
-    wanted = [("source", "in", [s for s, method in METHODS.items() if method in methods])]
+    wanted = [("source", "in", [s for s, method in known_methods().items() if method in methods])]
     tables = [t for t in (_table(path, columns, wanted) for path in files) if len(t)]
     if not tables:
         raise DatasetError(

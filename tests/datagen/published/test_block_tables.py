@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.datagen.published.block_tables import block_rows, is_blocks
+from opcast.datagen.published.block_tables import block_rows
+from opcast.datagen.published.kinds import BLOCK_TABLES, kind_of
 
 MIXED = {
     "id": "KA1", "source": "LLMServingSim", "op": "attention", "family": "attention_mixed",
@@ -95,7 +96,7 @@ def test_new_attention_by_model() -> None:
 
 
 def test_other_tables_are_none_of_these() -> None:
-    assert is_blocks(LAYER) and is_blocks(NEW) and is_blocks(MIXED)
-    assert not is_blocks([*NEW, "power_limit_w"]), "the table of power repeats their columns"
+    assert {kind_of(LAYER), kind_of(NEW), kind_of(MIXED)} == set(BLOCK_TABLES)
+    assert kind_of([*NEW, "power_limit_w"]) == "power", "the table of power repeats their columns"
     with pytest.raises(DatasetError, match="no table of attention"):
         block_rows(pd.DataFrame({"op": ["x"]}))

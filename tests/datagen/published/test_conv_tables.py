@@ -8,9 +8,8 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.datagen.published.conv_tables import conv_rows, training_rows
 from opcast.datagen.published.importer import import_published
-from opcast.datagen.published.product_tables import product_rows
+from opcast.datagen.published.pack_rows import conv_rows, product_rows, training_convs
 from opcast.features.dataset import Dataset
 from opcast.models.operators import rows_of_dataset
 
@@ -60,4 +59,4 @@ def test_import(tmp_path: Path) -> None:
 def test_a_file_of_that_name_with_other_columns(tmp_path: Path) -> None:
     pd.DataFrame([{"device": "mi210"}]).to_parquet(tmp_path / "conv.parquet")
     with pytest.raises(DatasetError, match="no table of convolutions"):
-        training_rows(tmp_path / "conv.parquet")
+        training_convs(tmp_path / "conv.parquet")

@@ -8,12 +8,11 @@ from opcast.common.errors import DatasetError
 from opcast.features.dataset import Dataset
 from opcast.features.operators import FAMILIES
 from opcast.features.operators.hlo import op_ir
+from opcast.features.operators.sources import faulty
 from opcast.models.operators.rows import (
     GROUP,
     codes,
-    faulty,
     group_draw,
-    misleading,
     rows_of_dataset,
     rows_of_published,
     unnamed,
@@ -32,10 +31,10 @@ def test_faulty_rows():
         ],
         columns=["device", "key", "split", "kernel"],
     )
-    assert list(faulty(rows)) == [True] + 5 * [False]
-    assert list(faulty(rows.drop(columns="split"))) == [True, True] + 4 * [False]
-    assert list(misleading(rows)) == [False, False, False, False, True, False]
-    assert not misleading(rows.drop(columns="kernel")).any()
+    assert list(faulty(rows, "wrong")) == [True] + 5 * [False]
+    assert list(faulty(rows.drop(columns="split"), "wrong")) == [True, True] + 4 * [False]
+    assert list(faulty(rows, "local")) == [False, False, False, False, True, False]
+    assert not faulty(rows.drop(columns="kernel"), "local").any()
 
 
 def test_experts_that_say_nothing_of_other_chips():
@@ -51,10 +50,10 @@ def test_experts_that_say_nothing_of_other_chips():
         ],
         columns=["device", "kernel", "ep", "expected"],
     )
-    assert list(misleading(rows)) == list(rows["expected"])
+    assert list(faulty(rows, "local")) == list(rows["expected"])
     # Other families of a table have no ranks.
     rows["ep"] = rows["ep"].astype("Int64").where(rows["kernel"] != "vllm_fused_moe")
-    assert list(misleading(rows)) == list(rows["expected"])
+    assert list(faulty(rows, "local")) == list(rows["expected"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

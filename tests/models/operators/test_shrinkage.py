@@ -5,7 +5,8 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.models.operators.device_kinship import KnownDevices
-from opcast.models.operators.unseen import SHRINKAGE, chips_by_library, shrinkage
+from opcast.models.operators.family_tables import constants
+from opcast.models.operators.regressors import chips_by_library, shrinkage
 
 
 def test_chips_are_counted_by_library():
@@ -17,7 +18,7 @@ def test_chips_are_counted_by_library():
 def test_shrinkage_eases_with_chips_and_unknown_libraries_keep_the_least():
     seen = {"one": 1, "two": 2, "many": 9}
     found = shrinkage(np.array(["none", "one", "two", "many"], object), seen)
-    assert found.tolist() == [SHRINKAGE[0], SHRINKAGE[1], SHRINKAGE[2], SHRINKAGE[3]]
+    assert found.tolist() == constants()["shrinkage"]
     assert (np.diff(found) >= 0).all()
 
 

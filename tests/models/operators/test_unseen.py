@@ -6,8 +6,8 @@ import pytest
 from opcast.features.devices.catalogue import find_device
 from opcast.models.operators.device_effects import DeviceEffects
 from opcast.models.operators.device_kinship import KnownDevices
-from opcast.models.operators.family_tables import FamilySettings
-from opcast.models.operators.unseen import JUDGE_ROWS, SHRINKAGE, Strategy, UnseenFit, mean_ape
+from opcast.models.operators.family_tables import FamilySettings, constants
+from opcast.models.operators.regressors import JUDGE_ROWS, Strategy, UnseenFit, mean_ape
 
 ROWS = 40
 
@@ -65,7 +65,9 @@ def test_ratios_that_do_not_carry_over_are_shrunk_as_far_as_is_tried():
     unseen, folds, _ = made(["h100-sxm", "a100-sxm-80gb", "l4"], 0.0, 0.5)
     assert unseen.strategy.shrunk == 12.0
     # Two chips are left when one is left out.
-    assert folds[("l4",)][1] == pytest.approx(np.full(ROWS, 0.5 * SHRINKAGE[2] ** 12))
+    assert folds[("l4",)][1] == pytest.approx(
+        np.full(ROWS, 0.5 * constants()["shrinkage"][2] ** 12)
+    )
 
 
 def test_left_out_chips_say_nothing_of_libraries_that_one_chip_alone_ran():

@@ -4,14 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.models.operators.prediction import FamilyPrediction
-from opcast.models.operators.versions import (
-    RELEASE,
-    RELEASES,
+from opcast.models.operators.family_tables import constants
+from opcast.models.operators.intervals import (
     joined_versions,
     versions_of,
     widen_unknown,
 )
+from opcast.models.operators.prediction import FamilyPrediction
 
 
 def answer(n):
@@ -43,7 +42,7 @@ def test_unknown_versions_widen_intervals():
     # Known; unknown; not named; a library without known versions; known of products on y alone.
     wide = [False, True, False, False, True, False, True]
     # Experts move more from one version to the next than products do.
-    release = np.array([RELEASE] * 6 + [RELEASES["graph/moe"]])
+    release = np.array([constants()["release"]] * 6 + [constants()["releases"]["graph/moe"]])
     lo = np.where(wide, -np.hypot(0.1, release), -0.1)
     hi = np.where(wide, np.hypot(0.2, release), 0.2)
     assert np.log(found.lo) == pytest.approx(lo)

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from opcast.models.training_data.splits import draw
-from opcast.models.training_data.stopping import stop_rows
+from opcast.models.training_data.splits import draw, stop_rows
 
 
 def test_whole_groups_are_held_back() -> None:

@@ -13,9 +13,8 @@ from opcast.predict.published.composition import (
     BUCKET_BYTES,
     RUN_ERROR,
     compose,
-    measure_rho,
 )
-from opcast.predict.published.graph_layers import node_repeats
+from opcast.predict.published.graph_program import node_repeats
 from opcast.predict.published.opgraph import node_kernels
 
 LAUNCH, LINEAR, VECTOR, LINK = 10.0, 110.0, 30.0, 50.0
@@ -169,14 +168,6 @@ def test_spread_of_a_sum_lies_between_independent_and_common():
     assert combined_spread(ends, 0.0) == (5.0, 10.0)
     assert combined_spread(ends, 1.0) == (7.0, 14.0)
     assert combined_spread(ends, 0.5) == pytest.approx((np.sqrt(37.0), np.sqrt(148.0)))
-
-
-def test_rho_is_the_smallest_that_covers():
-    exact = compose(label(), graph("g"), op_latency, link_latency)["latency_ms"].iloc[0]
-    near = label(e2e_ms=exact)
-    far = label(e2e_ms=10 * exact)
-    assert measure_rho(near, graph("g"), op_latency, link_latency) == 0.0
-    assert measure_rho(far, graph("g"), op_latency, link_latency) == 1.0
 
 
 def test_bad_input_is_named():

@@ -3,7 +3,12 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.predict.published.graph_layers import Variant, label_layers, node_repeats, parse_variant
+from opcast.predict.published.graph_program import (
+    Variant,
+    label_layers,
+    node_repeats,
+    parse_variant,
+)
 
 GPT = ["wte", "transformer_h_0_ln_1_grad", "transformer_h_0_ln_1", "softmax", "add_15", "lm_head"]
 

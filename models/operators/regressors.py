@@ -1,4 +1,7 @@
-"""Fits the model of unseen devices, by the strategy that transfers best to left-out chips."""
+"""Regressors of a family: of devices that were learned from, and of others.
+
+That of unseen devices is fitted by the strategy that transfers best to left-out chips.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,18 @@ from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 from .device_effects import DeviceEffects
 from .device_kinship import KnownDevices
-from .family_tables import GeneralFit, balanced_weights, draw_rows, general_table
+from .family_tables import (
+    FamilySettings,
+    GeneralFit,
+    balanced_weights,
+    constants,
+    draw_rows,
+    general_table,
+    known_table,
+    learn,
+    new_regressor,
+    sized,
+)
 from .intervals import twins
 from .rows import dispatch, libraries
 
@@ -25,11 +39,6 @@ from .rows import dispatch, libraries
 #: copies is tested on. Engineering estimates that bound the time of a training.
 GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
 
-#: Share of a learned log-ratio that carries over to a chip that was not learned from, by the number
-#: of chips on which the same library was seen (0, 1, 2, 3 or more). Chosen as the best on average
-#: over A100, Hopper and RTX PRO 6000, each left out, for products, attention and experts
-#: (docs/operator-learning.md).
-SHRINKAGE = (0.55, 0.55, 0.8, 0.9)
 #: Powers of the shrinkage that are compared; 0 leaves ratios as they are, 12 hardly any of them
 #: (0.28 of those of libraries seen on three chips). Families choose for themselves (manifest of
 #: gpu-operators, ``way``).
@@ -55,6 +64,75 @@ class Strategy(NamedTuple):
     within: bool
     shrunk: float
     alien: bool
+
+
+@dataclass(slots=True)
+class KnownModel:
+    """The model of known devices: effects of the devices, and a regressor of what those leave.
+
+    Attributes:
+        family: Key of the family.
+        devices: Names of the devices that it was fitted to, in order.
+        regressor: Regressor of the log-ratios that the effects leave.
+        effects: Linear part of the log-ratios.
+    """
+
+    family: str
+    devices: tuple[str, ...]
+    regressor: TabularEstimator
+    effects: DeviceEffects
+
+    @classmethod
+    def fit(
+        cls,
+        family: str,
+        devices: tuple[str, ...],
+        settings: FamilySettings,
+        features: OpFeatures,
+        device: np.ndarray,
+        library: np.ndarray,
+        ratio: np.ndarray,
+        fitting: np.ndarray,
+    ) -> KnownModel:
+        """Fit to rows.
+
+        Args:
+            family: Key of the family.
+            devices: Names of the devices.
+            settings: Settings of the regressor.
+            features: Features of ``n`` rows.
+            device: Device of each, shape ``(n,)``.
+            library: Library that runs each, shape ``(n,)``.
+            ratio: Log-ratios of measured latency to the estimate, shape ``(n,)``.
+            fitting: Positions of the rows to learn from.
+        """
+        effects = DeviceEffects()
+        share = time_shares(features)
+        effects.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
+        # The trees learn what the linear part leaves, so that beyond their sizes they add a
+        # constant to it.
+        linear = effects.predict(share, device, library)
+        regressor = new_regressor(settings, sized(settings.known, len(fitting)))
+        learn(regressor, known_table(family, features, device, devices), ratio - linear, fitting)
+        return cls(family, devices, regressor, effects)
+
+    def table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
+        """What the regressor reads of rows on the devices ``device``, shape ``(n,)``."""
+        return known_table(self.family, features, device, self.devices)
+
+    def latency_s(
+        self, features: OpFeatures, table: KernelTable, device: np.ndarray, library: np.ndarray
+    ) -> np.ndarray:
+        """Latencies in seconds, shape ``(n,)``.
+
+        Args:
+            features: Features of ``n`` rows.
+            table: From :meth:`table`.
+            device: Known device of each row, shape ``(n,)``.
+            library: Library that runs each row, shape ``(n,)``.
+        """
+        linear = self.effects.predict(time_shares(features), device, library)
+        return np.asarray(self.regressor.point(table) * np.exp(linear))
 
 
 @dataclass(slots=True)
@@ -250,6 +328,6 @@ def shrinkage(library: np.ndarray, chips: Mapping[str, int]) -> np.ndarray:
         chips: From :func:`chips_by_library`.
     """
     code, names = distinct(library)
-    last = len(SHRINKAGE) - 1
-    factors = np.array([SHRINKAGE[min(chips.get(str(name), 0), last)] for name in names])
+    by_chips = constants()["shrinkage"]
+    factors = np.array([by_chips[min(chips.get(str(n), 0), len(by_chips) - 1)] for n in names])
     return factors[code] if len(names) else np.ones(len(library))

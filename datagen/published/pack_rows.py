@@ -1,7 +1,8 @@
-"""Reads tables of matrix products that no clone of a library holds: XLA's, and the kernel pack's.
+"""Reads tables of matrix products and of convolutions that no clone of a library holds.
 
 XLA's ``matmul`` table lists dots that XLA autotuned; the ``gemm`` table of the kernel pack holds
-the same measurements of more devices (``source`` ``xla``) beside libraries of other publishers.
+the same measurements of more devices (``source`` ``xla``) beside libraries of other publishers. Its
+``conv`` table is what MIOpen's tuning gave.
 """
 
 from __future__ import annotations
@@ -15,46 +16,19 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
 from ...features.devices.catalogue import find_device
-from ...features.operators.schema import METHODS
+from ...features.operators.schema import PARAMETERS
+from ...features.operators.sources import faulty, methods, sources
+from .kinds import PRODUCTS, kind_of, pack_data
 
-#: Columns by which the tables are known.
-MATMUL = frozenset(("device", "dtype_lhs", "dtype_rhs", "b", "m", "n", "k"))
-GEMM = frozenset(("device", "source", "method", "dtype", "dtype_detail", "b", "m", "n", "k"))
-#: Files that an import reads besides operator tables.
-FILES = ("matmul.csv.gz", "gemm.parquet")
-#: Operator tables' formats by XLA's type. f32 is TF32 (README of the XLA pack).
-_FORMATS = {"bf16": "bf16", "f16": "fp16", "f32": "tf32"}
-#: Family of a source's products, whatever their batch; the others' is by batch.
-_FAMILIES = {"aiter": "linear", "pipeweave": "linear", "rocBLAS": "bmm"}
-#: Source whose benchmark rotates operands beyond the caches (README of the kernel pack).
-_ROTATING = "aiter"
+#: Files that an import reads besides operator tables: of products, and of convolutions.
+PRODUCT_FILES, CONV_FILE = ("matmul.csv.gz", "gemm.parquet"), "conv.parquet"
 #: Columns that make a product of a source.
 _SHAPE = (
     *("source", "device", "dtype", "b", "m", "n", "k"),
     *("trans_a", "trans_b", "preshuffled"),
 )
-#: Reason for leaving a row out of fits and judgements; see :func:`product_rows`.
-SUSPECT = "suspect"
-#: XLA's fp8 rows of H100 reach 1.3 times the data sheet's peak, most likely the median over two
-#: kernels of a call; the whole group is marked in the XLA pack, and the kernel pack repeats it.
-_SUSPECT_GROUP = ("xla", "h100-sxm", "fp8")
-
-
-def read_products(path: Path) -> pd.DataFrame:
-    """Read a table of products, CSV or parquet, as its publisher wrote it.
-
-    Raises:
-        DatasetError: It cannot be read.
-    """
-    try:
-        return read_table(path) if path.suffix == ".parquet" else pd.read_csv(path)
-    except (OSError, ValueError, EOFError) as error:
-        raise DatasetError(f"cannot be read as a table: {error}", where=str(path)) from None
-
-
-def is_products(columns: Iterable[object]) -> bool:
-    """Whether columns are those of a table of products."""
-    return bool(set(columns) >= MATMUL or set(columns) >= GEMM)
+#: Sizes of convolutions: all parameters but the last, which the layout gives.
+CONV_SIZES = PARAMETERS["conv_nd"][:-1]
 
 
 def product_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -68,22 +42,51 @@ def product_rows(table: pd.DataFrame) -> pd.DataFrame:
         ``dtype``, ``device``, ``b m n k``, ``split`` and ``latency_us`` where given, and
         ``suspect``, whether the publishers doubt the row.
     """
-    xla = set(table.columns) >= MATMUL
-    rows = pd.DataFrame({c: table[c].to_numpy() for c in ("device", "b", "m", "n", "k")})
-    rows["id"] = table["id"].astype(str).to_numpy() if "id" in table else _numbers(table)
+    xla = kind_of(table.columns) == "matmul"
+    rows = _named(table, ("device", "b", "m", "n", "k"))
     rows["source"] = "xla" if xla else table["source"].astype(str).to_numpy()
     rows["dtype"] = _formats(table) if xla else table["dtype"].astype(str).to_numpy()
     # A batch of one is a plain product to XLA and to libraries.
     rows["family"] = np.where(rows["b"] > 1, "bmm", "linear")
     if not xla:
         # Tables of other libraries hold one kind each.
-        rows["family"] = rows["source"].map(_FAMILIES).fillna(rows["family"])
+        only = {name: own.products for name, own in sources().items() if own.products}
+        rows["family"] = rows["source"].map(only).fillna(rows["family"])
         rows = _with_layout(rows, table)
     rows["op"] = rows["family"]
+    rows["suspect"] = _suspect(table) | faulty(rows, "doubted")
+    return rows
+
+
+def conv_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Bring a table of convolutions into the schema of operator tables.
+
+    The solver, its algorithm and its workspace are known after tuning only and are left out.
+
+    Args:
+        table: Rows of the ``conv`` table of the kernel pack, or queries with its columns.
+
+    Returns:
+        ``id`` (the number of the row where the table has none), ``source``, ``op`` (the direction),
+        ``family``, ``dtype``, ``device``, the parameters (a layout that is unknown is missing), and
+        ``split`` and ``latency_us`` where given.
+    """
+    rows = _named(table, ("device", "dtype", *CONV_SIZES))
+    rows["source"] = table["source"].astype(str).to_numpy() if "source" in table else "MIOpen"
+    rows["op"] = table["direction"].astype(str).to_numpy()
+    rows["family"] = "conv"
+    rows["channels_last"] = table["layout"].astype(str).map(pack_data()["channels_last"]).to_numpy()
+    return rows
+
+
+def _named(table: pd.DataFrame, columns: Iterable[str]) -> pd.DataFrame:
+    """Some columns, and ``id``, ``split`` and ``latency_us`` as far as there are any."""
+    rows = pd.DataFrame({c: table[c].to_numpy() for c in columns})
+    numbers = np.arange(len(table)).astype(str).astype(object)
+    rows["id"] = table["id"].astype(str).to_numpy() if "id" in table else numbers
     for column in ("split", "latency_us"):
         if column in table:
             rows[column] = table[column].to_numpy()
-    rows["suspect"] = _suspect(table, rows)
     return rows
 
 
@@ -93,37 +96,34 @@ def _with_layout(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     given = pd.Series(layout, index=rows.index)
     # Other libraries than rocBLAS store weights by rows of their outputs.
     transposed = given.where(given.isin(("nn", "nt", "tn", "tt")), "nt")
+    rotating = [name for name, own in sources().items() if own.rotates]
     return rows.assign(
         trans_a=(transposed.str[0] == "t").astype(int),
         trans_b=(transposed.str[1] == "t").astype(int),
         preshuffled=(given == "preshuffled").astype(int),
-        rotated=(rows["source"] == _ROTATING).astype(int),
+        rotated=rows["source"].isin(rotating).astype(int),
     )
 
 
-def _numbers(table: pd.DataFrame) -> np.ndarray:
-    return np.arange(len(table)).astype(str).astype(object)
-
-
 def _formats(table: pd.DataFrame) -> np.ndarray:
+    names = pack_data()["xla_formats"]
     left, right = (table[c].astype(str) for c in ("dtype_lhs", "dtype_rhs"))
     # Both 8-bit formats run at one rate, mixed or not.
     narrow = left.str.startswith("f8") & right.str.startswith("f8")
     same = left.where(left == right, left + " x " + right)
-    return np.where(narrow, "fp8", same.map(lambda name: _FORMATS.get(name, name))).astype(object)
+    return np.where(narrow, "fp8", same.map(lambda name: names.get(name, name))).astype(object)
 
 
-def _suspect(table: pd.DataFrame, rows: pd.DataFrame) -> np.ndarray:
-    doubted = np.zeros(len(rows), bool)
+def _suspect(table: pd.DataFrame) -> np.ndarray:
+    doubted = np.zeros(len(table), bool)
     if "suspect" in table:
         doubted |= table["suspect"].notna().to_numpy()
     if "above_peak" in table:
         doubted |= table["above_peak"].to_numpy(np.float64, na_value=0.0) > 0
-    group = zip(rows["source"], rows["device"], rows["dtype"], strict=True)
-    return np.asarray(doubted | [each == _SUSPECT_GROUP for each in group], bool)
+    return doubted
 
 
-def training_rows(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
+def training_products(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
     """Rows of products that a model may learn from, by file.
 
     Suspect rows are left out, and XLA's rows in the kernel pack on devices of XLA's own table,
@@ -134,23 +134,41 @@ def training_rows(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:
     """
     found: dict[Path, pd.DataFrame] = {}
     own: set[str] = set()
-    for path in sorted(paths, key=lambda p: FILES.index(p.name)):
-        table = read_products(path)
-        if not is_products(table.columns):
+    for path in sorted(paths, key=lambda p: PRODUCT_FILES.index(p.name)):
+        table = read_table(path)
+        if kind_of(table.columns) not in PRODUCTS:
             raise DatasetError("is no table of products", where=str(path))
         rows = product_rows(table)
         # f32 results of bf16 operands have no parameter of their own.
         wide = table["out_dtype"].eq("fp32") if "out_dtype" in table else rows["suspect"] & False
         wide &= rows["dtype"].eq("bf16") & rows["source"].eq("xla")
-        rows = rows[rows["source"].isin(list(METHODS)) & ~rows["suspect"] & ~wide]
-        rows = rows.assign(device=rows["device"].map(lambda name: find_device(str(name)).name))
-        if path.name == FILES[0]:
+        rows = rows[rows["source"].isin(list(methods())) & ~rows["suspect"] & ~wide]
+        rows = _of_catalogue(rows)
+        if path.name == PRODUCT_FILES[0]:
             rows = rows.assign(id="X" + rows["id"])
             own |= set(rows["device"])
         else:
             rows = rows[~(rows["source"].eq("xla") & rows["device"].isin(own))]
         found[path] = _merged(rows.drop(columns="suspect"))
     return found
+
+
+def training_convs(path: Path) -> pd.DataFrame:
+    """Rows of convolutions that a model may learn from.
+
+    Raises:
+        DatasetError: The file cannot be read, or is no table of convolutions.
+    """
+    table = read_table(path)
+    if kind_of(table.columns) != "conv":
+        raise DatasetError("is no table of convolutions", where=str(path))
+    return _of_catalogue(conv_rows(table))
+
+
+def _of_catalogue(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the catalogue's names of their devices."""
+    names = {name: find_device(str(name)).name for name in rows["device"].unique()}
+    return rows.assign(device=rows["device"].map(names))
 
 
 def _merged(rows: pd.DataFrame) -> pd.DataFrame:
