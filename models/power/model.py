@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,19 +11,18 @@ import numpy as np
 
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
-from ..estimators.xgboost_import import xgboost as import_xgboost
-from ..estimators.xgboost_trees import compact, read_booster
+from ..estimators.small_trees import SavedTrees, applied, grow
 from ..trust.conformal import ends, including_zero, size_bins
 from .law import PRETRAINED, PowerLaw, fit_law, left_out_errors, pair
 from .rows import PowerRows
 
 if TYPE_CHECKING:
-    from xgboost import Booster
+    pass
 
 #: Format of the file that :meth:`PowerModel.save` writes.
 FORMAT = 1
-#: Trees of the time and of the power, their depth and rate. Small: the file ships.
-_TREES, _DEPTH, _RATE = (300, 180), 6, 0.08
+#: Trees of the time and of the power, their depth, and least rows of a leaf. Small: the file ships.
+_TREES, _DEPTH, _LEAF = (300, 180), 6, 5
 #: Readings of the board's sensor from which a row shows the sustained power. The sensor averages
 #: over a second or so: shorter runs read what ran before them (rows of one shape differ by 20 % in
 #: the mean below ten readings, by 4 % from ten on).
@@ -67,7 +65,7 @@ class PowerModel:
         law: The law; for programs and steps, all there is.
         classes: Classes of kernels of the measured rows.
         devices: Devices that they ran on.
-        trees: Compressed boosters: logarithm of measured over predicted time, and of measured over
+        trees: Logarithm of measured over predicted time, and of measured over
             the law's power.
         time_ends: Ends of the interval of times as logarithms: known, and unseen.
         power_ends: Of power, by bin of time.
@@ -79,13 +77,12 @@ class PowerModel:
     law: PowerLaw
     classes: list[str]
     devices: list[str]
-    trees: tuple[bytes, bytes]
+    trees: tuple[SavedTrees, SavedTrees]
     time_ends: tuple[Ends, Ends]
     power_ends: list[Ends]
     unseen_ends: Ends
     edges: np.ndarray
     provenance: dict[str, object] = field(default_factory=dict)
-    _boosters: list[Booster] = field(default_factory=list, repr=False)
 
     def predict(self, rows: PowerRows, device: np.ndarray) -> PowerAnswer:
         """Predict operators.
@@ -113,11 +110,10 @@ class PowerModel:
         )
 
     def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray]:
-        if not self._boosters:
-            self._boosters = [read_booster(data) for data in self.trees]
-        seconds = rows.seconds * np.exp(self._sum(0, rows.features(rows.seconds, self.classes)))
+        time, power = self.trees
+        seconds = rows.seconds * np.exp(time.predict(rows.features(rows.seconds, self.classes)))
         law = _of_law(self.law, rows, seconds)
-        share = law * np.exp(self._sum(1, rows.features(seconds, self.classes)))
+        share = law * np.exp(power.predict(rows.features(seconds, self.classes)))
         return seconds, np.clip(share, 0.9 * self.law.idle, 1.0)
 
     def calibrate(
@@ -142,17 +138,13 @@ class PowerModel:
             max(self.law.ends[1], float(np.median(widest[:, 1]))),
         )
 
-    def _sum(self, which: int, features: np.ndarray) -> np.ndarray:
-        matrix = import_xgboost().DMatrix(features)
-        return np.asarray(self._boosters[which].predict(matrix), float)
-
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
             "law": self.law.to_dict(),
             "classes": self.classes,
             "devices": self.devices,
-            "trees": [base64.b64encode(tree).decode() for tree in self.trees],
+            "trees": [trees.text() for trees in self.trees],
             "time_ends": self.time_ends,
             "power_ends": self.power_ends,
             "unseen_ends": self.unseen_ends,
@@ -171,7 +163,7 @@ class PowerModel:
 
         def made(data: JsonMapping) -> PowerModel:
             known, unseen = map(pair, data["time_ends"])
-            time, power = (base64.b64decode(text) for text in data["trees"])
+            time, power = map(SavedTrees.from_text, data["trees"])
             return cls(
                 PowerLaw.from_dict(data["law"]),
                 [str(c) for c in data["classes"]],
@@ -230,13 +222,16 @@ def fit_power(
     law = PowerLaw(law.idle, law.active, law.matrix, law.memory, (low, high))
     classes = sorted({str(name) for name in rows.name[learn]})
     log_time = np.log(seconds / rows.seconds)
-    time = _grow(rows.features(rows.seconds, classes), log_time, learn, _TREES[0], seed)
-    said = rows.seconds * np.exp(_applied(time, rows.features(rows.seconds, classes)))
+    time = grow(
+        rows.features(rows.seconds, classes), log_time, learn, _TREES[0], _DEPTH, _LEAF, seed
+    )
+    said = rows.seconds * np.exp(applied(time, rows.features(rows.seconds, classes)))
     log_power = np.log(share / _of_law(law, rows, said))
     read = learn & (readings >= LEAST)
-    power = _grow(rows.features(said, classes), log_power, read, _TREES[1], seed)
+    power = grow(rows.features(said, classes), log_power, read, _TREES[1], _DEPTH, _LEAF, seed)
+    trees = (SavedTrees.of(time), SavedTrees.of(power))
     model = PowerModel(
-        law, classes, sorted(set(map(str, device[learn]))), (compact(time), compact(power)),
+        law, classes, sorted(set(map(str, device[learn]))), trees,
         ((-0.5, 0.5), (-1.0, 1.0)), [(-0.5, 0.5)], (-0.5, 0.5), np.array([]),
     )  # fmt: skip
     model.calibrate(rows, seconds, share, ~learn & (readings >= LEAST))
@@ -249,29 +244,6 @@ def _balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
         *(np.quantile(errors[group == g], (0.05, 0.95)) for g in np.unique(group)), strict=True
     )
     return float(np.mean(lows)), float(np.mean(highs))
-
-
-def _grow(
-    features: np.ndarray, target: np.ndarray, rows: np.ndarray, trees: int, seed: int
-) -> Booster:
-    xgboost = import_xgboost()
-    settings = {
-        # Readings are off by a factor where another kernel ran before; squares would chase them.
-        "objective": "reg:absoluteerror",
-        "max_depth": _DEPTH,
-        "eta": _RATE,
-        "subsample": 0.8,
-        "min_child_weight": 5,
-        "nthread": 1,
-        "seed": seed,
-        "verbosity": 0,
-    }
-    grown: Booster = xgboost.train(settings, xgboost.DMatrix(features[rows], target[rows]), trees)
-    return grown
-
-
-def _applied(booster: Booster, features: np.ndarray) -> np.ndarray:
-    return np.asarray(booster.predict(import_xgboost().DMatrix(features)), float)
 
 
 @lru_cache(maxsize=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.random import default_rng
 
 from ...common.errors import ModelError
 from ...common.paths import PACKAGE
+from ...features.operators.sources import faulty
 from ..core.store import read_json_model, write_json_model
-from ..estimators.xgboost_import import xgboost as import_xgboost
-from ..estimators.xgboost_trees import compact, read_booster
+from ..estimators.small_trees import SavedTrees, applied, grow
 from ..trust.conformal import ends, including_zero
 from .rows import TileRows, keys_of
 
@@ -28,8 +28,8 @@ FORMAT = 2
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "tiles.json"
 #: Trees and depth of the model of known devices and of that of others, where fewer and shallower
-#: ones carry further; and their rate.
-_KNOWN, _GENERAL, _RATE = (300, 6), (150, 5), 0.08
+#: ones carry further; and least rows of a leaf.
+_KNOWN, _GENERAL, _LEAF = (300, 6), (150, 5), 3
 #: Folds of problems, for errors of shapes that were not learned from.
 FOLDS = 5
 
@@ -60,7 +60,7 @@ class TileModel:
         names: Ops and implementations.
         keys: Keys of configurations.
         pairs: ``device|op`` with measured rows.
-        trees: Compressed boosters: of known devices, and of others.
+        trees: Of known devices, and of others.
         ends: Ends of intervals as logarithms, by device for known ones; ``""`` for others.
         offsets: Log-ratios of measured to least time by op, implementation and kind of device
             (``op|implementation|platform``), which the trees of other devices start from.
@@ -70,11 +70,10 @@ class TileModel:
     names: list[str]
     keys: list[str]
     pairs: list[str]
-    trees: tuple[bytes, bytes]
+    trees: tuple[SavedTrees, SavedTrees]
     ends: dict[str, Ends]
     offsets: dict[str, float]
     provenance: dict[str, object] = field(default_factory=dict)
-    _boosters: list[Booster] = field(default_factory=list, repr=False)
 
     @property
     def devices(self) -> list[str]:
@@ -83,15 +82,13 @@ class TileModel:
 
     def predict(self, rows: TileRows) -> TileAnswer:
         """Predict the time of each row."""
-        if not self._boosters:
-            self._boosters = [read_booster(data) for data in self.trees]
         pairs = [f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)]
         known = np.isin(pairs, self.pairs)
         log = np.where(
             known,
-            _applied(self._boosters[0], rows.known(self.names, self.keys, self.devices)),
+            self.trees[0].predict(rows.known(self.names, self.keys, self.devices)),
             _offset(rows, self.offsets)
-            + _applied(self._boosters[1], rows.general(self.names, self.keys)),
+            + self.trees[1].predict(rows.general(self.names, self.keys)),
         )
         # No kernel beats its chip, whatever the trees predict.
         seconds = np.maximum(rows.base_s * np.exp(log), rows.ceiling_s)
@@ -114,7 +111,7 @@ class TileModel:
             "names": self.names,
             "keys": self.keys,
             "pairs": self.pairs,
-            "trees": [base64.b64encode(tree).decode() for tree in self.trees],
+            "trees": [trees.text() for trees in self.trees],
             "ends": self.ends,
             "offsets": self.offsets,
             "provenance": self.provenance,
@@ -130,7 +127,7 @@ class TileModel:
         """
 
         def made(data: Mapping[str, Any]) -> TileModel:
-            known, general = (base64.b64decode(text) for text in data["trees"])
+            known, general = map(SavedTrees.from_text, data["trees"])
             return cls(
                 [str(v) for v in data["names"]],
                 [str(v) for v in data["keys"]],
@@ -179,12 +176,13 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
     _, problem = np.unique(problems, return_inverse=True)
     fold = default_rng(seed).permutation(problem.max() + 1)[problem] % FOLDS
     shapes = _left_out(own, target, fold, _KNOWN, seed)
-    carries = ~_lacked(rows)
+    columns = {"device": rows.device, "op": rows.names[:, 0], "implementation": rows.names[:, 1]}
+    carries = ~faulty(pd.DataFrame(columns), "local")
     others = np.zeros(len(rows))
     for name in devices:
         out = rows.device == name
         start, trees = _grow_general(rows, general, target, ~out & carries, seed)
-        others[out] = (target - _offset(rows, start) - _applied(trees, general))[out]
+        others[out] = (target - _offset(rows, start) - applied(trees, general))[out]
     apart = {d: ends(shapes[rows.device == d]) for d in devices}
     # Over all devices together: few were measured, and each with different ops.
     unseen = including_zero(ends(others[carries]))
@@ -195,22 +193,14 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         keys,
         sorted({f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)}),
         (
-            compact(_grow(own, target, every, _KNOWN, seed)),
-            compact(trees),
+            SavedTrees.of(_grow(own, target, every, _KNOWN, seed)),
+            SavedTrees.of(trees),
         ),
         {**{d: including_zero(e) for d, e in apart.items()}, "": unseen},
         offsets,
         {"rows": len(rows), "devices": devices},
     )
     return model, LeftOut(shapes, others)
-
-
-def _lacked(rows: TileRows) -> np.ndarray:
-    """Rows that do not carry over to other devices, bool, shape ``(n,)``.
-
-    XLA had no ragged products for v5p, where what stands in for them is a hundred times slower.
-    """
-    return np.asarray((rows.device == "tpu-v5p") & (rows.labels == "ragged_dot|xla"), bool)
 
 
 def _grow_general(
@@ -252,30 +242,14 @@ def _left_out(
     errors = np.zeros(len(target))
     for number in np.unique(fold):
         out = fold == number
-        errors[out] = (target - _applied(_grow(features, target, ~out, size, seed), features))[out]
+        errors[out] = (target - applied(_grow(features, target, ~out, size, seed), features))[out]
     return errors
 
 
 def _grow(
     features: np.ndarray, target: np.ndarray, rows: np.ndarray, size: tuple[int, int], seed: int
 ) -> Booster:
-    xgboost = import_xgboost()
-    settings = {
-        "objective": "reg:absoluteerror",
-        "max_depth": size[1],
-        "eta": _RATE,
-        "subsample": 0.8,
-        "min_child_weight": 3,
-        "nthread": 1,
-        "seed": seed,
-        "verbosity": 0,
-    }
-    grown: Booster = xgboost.train(settings, xgboost.DMatrix(features[rows], target[rows]), size[0])
-    return grown
-
-
-def _applied(booster: Booster, features: np.ndarray) -> np.ndarray:
-    return np.asarray(booster.predict(import_xgboost().DMatrix(features)), float)
+    return grow(features, target, rows, *size, _LEAF, seed)
 
 
 @dataclass(frozen=True)
