@@ -23,7 +23,7 @@ from .family_tables import FamilySettings, GeneralFit, constants, latency_s, tar
 from .fitted import Fitted
 from .intervals import FOREIGN, DeviceIntervals
 from .mixture import LIBRARY, Member, Menu, has_none, mixed
-from .prediction import FamilyPrediction, arithmetic_s, joined
+from .prediction import FamilyPrediction, joined, least_s
 from .regressors import Folds, KnownModel, UnseenFit, mean_ape
 from .rows import (
     BLOCK_GROUP,
@@ -254,7 +254,7 @@ class FamilyModel:
         prediction = self._plain(rows, features, devices)
         if corrected and models.errors.corrections:
             models.errors.correct(prediction, rows, features, devices)
-        prediction.hold_above(arithmetic_s(self.family, rows, features, devices))
+        prediction.hold_above(least_s(self.family, rows, features, devices))
         return prediction
 
     def _mixed(

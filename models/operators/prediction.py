@@ -11,6 +11,7 @@ from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows
+from ...features.operators.op import moving_s
 
 #: Groups of families whose every operation runs at the matrix unit. Not convolutions: Winograd's
 #: and Fourier transforms save multiplications (tuned/conv: 1 % of the rows of an MI60 are below).
@@ -50,14 +51,14 @@ class FamilyPrediction:
         return FamilyPrediction(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
-def arithmetic_s(
+def least_s(
     family: str, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
 ) -> np.ndarray:
-    """Seconds below which the matrix unit's peak lets no row fall, shape ``(n,)``; 0 where none is.
+    """Seconds below which no row falls, shape ``(n,)``; 0 where nothing is known.
 
-    Of rows whose roofline is arithmetic, on chips whose peak has a source. None of the 132,370
-    f32 products of the published-latency pack lies below. Bandwidth gives no such bound, since
-    operands may lie in a cache.
+    The bytes of all but experts, whose draw is an estimate; and the arithmetic of rows whose
+    roofline it is, on chips whose peak has a source: none of the 132,370 f32 products of the
+    published-latency pack lies below.
 
     Args:
         family: Of the rows.
@@ -66,13 +67,20 @@ def arithmetic_s(
         devices: Descriptions by the values of ``device``.
     """
     least = np.zeros(len(rows))
-    if FAMILIES.get(family) not in _MULTIPLIED:
+    group = FAMILIES.get(family)
+    device, names = rows.codes("device")
+    if group is not None and group != "moe":
+        for place, name in enumerate(names):
+            at = device == place
+            # Of several kernels times are the mean.
+            least[at] = moving_s(features.moved[at], devices[name]) / features.kernels[at]
+    if group not in _MULTIPLIED:
         return least
     bound = features.bound == "compute"
-    device, names = rows.codes("device")
     dtype, formats = rows.codes("dtype")
     sourced = np.array([[_has_source(devices[n], f) for f in formats] for n in names], bool)
-    return np.asarray(np.where(bound & sourced[device, dtype], features.roofline_s, least))
+    arithmetic = np.where(bound & sourced[device, dtype], features.roofline_s, 0.0)
+    return np.asarray(np.maximum(least, arithmetic))
 
 
 def _has_source(device: DeviceSpec, dtype: str) -> bool:

@@ -44,7 +44,11 @@ def test_wheel_holds_only_the_package(tmp_path):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"opcast", wheel.name.split("-py3")[0] + ".dist-info"}
     assert {"opcast/cli/main.py", "opcast/py.typed", "opcast/features/ir/program.py"} <= set(names)
-    assert "opcast/features/devices/h100-sxm.yaml" in names
+    data = ("devices/h100-sxm.yaml", "devices/generations/architectures.yaml", "table/columns.toml")
+    assert {f"opcast/features/{name}" for name in data} <= set(names)
+    data = ("features/operators/families.yaml", "features/operators/fitted.yaml")
+    assert {f"opcast/{name}" for name in data} <= set(names)
+    assert "opcast/predict/operator/serving_kernels.yaml" in names
     pages = {f"opcast/predict/page/static/{name}" for name in ("page.css", "report.js")}
     assert pages <= set(names)
     assert not [n for n in names if n.startswith(("opcast/tests", "opcast/mlruns", "opcast/."))]

@@ -8,12 +8,14 @@ import pytest
 
 from opcast.common.errors import DatasetError, ModelError
 from opcast.features.operators import op_features
+from opcast.features.operators.columns import OpRows
 from opcast.models.adapt.covariance import time_shares
 from opcast.models.core.store import OPERATORS
 from opcast.models.operators import OpModel
 from opcast.models.operators.family import FamilyModel
 from opcast.models.operators.family_tables import FamilySettings
 from opcast.models.operators.model import default_settings
+from opcast.models.operators.prediction import least_s
 
 FAMILY = "kernel/linear"
 FEW = {"rounds": 60, "max_depth": 4, "learning_rate": 0.15, "stop_rounds": 0, "compact": True}
@@ -149,11 +151,11 @@ def test_a_siblings_interval_is_never_inside_its_twins(model, measured, chips, m
     monkeypatch.setattr(model, "intervals", wide)
     assert own.unseen[0] > -2.0 and own.unseen[1] < 2.0
     found = model.predict(rows, chips)
-    # The matrix unit's peak holds lower ends of products that arithmetic limits.
-    free = found.bound != "compute"
-    assert free.any()
-    assert found.lo[free] == pytest.approx(found.latency[free] * np.exp(-2.0))
-    assert (found.lo[~free] >= found.roofline[~free]).all()
+    # Arithmetic and bytes hold lower ends.
+    least = least_s(FAMILY, OpRows.of(rows), model.features(OpRows.of(rows), chips), chips)
+    wanted = found.latency * np.exp(-2.0)
+    assert (wanted > least).any() and (wanted < least).any()
+    assert found.lo == pytest.approx(np.maximum(wanted, least))
     assert found.hi == pytest.approx(found.latency * np.exp(2.0))
 
 
