@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import cast
 
 from ...common.errors import PlanError
-from ...simulate.serving.checkpoints import find_checkpoint
+from ...common.types import JsonObject
+from ...simulate.serving.checkpoints import find_checkpoint, served_models
 from ...simulate.serving.formats import Formats, format_in, in_formats
-from ...simulate.serving.policies import FRAMEWORKS
+from ...simulate.serving.policies import framework_of, frameworks
 from ...simulate.serving.served import ServedModel
 from ...simulate.step.hybrid import Recurrence
 from ...simulate.step.presets import find_preset, read_config
@@ -24,64 +26,18 @@ from ...simulate.step.workload import (
 )
 from .step_table import Cells
 
-#: Columns of models whose tables lack their sizes and which no preset describes, from their
-#: ``config.json`` files. DeciLM's key-value heads differ by layer: 2 on average.
-_SIZES: dict[str, dict[str, object]] = {
-    "decilm-7b": {
-        "arch": "llama", "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 2, "d_ff": 14336,
-    },
-    "aquila-7b": {
-        "arch": "llama", "layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11008, "vocab": 100008,
-    },
-    "gemma-4-e4b": {
-        "arch": "llama", "layers": 42, "d_model": 2560, "heads": 8, "kv_heads": 2, "head_dim": 256,
-        "d_ff": 10240, "vocab": 262144, "attention_note": "5 of 6 layers sliding window 512",
-    },
-    "step-3.5-flash": {
-        "arch": "moe", "layers": 45, "d_model": 4096, "heads": 64, "kv_heads": 8, "head_dim": 128,
-        "d_ff": 11264, "experts": 288, "top_k": 8, "moe_d_ff": 1280, "shared_experts": 1,
-        "dense_layers": 3, "vocab": 128896, "attention_note": "3 of 4 layers sliding window 512",
-    },
-    "llama-4-maverick": {
-        "arch": "moe", "layers": 48, "d_model": 5120, "heads": 40, "kv_heads": 8, "head_dim": 128,
-        "d_ff": 16384, "experts": 128, "top_k": 1, "moe_d_ff": 8192, "shared_experts": 1,
-        "vocab": 202048,
-        "attention_note": "MoE every 2nd layer; 3 of 4 layers chunked attention 8192",
-    },
-    "llama-4-scout": {
-        "arch": "moe", "layers": 48, "d_model": 5120, "heads": 40, "kv_heads": 8, "head_dim": 128,
-        "d_ff": 16384, "experts": 16, "top_k": 1, "moe_d_ff": 8192, "shared_experts": 1,
-        "vocab": 202048, "attention_note": "3 of 4 layers chunked attention 8192",
-    },
-    "qwen-3-next-80b-a3b": {
-        "arch": "hybrid", "layers": 48, "d_model": 2048, "heads": 16, "kv_heads": 2,
-        "head_dim": 256, "d_ff": 5120, "experts": 512, "top_k": 10, "moe_d_ff": 512,
-        "shared_experts": 1, "vocab": 151936, "attention_note": "3 of 4 layers gated delta net",
-    },
-    "qwen-3.5-397b-a17b": {
-        "arch": "hybrid", "layers": 60, "d_model": 4096, "heads": 32, "kv_heads": 2,
-        "head_dim": 256, "d_ff": 4096, "experts": 512, "top_k": 10, "moe_d_ff": 1024,
-        "shared_experts": 1, "vocab": 248320, "attention_note": "3 of 4 layers gated delta net",
-    },
-    "deepseek-v3.2": {
-        "arch": "mla-moe", "mla": "yes", "layers": 61, "d_model": 7168, "heads": 128,
-        "d_ff": 18432, "experts": 256, "top_k": 8, "moe_d_ff": 2048, "shared_experts": 1,
-        "dense_layers": 3, "vocab": 129280,
-        "attention_note": "kv_lora 512, q_lora 1536, rope 64, nope 128, v 128; sparse top-k 2048",
-    },
-    "glm-5": {
-        "arch": "mla-moe", "mla": "yes", "layers": 78, "d_model": 6144, "heads": 64,
-        "d_ff": 12288, "experts": 256, "top_k": 8, "moe_d_ff": 2048, "shared_experts": 1,
-        "dense_layers": 3, "vocab": 154880,
-        "attention_note": "kv_lora 512, q_lora 2048, rope 64, nope 192, v 256; sparse top-k 2048",
-    },
-}  # fmt: skip
-#: Layers with a recurrent state of these models: gated delta nets with 16 heads of keys and 32 or
-#: 64 of values, each of 128 (``linear_num_value_heads`` and the like of their ``config.json``).
-_RECURRENCES = {
-    "qwen-3-next-80b-a3b": Recurrence(12352, 4096, 4096 * 128),
-    "qwen-3.5-397b-a17b": Recurrence(20608, 8192, 8192 * 128),
-}
+
+def _sizes(known: str) -> dict[str, object]:
+    """Columns of a model whose tables lack its sizes and which no preset describes."""
+    return dict(cast("JsonObject", served_models().get(known, {}).get("sizes", {})))
+
+
+def _recurrence(known: str) -> Recurrence | None:
+    """Sizes of a model's layers with a recurrent state, if it is known to have any."""
+    own = cast("list[int]", served_models().get(known, {}).get("recurrence", []))
+    return Recurrence(*own) if own else None
+
+
 #: Endings of names that say how a model was tuned, quantised or dated, not how large it is.
 _ENDINGS = re.compile(
     r"-(instruct|it|hf|chat|base|thinking|preview|text|moe|kv|vl|dynamic|block|fp8|fp4|nvfp4|mxfp4"
@@ -123,26 +79,6 @@ def plain_name(name: str) -> str:
     return text
 
 
-#: Engines by words that their names contain: Dynamo and routers before them run one of these.
-_ENGINES = (
-    (r"trt|tensorrt", "tensorrt-llm"),
-    ("sglang", "sglang"),
-    ("vllm", "vllm"),
-    ("lmdeploy|turbomind", "lmdeploy"),
-    (r"\bmii\b|fastgen", "deepspeed-mii"),
-)
-
-
-def framework_of(text: str) -> str:
-    """A framework's name in lower case, with the engines of one project as one."""
-    name, _, remark = text.lower().partition(" (")
-    for words in (name, remark):
-        for pattern, known in _ENGINES:
-            if re.search(pattern, words):
-                return known
-    return name.strip()
-
-
 def known_framework(text: str) -> tuple[str, str]:
     """:func:`framework_of` of an engine that is known, or that is not named, and its version.
 
@@ -154,8 +90,8 @@ def known_framework(text: str) -> tuple[str, str]:
     """
     said, _, version = text.partition("@")
     name = framework_of(said)
-    if name and name not in FRAMEWORKS:
-        near = get_close_matches(name, FRAMEWORKS, n=3, cutoff=0.5) or list(FRAMEWORKS)
+    if name and name not in frameworks():
+        near = get_close_matches(name, frameworks(), n=3, cutoff=0.5) or list(frameworks())
         raise PlanError(
             f"framework {said!r} is not known",
             hint=f"{', '.join(near)}; empty for one that is not listed",
@@ -185,7 +121,7 @@ def served_by_name(
     """
     given = {ALIASES.get(key, key): value for key, value in settings.items()}
     known, recurrent, own = plain_name(name), 0, ""
-    sizes, bare = _RECURRENCES.get(known), 0
+    sizes, bare = _recurrence(known), 0
     if files and name.lower().endswith(".json"):
         config = read_config(Path(name))
         recurrent, own = config.linear_layers, config.weights
@@ -195,7 +131,7 @@ def served_by_name(
         work = read_workload(name, [f"{key}={value}" for key, value in given.items()])
     elif name in FAMILIES:
         work = make_workload(name, given)
-    elif known in _SIZES:
+    elif _sizes(known):
         model = served_model(Cells({"model": known}))
         recurrent = model.linear_layers
         values = {f.name: getattr(model.workload, f.name) for f in fields(model.workload)}
@@ -219,15 +155,15 @@ def served_model(cell: Cells) -> ServedModel:
     name = cell.text("model")
     if not cell.count("layers", 0) or not cell.count("d_model", 0):
         known = plain_name(name)
-        preset = find_preset(known) if known not in _SIZES else None
+        preset = None if _sizes(known) else find_preset(known)
         if preset is not None:
             return _formats(cell, make_workload(known, {"mode": "forward", "seq": 1, "batch": 1}))
-        if known not in _SIZES:
+        if not _sizes(known):
             raise PlanError(
                 f"the sizes of {name or 'the model'} are not known",
                 hint="give layers, d_model, heads, d_ff and vocab",
             )
-        cell = Cells({**_SIZES[known], **cell.filled()})
+        cell = Cells({**_sizes(known), **cell.filled()})
     size = cell.count
     experts = size("experts", 0)
     note = cell.text("attention_note")
@@ -261,7 +197,7 @@ def served_model(cell: Cells) -> ServedModel:
         **windows,  # type: ignore[arg-type]
     )
     found = _formats(cell, workload, _linear_layers(note, arch, workload.layers))
-    sizes = _RECURRENCES.get(plain_name(name)) if found.linear_layers else None
+    sizes = _recurrence(plain_name(name)) if found.linear_layers else None
     return replace(found, recurrence=sizes)
 
 

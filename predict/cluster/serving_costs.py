@@ -25,7 +25,7 @@ from ...simulate.serving.forward import (
     prefill_ops,
     token_ops,
 )
-from ...simulate.serving.loop import Chunk
+from ...simulate.serving.load import Chunk
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency

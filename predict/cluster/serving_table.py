@@ -16,10 +16,10 @@ import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError, PlanError
 from ...features.devices.catalogue import find_device
-from ...simulate.serving.policies import FRAMEWORKS
+from ...simulate.serving.policies import framework_defaults, framework_of, frameworks
 from ...simulate.serving.served import EnginePlan, ServedModel
 from .deployment import Deployment, Workers
-from .served_row import framework_of, served_model
+from .served_row import served_model
 from .serving_case import EngineOptions, LoadSpec
 from .serving_engine import engine_cache
 from .serving_load import draw
@@ -126,7 +126,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     own = Deployment(
         model=model,
         device=find_device(cell.text("device")).name,
-        framework=framework if framework in FRAMEWORKS else "",
+        framework=framework if framework in frameworks() else "",
         engine=engine,
         prefill=prefill,
         options=EngineOptions(
@@ -155,23 +155,10 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     )
 
 
-#: Tokens of a pass under Dynamo: its workers are not vLLM's own server, for which vLLM's default is
-#: 2048, and the times to the first token of both vLLM and TensorRT-LLM under it agree with that.
-_DYNAMO_BUDGET = 2048
-
-
 def _budget(cell: Cells) -> int:
     """Token budget that the way of measuring implies; 0 for the framework's own."""
     dynamo = cell.text("method").lower().startswith("dynamo")
-    return _DYNAMO_BUDGET if dynamo and framework_of(cell.text("framework")) != "sglang" else 0
-
-
-#: Tokens of a step where drafts are made and nothing says how many are accepted: one of
-#: DeepSeek-V3's extra predictions, of which 85 to 90 % are (DeepSeek-V3, 2024, section 5.4.3).
-_ACCEPTED = 1.85
-#: The same where rows with and without drafts are mixed: times of a further token are 0.67 times
-#: those of their twins without (published-serving pack, README, trap 3).
-_MIXED = 1.5
+    return framework_defaults(framework_of(cell.text("framework"))).dynamo_budget if dynamo else 0
 
 
 def _version(cell: Cells, spec: LoadSpec) -> str:
@@ -184,6 +171,14 @@ def _version(cell: Cells, spec: LoadSpec) -> str:
         return ""
     said = cell.text("framework_version")
     return said if said[:1].isdigit() else "0" if spec.batch else ""
+
+
+#: Tokens of a step where drafts are made and nothing says how many are accepted: one of
+#: DeepSeek-V3's extra predictions, of which 85 to 90 % are (DeepSeek-V3, 2024, section 5.4.3).
+_ACCEPTED = 1.85
+#: The same where rows with and without drafts are mixed: times of a further token are 0.67 times
+#: those of their twins without (published-serving pack, README, trap 3).
+_MIXED = 1.5
 
 
 def _accepted(cell: Cells) -> float:

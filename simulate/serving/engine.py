@@ -20,8 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from ...common.errors import PlanError
-from .load import History, Requests
-from .loop import Chunk
+from .load import Chunk, History, Requests
 from .memory import CacheLayout
 from .occupancy import Occupancy
 from .policies import Policy

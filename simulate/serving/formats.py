@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ...common.errors import PlanError
 from ..step.workload import Workload
+from .policies import framework_defaults
 from .served import WEIGHTS, ServedModel
 
 #: Formats of weights by words that the names of sources contain, the first that does.
@@ -106,8 +107,7 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
         # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
         attention = plain
     kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
-    if not kept and weights in ("fp8", "nvfp4", "mxfp4") and formats.framework == "tensorrt-llm":
-        # TensorRT-LLM follows the checkpoint, and those of NVIDIA's quantiser say fp8.
+    if not kept and weights in framework_defaults(formats.framework).cache_follows:
         kept = "fp8"
     kept = _CACHES.get(kept, kept)
     own = _weights_of(experts) or every

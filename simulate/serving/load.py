@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from ...common.errors import PlanError
+
+
+class Chunk(NamedTuple):
+    """A part of one request's prompt that an iteration runs.
+
+    Attributes:
+        tokens: Tokens of the part.
+        past: Tokens of the same prompt from earlier iterations, which the part attends to.
+    """
+
+    tokens: int
+    past: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
 """What serving frameworks do by themselves: limits, order of work, use of the cache.
 
-vLLM: https://docs.vllm.ai (engine arguments, optimisation and tuning). SGLang:
-https://docs.sglang.ai (server arguments, hyperparameter tuning). TensorRT-LLM:
-https://nvidia.github.io/TensorRT-LLM (batch manager, useful runtime options).
+Frameworks are data (``frameworks.yaml``).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from ...common.errors import PlanError
+from ...common.files import parse_yaml
 
 #: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
 #: request only what its cache does not have.
@@ -73,6 +76,10 @@ class Framework:
             of one pool for each kind of layers, ``apart`` for pools of their own, or as much as
             all others (empty).
         nvidia: Whether it runs on NVIDIA's GPUs alone.
+        words: Pattern that names of engines contain which are it.
+        rewritten: First version whose engine was rewritten.
+        dynamo_budget: Tokens of a pass under Dynamo; 0 for the policy's.
+        cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
     """
 
     policy: Policy
@@ -80,6 +87,10 @@ class Framework:
     memory_of: str = "total"
     hybrid: str = ""
     nvidia: bool = False
+    words: str = ""
+    rewritten: tuple[int, ...] = (0, 0)
+    dynamo_budget: int = 0
+    cache_follows: Sequence[str] = ()
 
     def frees_windows(self, experts: bool) -> bool:
         """Whether what a window has passed is freed.
@@ -92,34 +103,37 @@ class Framework:
         return self.hybrid == "pages" or (self.hybrid == "apart" and experts)
 
 
-#: vLLM since V1 schedules prompts and decoding in one budget, cuts prompts, and evicts; SGLang runs
-#: prompts first and admits by a ratio of the outputs that it lowers as requests end; TensorRT-LLM
-#: admits what is sure to finish (``GUARANTEED_NO_EVICT``). DeepSpeed-FastGen's Dynamic SplitFuse
-#: fills a budget of 2048 (Holmes et al., 2024). LMDeploy runs prompts first.
-#:
-#: Shares of the memory are of ``--gpu-memory-utilization`` (vLLM), ``--mem-fraction-static``
-#: (SGLang), ``free_gpu_memory_fraction`` (TensorRT-LLM) and ``--cache-max-entry-count`` (LMDeploy).
-#: vLLM's hybrid KV cache manager gives each kind of layers pages of one pool; SGLang has pools of
-#: fixed sizes; kernels of TensorRT-LLM and of DeepSpeed-MII's FastGen are written for NVIDIA's
-#: GPUs. TensorRT-LLM keeps all tokens unless ``max_attention_window`` names the windows.
-FRAMEWORKS = {
-    "vllm": Framework(Policy(1024, 8192, block=16), hybrid="pages"),
-    "sglang": Framework(
-        Policy(4096, 8192, mixed=False, reserve=0.5), 0.88, memory_of="static", hybrid="apart"
-    ),
-    "tensorrt-llm": Framework(
-        Policy(2048, 8192, chunked=False, reserve=1.0, block=32), memory_of="free", nvidia=True
-    ),
-    "deepspeed-mii": Framework(Policy(512, 2048, reserve=1.0, block=64), 0.8, nvidia=True),
-    "lmdeploy": Framework(Policy(256, 8192, mixed=False, block=64), 0.8, memory_of="free"),
-}
-#: A framework that is not known batches as vLLM does.
-OTHER = FRAMEWORKS["vllm"]
+@lru_cache(maxsize=1)
+def frameworks() -> dict[str, Framework]:
+    """Frameworks by name, in lower case (``frameworks.yaml``)."""
+    data: Any = parse_yaml(Path(__file__).with_name("frameworks.yaml").read_text(encoding="utf-8"))
+    return {
+        name: Framework(
+            **{
+                **own,
+                "policy": Policy(**own["policy"]),
+                "rewritten": tuple(own.get("rewritten", (0, 0))),
+            }
+        )
+        for name, own in data.items()
+    }
 
 
 def framework_defaults(name: str) -> Framework:
-    """Defaults of a framework by its name in lower case."""
-    return FRAMEWORKS.get(name, OTHER)
+    """Defaults of a framework by its name in lower case; of another those of the first."""
+    known = frameworks()
+    return known.get(name) or next(iter(known.values()))
+
+
+def framework_of(text: str) -> str:
+    """A framework's name in lower case, with the engines of one project as one."""
+    name, _, remark = text.lower().partition(" (")
+    for words in (name, remark):
+        # Engines that others are built on come first in the file.
+        for known, own in reversed(frameworks().items()):
+            if re.search(own.words, words):
+                return known
+    return name.strip()
 
 
 def runs_on(name: str, platform: str, vendor: str) -> bool:
@@ -134,10 +148,6 @@ def runs_on(name: str, platform: str, vendor: str) -> bool:
     return own or not framework_defaults(name).nvidia
 
 
-#: First versions whose engines were rewritten: vLLM's V1, TensorRT-LLM's PyTorch backend.
-_REWRITTEN = {"vllm": (0, 8), "tensorrt-llm": (0, 17)}
-
-
 def engine_era(name: str, version: str) -> str:
     """``early`` for engines before they were rewritten, else ``now``.
 
@@ -145,5 +155,5 @@ def engine_era(name: str, version: str) -> str:
         name: Of a framework, in lower case.
         version: Of it; empty for the newest.
     """
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    return "early" if numbers and numbers < _REWRITTEN.get(name, (0, 0)) else "now"
+    numbers, known = tuple(map(int, re.findall(r"\d+", version)[:2])), frameworks().get(name)
+    return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"

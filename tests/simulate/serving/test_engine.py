@@ -10,10 +10,10 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import Station, run_fleet
-from opcast.simulate.serving.load import Load, Run
-from opcast.simulate.serving.loop import Chunk, Request, serve
+from opcast.simulate.serving.load import Chunk, Load, Run
 from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
+from opcast.tests.support.serving_loop import Request, serve
 
 #: Seconds of a pass: fixed, for each token, and for each token that decoding attends to.
 FIXED, TOKEN, SEEN = 1e-3, 2e-5, 1e-8

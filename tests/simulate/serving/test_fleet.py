@@ -10,8 +10,7 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import Station, run_fleet
-from opcast.simulate.serving.load import Load
-from opcast.simulate.serving.loop import Chunk
+from opcast.simulate.serving.load import Chunk, Load
 from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.prefix import PrefixCache

@@ -1,7 +1,8 @@
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.loop import Chunk, Request, serve
+from opcast.simulate.serving.load import Chunk
+from opcast.tests.support.serving_loop import Request, serve
 
 
 def second(chunks, batch, length):

@@ -11,24 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from ...common.errors import PlanError
-
-
-class Chunk(NamedTuple):
-    """A part of one request's prompt that an iteration runs.
-
-    Attributes:
-        tokens: Tokens of the part.
-        past: Tokens of the same prompt from earlier iterations, which the part attends to.
-    """
-
-    tokens: int
-    past: int = 0
-
+from opcast.common.errors import PlanError
+from opcast.simulate.serving.load import Chunk
 
 #: Seconds of an iteration, as a function of the parts of prompts (one per request that has some
 #: left), the number of decoding requests, and the mean length of their caches. Attention of decode
