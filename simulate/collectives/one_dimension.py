@@ -4,7 +4,7 @@ Every function takes a dimension and the bytes that each rank contributes, and r
 transfer)`` in seconds: time that does not depend on the bytes, and time that does. In the formulas
 ``n`` is the size of the dimension, ``b`` the bytes of a rank, ``B`` its bandwidth, ``a`` its
 latency, ``c`` the number of chunks of a pipeline. The caller adds the launch cost. The closed forms
-are checked against :mod:`opcast.simulate.reference.messages` (docs/clusters.md).
+are checked against the simulation of every message (docs/clusters.md).
 
 Sources: [T] Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in
 MPICH*, IJHPCA 19 (2005); [P] Patarasuk, Yuan, *Bandwidth optimal all-reduce algorithms for clusters

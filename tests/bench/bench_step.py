@@ -10,10 +10,10 @@ from opcast.models.operators import OpModel
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.simulate.reference.by_rank import Wire
-from opcast.simulate.reference.rank_check import PLANS, compare_ranks
 from opcast.simulate.step.plan import parse_plan
 from opcast.simulate.step.workload import make_workload
+from opcast.tests.reference.by_rank import Wire
+from opcast.tests.reference.rank_check import PLANS, compare_ranks
 
 DECODER = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,

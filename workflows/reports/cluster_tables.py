@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 #: Groupings of the tables of collectives: held-out rows, and machines left out.
 KNOWN_BY = (("source",), ("source", "size"), ("machine", "size"), ("op",), ("fabric", "world_size"))
 UNSEEN_BY = (("source",), ("machine",), ("machine", "size"), ("fabric", "world_size"))
-#: Largest acceptable error of the composition against message-level simulation, far below that of
-#: operators and collectives themselves. Engineering estimate.
-ENOUGH = 0.03
 
 Rows = list[dict[str, object]]
 
@@ -36,26 +33,6 @@ def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]
             _print(console, table, name)
             tables[name] = _plain(table)
     return tables
-
-
-def print_composition(console: Console, errors: pd.DataFrame) -> Rows:
-    """Print the largest and mean error of the composition by number of devices."""
-    # Sorted, so that the last row of each group is the one with the largest error.
-    by = errors.assign(size=errors["error"].abs()).sort_values("size").groupby("devices")
-    table = pd.DataFrame(
-        {
-            "plans": by.size(),
-            "mean_percent": 100 * by["size"].mean(),
-            "largest_percent": 100 * by["size"].max(),
-            "at": by["plan"].last(),
-            "gbps": by["bandwidth_gbps"].last(),
-        }
-    ).reset_index()
-    _print(console, table, "composition against every message")
-    worst = float(errors["error"].abs().max())
-    says = "within" if worst <= ENOUGH else "NOT within"
-    console.print(f"largest difference {worst:.2%}: {says} {ENOUGH:.0%}", highlight=False)
-    return _plain(table)
 
 
 def print_cost(console: Console, cost: pd.DataFrame) -> Rows:

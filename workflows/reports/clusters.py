@@ -1,4 +1,4 @@
-"""The report on clusters: collectives, cost and error of the composition, scaling, best plans."""
+"""The report on clusters: collectives, cost of the composition, scaling, best plans."""
 
 from __future__ import annotations
 
@@ -49,10 +49,6 @@ SCALING_GRID = {
     "tp": ["1", "2", "4", "8"],
     "pp": ["1", "2"],
 }
-#: Link bandwidths in bytes/s, of the order of an InfiniBand port and of a scale-up link, and
-#: latency in seconds, of the comparison with message-level simulation: both exposed and hidden
-#: collectives have to occur.
-BANDWIDTHS, LATENCY = (20e9, 200e9), 2e-6
 CLUSTER = "dgx-h100-x64"
 
 
@@ -81,7 +77,6 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
         figures["collectives"] = tables.print_collectives(
             console, collective_errors(console, settings.published, settings.folder)
         )
-    figures["composition"] = tables.print_composition(console, composition_errors())
     figures["cost"] = tables.print_cost(console, simulation_cost())
     figures["sanity"] = tables.print_sanity(console, orders_of_magnitude())
     figures["scaling"] = tables.print_scaling(console, *scaling(settings))
@@ -115,29 +110,6 @@ def collective_errors(console: Console, published: Path, folder: Path) -> pd.Dat
         errors = study(rows, find, lambda text: console.print(f"collectives: {text}"))
         write_table(errors, kept)
     return pd.read_parquet(kept)
-
-
-def composition_errors() -> pd.DataFrame:
-    """Compare the composition with message-level simulation, over plans and bandwidths."""
-    from ...simulate.reference import rank_check
-    from ...simulate.reference.by_rank import Wire
-    from ...simulate.step.plan import parse_plan
-
-    rows = []
-    for bandwidth in BANDWIDTHS:
-        for text in rank_check.PLANS:
-            pair = rank_check.compare_ranks(text, Wire(LATENCY, bandwidth))
-            rows.append(
-                {
-                    "devices": parse_plan(text).devices,
-                    "plan": text,
-                    "bandwidth_gbps": bandwidth / 1e9,
-                    "composed_ms": pair.composed * 1e3,
-                    "by_rank_ms": pair.by_rank * 1e3,
-                    "error": pair.error,
-                }
-            )
-    return pd.DataFrame(rows)
 
 
 def simulation_cost() -> pd.DataFrame:

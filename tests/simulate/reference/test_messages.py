@@ -4,10 +4,11 @@ from opcast.common.errors import DeviceError
 from opcast.simulate.clusters.topology import Dimension, Topology
 from opcast.simulate.collectives.choose import fitting_algorithms
 from opcast.simulate.collectives.trees import binary_tree
-from opcast.simulate.reference.message_check import cases, main
-from opcast.simulate.reference.message_composed import message_seconds
-from opcast.simulate.reference.message_schedules import PHASES, Schedule, run_phase
-from opcast.simulate.reference.messages import DOWN, Links, Message, arrivals
+
+from ...reference.message_check import cases, main
+from ...reference.message_composed import message_seconds
+from ...reference.message_schedules import PHASES, Schedule, run_phase
+from ...reference.messages import DOWN, Links, Message, arrivals
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
          "collective_permute")  # fmt: skip

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.simulate.reference import rank_check
 from opcast.workflows.reports import cluster_tables
 from opcast.workflows.reports import clusters as cluster_report
 from opcast.workflows.reports.clusters import collective_errors, run_cluster_report
@@ -31,7 +30,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "schedule": ["1f1b"], "split": ["1"], "recompute": ["none"], "tp": ["1"], "pp": ["1"],
         "data": ["fsdp"],
     })  # fmt: skip
-    monkeypatch.setattr(rank_check, "PLANS", ("dp=4", "tp=2,pp=2,dp=2"))
     measured = pd.DataFrame(cluster_report._measure_cost())
     monkeypatch.setattr(cluster_report, "simulation_cost", lambda: measured)
 
@@ -48,9 +46,7 @@ def test_all_parts_are_printed_written_and_drawn(small: None, tmp_path: Path) ->
     assert json.loads((tmp_path / "c.json").read_text()) == json.loads(json.dumps(found))
     assert {p.name for p in (tmp_path / "c").glob("*.png")} == {"scaling.png", "8B-decoder.png"}
     text = console.export_text()
-    assert "within 3%" in text
     assert "no measurements given" in text
-    assert [row["devices"] for row in found["composition"]] == [4, 8]
     assert found["cost"][0]["seconds"] > 0
     # Fewer micro-batches may make twice the devices a little more than twice as fast.
     strong = {row["devices"]: row["strong"] for row in found["scaling"] if row["batch"] == 64}

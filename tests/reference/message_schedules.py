@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..collectives.trees import binary_tree, chunk_count
+from opcast.simulate.collectives.trees import binary_tree, chunk_count
+
 from .messages import DOWN, SHORTEST, UP, Links, Message, arrivals
 
 #: Passes over the ranks: an all-reduce is a reduce-scatter and an all-gather.

@@ -18,7 +18,7 @@ from math import prod
 
 import numpy as np
 
-from ..clusters.topology import Dimension, Topology
+from opcast.simulate.clusters.topology import Dimension, Topology
 
 #: Direction round a ring: upwards, downwards, or whichever is shorter.
 UP, DOWN, SHORTEST = 1, -1, 0

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...features.operators.op import Op
-from ..step.calls import CommCall, Estimate
-from ..step.compose import step_time
-from ..step.costs import Costs
-from ..step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
-from ..step.placement import resolved
-from ..step.plan import Group, Plan, parse_plan
-from ..step.traffic import (
+from opcast.features.operators.op import Op
+from opcast.simulate.step.calls import CommCall, Estimate
+from opcast.simulate.step.compose import step_time
+from opcast.simulate.step.costs import Costs
+from opcast.simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from opcast.simulate.step.placement import resolved
+from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.traffic import (
     Parameters,
     gather_calls,
     hop_call,
@@ -24,7 +24,8 @@ from ..step.traffic import (
     table_held,
     tensor_calls,
 )
-from ..step.workload import Workload, make_workload
+from opcast.simulate.step.workload import Workload, make_workload
+
 from .by_rank import LayerSeconds, Wire, step_by_rank
 
 #: FLOP/s of every product; passes over memory are free. A round figure: both sides use it, and it

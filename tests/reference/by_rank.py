@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ..step.plan import Group, Plan
-from ..step.schedules import BACKWARD, FORWARD, Task, orders
+from opcast.simulate.step.plan import Group, Plan
+from opcast.simulate.step.schedules import BACKWARD, FORWARD, Task, orders
 
 #: Direction, micro-batch, stage and layer of an event.
 Name = tuple[str, int, int, int]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ...common.errors import DeviceError
-from ..clusters.topology import Dimension, Topology
-from ..collectives.choose import ring_seat
-from ..collectives.one_dimension import fastest
+from opcast.common.errors import DeviceError
+from opcast.simulate.clusters.topology import Dimension, Topology
+from opcast.simulate.collectives.choose import ring_seat
+from opcast.simulate.collectives.one_dimension import fastest
+
 from .message_schedules import PHASES, Schedule, run_phase
 from .messages import Links
 

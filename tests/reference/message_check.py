@@ -1,6 +1,6 @@
 """Closed forms compared with message-level simulation, for every collective and topology.
 
-``python -m opcast.simulate.reference.message_check [--devices 4,8,16,64]`` prints, in per cent,
+``python -m opcast.tests.reference.message_check [--devices 4,8,16,64]`` prints, in per cent,
 the largest difference of each algorithm on each topology over the sizes.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from ..clusters.topology import Dimension, Topology
-from ..collectives.choose import COLLECTIVES, fitting_algorithms
+from opcast.simulate.clusters.topology import Dimension, Topology
+from opcast.simulate.collectives.choose import COLLECTIVES, fitting_algorithms
+
 from .message_composed import message_seconds
 
 #: Bytes that each rank contributes: the first is bound by latency, the last by bandwidth.
