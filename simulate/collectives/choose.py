@@ -151,28 +151,22 @@ def dims_cost(
     # ``auto`` honours the dimension's own list of algorithms; an algorithm named by the caller is
     # evaluated even if the library would not choose it.
     taken = set(allowed(kind, dims[0], size)) if alone and algorithm == "auto" else {algorithm}
-    candidates = [
+    found = [
         CollectiveCost(name, launch, *cost)
-        for name, cost in _candidates(kind, size, dims)
+        for name, cost in candidates(kind, size, dims)
         if name in taken or (algorithm == "auto" and not alone)
     ]
-    if not candidates:
-        fitting = sorted({name for name, _ in _candidates(kind, size, dims)})
+    if not found:
+        fitting = sorted({name for name, _ in candidates(kind, size, dims)})
         raise DeviceError(
             f"{algorithm} does not do {kind} over {' × '.join(d.kind for d in dims)}",
             hint=f"these do: {', '.join(fitting)}, or auto",
         )
-    return min(candidates, key=lambda c: c.total)
+    return min(found, key=lambda c: c.total)
 
 
-def fitting_algorithms(
-    kind: str, size: float, dims: tuple[Dimension, ...]
-) -> list[tuple[str, float]]:
-    """List the algorithms that implement ``kind`` over ``dims``, with seconds less the launch."""
-    return [(name, sum(cost)) for name, cost in _candidates(kind, size, dims)]
-
-
-def _candidates(kind: str, size: float, dims: tuple[Dimension, ...]) -> Iterator[tuple[str, Cost]]:
+def candidates(kind: str, size: float, dims: tuple[Dimension, ...]) -> Iterator[tuple[str, Cost]]:
+    """The algorithms that implement ``kind`` over ``dims``, with their seconds less the launch."""
     if kind in _POINT_TO_POINT:
         yield "direct", _neighbour(size, dims)
     elif len(dims) == 1:
@@ -287,14 +281,3 @@ def direct_over(kind: str, size: float, dims: tuple[Dimension, ...]) -> Cost | N
     alone = known[-1][1] * dims[-1].size / prod(d.size for d in dims)
     latency, idle = inside + known[-1][0], max(inside - alone, 0.0)
     return latency, max(*(c[1] for c in known[:-1]), known[-1][1] + idle - inside)
-
-
-def ring_seat(ring: int, place: int, per_box: int) -> int:
-    """Return the rank at a place of ring number ``ring`` of :func:`multi_ring`.
-
-    Even boxes are traversed upwards from rank ``ring``, odd ones downwards from the rank before it,
-    so that a ring enters the next box at the rank with the same number (the same rail).
-    """
-    box, step = divmod(place, per_box)
-    inside = ring + step if box % 2 == 0 else ring - 1 - step
-    return box * per_box + inside % per_box

@@ -1,4 +1,4 @@
-"""Orders of micro-batches in a pipeline, and the closed forms of their bubbles.
+"""Orders of micro-batches in a pipeline.
 
 - ``gpipe``: all forwards, then all backwards (Huang et al., GPipe, NeurIPS 2019).
 - ``1f1b``: as many forwards as there are stages ahead, then one backward and one forward in turn
@@ -52,36 +52,6 @@ def forward_orders(stages: int, micros: int, chunks: int = 1) -> tuple[Order, ..
     # The order of interleaved training, without its backward tasks.
     one = tuple(_virtual(k, stages, chunks, FORWARD) for k in range(micros * chunks))
     return tuple(one for _ in range(stages))
-
-
-def bubble_seconds(
-    schedule: str,
-    stages: int,
-    micros: int,
-    forward: float,
-    backward: float,
-    weights: float = 0.0,
-    chunks: int = 1,
-) -> float:
-    """Return the idle time of a device in a pipeline of equal stages and free transfers.
-
-    ``(p - 1)(F + B)`` for GPipe and 1F1B, that over ``v`` for interleaved chunks, and
-    ``(p - 1)(F + B - W)`` for ZB-H1, where ``B`` is the backward pass without the gradients of
-    weights ``W`` (1F1B: ``B + W``); with ``m < p`` micro-batches ZB-H1 has less to fill it with.
-
-    Args:
-        schedule: One of :data:`~.plan.SCHEDULES`.
-        stages: Devices ``p``.
-        micros: Micro-batches ``m``.
-        forward: Seconds ``F`` of a micro-batch through a device.
-        backward: Seconds ``B`` of its backward pass, without ``weights`` for ``zero-bubble`` and
-            whole for the others.
-        weights: Seconds ``W``; only for ``zero-bubble``.
-        chunks: Chunks ``v`` of a device.
-    """
-    if schedule == "zero-bubble":
-        return (stages - 1) * (forward + backward - weights)
-    return (stages - 1) * (forward + backward) / chunks
 
 
 def in_flight(schedule: str, stage: int, stages: int, micros: int, chunks: int = 1) -> float:

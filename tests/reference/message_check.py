@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from opcast.simulate.clusters.topology import Dimension, Topology
-from opcast.simulate.collectives.choose import COLLECTIVES, fitting_algorithms
+from opcast.simulate.collectives.choose import COLLECTIVES, candidates
 
 from .message_composed import message_seconds
 
@@ -88,9 +88,8 @@ def cases(n: int, sizes: Sequence[float] = SIZES) -> Iterator[Case]:
                 continue  # the same messages
             group = 2 if kind == "send_recv" else n
             for size in sizes:
-                for algorithm, seconds in fitting_algorithms(
-                    kind, size, topology.group_dims(group)
-                ):
+                for algorithm, cost in candidates(kind, size, topology.group_dims(group)):
+                    seconds = sum(cost)
                     sent = message_seconds(kind, size, topology, algorithm)
                     yield Case(name, n, kind, algorithm, size, seconds, sent)
 

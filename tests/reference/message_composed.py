@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from opcast.common.errors import DeviceError
 from opcast.simulate.clusters.topology import Dimension, Topology
-from opcast.simulate.collectives.choose import ring_seat
 from opcast.simulate.collectives.one_dimension import fastest
 
 from .message_schedules import PHASES, Schedule, run_phase
@@ -127,3 +126,14 @@ def _multi_ring(schedule: Schedule, kind: str, size: float, topology: Topology) 
                 schedule.send(seat[p], seat[(p + 1) % n], message, last[ring][p]) for p in range(n)
             ]
             last[ring] = [(sent[p - 1],) for p in range(n)]
+
+
+def ring_seat(ring: int, place: int, per_box: int) -> int:
+    """Return the rank at a place of ring number ``ring`` of ``multi_ring``.
+
+    Even boxes are traversed upwards from rank ``ring``, odd ones downwards from the rank before it,
+    so that a ring enters the next box at the rank with the same number (the same rail).
+    """
+    box, step = divmod(place, per_box)
+    inside = ring + step if box % 2 == 0 else ring - 1 - step
+    return box * per_box + inside % per_box

@@ -7,12 +7,41 @@ from opcast.simulate.step.schedules import (
     FORWARD,
     WEIGHTS,
     Task,
-    bubble_seconds,
     in_flight,
     orders,
 )
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
+
+
+def bubble_seconds(
+    schedule: str,
+    stages: int,
+    micros: int,
+    forward: float,
+    backward: float,
+    weights: float = 0.0,
+    chunks: int = 1,
+) -> float:
+    """Return the idle time of a device in a pipeline of equal stages and free transfers.
+
+    ``(p - 1)(F + B)`` for GPipe and 1F1B, that over ``v`` for interleaved chunks, and
+    ``(p - 1)(F + B - W)`` for ZB-H1, where ``B`` is the backward pass without the gradients of
+    weights ``W`` (1F1B: ``B + W``); with ``m < p`` micro-batches ZB-H1 has less to fill it with.
+
+    Args:
+        schedule: One of :data:`~.plan.SCHEDULES`.
+        stages: Devices ``p``.
+        micros: Micro-batches ``m``.
+        forward: Seconds ``F`` of a micro-batch through a device.
+        backward: Seconds ``B`` of its backward pass, without ``weights`` for ``zero-bubble`` and
+            whole for the others.
+        weights: Seconds ``W``; only for ``zero-bubble``.
+        chunks: Chunks ``v`` of a device.
+    """
+    if schedule == "zero-bubble":
+        return (stages - 1) * (forward + backward - weights)
+    return (stages - 1) * (forward + backward) / chunks
 
 
 def _run(schedule, stages, micros, chunks, forward, backward, weights, hop=0.0):

@@ -6,8 +6,8 @@ from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import parse_plan
 from opcast.simulate.step.workload import make_workload
 
-from ...reference.by_rank import LayerSeconds, Wire, step_by_rank
-from ...reference.rank_check import PLANS, compare_ranks
+from .by_rank import LayerSeconds, Wire, step_by_rank
+from .rank_check import PLANS, compare_ranks
 
 
 @pytest.mark.parametrize("text", PLANS)
