@@ -6,8 +6,9 @@ for each random draw, so that a whole sample of pipelines runs at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,53 +56,55 @@ def run_pipeline(
     Raises:
         ValueError: The orders wait for one another.
     """
-    stages = len(orders)
-    done: dict[tuple[int, Task], Seconds] = {}
+    ends: list[Seconds] = []
     tracks: list[list[tuple[Task, Seconds, Seconds]]] = [[] for _ in orders]
-    place = [0] * stages
-    free: list[Seconds] = [0.0] * stages
-    left = sum(len(order) for order in orders)
-    # Sweeps over the stages, each running what it can, instead of an event queue: with arrays of
-    # draws there is no single time by which events could be sorted.
-    while left:
-        before = left
-        for stage, order in enumerate(orders):
-            while place[stage] < len(order):
-                task = order[place[stage]]
-                ready = _ready(done, stage, task, stages, chunks, hop)
-                if ready is None:
-                    break
-                start = _later(free[stage], ready)
-                free[stage] = start + duration(stage, task)
-                done[stage, task] = free[stage]
-                tracks[stage].append((task, start, free[stage]))
-                place[stage] += 1
-                left -= 1
-        if left == before:
-            raise ValueError("the orders of the stages wait for one another")
+    free: list[Seconds] = [0.0] * len(orders)
+    for stage, task, needs in _placeable(tuple(orders), chunks):
+        start = free[stage]
+        for place, apart in needs:
+            start = _later(start, ends[place] + hop if apart else ends[place])
+        free[stage] = start + duration(stage, task)
+        ends.append(free[stage])
+        tracks[stage].append((task, start, free[stage]))
     makespan: Seconds = 0.0
     for end in free:
         makespan = _later(makespan, end)
     return PipelineRun(tuple(tuple(t) for t in tracks), makespan)
 
 
-def _ready(
-    done: Mapping[tuple[int, Task], Seconds],
-    stage: int,
-    task: Task,
-    stages: int,
-    chunks: int,
-    hop: float,
-) -> Seconds | None:
-    """Return when a task's input arrives; ``None`` if its producer has not been placed."""
-    needs = producers(stage, task, stages, chunks)
-    ready: Seconds = 0.0
-    for other, source in needs:
-        end = done.get((other, source))
-        if end is None:
-            return None
-        ready = _later(ready, end + (hop if other != stage else 0.0))
-    return ready
+#: A task of a stage, and where in the list the tasks are that it waits for; whether on others.
+_Placed = tuple[int, Task, tuple[tuple[int, bool], ...]]
+
+
+# A step asks for the same orders with and without hops, and a sweep for few.
+@lru_cache(maxsize=64)
+def _placeable(orders: tuple[Order, ...], chunks: int) -> tuple[_Placed, ...]:
+    """All tasks, each after those that it waits for.
+
+    Raises:
+        ValueError: The orders wait for one another.
+    """
+    stages = len(orders)
+    done: dict[tuple[int, Task], int] = {}
+    placed: list[_Placed] = []
+    place = [0] * stages
+    left = sum(len(order) for order in orders)
+    # Sweeps over the stages, each running what it can, instead of an event queue: with arrays of
+    # draws there is no single time by which events could be sorted.
+    while len(placed) < left:
+        before = len(placed)
+        for stage, order in enumerate(orders):
+            while place[stage] < len(order):
+                task = order[place[stage]]
+                needs = producers(stage, task, stages, chunks)
+                if any(need not in done for need in needs):
+                    break
+                done[stage, task] = len(placed)
+                placed.append((stage, task, tuple((done[n], n[0] != stage) for n in needs)))
+                place[stage] += 1
+        if len(placed) == before:
+            raise ValueError("the orders of the stages wait for one another")
+    return tuple(placed)
 
 
 def producers(stage: int, task: Task, stages: int, chunks: int) -> list[tuple[int, Task]]:
