@@ -18,7 +18,7 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
 from .code import code_of, pipeline_code
-from .judge import Row
+from .judge import Row, number
 from .program import read_planned
 from .search import AS_GIVEN, COMPILES, PlanSearch
 from .space import AXES, PIPELINE, UNCHANGED, Plan
@@ -236,10 +236,10 @@ def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None)
             hint="a larger --budget, or another --lowering",
         )
     for row in made:
-        held = _number(row, "memory_bytes_per_device")
+        held = number(row, "memory_bytes_per_device")
         row["fits"] = bool(row["fits"]) and (not search.memory or held <= search.memory)
     fitting = [row for row in own if row["fits"]]
-    best = fitting[0] if fitting else min(own, key=lambda r: _number(r, "memory_bytes_per_device"))
+    best = fitting[0] if fitting else min(own, key=lambda r: number(r, "memory_bytes_per_device"))
     plan = search.plan_of(best)
     code, programs = _written(search, plan)
     return PlanAnswer(
@@ -274,7 +274,7 @@ def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
 def _front(rows: Sequence[Row]) -> list[Row]:
     """Rows that no other one beats; an objective that a row lacks orders none."""
     used = [o for o in OBJECTIVES if all(row.get(o) is not None for row in rows)]
-    points = [tuple(_number(row, o) for o in used) for row in rows]
+    points = [tuple(number(row, o) for o in used) for row in rows]
     return [
         row
         for row, own in zip(rows, points, strict=True)
@@ -291,7 +291,7 @@ def _why_changed(search: PlanSearch, best: Row) -> list[str]:
     if plan.change == UNCHANGED or plan.stages > 1:
         return []
     made = [
-        (_number(row, "memory_bytes_per_device"), _number(row, "latency_us"), "")
+        (number(row, "memory_bytes_per_device"), number(row, "latency_us"), "")
         for row in search.rows.values()
         if row["mesh"] == best["mesh"]
         and not row["error"]
@@ -317,11 +317,11 @@ def _why_staged(best: Row) -> list[str]:
     if not isinstance(stages, list):
         return []
     counts = ", ".join(str(stage["layers"]) for stage in stages)
-    idle = _number(best, "bubble_us") / max(_latency(best), 1e-9)
+    idle = number(best, "bubble_us") / max(_latency(best), 1e-9)
     return [
         f"its stages have {counts} layers; waiting for one another takes {idle:.0%} of the time "
-        f"({duration(_number(best, 'bubble_us'))}), transfers between them "
-        f"{duration(_number(best, 'sends_us'))}"
+        f"({duration(number(best, 'bubble_us'))}), transfers between them "
+        f"{duration(number(best, 'sends_us'))}"
     ]
 
 
@@ -336,17 +336,17 @@ def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
         if len(meshes) > 3:
             break
         more = {
-            "waiting for collectives": _number(row, "exposed_communication_us")
-            - _number(best, "exposed_communication_us"),
-            "computing": _number(row, "compute_us") - _number(best, "compute_us"),
-            "waiting for other stages": _number(row, "bubble_us") - _number(best, "bubble_us"),
+            "waiting for collectives": number(row, "exposed_communication_us")
+            - number(best, "exposed_communication_us"),
+            "computing": number(row, "compute_us") - number(best, "compute_us"),
+            "waiting for other stages": _idle(row) - _idle(best),
         }
         parts = [
             f"{duration(abs(us))} {'more' if us > 0 else 'less'} {what}"
             for what, us in sorted(more.items(), key=lambda item: -item[1])
-            if abs(us) > 0.01 * _number(best, "latency_us")
+            if abs(us) > 0.01 * number(best, "latency_us")
         ]
-        ratio = _number(row, "latency_us") / _number(best, "latency_us") - 1.0
+        ratio = number(row, "latency_us") / number(best, "latency_us") - 1.0
         text = f"{row['plan']} is {ratio:.0%} slower: {', '.join(parts) or 'a little of each'}"
         waits = row["waits"]
         if isinstance(waits, list) and waits and more["waiting for collectives"] > 0:
@@ -372,7 +372,7 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
             "stopped; the same command again (with the same folder of results) continues"
         )
     if not fitting:
-        held = _number(best, "memory_bytes_per_device")
+        held = number(best, "memory_bytes_per_device")
         notes.append(
             f"{WARNING}no plan fits: the one shown needs {size(held)} of {size(search.memory)}, "
             f"{size(held - search.memory)} too much; more devices, a smaller batch, or "
@@ -380,7 +380,7 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
         )
     notes += search.refused
     parameters = sum(a.type.nbytes for a in search.program.arguments if a.role == "parameter")
-    moved = _number(best, "moved_bytes")
+    moved = number(best, "moved_bytes")
     waits = best["waits"]
     if parameters and moved > _MOST_MOVED * parameters and isinstance(waits, list):
         lines = ", ".join(
@@ -392,7 +392,7 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
         )
     given = next((row for row in search.rows.values() if row["plan"] == AS_GIVEN), None)
     if given is not None and not given["error"]:
-        ratio = _number(given, "latency_us") / _number(best, "latency_us")
+        ratio = number(given, "latency_us") / number(best, "latency_us")
         notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")
     twice = search.program.kept_twice
     if parameters and twice > parameters / 2:
@@ -406,13 +406,13 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
     return [*notes, *(own if isinstance(own, list) else [])]
 
 
-def _number(row: Row, key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
 def _latency(row: Row) -> float:
-    return _number(row, "latency_us")
+    return number(row, "latency_us")
+
+
+def _idle(row: Row) -> float:
+    """Microseconds that stages wait for one another; 0 where there is one stage."""
+    return number(row, "bubble_us") if row.get("stages") else 0.0
 
 
 def _time(row: Row) -> str:

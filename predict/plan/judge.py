@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...common.errors import OpcastError, fault
+from ...common.errors import DatasetError, OpcastError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...features.lowering.options import LoweringOptions
 from ...features.lowering.target_compiler.process import CompileSettings
@@ -59,6 +59,20 @@ def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> Rows:
             row = {"error": str(fault(error))}
         rows.append({"key": key, **row, "seconds": time.monotonic() - started})
     return rows
+
+
+def number(row: Mapping[str, object], key: str) -> float:
+    """A figure of a compiled plan; one that is missing is no 0.
+
+    Raises:
+        DatasetError: The row has none, such as one of a folder of an earlier version.
+    """
+    value = row.get(key)
+    if isinstance(value, int | float):
+        return float(value)
+    raise DatasetError(
+        f"the row of {row.get('plan', 'a plan')} has no {key}", hint="give another folder"
+    )
 
 
 def judge_alone(job: PlanJob, program: bytes) -> Row:

@@ -21,6 +21,7 @@ from ..cluster.network import xla_time
 from ..cluster.spread import COMPOSITION_ERROR
 from ..program.predictor import Predictor
 from .cost import Screened, Sheet
+from .judge import number
 from .program import PlannedProgram, activation_bytes
 from .space import PIPELINE, UNCHANGED, Change, Plan
 from .stages import SCHEDULE, StagedProgram, staged_program
@@ -279,15 +280,15 @@ def pipeline_row(
         stages: The row of each stage's program.
         memory: Bytes that a device may use; 0 if not known.
     """
-    for number, row in enumerate(stages):
+    for stage, row in enumerate(stages):
         if row["error"]:
-            return {"error": f"stage {number}: {row['error']}"}
+            return {"error": f"stage {stage}: {row['error']}"}
     known = [own for own, _ in _stage_costs(staged, sheets, plan)]
     micro = plan.change.micro
 
     def split(key: str) -> list[StageSeconds]:
         return [
-            StageSeconds(*(_number(row, key) * 1e-6 * part / own.total for part in own))
+            StageSeconds(*(number(row, key) * 1e-6 * part / own.total for part in own))
             for own, row in zip(known, stages, strict=True)
         ]
 
@@ -301,7 +302,7 @@ def pipeline_row(
         widths.append(hypot(kernels, wire, COMPOSITION_ERROR * made.total))
     interval = Interval.around(made.total, *widths)
     needs = [
-        _number(row, "memory_bytes_per_device") + staged.more_memory(n, plan)
+        number(row, "memory_bytes_per_device") + staged.more_memory(n, plan)
         for n, row in enumerate(stages)
     ]
     # Runs of each stage's program to which its time in a step amounts.
@@ -311,17 +312,17 @@ def pipeline_row(
     joules = (
         None
         if None in energies
-        else sum(_number(r, "energy_j") * t for r, t in zip(stages, runs, strict=True))
+        else sum(number(r, "energy_j") * t for r, t in zip(stages, runs, strict=True))
     )
     waits = worst["waits"]
     assert isinstance(waits, list)
-    exposed = _number(worst, "exposed_communication_us") * times
+    exposed = number(worst, "exposed_communication_us") * times
     return {
         "latency_us": interval.value * 1e6,
         "lo_us": interval.lo * 1e6,
         "hi_us": interval.hi * 1e6,
         "compute_us": made.busy * 1e6 - exposed,
-        "communication_us": _number(worst, "communication_us") * times + made.sends * 1e6,
+        "communication_us": number(worst, "communication_us") * times + made.sends * 1e6,
         "exposed_communication_us": exposed + made.sends * 1e6,
         "bubble_us": made.bubble * 1e6,
         "sends_us": made.sends * 1e6,
@@ -329,7 +330,7 @@ def pipeline_row(
         "fits": not memory or max(needs) <= memory,
         "lowering": worst["lowering"],
         "collectives": worst["collectives"],
-        "moved_bytes": _number(worst, "moved_bytes") * times,
+        "moved_bytes": number(worst, "moved_bytes") * times,
         "waits": [{**own, "us": own["us"] * times, "bytes": own["bytes"] * times} for own in waits],
         "stages": [
             {
@@ -348,11 +349,6 @@ def pipeline_row(
         "energy_j": joules,
         "error": "",
     }
-
-
-def _number(row: Mapping[str, object], key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _listed(value: object) -> list[str]:
