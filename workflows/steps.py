@@ -15,9 +15,9 @@ from ..common.files import write_text
 from ..common.parquet import write_table
 from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
+from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
-from ..models.steps.effects import CLUSTER
-from ..models.steps.fit import adapt, slopes_at
+from ..models.steps.fit import slopes_at
 from ..models.steps.model import StepModel, find_step_model
 from ..models.tracking.mlflow_store import RunLog, tidy
 from ..models.tracking.prediction_log import TrackedRun
@@ -65,8 +65,7 @@ class Judged:
 def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepModel:
     """Adapt a model to clusters of one's own from a few of their steps."""
     slopes = slopes_at(runs.simulate, model.table, len(runs.rows))
-    table = adapt(slopes, runs.contexts, measured, model.table)
-    return replace(model, table=table)
+    return replace(model, table=slopes.linear(runs.contexts, measured).adapted())
 
 
 def predicted_frame(

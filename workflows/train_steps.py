@@ -12,19 +12,21 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.progress import wrote
 from ..common.tables_text import in_percent, percent, print_frame
+from ..models.effects.effects import WHOLE
+from ..models.effects.linear import group_weights
 from ..models.steps.context import StepContext
-from ..models.steps.effects import LEARNED, WHOLE, EffectTable
-from ..models.steps.fit import Slopes, adapt, fit_effects, slopes_at, solve
+from ..models.steps.effects import LEARNED, EffectTable
+from ..models.steps.fit import Slopes, fit_effects, slopes_at
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (
     ELSEWHERE,
     UNCALIBRATED,
     StepModel,
     calibrated_as,
-    cluster_ends,
     interval_ends,
 )
 from ..models.tracking.mlflow_store import RunLog
+from ..models.trust.calibrator import Calibrator
 from ..predict.cluster.step_runs import StepRuns, fullest
 from ..predict.cluster.step_table import read_rows, read_steps
 from .steps import step_operators
@@ -164,6 +166,7 @@ class _Study:
     ) -> None:
         self.runs, self.measured, self.groups = runs, measured, groups
         self.slopes, self.seed = slopes, seed
+        self.linear = slopes.linear(runs.contexts, measured)
 
     def _without(
         self, key: np.ndarray, without: str = ""
@@ -182,12 +185,11 @@ class _Study:
             judge = key == value
             if judge.all():
                 continue
-            contexts, measured, groups = self.runs.contexts, self.measured, self.groups
-            table = solve(self.slopes, contexts, measured, groups, ~judge, without)
+            table = self.linear.solve(~judge, group_weights(self.groups[~judge]), without)
             at = np.flatnonzero(judge)
-            whole = [table.log_factors(contexts[i])[WHOLE] for i in at]
+            whole = [table.log_factors(self.runs.contexts[i])[WHOLE] for i in at]
             said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
-            yield at, measured[at] - said, table
+            yield at, self.measured[at] - said, table
 
     def _folds(self) -> np.ndarray:
         """A fifth of the rows at a time, by name."""
@@ -254,12 +256,10 @@ class _Study:
         found = []
         for name in largest if len(names) > 1 else ():
             tell(f"adapting to runs of {name}, left out")
-            own = np.flatnonzero(sources == name)
-            table = solve(
-                self.slopes, self.runs.contexts, self.measured, self.groups, sources != name
-            )
+            own, others = np.flatnonzero(sources == name), sources != name
+            table = self.linear.solve(others, group_weights(self.groups[others]))
             level = self.runs.simulate([int(i) for i in own], table, {})
-            slope = {cost: values[own] for cost, values in self.slopes.slope.items()}
+            slope = self.slopes.part(own).slope
             contexts = [self.runs.contexts[i] for i in own]
             for count in RUNS:
                 errors = [
@@ -282,16 +282,11 @@ class _Study:
         learn, rest = order[:count], order[count:]
         table = slopes.table
         if count:
-            part = {cost: values[learn] for cost, values in slopes.slope.items()}
-            known = Slopes(table, slopes.level[learn], part)
-            table = adapt(known, [contexts[i] for i in learn], self.measured[own[learn]], table)
-        said = []
-        for i in rest:
-            before, after = (t.log_factors(contexts[i]) for t in (slopes.table, table))
-            change = sum((after[c] - before[c]) * slopes.slope[c][i] for c in LEARNED)
-            said.append(slopes.level[i] + change + after[WHOLE])
-        error = self.measured[own[rest]] - np.array(said)
-        return group_error(error, self.groups[own[rest]])
+            known = slopes.part(learn)
+            mine = known.linear([contexts[i] for i in learn], self.measured[own[learn]])
+            table = mine.adapted()
+        judged = slopes.linear(contexts, self.measured[own]).errors(table)
+        return group_error(judged[rest], self.groups[own[rest]])
 
     def inside(self, left: Mapping[str, _LeftOut]) -> dict[str, np.ndarray]:
         """Whether intervals from other groups' errors hold a group's rows, by what was left out.
@@ -311,11 +306,11 @@ class _Study:
 
     def ends(self, left: Mapping[str, _LeftOut]) -> dict[str, tuple[float, float]]:
         """Ends of the intervals in deviations, from the rows that were predicted so."""
-        found = interval_ends(self._scores(left, np.ones(len(self.groups), bool)))
+        found = Calibrator(interval_ends(self._scores(left, np.ones(len(self.groups), bool))))
         for name, count in zip(*np.unique(self.groups, return_counts=True), strict=True):
             if count >= LEAST_RUNS:
-                found[str(name)] = cluster_ends(left["row"].score[self.groups == name])
-        return found
+                found.add(str(name), left["row"].score[self.groups == name])
+        return found.ends
 
     def _scores(
         self, left: Mapping[str, _LeftOut], which: np.ndarray
@@ -358,6 +353,7 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
         wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()
+        wide.columns = wide.columns.astype(str)
         title = "error in % of sources left out, by number of their runs adapted to"
         print_frame(console, percent(wide, ["source"]), title)
     settings.out.parent.mkdir(parents=True, exist_ok=True)

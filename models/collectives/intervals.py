@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..trust.calibrator import Calibrator
 from ..trust.conformal import ends
 from .table import CUSTOM_BACKENDS, CollectiveTable
 
@@ -54,8 +55,7 @@ class Intervals:
                 if scopes[i] == scope:
                     # A scope without scores of its own, such as machines calibrated with few rows,
                     # takes the ends of machines that were never measured.
-                    known = (self.ends[key] for key in (*chain, "new") if key in self.ends)
-                    lower[i], upper[i] = next(known, UNKNOWN)
+                    lower[i], upper[i] = Calibrator(self.ends).of((*chain, "new"), UNKNOWN)
         # Few libraries were left out wholly, so their scores may happen to be narrow.
         apart = scopes == "foreign"
         lower[apart] = np.minimum(lower[apart], UNKNOWN[0])

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..steps.fit import group_weights, shrunk
-from .effects import CLUSTER, KNOWN, Context, ServingDesign, ServingEffects, serving_design
+from ..effects.effects import WHOLE
+from ..effects.linear import Linear, group_weights
+from .effects import COSTS, FIRST, KNOWN, Context, ServingEffects
 
 #: Most times that the simulator is asked again where the effects then lie, and the least share by
 #: which a round has to lower the error for another one.
@@ -16,8 +17,6 @@ ROUNDS, GAIN = 4, 0.01
 #: Weight of a time to the first token against one of a further token: what queues before it depends
 #: on arrivals that no column holds. Engineering choice.
 FIRST_WEIGHT = 0.5
-#: Weight of a latency of one's own cluster, as :mod:`opcast.models.steps.fit` weighs steps.
-OWN_WEIGHT = 10.0
 
 
 class Observed(NamedTuple):
@@ -50,7 +49,7 @@ def solve_serving(
     groups: np.ndarray,
     now: ServingEffects,
     learn: np.ndarray,
-    linear: LinearServing | None = None,
+    linear: Linear[ServingEffects] | None = None,
 ) -> ServingEffects:
     """Effects that fit latencies best, by the linear model around ``now``.
 
@@ -62,19 +61,9 @@ def solve_serving(
         learn: Latencies to learn from.
         linear: From :func:`linear_serving`, where it was made already.
     """
-    design, target = linear or linear_serving(seen, contexts, now)
-    used = np.flatnonzero(np.any(design.matrix[learn] != 0.0, axis=0))
+    linear = linear or linear_serving(seen, contexts, now)
     weight = _weights(Observed(*(column[learn] for column in seen)), groups)
-    last = np.array([design.keys[column].split("/", 2)[1] == KNOWN for column in used])
-    found: dict[str, float] = {}
-    left = target[learn]
-    for columns in (used[~last], used[last]):
-        matrix = (design.matrix * design.deviations)[np.ix_(learn, columns)]
-        mean = shrunk(matrix, left, weight).mean
-        left = left - matrix @ mean
-        values = mean * design.deviations[columns]
-        found |= {design.keys[c]: float(v) for c, v in zip(columns, values, strict=True)}
-    return ServingEffects(found)
+    return linear.solve(learn, weight, last=KNOWN)
 
 
 def linear_errors(
@@ -82,12 +71,10 @@ def linear_errors(
     contexts: Sequence[Context],
     now: ServingEffects,
     then: ServingEffects,
-    linear: LinearServing | None = None,
+    linear: Linear[ServingEffects] | None = None,
 ) -> np.ndarray:
     """Logarithms of measured over predicted latencies under other effects, by the linear model."""
-    design, target = linear or linear_serving(seen, contexts, now)
-    values = np.array([then.values.get(key, 0.0) for key in design.keys])
-    return np.asarray(target - design.matrix @ values)
+    return (linear or linear_serving(seen, contexts, now)).errors(then)
 
 
 def request_errors(
@@ -126,39 +113,17 @@ def adapt_serving(
         contexts: Of their rows, with their clusters.
         known: Effects that stay.
     """
-    design, target = linear_serving(seen, contexts, known)
-    own = [c for c, key in enumerate(design.keys) if key.split("/", 2)[1] == CLUSTER]
-    stays = np.array([known.values.get(key, 0.0) for key in design.keys])
-    stays[own] = 0.0
-    left = target - design.matrix @ stays
-    matrix = design.matrix[:, own] * design.deviations[own]
-    weight = np.full(len(left), OWN_WEIGHT)
-    more = shrunk(matrix, left, weight).mean * design.deviations[own]
-    added = {design.keys[c]: float(v) for c, v in zip(own, more, strict=True)}
-    return ServingEffects(known.values | added)
-
-
-class LinearServing(NamedTuple):
-    """The linear model of latencies around effects.
-
-    Attributes:
-        design: Columns of effects.
-        target: Logarithms that they are to explain, shape ``(n,)``.
-    """
-
-    design: ServingDesign
-    target: np.ndarray
+    return linear_serving(seen, contexts, known).adapted()
 
 
 def linear_serving(
     seen: Observed, contexts: Sequence[Context], now: ServingEffects
-) -> LinearServing:
+) -> Linear[ServingEffects]:
     """The linear model around the effects that latencies were simulated with."""
+    slopes = dict(zip(COSTS, seen.shares.T, strict=True))
+    slopes |= {WHOLE: np.ones(len(seen.rows)), FIRST: (seen.metrics == "ttft").astype(float)}
     own = [contexts[row] for row in seen.rows]
-    design = serving_design(own, seen.shares, seen.metrics == "ttft")
-    known = np.array([now.values.get(key, 0.0) for key in design.keys])
-    # Without the effects at which the shares were taken, so that all are shrunk towards 0.
-    return LinearServing(design, seen.measured - seen.simulated + design.matrix @ known)
+    return Linear.around(now, own, slopes, seen.measured, seen.simulated)
 
 
 def fit_serving(

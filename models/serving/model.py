@@ -14,7 +14,8 @@ import numpy as np
 from ...common.paths import PACKAGE
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
-from ..steps.model import COVERAGE, weighted_quantile
+from ..trust.calibrator import Calibrator
+from ..trust.conformal import COVERAGE
 from .effects import Context, ServingEffects
 
 #: Format of the file that :meth:`ServingModel.save` writes.
@@ -190,7 +191,7 @@ class ServingModel:
         near = [f"{name}/{tier}" for name in names]
         if not measured_on:
             near = [f"{name}{ELSEWHERE}" for name in near] + near
-        return next((self.ends[name] for name in near if name in self.ends), UNCALIBRATED)
+        return Calibrator(self.ends).of(near, UNCALIBRATED)
 
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
@@ -320,20 +321,21 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
     for score in scores:
         for kind in {score.kind, shared_kind(score.kind)}:
             parts.setdefault((kind, score.tier, score.measured_on), []).append(score)
-    ends = {
-        f"{kind}/{tier}{'' if here else ELSEWHERE}": _quantiles(own, tier, here)
-        for (kind, tier, here), own in parts.items()
-        if len({score.latency for score in own}) >= LEAST
-    }
+    found = Calibrator()
+    for (kind, tier, here), own in parts.items():
+        if len({score.latency for score in own}) >= LEAST:
+            _calibrate(found, f"{kind}/{tier}{'' if here else ELSEWHERE}", own, tier, here)
+    ends = found.ends
     for kind in {kind for kind, _, _ in parts}:
         for place in ("", ELSEWHERE):
             for better, worse in pairwise(TIERS[:-1]):
-                _widen(ends, f"{kind}/{worse}{place}", f"{kind}/{better}{place}")
+                # Who knows less is not surer.
+                found.widen(f"{kind}/{worse}{place}", f"{kind}/{better}{place}")
             widest = ends.get(f"{kind}/new{place}")
             if widest:
                 ends[f"{kind}/vendor{place}"] = (FOREIGN * widest[0], FOREIGN * widest[1])
         for tier in TIERS:
-            _widen(ends, f"{kind}/{tier}{ELSEWHERE}", f"{kind}/{tier}")
+            found.widen(f"{kind}/{tier}{ELSEWHERE}", f"{kind}/{tier}")
     for name, (low, high) in ends.items():
         kind, _, rest = name.partition("/")
         # One framework's runs are some of all, so that they do not tell of more that may be.
@@ -342,14 +344,8 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
     return ends
 
 
-def _widen(ends: dict[str, tuple[float, float]], name: str, known: str) -> None:
-    """Ends of who knows less: not surer than those of who knows more."""
-    if known in ends:
-        low, high = ends.get(name, ends[known])
-        ends[name] = (min(low, ends[known][0]), max(high, ends[known][1]))
-
-
-def _quantiles(scores: Sequence[Score], tier: str, here: bool) -> tuple[float, float]:
+def _calibrate(found: Calibrator, key: str, scores: Sequence[Score], tier: str, here: bool) -> None:
+    """Take the ends of a key from the scores of a tier, on measured machines or others."""
     groups = np.array([score.group for score in scores])
     values = np.array([score.error for score in scores])
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
@@ -364,8 +360,7 @@ def _quantiles(scores: Sequence[Score], tier: str, here: bool) -> tuple[float, f
     if tier == "architecture":
         # Of an engine that nobody measured, it is not known on which side of the others it lies.
         values, weight = np.concatenate([values, -values]), np.tile(weight, 2)
-    low, high = (weighted_quantile(values, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
-    return min(wider * low, 0.0), max(wider * high, 0.0)
+    found.add(key, values, weight, wider)
 
 
 def _number(kinds: np.ndarray, weight: np.ndarray) -> float:

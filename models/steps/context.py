@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import log
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...simulate.step.workload import Workload
+from ..effects.effects import CLUSTER, Value, read_levels
 
 #: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
 #: its data sheet. Other chips' headroom is relative to it.
@@ -19,8 +21,11 @@ _MOST_HEADROOM = 1.282
 COMPILED = ("maxtext", "jax", "oneflow", "paxml", "torch-xla")
 #: Source of runs that name none: one's own.
 OWN = "own"
-#: Framework, or cluster, of a step that says nothing of it.
+#: Framework, or cluster, of a step that says nothing of it, and its value as a level.
 UNKNOWN = ""
+UNNAMED = ("", 1.0)
+#: Engine of frameworks that share one.
+ENGINES: dict[str, str] = dict(read_levels("steps")["engines"])
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class StepContext:
         headroom: Logarithm of the chip's power limit over its 16-bit matrix rate, relative to an
             H100: chips with less of it lower their clocks more under minutes of products. 0 for
             chips without a stated limit, and for TPUs.
+        boxes: Logarithm of the number of boxes that the devices are in.
     """
 
     framework: str
@@ -46,6 +52,26 @@ class StepContext:
     launched: bool
     cluster: str
     headroom: float
+    boxes: float = 0.0
+
+    @cached_property
+    def _levels(self) -> dict[str, Value]:
+        # A framework or cluster that is not named is one of all that could be.
+        engine = ENGINES.get(self.framework, "") if self.framework else UNNAMED
+        return {
+            "all": self.platform,
+            "architecture": self.architecture,
+            "bits": self.bits if self.platform == "gpu" else f"tpu-{self.bits}",
+            "headroom": ("slope", self.headroom),
+            "framework": self.framework or UNNAMED,
+            "engine": engine,
+            CLUSTER: self.cluster or UNNAMED,
+            f"{CLUSTER}-boxes": (self.cluster, self.boxes),
+        }
+
+    def get(self, key: str, default: str, /) -> Value:
+        """Value of a level of :mod:`~opcast.models.effects.effects`, or ``default``."""
+        return self._levels.get(key, default)
 
 
 def context_of(
@@ -55,6 +81,7 @@ def context_of(
     source: str = UNKNOWN,
     *,
     launched: bool = True,
+    boxes: int = 1,
 ) -> StepContext:
     """Context of a step.
 
@@ -64,9 +91,10 @@ def context_of(
         framework: By which framework.
         source: Whose cluster it is.
         launched: Whether the host launches every kernel; compiled and captured steps do not.
+        boxes: That the devices are in.
     """
     bits = round(8 * FORMATS[workload.product_dtype].element_bytes)
-    return device_context(device, bits, framework, source, launched=launched)
+    return device_context(device, bits, framework, source, launched=launched, boxes=boxes)
 
 
 def device_context(
@@ -76,6 +104,7 @@ def device_context(
     source: str = UNKNOWN,
     *,
     launched: bool = True,
+    boxes: int = 1,
 ) -> StepContext:
     """Context of what runs on a device with operands of ``bits``, else as :func:`context_of`."""
     return StepContext(
@@ -86,6 +115,7 @@ def device_context(
         launched=launched and device.platform == "gpu",
         cluster=f"{source}|{device.name}" if source else UNKNOWN,
         headroom=_headroom(device),
+        boxes=log(boxes),
     )
 
 

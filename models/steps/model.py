@@ -13,8 +13,10 @@ import numpy as np
 from ...common.paths import PACKAGE
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
+from ..effects.effects import CLUSTER
+from ..trust.calibrator import Calibrator
 from .context import StepContext
-from .effects import CLUSTER, EffectTable
+from .effects import EffectTable
 from .memory import MemoryLaw
 
 #: Format of the file that :meth:`StepModel.save` writes.
@@ -40,8 +42,6 @@ _LESS_SURE = (
     (ELSEWHERE, ELSEWHERE + OF_EXPERTS),
     (CLUSTER + OF_EXPERTS, ELSEWHERE + OF_EXPERTS),
 )
-#: Nominal coverage of the intervals.
-COVERAGE = 0.9
 
 
 @dataclass
@@ -94,8 +94,8 @@ class StepModel:
                 those steps hold it already.
         """
         known = calibrated_as(self.tier(context), slopes)
-        own = self.ends.get(context.cluster) if known == CLUSTER else None
-        low, high = own or self.ends.get(known, UNCALIBRATED)
+        keys = (context.cluster, known) if known == CLUSTER else (known,)
+        low, high = Calibrator(self.ends).of(keys, UNCALIBRATED)
         spread = self.table.spread(context, slopes)
         return -hypot(low * spread, operators[0]), hypot(high * spread, operators[1])
 
@@ -167,35 +167,13 @@ def interval_ends(
         errors: By what :func:`calibrated_as` gives: group, and logarithm of measured over predicted
             seconds in deviations. Every group counts the same, however many runs it has.
     """
-    ends: dict[str, tuple[float, float]] = {}
+    found = Calibrator()
     for tier, scores in errors.items():
-        if not scores:
-            continue
-        groups = np.array([group for group, _ in scores])
-        values = np.array([value for _, value in scores])
-        _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-        weight = 1.0 / counts[index]
-        ends[tier] = (
-            min(weighted_quantile(values, weight, (1 - COVERAGE) / 2), 0.0),
-            max(weighted_quantile(values, weight, (1 + COVERAGE) / 2), 0.0),
-        )
+        if scores:
+            groups = np.array([group for group, _ in scores])
+            _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+            found.add(tier, np.array([value for _, value in scores]), 1.0 / counts[index])
     for better, worse in _LESS_SURE:
         # Who knows less is not surer.
-        if better in ends:
-            low, high = ends.get(worse, ends[better])
-            ends[worse] = (min(low, ends[better][0]), max(high, ends[better][1]))
-    return ends
-
-
-def cluster_ends(errors: np.ndarray) -> tuple[float, float]:
-    """Ends of the interval of one cluster, from errors in deviations of its runs, left out."""
-    weight = np.ones(len(errors))
-    low, high = (weighted_quantile(errors, weight, (1 + side * COVERAGE) / 2) for side in (-1, 1))
-    return min(low, 0.0), max(high, 0.0)
-
-
-def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> float:
-    """Value below which a share ``level`` of the weight lies, between values interpolated."""
-    order = np.argsort(values)
-    share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
-    return float(np.interp(level, share, values[order]))
+        found.widen(worse, better)
+    return found.ends

@@ -70,7 +70,7 @@ def next_run(model: StepModel, runs: StepRuns, measured: np.ndarray) -> NextRun 
     more = StepRuns(rows, runs.operators)
     near = slopes_at(runs.simulate, model.table, len(runs.rows))
     far = slopes_at(more.simulate, model.table, len(rows))
-    nats = informative(near, runs.contexts, measured, model.table, far, more.contexts)
+    nats = informative(near, runs.contexts, measured, far, more.contexts)
     best = int(np.argmax(nats))
     return NextRun(rows[best], float(nats[best]), _tells(near, far, best))
 

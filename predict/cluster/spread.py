@@ -9,6 +9,7 @@ from math import exp, log
 import numpy as np
 
 from ...features.operators.op import Op
+from ...models.steps.effects import FIELDS
 from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.plan import Plan
@@ -48,15 +49,8 @@ def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
 
 #: Change of the logarithm of a class of cost by which a step's sensitivity to it is measured.
 _STEP = 0.2
-#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` by class of cost, without those of
-#: operators.
-WAITS = {
-    "inside": "inside",
-    "between": "between",
-    "launch": "launch_s",
-    "collective": "collective_s",
-    "hop": "hop_s",
-}
+#: Classes of cost that are no operators.
+_WAITS = ("inside", "between", "launch", "collective", "hop")
 #: Scopes of estimates of operators whose errors measured steps of other chips do not hold.
 _UNKNOWN = ("unseen", "roofline")
 
@@ -85,7 +79,8 @@ def sensitivities(
     found = dict[str, float]()
     leaves = {costs.leaves_box(group) for _, _, group in costs.links}
     absent = {"inside": False not in leaves, "between": True not in leaves, "hop": plan.pp == 1}
-    for name, field in WAITS.items():
+    for name in _WAITS:
+        field = FIELDS.get(name, name)
         now = float(getattr(costs.effects, field))
         if not now or absent.get(name, False):
             continue

@@ -350,7 +350,10 @@ class StepPredictor:
     def _learn(self, workload: Workload) -> StepContext:
         """Take the effects that measured steps have on steps like these."""
         launched = not self.compiled and not self.framework.startswith(COMPILED)
-        context = context_of(workload, self.spec, self.framework, self.source, launched=launched)
+        context = context_of(
+            workload, self.spec, self.framework, self.source, launched=launched,
+            boxes=self.cluster.boxes,
+        )  # fmt: skip
         effects = self.learned.table.whole_effects(context)
         self._costs = self.priced.with_effects(effects, self.cluster.box)
         return context

@@ -53,6 +53,7 @@ class StepRuns:
         self._latency: dict[str, OperatorLatency] = {}
         self._ops: dict[str, dict[Op, np.ndarray]] = {}
         self._clusters: dict[Cluster, StepPredictor] = {}
+        self._logs: dict[tuple[StepRow, StepEffects], float] = {}
         self._prepare()
 
     def _prepare(self) -> None:
@@ -98,12 +99,23 @@ class StepRuns:
         self, which: Sequence[int], table: EffectTable, shifts: Mapping[str, float]
     ) -> np.ndarray:
         """Logarithms of simulated seconds, as :data:`opcast.models.steps.fit.Simulate`."""
-        logs = np.zeros(len(which))
-        for place, index in enumerate(which):
-            row = self.rows[index]
-            effects = table.effects(self.contexts[index], shifts)
-            logs[place] = np.log(self.step(row, effects).total * row.share)
-        return logs
+        return np.array(
+            [self._log(self.rows[i], table.effects(self.contexts[i], shifts)) for i in which]
+        )
+
+    def _log(self, row: StepRow, effects: StepEffects) -> float:
+        """Logarithm of a row's simulated seconds; effects that it does not feel count as none."""
+        none, absent = StepEffects(), set[str]()
+        if not row.workload.experts:
+            absent.add("experts")
+        if row.plan.pp == 1:
+            absent.add("hop_s")
+        if row.cluster.boxes == 1:
+            absent.add("between")
+        key = row, replace(effects, **{name: getattr(none, name) for name in absent})
+        if key not in self._logs:
+            self._logs[key] = float(np.log(self.step(*key).total * row.share))
+        return self._logs[key]
 
     def predict(self, model: StepModel) -> list[StepPrediction | str]:
         """Predict every row as a user who types it gets it; where that fails, say why instead."""
@@ -133,4 +145,5 @@ def row_context(row: StepRow) -> StepContext:
         row.framework,
         row.source,
         launched=row.launched,
+        boxes=row.cluster.boxes,
     )

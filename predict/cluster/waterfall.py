@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ...features.operators.op import Op
+from ...models.effects.effects import WHOLE
 from ...models.steps.context import StepContext
-from ...models.steps.effects import PRIOR, WHOLE, EffectTable
+from ...models.steps.effects import FIELDS, PRIOR, EffectTable
 from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.plan import Plan
@@ -130,7 +131,7 @@ class Waterfall:
         """Seconds of the step with a class of cost at both ends of its interval."""
         if name not in PRIOR:
             return self.step.total, self.step.total
-        field = {"launch": "launch_s", "hop": "hop_s"}.get(name, name)
+        field = FIELDS.get(name, name)
         now = float(getattr(self.costs.effects, field))
         found = []
         for side, sign in enumerate((-1.0, 1.0)):

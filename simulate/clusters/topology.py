@@ -235,6 +235,11 @@ class Cluster:
         """Devices of a box where there are several boxes; 0 where there is one."""
         return self.devices_per_node if self.devices_per_node < self.size else 0
 
+    @property
+    def boxes(self) -> int:
+        """Number of boxes; the last one may be partly filled."""
+        return -(-self.size // (self.box or self.size))
+
 
 # A step asks for the same few groups thousands of times; the size is an engineering choice.
 @lru_cache(maxsize=4096)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 
+from opcast.models.effects.effects import WHOLE
 from opcast.models.steps.context import StepContext
-from opcast.models.steps.effects import PRIOR, WHOLE, EffectTable
-from opcast.models.steps.fit import adapt, fit_effects, slopes_at
-from opcast.models.steps.model import StepModel, cluster_ends, interval_ends
+from opcast.models.steps.effects import PRIOR, EffectTable
+from opcast.models.steps.fit import fit_effects, slopes_at
+from opcast.models.steps.model import StepModel, interval_ends
+from opcast.models.trust.calibrator import Calibrator
 
 COSTS = tuple(PRIOR)
 
@@ -69,7 +71,7 @@ def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
     truth = EffectTable({"between/cluster/mine|h100-sxm": 0.5})
     measured = simulate(range(count), truth, {})
     known = EffectTable({"between/all/gpu": 0.0})
-    table = adapt(slopes_at(simulate, known, count), contexts, measured, known)
+    table = slopes_at(simulate, known, count).linear(contexts, measured).adapted()
     said = simulate(range(count), table, {}) + [table.log_factors(c)[WHOLE] for c in contexts]
     before = np.abs(simulate(range(count), known, {}) - measured).mean()
     assert np.abs(said - measured).mean() < left * before
@@ -78,7 +80,7 @@ def test_a_few_steps_tell_of_a_new_cluster(count: int, left: float) -> None:
 
 
 def test_what_is_known_of_a_step_decides_the_interval() -> None:
-    # The prior of products: 0.3 for all, 0.15 a generation, 0.3 the bits (effects.LEVELS).
+    # The prior of products: 0.3 for all, 0.15 a generation, 0.3 the bits (steps.yaml).
     table = EffectTable(
         {
             "product/architecture/hopper": 0.1,
@@ -134,9 +136,11 @@ def test_operators_that_nobody_measured_widen_the_interval() -> None:
 def test_a_cluster_with_many_runs_has_an_interval_of_its_own() -> None:
     deviations = {f"whole/cluster/{name}|h100-sxm": 0.1 for name in "xy"}
     table = EffectTable(dict.fromkeys(deviations, 0.0), deviations)
-    own = cluster_ends(np.linspace(-0.05, 0.05, 201))
+    calibrated = Calibrator({"cluster": (-0.3, 0.3)})
+    calibrated.add("x|h100-sxm", np.linspace(-0.05, 0.05, 201))
+    own = calibrated.ends["x|h100-sxm"]
     assert own == pytest.approx((-0.045, 0.045), abs=1e-3)
-    model = StepModel(table, ends={"cluster": (-0.3, 0.3), "x|h100-sxm": own})
+    model = StepModel(table, ends=calibrated.ends)
     (_, high), (_, other) = (model.interval(context("a", f"{n}|h100-sxm"), {}) for n in "xy")
     assert high / other == pytest.approx(own[1] / 0.3)
 
@@ -149,3 +153,15 @@ def test_groups_count_the_same_in_an_interval_and_less_knowledge_is_not_surer() 
     assert ends["cluster"][0] == pytest.approx(-0.95, abs=0.1)
     assert ends["cluster"][1] == pytest.approx(0.95, abs=0.1)
     assert ends["elsewhere"] == ends["cluster"]
+
+
+def test_hand_overs_grow_with_the_boxes_of_a_cluster_that_stalls() -> None:
+    table = EffectTable({"hop/cluster-boxes/x|h100-sxm": 1.5})
+    named, other = (
+        StepContext("a", "hopper", "gpu", "16", True, f"{name}|h100-sxm", 0.0, np.log(64.0))
+        for name in "xy"
+    )
+    assert table.effects(named).hop_s == pytest.approx(64**1.5 * PRIOR["hop"])
+    assert table.effects(other).hop_s == pytest.approx(PRIOR["hop"])
+    # What is not known of a cluster counts by its boxes: 1.0 for each e-fold, 2.5 the framework.
+    assert table.log_deviations(other)["hop"] == pytest.approx(np.hypot(np.log(64.0), 2.5))

@@ -39,7 +39,7 @@ def test_another_run_of_the_same_kind_tells_less_than_one_of_a_new_kind() -> Non
     assert slopes.slope["between"][1] > slopes.slope["between"][0]
     part = StepRuns([rows[0]] * 6, None)
     known = slopes_at(part.simulate, table, 6)
-    nats = informative(known, part.contexts, known.level, table, slopes, runs.contexts)
+    nats = informative(known, part.contexts, known.level, slopes, runs.contexts)
     assert nats[1] > nats[0] > 0.0
 
 

@@ -253,8 +253,8 @@ def test_measured_steps_of_a_framework_are_learned_from(operators):
     assert sum(data[part] for part in parts) == pytest.approx(data["step_us"])
     assert sum(data["operators_us"].values()) == pytest.approx(data["compute_us"])
     # Its published runs with tp=8 wait for the host; those of Megatron do not.
-    assert data["host_us"] > 0.3 * data["step_us"]
-    assert found["nanotron"].step.total > 2 * found["megatron-bridge"].step.total
+    assert data["host_us"] > 0.2 * data["step_us"]
+    assert found["nanotron"].step.total > 1.3 * found["megatron-bridge"].step.total
     widths = {n: p.interval.hi / p.interval.lo for n, p in found.items()}
     # Hand-overs between stages, of which nothing is known without a framework, weigh less than
     # nanotron's own, which are known.
