@@ -14,9 +14,10 @@ from .registry import (
     export,
     parse_settings,
     resolve,
+    size_grid,
+    suite,
     workload_name,
 )
-from .suites import size_grid, suite
 from .workload import Workload
 
 __all__ = [

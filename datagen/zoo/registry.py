@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ...common import plugins
 from ...common.errors import OpcastError
 from ...common.files import write_bytes
-from .catalog import ALIASES, FAMILIES, Family, Setting
+from .catalog import ALIASES, Family, Setting, own_families
 
 if TYPE_CHECKING:
     from .workload import Workload
@@ -21,10 +21,13 @@ GROUP = "opcast.workloads"
 FORMATS = ("text", "bytecode", "portable", "jax-export")
 """Formats that ``export`` writes."""
 
+BUDGETS = ("quick", "standard", "full")
+"""Suites by growing cost: "full" is "standard" and the sizes of a large accelerator."""
+
 
 def all_families() -> dict[str, Family]:
     """Return every family by name, other packages' families after opcast's."""
-    own = dict(FAMILIES)
+    own = own_families()
     # A plug-in cannot replace a family: its name would mean two programs in a dataset.
     return own | {name: family(name) for name in plugins.found(GROUP) if name not in own}
 
@@ -35,11 +38,12 @@ def family(name: str) -> Family:
     Raises:
         OpcastError: There is none, or a plug-in declares none.
     """
-    if name in FAMILIES:
-        return FAMILIES[name]
+    own = own_families()
+    if name in own:
+        return own[name]
     others = plugins.found(GROUP)
     if name not in others:
-        known = ", ".join(sorted({*FAMILIES, *others}))
+        known = ", ".join(sorted({*own, *others}))
         raise OpcastError(f"unknown program family {name!r}", hint="families: " + known)
     declared = getattr(plugins.load(others[name]), "FAMILY", None)
     if not isinstance(declared, Family):
@@ -137,18 +141,47 @@ def export(
     """
     if format not in FORMATS:
         raise OpcastError(f"unknown format {format!r}", hint="formats: " + ", ".join(FORMATS))
-    from .serialize import serialize
-
     target = Path(path)
-    write_bytes(target, serialize(build(name, **settings), format, platform))
+    write_bytes(target, build(name, **settings).serialize(format, platform))
     return target
+
+
+def size_grid(name: str, budget: str = "standard") -> list[dict[str, Setting]]:
+    """List settings of a family that together span its sizes.
+
+    Args:
+        name: Name of the family.
+        budget: "quick" (tiny, for a smoke test; empty for some families), "standard" (a small CPU
+            machine) or "full" (standard, and more for a large accelerator).
+
+    Raises:
+        OpcastError: The family or the budget is unknown.
+    """
+    if budget not in BUDGETS:
+        raise OpcastError(f"unknown suite {budget!r}", hint="suites: " + ", ".join(BUDGETS))
+    sizes = family(name).sizes
+    # "quick" is not part of the others: it is a smoke test.
+    tiers = ("standard", "full") if budget == "full" else (budget,)
+    return [parse_settings(name, size.split()) for tier in tiers for size in sizes.get(tier, ())]
+
+
+def suite(name: str = "standard") -> list[tuple[str, dict[str, Setting]]]:
+    """List the programs of a suite as pairs of family and settings.
+
+    Args:
+        name: "quick", "standard" or "full" (see ``size_grid``).
+
+    Raises:
+        OpcastError: The suite is unknown.
+    """
+    return [(item, settings) for item in own_families() for settings in size_grid(item, name)]
 
 
 def describe() -> str:
     """Describe the families and their parameters as a Markdown document."""
     lines = ["| family | what it is | parameters (default) |", "|---|---|---|"]
     common = "`batch`, `mode`, `dtype`, `optimizer`, `data_parallel`"
-    for item in FAMILIES.values():
+    for item in own_families().values():
         own = []
         for key, value in item.defaults.items():
             allowed = item.choices.get(key, ())
@@ -162,7 +195,7 @@ def describe() -> str:
 
 def _module(chosen: Family) -> Any:
     """Import the module that makes a family's model."""
-    if chosen.name in FAMILIES:
+    if chosen.name in own_families():
         return import_module(f".families.{chosen.module}", __package__)
     return plugins.load(plugins.found(GROUP)[chosen.name])
 

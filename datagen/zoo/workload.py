@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import jax
+    from jax import export
 
     from .catalog import Setting
 
@@ -91,3 +93,44 @@ class Workload:
         tree = jax.tree.structure(self.abstract_args)
         args: tuple[PyTree, ...] = jax.tree.unflatten(tree, flat)
         return args
+
+    def serialize(self, format: str, platform: str | None = None) -> bytes:
+        """Return the program as bytes of the given format (see ``registry.export``)."""
+        if format == "text":
+            return self.mlir(platform=platform).encode()
+        if format == "bytecode":
+            module: Any = self.lower(platform).compiler_ir("stablehlo")
+            buffer = io.BytesIO()
+            module.operation.write_bytecode(buffer)
+            return buffer.getvalue()
+        exported = self._exported(platform)
+        # ``mlir_module_serialized`` is a portable artifact with StableHLO's guarantees of
+        # compatibility.
+        return bytes(
+            exported.mlir_module_serialized if format == "portable" else exported.serialize()
+        )
+
+    def _exported(self, platform: str | None) -> export.Exported:
+        """The program over flat arguments and results.
+
+        JAX cannot serialize the classes of optimizer states, so trees are flattened.
+        """
+        import jax
+        from jax import export
+
+        flat = jax.tree.leaves(self.abstract_args)
+        starts = [
+            len(jax.tree.leaves(self.abstract_args[:i])) for i in range(len(self.abstract_args) + 1)
+        ]
+        donated = [i for n in self.donate_argnums for i in range(starts[n], starts[n + 1])]
+
+        def main(*values: object) -> tuple[object, ...]:
+            return tuple(jax.tree.leaves(self.function(*self.unflatten(list(values)))))
+
+        main.__name__ = self.function.__name__
+        backend = platform or jax.default_backend()
+        return export.export(
+            jax.jit(main, donate_argnums=donated, keep_unused=True),
+            # jax.export names platforms, not backends.
+            platforms=["cuda" if backend == "gpu" else backend],
+        )(*flat)

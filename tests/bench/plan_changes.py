@@ -20,7 +20,7 @@ import optax
 
 import opcast
 from opcast.datagen.zoo import programs
-from opcast.datagen.zoo.families import bert, vit
+from opcast.datagen.zoo.families import encoders
 from opcast.datagen.zoo.registry import build
 from opcast.datagen.zoo.workload import PyTree
 from opcast.features.ir.jax_compat import write_bytecode
@@ -75,8 +75,9 @@ def _traced(name: str, family: str, settings: Mapping[str, object]) -> str:
     if family == "llama":
         return build(family, **settings, remat=True).mlir(platform="cuda")
     # The argument behind ``self`` and two arrays is a flag.
-    kept, flags = (bert, (3,)) if family == "bert" else (vit, ())
-    with patch.object(kept, "Block", nn.remat(kept.Block, static_argnums=flags)):
+    block, flags = ("PostNormBlock", (3,)) if family == "bert" else ("Block", ())
+    remat = nn.remat(getattr(encoders, block), static_argnums=flags)
+    with patch.object(encoders, block, remat):
         return build(family, **settings).mlir(platform="cuda")
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .llama import Attention, RMSNorm, check_decoder
-from .parts import Model, Precision, Settings, cross_entropy, precision, require, tokens
+from .decoders import Attention, RMSNorm, check_decoder
+from .parts import Model, Precision, Settings, cross_entropy, filled, language_model, require
 
 
 class Experts(nn.Module):
@@ -156,8 +156,4 @@ def model(s: Settings) -> Model:
         "lower top_k",
     )
     moe = {k: s[k] for k in ("experts", "top_k", "hidden", "capacity_factor", "dispatch")}
-    module = MoEDecoder(
-        s["layers"], s["dim"], s["heads"], s["kv_heads"], s["vocab"], moe, precision(s)
-    )
-    ids = tokens((s["batch"], s["seq"]), s["vocab"])
-    return Model(module, {"ids": ids}, {"labels": ids}, _loss, clip_norm=1.0, weight_decay=0.1)
+    return language_model(filled(MoEDecoder, s, moe=moe), s, _loss, weight_decay=0.1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 import jax
@@ -19,6 +20,12 @@ from ..workload import PyTree
 
 Settings = Mapping[str, Any]
 """All parameters of a family, each of the type of its default in the catalog."""
+
+MASKED = -3.0e38
+"""Score of a hidden key: near the least f32, so that fully hidden rows stay finite."""
+
+Loss = Callable[[PyTree, Mapping[str, jax.Array]], jax.Array]
+"""A scalar from a module's output in training and all arguments by name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Model:
         module: Called as ``module(*inputs, train=...)``.
         inputs: Arguments of the module in order; an entry may be a pytree of ``Input``.
         targets: Further arguments that only the loss sees.
-        loss: Scalar from the module's output in training and all arguments by name.
+        loss: What training minimises; None if the family cannot be trained.
         state: Name of an input that the module returns updated beside its output (a cache); it is
             an argument of its own, and donated.
         dropout: Whether the module draws from a "dropout" stream in training.
@@ -68,7 +75,7 @@ class Model:
     module: nn.Module
     inputs: Mapping[str, PyTree]
     targets: Mapping[str, Input] = field(default_factory=dict)
-    loss: Callable[[PyTree, Mapping[str, jax.Array]], jax.Array] | None = None
+    loss: Loss | None = None
     state: str | None = None
     dropout: bool = False
     clip_norm: float | None = None
@@ -142,6 +149,12 @@ def precision(settings: Settings) -> Precision:
     return Precision(jnp.bfloat16, jnp.float32 if train else jnp.bfloat16)
 
 
+def filled(module: type[nn.Module], s: Settings, **others: Any) -> nn.Module:
+    """Make a module of the settings that its fields name, ``others``, and the precision ``p``."""
+    known = {own.name: s[own.name] for own in fields(module) if own.name in s}
+    return module(**known, **others, p=precision(s))
+
+
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean softmax cross-entropy in f32; ``logits`` (..., classes), integer ``labels`` (...)."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
@@ -158,10 +171,40 @@ def value_loss(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.mean(jnp.square(values.astype(jnp.float32) - batch["values"]))
 
 
+def block_names() -> Iterator[str]:
+    """Names of a model's blocks in order, whatever the class of its blocks is called."""
+    return (f"Block_{number}" for number in count())
+
+
+def image_classifier(module: nn.Module, s: Settings, **options: Any) -> Model:
+    """The model of a module from images (batch, image, image, 3) to logits (batch, classes)."""
+    batch, image = s["batch"], s["image"]
+    inputs = {"image": Input((batch, image, image, 3))}
+    labels = tokens((batch,), s["classes"])
+    return Model(module, inputs, {"labels": labels}, class_loss, **options)
+
+
+def language_model(
+    module: nn.Module, s: Settings, loss: Loss = class_loss, clip_norm: float = 1.0, **options: Any
+) -> Model:
+    """The model of a module from ids (batch, seq) to logits (batch, seq, vocab)."""
+    ids = tokens((s["batch"], s["seq"]), s["vocab"])
+    return Model(module, {"ids": ids}, {"labels": ids}, loss, clip_norm=clip_norm, **options)
+
+
 def require(ok: bool, what: str, hint: str) -> None:
     """Raise OpcastError unless ``ok``: settings that do not fit one another."""
     if not ok:
         raise OpcastError(what, hint=hint)
+
+
+def check_heads(dim: int, heads: int) -> None:
+    """Raise OpcastError unless ``heads`` divides ``dim``."""
+    require(
+        dim % heads == 0,
+        f"dim={dim} is not a multiple of heads={heads}",
+        "choose heads that divide dim",
+    )
 
 
 def parameter(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .attention import SelfAttention
-from .parts import Input, Model, Precision, Settings, precision, require, tokens
+from .encoders import SelfAttention
+from .parts import Input, Model, Precision, Settings, filled, require, tokens
 
 # As in Ho et al.; only the range of an argument depends on it.
 STEPS = 1000
@@ -130,15 +130,6 @@ def model(s: Settings) -> Model:
         f"channels={channels} is not a multiple of heads={s['heads']}",
         "choose heads that divide channels",
     )
-    shape = (s["batch"], image, image, s["image_channels"])
-    module = UNet(
-        channels,
-        levels,
-        s["blocks"],
-        s["attention_levels"],
-        s["heads"],
-        s["image_channels"],
-        precision(s),
-    )
-    inputs = {"image": Input(shape), "steps": tokens((s["batch"],), STEPS)}
-    return Model(module, inputs, {"noise": Input(shape)}, _loss, clip_norm=1.0)
+    images = Input((s["batch"], image, image, s["image_channels"]))
+    inputs = {"image": images, "steps": tokens((s["batch"],), STEPS)}
+    return Model(filled(UNet, s), inputs, {"noise": images}, _loss, clip_norm=1.0)

@@ -14,9 +14,9 @@ import pytest
 
 from opcast.common.errors import OpcastError
 from opcast.datagen import zoo
+from opcast.datagen.zoo.families.decoders import selective_scan
 from opcast.datagen.zoo.families.moe import MoE
 from opcast.datagen.zoo.families.parts import Precision
-from opcast.datagen.zoo.families.ssm import selective_scan
 from opcast.features.ir.stablehlo_reader import read_mlir
 
 TRANSFORMER = "batch=2 layers=1 dim=32 heads=4 hidden=64"

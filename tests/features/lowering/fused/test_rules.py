@@ -11,8 +11,7 @@ import pytest
 
 from opcast.common.errors import LoweringError
 from opcast.datagen.programs.random_program import random_program
-from opcast.datagen.zoo.registry import build
-from opcast.datagen.zoo.suites import suite
+from opcast.datagen.zoo.registry import build, suite
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import TensorType
 from opcast.features.ir.reader import read_program

@@ -1,4 +1,4 @@
-"""Llama-like decoder: a whole sequence at once, or one step with a key-value cache."""
+"""Decoders like Llama, whole sequences or a step with a cache, and a state-space language model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,64 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from .attention import attend_grouped, check_heads, rotate
-from .parts import Input, Model, Precision, Settings, class_loss, precision, require, tokens
+from .parts import (
+    MASKED,
+    Input,
+    Model,
+    Precision,
+    Settings,
+    check_heads,
+    filled,
+    language_model,
+    precision,
+    require,
+    tokens,
+)
 
 Cache = dict[str, jax.Array] | None
 """Keys and values (batch, cache, kv_heads, d) of one layer."""
+
+
+def attend_grouped(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """Grouped-query attention (Ainslie et al. 2023): query heads share a key-value head.
+
+    Args:
+        query: (batch, q, heads, d).
+        key: (batch, k, kv_heads, d), with kv_heads a divisor of heads.
+        value: (batch, k, kv_heads, d).
+        mask: Broadcastable to (batch, kv_heads, group, q, k).
+
+    Returns:
+        (batch, q, heads, d).
+    """
+    batch, length, heads, size = query.shape
+    # Keys and values are not repeated: the group is a dimension of the product.
+    grouped = query.reshape(batch, length, key.shape[2], heads // key.shape[2], size)
+    scores = jnp.einsum("bqngd,bknd->bngqk", grouped, key) * size**-0.5
+    scores = jnp.where(mask, scores.astype(jnp.float32), MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    out = jnp.einsum("bngqk,bknd->bqngd", weights, value)
+    return out.reshape(query.shape)
+
+
+def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021) in the rotate-half layout.
+
+    Args:
+        x: (batch, length, heads, d), d even.
+        positions: (length,) integers.
+        base: Wavelength base.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    # Angles in f32: at long positions bf16 could not separate neighbours.
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -176,34 +229,108 @@ def check_decoder(s: Settings) -> None:
 def model_llama(s: Settings) -> Model:
     """The decoder over whole sequences."""
     check_decoder(s)
-    module = Llama(
-        s["layers"],
-        s["dim"],
-        s["heads"],
-        s["kv_heads"],
-        s["hidden"],
-        s["vocab"],
-        s["scan_layers"],
-        s["remat"],
-        precision(s),
-    )
-    ids = tokens((s["batch"], s["seq"]), s["vocab"])
-    return Model(module, {"ids": ids}, {"labels": ids}, class_loss, clip_norm=1.0, weight_decay=0.1)
+    return language_model(filled(Llama, s), s, weight_decay=0.1)
 
 
 def model_llama_decode(s: Settings) -> Model:
     """One decoding step."""
     check_decoder(s)
-    p = precision(s)
-    module = LlamaStep(
-        s["layers"], s["dim"], s["heads"], s["kv_heads"], s["hidden"], s["vocab"], s["greedy"], p
-    )
     shape = (s["batch"], s["cache"], s["kv_heads"], s["dim"] // s["heads"])
     # Caches are drawn like activations: a step's time does not depend on their values.
-    layer = {"key": Input(shape, p.compute), "value": Input(shape, p.compute)}
+    cached = Input(shape, precision(s).compute)
     inputs = {
         "ids": tokens((s["batch"], 1), s["vocab"]),
         "position": Input((), jnp.int32, s["cache"], split=False),
-        "caches": [layer] * s["layers"],
+        "caches": [{"key": cached, "value": cached}] * s["layers"],
     }
-    return Model(module, inputs, state="caches")
+    return Model(filled(LlamaStep, s), inputs, state="caches")
+
+
+Pair = tuple[jax.Array, jax.Array]
+"""Decay and increment of a first-order recurrence."""
+
+
+def selective_scan(
+    x: jax.Array, delta: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array
+) -> jax.Array:
+    """The recurrence ``h = exp(delta a) h + delta b x``, ``y = c h`` along the length.
+
+    Args:
+        x: (batch, length, channels).
+        delta: Step sizes (batch, length, channels).
+        a: Negative decay rates (channels, state).
+        b: (batch, length, state).
+        c: (batch, length, state).
+
+    Returns:
+        (batch, length, channels).
+    """
+    decay = jnp.exp(delta[..., None] * a)
+    increment = (delta * x)[..., None] * b[:, :, None, :]
+
+    # Composition of two affine maps h -> a h + b, which is associative (Blelloch, 1990).
+    def combine(left: Pair, right: Pair) -> Pair:
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    _, hidden = jax.lax.associative_scan(combine, (decay, increment), axis=1)
+    return jnp.einsum("blcn,bln->blc", hidden, c)
+
+
+class Mixer(nn.Module):
+    """Gated projection, causal depthwise convolution, selective scan in f32."""
+
+    expand: int
+    state: int
+    conv: int
+    p: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, length, dim) to the same shape."""
+        p, dim = self.p, x.shape[-1]
+        # Step sizes have a low-rank projection of dim / 16, Mamba's default.
+        inner, rank = self.expand * dim, max(1, dim // 16)
+        y, gate = jnp.split(p.dense(2 * inner, bias=False)(x), 2, axis=-1)
+        y = nn.silu(
+            p.conv(inner, (self.conv,), rank=1, feature_group_count=inner, padding="CAUSAL")(y)
+        )
+        low, b, c = jnp.split(
+            p.dense(rank + 2 * self.state, bias=False)(y).astype(jnp.float32),
+            [rank, rank + self.state],
+            axis=-1,
+        )
+        ones = nn.initializers.ones
+        bias = self.param("dt_bias", ones, (inner,), jnp.float32)
+        rates = self.param("a_log", ones, (inner, self.state), jnp.float32)
+        skip = self.param("skip", ones, (inner,), jnp.float32)
+        # Softplus keeps steps positive, the exponential keeps rates negative: the scan decays.
+        delta = jax.nn.softplus(nn.Dense(inner, use_bias=False)(low) + bias)
+        wide = y.astype(jnp.float32)
+        out = selective_scan(wide, delta, -jnp.exp(rates), b, c) + skip * wide
+        return p.dense(dim, bias=False)(out.astype(y.dtype) * nn.silu(gate))
+
+
+class SSM(nn.Module):
+    """Embedding, residual mixers, tied vocabulary projection."""
+
+    layers: int
+    dim: int
+    expand: int
+    state: int
+    conv: int
+    vocab: int
+    p: Precision
+
+    @nn.compact
+    def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
+        """Logits (batch, length, vocab) of ids (batch, length)."""
+        table = self.p.embed(self.vocab, self.dim)
+        x = table(ids)
+        for _ in range(self.layers):
+            x = x + Mixer(self.expand, self.state, self.conv, self.p)(RMSNorm(self.p)(x))
+        return table.attend(RMSNorm(self.p)(x))
+
+
+def model_ssm(s: Settings) -> Model:
+    """The state-space model for the settings."""
+    return language_model(filled(SSM, s), s, weight_decay=0.1)
