@@ -14,7 +14,7 @@ import numpy as np
 from ...common.errors import OpcastError, ProfileError
 from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
-from ..programs.arguments import random_arguments
+from ..programs.source import random_arguments
 from .plan import WALL_SECONDS, Item, LoadedItem, load_item
 from .rows import sample_rows
 from .runner import STEADY, MakeArguments, Pulse, Runner, module_name, rotation

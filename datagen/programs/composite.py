@@ -6,13 +6,27 @@ element; both are rough, since oversized drafts are drawn again (see ``single_op
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .dense import matrix_sizes
-from .draws import HEAD_WIDTHS, HEADS, LENGTHS, Draft, Draws, indices, positive, struct, values
-from .layers import FLOATS, Function, gradient, normalize
+from .draws import (
+    FLOATS,
+    HEAD_WIDTHS,
+    HEADS,
+    LENGTHS,
+    Draft,
+    Draws,
+    Function,
+    gradient,
+    indices,
+    positive,
+    struct,
+    values,
+)
 from .source import Arg, numpy_dtype
 
 #: Activations whose expansions differ: rational functions, exponentials, piecewise linear ones.
@@ -26,6 +40,22 @@ _ACTIVATIONS = {
     "mish": jax.nn.mish,
     "leaky_relu": jax.nn.leaky_relu,
 }
+
+
+def normalize(
+    x: jax.Array, dims: int | tuple[int, ...], epsilon: float, *, centred: bool
+) -> jax.Array:
+    """Apply layer norm (Ba et al. 2016), or RMS norm if not ``centred`` (Zhang, Sennrich 2019).
+
+    Args:
+        x: Values in f32.
+        dims: Dimensions of one group.
+        epsilon: Added to the mean square.
+        centred: Whether the mean is subtracted first.
+    """
+    if centred:
+        x = x - jnp.mean(x, dims, keepdims=True)
+    return x * lax.rsqrt(jnp.mean(x * x, dims, keepdims=True) + epsilon)
 
 
 def with_gradient(draws: Draws, draft: Draft, probability: float = 0.35) -> Draft:
@@ -43,32 +73,31 @@ def with_gradient(draws: Draws, draft: Draft, probability: float = 0.35) -> Draf
 
 def softmax(draws: Draws) -> Draft:
     """Draw a softmax or log-softmax over the last, sometimes another dimension."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 6, 100), 1, 2, 3, 4)
+    arg = draws.array(6, 100)
     # Models normalise the minor dimension; a share of others covers reductions along the major one.
     axis = -1 if draws.flip(0.85) else 0
     function = jax.nn.softmax if draws.flip(0.75) else jax.nn.log_softmax
-    return with_gradient(draws, Draft(lambda x: function(x, axis), (values(shape, dtype),)))
+    return with_gradient(draws, Draft(lambda x: function(x, axis), (arg,)))
 
 
 def layer_norm(draws: Draws) -> Draft:
     """Draw a layer or RMS normalisation in f32 with scale and bias."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements("f32", 7, 120), 2, 3, 3)
-    rms, kind = draws.flip(), numpy_dtype(dtype)
+    arg = draws.array(7, 120, ranks=(2, 3, 3), held="f32")
+    rms, kind = draws.flip(), numpy_dtype(arg.dtype)
 
     def function(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
         y = normalize(x.astype(jnp.float32), -1, 1e-5, centred=not rms)
         return (y * scale + (0 if rms else bias)).astype(kind)
 
-    small = Arg(shape[-1:], "f32")
-    draft = Draft(function, (values(shape, dtype), small, small), "rms" if rms else "layer")
+    small = Arg(arg.shape[-1:], "f32")
+    draft = Draft(function, (arg, small, small), "rms" if rms else "layer")
     return with_gradient(draws, draft)
 
 
 def batch_norm(draws: Draws) -> Draft:
     """Draw a normalisation over all but one dimension, with an activation."""
-    shape = draws.shape(draws.elements("f32", 7, 120), 4)
+    arg = draws.array(7, 120, ranks=(4,), dtype="f32")
+    shape = arg.shape
     # NHWC, the layout of flax, twice as often as NCHW.
     axis = draws.choice((3, 3, 1))
     dims = tuple(d for d in range(4) if d != axis)
@@ -83,58 +112,54 @@ def batch_norm(draws: Draws) -> Draft:
         return jax.nn.relu(normal * scale.reshape(side) + bias.reshape(side))
 
     small = Arg((shape[axis],), "f32")
-    return with_gradient(draws, Draft(function, (Arg(shape, "f32"), small, small)))
+    return with_gradient(draws, Draft(function, (arg, small, small)))
 
 
 def activation(draws: Draws) -> Draft:
     """Draw an activation, with a bias half of the time."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 6, 120), 2, 3, 4)
+    arg = draws.array(6, 120, ranks=(2, 3, 4))
     name = draws.choice(sorted(_ACTIVATIONS))
     function = _ACTIVATIONS[name]
-    x, bias = values(shape, dtype), values(shape[-1:], dtype)
     if draws.flip():
-        return with_gradient(draws, Draft(lambda a: function(a), (x,), name))
-    return with_gradient(draws, Draft(lambda a, b: function(a + b), (x, bias), f"bias-{name}"))
+        return with_gradient(draws, Draft(lambda a: function(a), (arg,), name))
+    args = (arg, values(arg.shape[-1:], arg.dtype))
+    return with_gradient(draws, Draft(lambda a, b: function(a + b), args, f"bias-{name}"))
 
 
 def gated(draws: Draws) -> Draft:
     """Draw a gated linear unit without its products."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 7, 100), 2, 3)
+    arg = draws.array(7, 100, ranks=(2, 3))
     gate = draws.choice((jax.nn.silu, jax.nn.gelu, jax.nn.sigmoid))
-    args = (values(shape, dtype), values(shape, dtype))
-    return with_gradient(draws, Draft(lambda x, y: gate(x) * y, args))
+    return with_gradient(draws, Draft(lambda x, y: gate(x) * y, (arg, arg)))
 
 
 def cross_entropy(draws: Draws) -> Draft:
     """Draw the mean cross-entropy of logits and labels."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements("f32", 6, 120), 2)
+    arg = draws.array(6, 120, ranks=(2,), held="f32")
 
     def function(logits: jax.Array, labels: jax.Array) -> jax.Array:
         logs = jax.nn.log_softmax(logits.astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(logs, labels[:, None], 1, mode="clip"))
 
-    args = (values(shape, dtype), indices(shape[:1], shape[1]))
-    return with_gradient(draws, Draft(function, args), 0.5)
+    labels = indices(arg.shape[:1], arg.shape[1])
+    return with_gradient(draws, Draft(function, (arg, labels)), 0.5)
 
 
 def optimizer_update(draws: Draws) -> Draft:
     """Draw an Adam, momentum or plain gradient step of one tensor."""
-    shape = draws.shape(draws.elements("f32", 9, 150), 1, 2, 4)
+    p = draws.array(9, 150, ranks=(1, 2, 4), dtype="f32")
     # Adam twice as often: nearly all transformers are trained with it.
     form = draws.choice(("adam", "adam", "momentum", "sgd"))
-    p, g, m = Arg(shape, "f32"), Arg(shape, "f32"), Arg(shape, "f32", high=0.1)
+    m = replace(p, high=0.1)
     if form == "sgd":
-        return Draft(lambda w, d, rate: w - rate * d, (p, g, positive((), "f32")), form)
+        return Draft(lambda w, d, rate: w - rate * d, (p, p, positive((), "f32")), form)
     if form == "momentum":
 
         def momentum(w: jax.Array, d: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
             v = 0.9 * v + d
             return w - 0.01 * v, v
 
-        return Draft(momentum, (p, g, m), form)
+        return Draft(momentum, (p, p, m), form)
 
     def adam(
         w: jax.Array, d: jax.Array, v: jax.Array, s: jax.Array, step: jax.Array
@@ -145,7 +170,7 @@ def optimizer_update(draws: Draws) -> Draft:
 
     # From 1 on: the bias correction divides by 1 - beta^step.
     step = Arg((), "f32", "uniform", 1, 100)
-    return Draft(adam, (p, g, m, positive(shape, "f32"), step), form)
+    return Draft(adam, (p, p, m, positive(p.shape, "f32"), step), form)
 
 
 def rope(draws: Draws) -> Draft:
@@ -176,15 +201,14 @@ def rope(draws: Draws) -> Draft:
 
 def dropout(draws: Draws) -> Draft:
     """Draw a dropout whose random bits are an argument."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements("f32", 5, 80), 2, 3, 4)
+    arg = draws.array(5, 80, ranks=(2, 3, 4), held="f32")
 
     def function(x: jax.Array, bits: jax.Array) -> jax.Array:
         # 230 of 256: nine tenths are kept.
         return jnp.where(bits < 230, x / jnp.asarray(0.9, x.dtype), jnp.zeros((), x.dtype))
 
-    args = (values(shape, dtype), Arg(shape, "u8", "integer", 0, 256))
-    return with_gradient(draws, Draft(function, args), 0.3)
+    bits = Arg(arg.shape, "u8", "integer", 0, 256)
+    return with_gradient(draws, Draft(function, (arg, bits)), 0.3)
 
 
 def attention(draws: Draws) -> Draft:

@@ -19,10 +19,10 @@ from .draws import (
     WIDTHS,
     Draft,
     Draws,
+    Function,
     struct,
     values,
 )
-from .layers import Function, convolve
 from .source import Arg, numpy_dtype
 
 #: Smallest product or convolution aimed at: a 13 x 13 x 13 product, below any device's floor.
@@ -139,6 +139,29 @@ def _split_rows(
     factor = draws.choice(factors)
     split = (*shape[:row], factor, shape[row] // factor, *shape[row + 1 :])
     return split, (-1, axes[1] + (1 if row < axes[1] else 0))
+
+
+def convolve(
+    x: jax.Array,
+    w: jax.Array,
+    layout: tuple[str, str, str],
+    *,
+    stride: int,
+    padding: str,
+    groups: int,
+    dilation: int = 1,
+) -> jax.Array:
+    """Convolve with one stride and one dilation of the filter for all spatial dimensions."""
+    spatial = x.ndim - 2
+    return lax.conv_general_dilated(
+        x,
+        w,
+        (stride,) * spatial,
+        padding,
+        rhs_dilation=(dilation,) * spatial,
+        dimension_numbers=layout,
+        feature_group_count=groups,
+    )
 
 
 def convolution(draws: Draws) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,10 @@ from .source import Arg, numpy_dtype
 
 T = TypeVar("T")
 _struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
+#: Real floating-point types, as HLO names.
+FLOATS = ("f32", "bf16", "f16")
+#: A layer: takes one array per argument, returns an array or a tuple of arrays.
+Function: TypeAlias = Callable[..., "jax.Array"]
 
 #: Widths of layers: powers of two, 3·2^k, and widths of well-known models, such as the feed-forward
 #: of Llama 7B (11008) and Llama 3 8B (14336).
@@ -140,6 +144,26 @@ class Draws:
         most = min(most, self.max_flops / work)
         return max(1, int(self.log_uniform(min(_FEW, most / 4 + 1), max(most, 1))))
 
+    def array(
+        self,
+        copies: float = 2.0,
+        work: float = 20.0,
+        ranks: Sequence[int] = (),
+        dtype: str = "",
+        held: str = "",
+    ) -> Arg:
+        """Draw an argument of harmless values: its type, a number of elements, a shape.
+
+        Args:
+            copies: Arrays of that many elements that the program needs at a time.
+            work: Work per element, in FLOPs of a matrix product.
+            ranks: Allowed numbers of dimensions; 1 to 4 if not given.
+            dtype: Its element type; a floating-point type of the sampler if not given.
+            held: Element type of the other arrays; its own if not given.
+        """
+        dtype = dtype or self.dtype()
+        return values(self.shape(self.elements(held or dtype, copies, work), *ranks), dtype)
+
     def split(self, elements: float, rank: int, concentration: float = 1.5) -> tuple[int, ...]:
         """Draw ``rank`` dimensions whose product is about ``elements``, never above it.
 
@@ -229,3 +253,24 @@ def values(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Arg:
 def indices(shape: tuple[int, ...], bound: int) -> Arg:
     """Make an int32 argument of indices in ``[0, bound)``."""
     return Arg(shape, "s32", "integer", 0, max(1, bound))
+
+
+def gradient(function: Function, wanted: Sequence[int]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return the vector-Jacobian product of a function by its ``wanted`` arguments.
+
+    Returns:
+        A function of the gradient of the function's result and then of the function's arguments.
+    """
+
+    def vector_jacobian(grad: jax.Array, *args: jax.Array) -> tuple[jax.Array, ...]:
+        # A function of the wanted arguments alone: integers have no gradient.
+        def partial(*floats: jax.Array) -> jax.Array:
+            full = list(args)
+            for index, value in zip(wanted, floats, strict=True):
+                full[index] = value
+            return function(*full)
+
+        product: tuple[jax.Array, ...] = jax.vjp(partial, *(args[i] for i in wanted))[1](grad)
+        return product
+
+    return vector_jacobian

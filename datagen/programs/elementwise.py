@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,7 @@ UNARY: dict[str, tuple[Callable[..., jax.Array], str, float]] = {
     "sign": (lax.sign, "any", 20),
     "floor": (lax.floor, "any", 20),
     "ceil": (lax.ceil, "any", 20),
-    "round_nearest_even": (
-        functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN),
-        "any",
-        20,
-    ),
+    "round_nearest_even": (_round, "any", 20),
     "exponential": (lax.exp, "any", 20),
     "exponential_minus_one": (lax.expm1, "any", 60),
     "log": (lax.log, "positive", 20),
@@ -117,17 +114,16 @@ def _dtype(draws: Draws, domain: str) -> str:
 def unary(name: str, draws: Draws) -> Draft:
     """Draw a unary op on one array."""
     function, domain, work = UNARY[name]
-    dtype = _dtype(draws, domain)
-    shape = draws.shape(draws.elements(dtype, 2, work))
-    return Draft(lambda x: function(x), (_operand(shape, dtype, domain),))
+    arg = draws.array(2, work, dtype=_dtype(draws, domain))
+    return Draft(lambda x: function(x), (_operand(arg.shape, arg.dtype, domain),))
 
 
 def binary(name: str, draws: Draws) -> Draft:
     """Draw a binary op on equal shapes, or with a scalar, a row, a column or an inner part."""
     function, domain, work = BINARY[name]
-    dtype = _dtype(draws, domain)
     # Four copies: two operands, the broadcast one and the result.
-    shape = draws.shape(draws.elements(dtype, 4, work))
+    arg = draws.array(4, work, dtype=_dtype(draws, domain))
+    shape, dtype = arg.shape, arg.dtype
     # "channel" broadcasts along dimension 1, where NCHW has its channels.
     form = draws.weighted({"same": 0.6, "scalar": 0.1, "row": 0.15, "column": 0.1, "channel": 0.05})
     kept = _kept_dims(form, len(shape))
@@ -153,28 +149,24 @@ def _kept_dims(form: str, rank: int) -> tuple[int, ...]:
 
 def compare(draws: Draws) -> Draft:
     """Draw a comparison in one of six directions."""
-    dtype = draws.dtype("s32") if draws.flip(0.25) else draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 3))
+    arg = draws.array(3, dtype=draws.dtype("s32") if draws.flip(0.25) else "")
     function = draws.choice((lax.eq, lax.ne, lax.lt, lax.le, lax.gt, lax.ge))
-    return Draft(lambda x, y: function(x, y), (values(shape, dtype), values(shape, dtype)))
+    return Draft(lambda x, y: function(x, y), (arg, arg))
 
 
 def select(draws: Draws) -> Draft:
     """Draw a choice by an array of booleans, or by a comparison with a scalar."""
-    dtype = draws.dtype("s32") if draws.flip(0.1) else draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 4))
-    x, y = values(shape, dtype), values(shape, dtype)
+    arg = draws.array(4, dtype=draws.dtype("s32") if draws.flip(0.1) else "")
     if draws.flip(0.3):
-        return Draft(lambda a, b: jnp.where(a > 0, a, b), (x, y), "compare")
-    return Draft(lambda p, a, b: lax.select(p, a, b), (values(shape, "pred"), x, y))
+        return Draft(lambda a, b: jnp.where(a > 0, a, b), (arg, arg), "compare")
+    return Draft(lambda p, a, b: lax.select(p, a, b), (values(arg.shape, "pred"), arg, arg))
 
 
 def clamp(draws: Draws) -> Draft:
     """Draw a clamp between scalars or arrays."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 4))
-    bound = shape if draws.flip(0.3) else ()
-    args = (positive(bound, dtype), values(shape, dtype, 3.0), positive(bound, dtype))
+    arg = draws.array(4)
+    bound = positive(arg.shape if draws.flip(0.3) else (), arg.dtype)
+    args = (bound, replace(arg, high=3.0), bound)
     return Draft(lambda low, x, high: lax.clamp(-low, x, high), args)
 
 
@@ -184,30 +176,29 @@ def convert(draws: Draws) -> Draft:
     pool = (*draws.dtypes, *draws.dtypes, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
     source = draws.choice(pool)
     target = draws.choice([d for d in pool if d != source])
-    shape = draws.shape(draws.elements("f32", 2))
+    arg = draws.array(dtype=source, held="f32")
     out = numpy_dtype(target)
-    arg = values(shape, source)
     return Draft(lambda x: lax.convert_element_type(x, out), (arg,), f"{source}-{target}")
 
 
 def bitcast_convert(draws: Draws) -> Draft:
     """Draw a reinterpretation of bits, followed by an op that uses them as random generators do."""
     dtype, target = draws.choice((("f32", "u32"), ("bf16", "u16"), ("f16", "u16"), ("s32", "u32")))
-    shape = draws.shape(draws.elements(dtype, 2))
+    arg = draws.array(dtype=dtype)
     out = numpy_dtype(target)
 
     # Alone it would compile to nothing: the bits are only renamed.
     def function(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, out) >> 3
 
-    return Draft(function, (values(shape, dtype),))
+    return Draft(function, (arg,))
 
 
 def complex_op(draws: Draws) -> Draft:
     """Draw an op on complex numbers: building, taking apart, arithmetic."""
-    shape = draws.shape(draws.elements("c64", 4, 60))
+    z = draws.array(4, 60, dtype="c64")
     form = draws.choice(("complex", "real", "multiply", "abs", "exp", "rotate"))
-    z, x = Arg(shape, "c64"), Arg(shape, "f32")
+    x = Arg(z.shape, "f32")
     if form == "complex":
         return Draft(lambda a, b: lax.complex(a, b), (x, x), form)
     if form in ("multiply", "rotate"):
@@ -244,9 +235,8 @@ def fused(draws: Draws) -> Draft:
 
 def mask(draws: Draws) -> Draft:
     """Draw a causal or a padding mask: iota, compare, select."""
-    dtype = draws.dtype()
-    elements = draws.elements(dtype, 3)
-    shape = draws.shape(elements, 2, 3, 4)
+    arg = draws.array(3, ranks=(2, 3, 4))
+    shape = arg.shape
     if draws.flip():
 
         def causal(x: jax.Array) -> jax.Array:
@@ -254,11 +244,11 @@ def mask(draws: Draws) -> Draft:
             columns = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
             return jnp.where(rows >= columns, x, jnp.asarray(-1e4, x.dtype))
 
-        return Draft(causal, (values(shape, dtype),), "causal")
+        return Draft(causal, (arg,), "causal")
 
     def padding(x: jax.Array, lengths: jax.Array) -> jax.Array:
         columns = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
         limit = lax.broadcast_in_dim(lengths, shape, (0,))
         return jnp.where(columns < limit, x, jnp.zeros((), x.dtype))
 
-    return Draft(padding, (values(shape, dtype), indices(shape[:1], shape[-1])), "padding")
+    return Draft(padding, (arg, indices(shape[:1], shape[-1])), "padding")

@@ -17,6 +17,10 @@ def _dtype(draws: Draws) -> str:
     return draws.dtype(*_EXTRA) if draws.flip(0.12) else draws.dtype()
 
 
+def _array(draws: Draws, copies: float, *ranks: int) -> Arg:
+    return draws.array(copies, ranks=ranks, dtype=_dtype(draws))
+
+
 def _part(draws: Draws, size: int) -> int:
     """Draw the size of a part of a dimension: half, a quarter, most of it, or any."""
     options = (size // 2, size // 4, size - 1, draws.integer(1, size))
@@ -25,18 +29,16 @@ def _part(draws: Draws, size: int) -> int:
 
 def broadcast(draws: Draws) -> Draft:
     """Draw a broadcast of any subset of the dimensions."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 1.3), 2, 3, 4)
-    kept = tuple(d for d in range(len(shape)) if draws.flip(0.45))
-    operand = values(tuple(shape[d] for d in kept), dtype)
-    return Draft(lambda x: lax.broadcast_in_dim(x, shape, kept), (operand,))
+    arg = _array(draws, 1.3, 2, 3, 4)
+    kept = tuple(d for d in range(len(arg.shape)) if draws.flip(0.45))
+    operand = values(tuple(arg.shape[d] for d in kept), arg.dtype)
+    return Draft(lambda x: lax.broadcast_in_dim(x, arg.shape, kept), (operand,))
 
 
 def transpose(draws: Draws) -> Draft:
     """Draw a transpose of the two minor dimensions, heads, image layouts, or any permutation."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 2), 2, 2, 3, 4, 4, 5)
-    rank = len(shape)
+    arg = _array(draws, 2, 2, 2, 3, 4, 4, 5)
+    rank = len(arg.shape)
     order = list(range(rank))
     form = draws.choice(("minor", "random", "heads", "image"))
     if form == "heads" and rank == 4:
@@ -48,27 +50,22 @@ def transpose(draws: Draws) -> Draft:
     # An identity would be removed by the compiler: swap the minor dimensions instead.
     if order == sorted(order):
         order[-2:] = order[:-3:-1]
-    return Draft(
-        lambda x: lax.transpose(x, order), (values(shape, dtype),), "".join(map(str, order))
-    )
+    return Draft(lambda x: lax.transpose(x, order), (arg,), "".join(map(str, order)))
 
 
 def reshape(draws: Draws) -> Draft:
     """Draw a reshape; half of the time behind a transpose, so that it copies."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 3), 2, 3, 4)
-    flat = (shape[0], -1) if draws.flip() else (-1, shape[-1])
+    arg = _array(draws, 3, 2, 3, 4)
+    flat = (arg.shape[0], -1) if draws.flip() else (-1, arg.shape[-1])
     if draws.flip():
-        return Draft(lambda x: jnp.reshape(x, flat), (values(shape, dtype),))
-    return Draft(
-        lambda x: jnp.reshape(jnp.swapaxes(x, 0, -1), (-1,)), (values(shape, dtype),), "copy"
-    )
+        return Draft(lambda x: jnp.reshape(x, flat), (arg,))
+    return Draft(lambda x: jnp.reshape(jnp.swapaxes(x, 0, -1), (-1,)), (arg,), "copy")
 
 
 def slice_op(draws: Draws) -> Draft:
     """Draw a slice of one or of all dimensions, sometimes strided."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 2))
+    arg = _array(draws, 2)
+    shape = arg.shape
     axis = draws.integer(0, len(shape) - 1)
     starts, limits, strides = [0] * len(shape), list(shape), [1] * len(shape)
     for d in range(len(shape)):
@@ -77,13 +74,13 @@ def slice_op(draws: Draws) -> Draft:
             starts[d] = draws.integer(0, shape[d] - part)
             limits[d] = starts[d] + part
             strides[d] = draws.choice((1, 1, 1, 2, 3))
-    return Draft(lambda x: lax.slice(x, starts, limits, strides), (values(shape, dtype),))
+    return Draft(lambda x: lax.slice(x, starts, limits, strides), (arg,))
 
 
 def dynamic_slice(draws: Draws) -> Draft:
     """Draw a slice at positions that are arguments."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 2))
+    arg = _array(draws, 2)
+    shape = arg.shape
     axis = draws.integer(0, len(shape) - 1)
     sizes = [_part(draws, n) if d == axis else n for d, n in enumerate(shape)]
 
@@ -91,13 +88,13 @@ def dynamic_slice(draws: Draws) -> Draft:
         starts = [start if d == axis else 0 for d in range(len(shape))]
         return lax.dynamic_slice(x, starts, sizes)
 
-    return Draft(function, (values(shape, dtype), indices((), shape[axis] - sizes[axis] + 1)))
+    return Draft(function, (arg, indices((), shape[axis] - sizes[axis] + 1)))
 
 
 def dynamic_update_slice(draws: Draws) -> Draft:
     """Draw an update of a part, as of a key-value cache."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 3))
+    arg = _array(draws, 3)
+    shape = arg.shape
     axis = draws.integer(0, len(shape) - 1)
     # A decoding step writes one position of a cache.
     part = 1 if draws.flip() else _part(draws, shape[axis])
@@ -107,17 +104,15 @@ def dynamic_update_slice(draws: Draws) -> Draft:
         starts = [start if d == axis else 0 for d in range(len(shape))]
         return lax.dynamic_update_slice(x, y, starts)
 
-    args = (values(shape, dtype), values(update, dtype), indices((), shape[axis] - part + 1))
-    return Draft(function, args)
+    return Draft(function, (arg, values(update, arg.dtype), indices((), shape[axis] - part + 1)))
 
 
 def pad(draws: Draws) -> Draft:
     """Draw padding with a low, high and sometimes an inner part; sometimes negative."""
-    dtype = _dtype(draws)
     # Six copies: padding around and between elements may triple the result.
-    shape = draws.shape(draws.elements(dtype, 6))
+    arg = _array(draws, 6)
     config = []
-    for size in shape:
+    for size in arg.shape:
         if not draws.flip(0.6):
             config.append((0, 0, 0))
             continue
@@ -126,8 +121,8 @@ def pad(draws: Draws) -> Draft:
         if size > 4 and draws.flip(0.1):
             low = -1
         config.append((low, high, 1 if draws.flip(0.15) else 0))
-    zero = numpy_dtype(dtype).type(0)
-    return Draft(lambda x: lax.pad(x, zero, config), (values(shape, dtype),))
+    zero = numpy_dtype(arg.dtype).type(0)
+    return Draft(lambda x: lax.pad(x, zero, config), (arg,))
 
 
 def concatenate(draws: Draws) -> Draft:
@@ -145,10 +140,10 @@ def concatenate(draws: Draws) -> Draft:
 
 def reverse(draws: Draws) -> Draft:
     """Draw a reversal of one or more dimensions."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 2))
-    dims = [d for d in range(len(shape)) if draws.flip(0.4)] or [len(shape) - 1]
-    return Draft(lambda x: lax.rev(x, dims), (values(shape, dtype),))
+    arg = _array(draws, 2)
+    rank = len(arg.shape)
+    dims = [d for d in range(rank) if draws.flip(0.4)] or [rank - 1]
+    return Draft(lambda x: lax.rev(x, dims), (arg,))
 
 
 def iota(draws: Draws) -> Draft:
@@ -163,12 +158,11 @@ def iota(draws: Draws) -> Draft:
 
 def copy_tile(draws: Draws) -> Draft:
     """Draw a tiling or a repetition, as of heads that share keys."""
-    dtype = _dtype(draws)
-    shape = draws.shape(draws.elements(dtype, 8), 2, 3, 4)
-    count, axis = draws.choice((2, 4)), draws.integer(0, len(shape) - 1)
+    arg = _array(draws, 8, 2, 3, 4)
+    count, axis = draws.choice((2, 4)), draws.integer(0, len(arg.shape) - 1)
     if draws.flip():
-        return Draft(lambda x: jnp.repeat(x, count, axis), (values(shape, dtype),), "repeat")
-    return Draft(lambda x: jnp.tile(x, count), (values(shape, dtype),), "tile")
+        return Draft(lambda x: jnp.repeat(x, count, axis), (arg,), "repeat")
+    return Draft(lambda x: jnp.tile(x, count), (arg,), "tile")
 
 
 def _table(draws: Draws, dtype: str, share: float) -> tuple[int, int]:

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .composite import normalize
+from .dense import convolve
 from .draws import CHANNELS, WIDTHS, indices, values
-from .layers import convolve, normalize, recur, repeat
-from .layers import pool as pool_windows
-from .random_values import Pool, Step, Value
+from .random_values import HELD, Pool, Step, Value, motif
+from .reductions import pool as pool_windows
+from .reductions import recur, repeat
 from .source import Arg, numpy_dtype
 
-#: Makes a step that reads a value, or None where the value does not suit it.
-Motif = Callable[[Pool, Value], Step | None]
 ACTIVATIONS: tuple[Callable[[jax.Array], jax.Array], ...] = (
     jax.nn.relu,
     jax.nn.gelu,
@@ -41,10 +41,9 @@ def _weight(shape: tuple[int, ...], fan_in: int, dtype: str) -> Arg:
     return Arg(shape, dtype, high=1 / math.sqrt(max(1, fan_in)))
 
 
-def linear(pool: Pool, x: Value) -> Step | None:
+@motif(5.0, rank=1, last=2)
+def linear(pool: Pool, x: Value) -> Step:
     """Make a product with a weight, a bias and an activation."""
-    if not x.is_float or x.rank < 1 or x.shape[-1] < 2:
-        return None
     k, n = x.shape[-1], _width(pool, x.shape[-1])
     act, with_bias = pool.draws.choice(ACTIVATIONS), pool.draws.flip(0.6)
     weight = _weight((k, n), k, x.dtype)
@@ -53,10 +52,9 @@ def linear(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v, w, b: act(v @ w + b), (x,), (weight, Arg((n,), x.dtype, high=0.1)))
 
 
-def gated_mlp(pool: Pool, x: Value) -> Step | None:
+@motif(1.0, rank=2, last=2)
+def gated_mlp(pool: Pool, x: Value) -> Step:
     """Make a gated feed-forward block with a residual."""
-    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
-        return None
     k, n = x.shape[-1], _width(pool, x.shape[-1])
     args = (_weight((k, n), k, x.dtype),) * 2 + (_weight((n, k), n, x.dtype),)
     act = pool.draws.choice(ACTIVATIONS[:3])
@@ -64,19 +62,17 @@ def gated_mlp(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v, a, b, c: (v + (act(v @ a) * (v @ b)) @ c) * 0.7, (x,), args)
 
 
-def similarity(pool: Pool, x: Value) -> Step | None:
+@motif(1.0, rank=2, last=2)
+def similarity(pool: Pool, x: Value) -> Step:
     """Make a product of two values over their last dimension, batched over all but two."""
-    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
-        return None
     inputs, args = pool.like(x)
     scale = x.shape[-1] ** -0.5
     return Step(lambda a, b: jnp.einsum("...md,...nd->...mn", a, b) * scale, (x, *inputs), args)
 
 
-def norm(pool: Pool, x: Value) -> Step | None:
+@motif(3.0, rank=2, last=2)
+def norm(pool: Pool, x: Value) -> Step:
     """Make a layer, RMS or batch normalisation."""
-    if not x.is_float or x.rank < 2 or x.shape[-1] < 2:
-        return None
     form = pool.draws.choice(("layer", "rms", "batch"))
     dims = tuple(range(x.rank - 1)) if form == "batch" else (x.rank - 1,)
     kind = numpy_dtype(x.dtype)
@@ -89,20 +85,18 @@ def norm(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (Arg(small, "f32", "uniform", 0.5, 1.5), Arg(small, "f32")))
 
 
-def softmax(pool: Pool, x: Value) -> Step | None:
+@motif(1.5, rank=1)
+def softmax(pool: Pool, x: Value) -> Step:
     """Make a softmax or log-softmax over the last or another dimension."""
-    if not x.is_float or x.rank < 1:
-        return None
     axis = -1 if pool.draws.flip(0.8) else pool.draws.integer(0, x.rank - 1)
     if pool.draws.flip(0.8):
         return Step(lambda v: jax.nn.softmax(v, axis), (x,))
     return Step(lambda v: jax.nn.log_softmax(v, axis) * 0.1, (x,))
 
 
+@motif(3.0, rank=3, most=3)
 def attention(pool: Pool, x: Value) -> Step | None:
     """Make a block of self-attention with heads of 32 to 128, causal or not."""
-    if not x.is_float or x.rank != 3:
-        return None
     batch, length, width = x.shape
     heads_of = [h for h in (32, 48, 64, 96, 128) if width % h == 0]
     if not heads_of:
@@ -133,10 +127,9 @@ def attention(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), tuple(_weight(s, width, x.dtype) for s in shapes))
 
 
-def convolution(pool: Pool, x: Value) -> Step | None:
+@motif(4.0, rank=3, most=4)
+def convolution(pool: Pool, x: Value) -> Step:
     """Make a plain, strided or depthwise convolution with scale, bias and activation."""
-    if not x.is_float or x.rank not in (3, 4):
-        return None
     spatial, channels = x.rank - 2, x.shape[-1]
     form = pool.draws.weighted({"plain": 0.6, "strided": 0.25, "depthwise": 0.15})
     kernel = pool.draws.choice((1, 3, 3, 5))
@@ -158,9 +151,10 @@ def convolution(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (weight, scale, Arg((out,), x.dtype, high=0.1)))
 
 
+@motif(2.0, rank=4, most=4)
 def pooling(pool: Pool, x: Value) -> Step | None:
     """Make a maximum or average pooling of images, or of everything."""
-    if not x.is_float or x.rank != 4 or min(x.shape[1:3]) < 3:
+    if min(x.shape[1:3]) < 3:
         return None
     form = pool.draws.choice(("max", "mean", "global"))
     if form == "global":
@@ -172,10 +166,9 @@ def pooling(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: pool_windows(v, dims, strides, "SAME", largest=False) / size**2, (x,))
 
 
-def squeeze_excite(pool: Pool, x: Value) -> Step | None:
+@motif(0.6, rank=3)
+def squeeze_excite(pool: Pool, x: Value) -> Step:
     """Make a gate per channel from the mean over all positions."""
-    if not x.is_float or x.rank < 3:
-        return None
     c, dims = x.shape[-1], tuple(range(1, x.rank - 1))
     # A reduction of 4, as in EfficientNet and MobileNetV3 (16 in the original).
     inner = max(1, c // 4)
@@ -189,6 +182,7 @@ def squeeze_excite(pool: Pool, x: Value) -> Step | None:
     )
 
 
+@motif(1.5, dtypes=HELD)
 def embedding(pool: Pool, x: Value) -> Step | None:
     """Look up rows of a table for integers of the pool or for new ones."""
     rows = pool.draws.choice((100, 1000, 8192, 32000))
@@ -203,10 +197,9 @@ def embedding(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v, i, t: v + jnp.take(t, i, 0, mode="clip"), (x,), (arg, table))
 
 
-def recurrence(pool: Pool, x: Value) -> Step | None:
+@motif(0.7, rank=2, most=3, last=2)
+def recurrence(pool: Pool, x: Value) -> Step:
     """Make a recurrent layer over the leading dimension, or a loop of a small layer."""
-    if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
-        return None
     k = x.shape[-1]
     weight = _weight((k, k), k, x.dtype)
     if x.rank == 3 and 2 <= x.shape[0] <= 64:
@@ -215,10 +208,9 @@ def recurrence(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v, w: repeat(v, w, trips), (x,), (weight,))
 
 
-def cross_entropy(pool: Pool, x: Value) -> Step | None:
+@motif(0.5, rank=2, most=3, last=2)
+def cross_entropy(pool: Pool, x: Value) -> Step:
     """Make the mean cross-entropy of logits and labels."""
-    if not x.is_float or x.rank not in (2, 3) or x.shape[-1] < 2:
-        return None
     classes = x.shape[-1]
 
     def function(v: jax.Array, labels: jax.Array) -> jax.Array:
@@ -227,21 +219,3 @@ def cross_entropy(pool: Pool, x: Value) -> Step | None:
         return -jnp.mean(picked)
 
     return Step(function, (x,), (indices(x.shape[:-1], classes),))
-
-
-#: Layers with their weights: products, convolutions, norms and attention first, as in real models
-#: (engineering choice).
-LAYERS: dict[Motif, float] = {
-    linear: 5.0,
-    gated_mlp: 1.0,
-    similarity: 1.0,
-    norm: 3.0,
-    softmax: 1.5,
-    attention: 3.0,
-    convolution: 4.0,
-    pooling: 2.0,
-    squeeze_excite: 0.6,
-    embedding: 1.5,
-    recurrence: 0.7,
-    cross_entropy: 0.5,
-}

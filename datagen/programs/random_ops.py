@@ -10,18 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .draws import indices, values
+from .draws import FLOATS, indices, values
 from .elementwise import CHAIN
-from .layers import FLOATS, threefry_key
-from .random_layers import Motif
-from .random_values import Pool, Step, Value
+from .random_values import HELD, Pool, Step, Value, motif
+from .reductions import threefry_key
 from .source import Arg, numpy_dtype
 
 
-def chain(pool: Pool, x: Value) -> Step | None:
+@motif(5.0)
+def chain(pool: Pool, x: Value) -> Step:
     """Chain one to five unary ops that keep values small."""
-    if not x.is_float:
-        return None
     steps = [pool.draws.choice(CHAIN) for _ in range(pool.draws.integer(1, 5))]
 
     def function(v: jax.Array) -> jax.Array:
@@ -32,6 +30,7 @@ def chain(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,))
 
 
+@motif(6.0, dtypes=HELD)
 def combine(pool: Pool, x: Value) -> Step | None:
     """Combine two values of the same type, as in a residual connection."""
     inputs, args = pool.like(x)
@@ -60,19 +59,19 @@ def combine(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x, *inputs), args, x.is_float)
 
 
-def broadcast_combine(pool: Pool, x: Value) -> Step | None:
+@motif(2.5, rank=2)
+def broadcast_combine(pool: Pool, x: Value) -> Step:
     """Combine a value with a row, column or scalar argument."""
-    if not x.is_float or x.rank < 2:
-        return None
     form = pool.draws.choice(("row", "column", "scalar"))
     shape = {"row": x.shape[-1:], "column": (*x.shape[:-1], 1), "scalar": ()}[form]
     function: Any = pool.draws.choice((lambda a, b: a * b, lambda a, b: a + b, jnp.maximum))
     return Step(function, (x,), (Arg(shape, x.dtype, "uniform", 0.3, 1.2),))
 
 
+@motif(2.5, rank=1)
 def reduction(pool: Pool, x: Value) -> Step | None:
     """Make a reduction over one or several dimensions, sometimes put back by a broadcast."""
-    if not x.is_float or x.rank < 1 or x.size < 2:
+    if x.size < 2:
         return None
     dims = tuple(d for d in range(x.rank) if pool.draws.flip(0.4)) or (x.rank - 1,)
     reducer: Any = pool.draws.choice((jnp.mean, jnp.max, jnp.min, jnp.var))
@@ -85,18 +84,16 @@ def reduction(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: reducer(v, dims), (x,))
 
 
-def transpose(pool: Pool, x: Value) -> Step | None:
+@motif(2.0, dtypes=HELD, rank=2)
+def transpose(pool: Pool, x: Value) -> Step:
     """Make a permutation of dimensions."""
-    if x.rank < 2:
-        return None
     order = [int(i) for i in pool.draws.rng.permutation(x.rank)]
     return Step(lambda v: jnp.transpose(v, order), (x,), smooth=x.is_float)
 
 
-def reshape(pool: Pool, x: Value) -> Step | None:
+@motif(1.5, dtypes=HELD, rank=2)
+def reshape(pool: Pool, x: Value) -> Step:
     """Make a merge of the leading dimensions, or a split of the last into heads."""
-    if x.rank < 2:
-        return None
     factors = [f for f in (2, 4, 8, 16) if x.shape[-1] % f == 0]
     if factors and x.rank < 4 and pool.draws.flip():
         heads = pool.draws.choice(factors)
@@ -106,6 +103,7 @@ def reshape(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: v.reshape(merged), (x,), smooth=x.is_float)
 
 
+@motif(2.0, dtypes=HELD)
 def slicing(pool: Pool, x: Value) -> Step | None:
     """Make a static, strided or dynamic slice of one dimension."""
     wide = [d for d in range(x.rank) if x.shape[d] > 2]
@@ -128,10 +126,9 @@ def slicing(pool: Pool, x: Value) -> Step | None:
     )
 
 
-def concatenate(pool: Pool, x: Value) -> Step | None:
+@motif(1.5, dtypes=HELD, rank=1)
+def concatenate(pool: Pool, x: Value) -> Step:
     """Concatenate two or three values of the same type along a dimension."""
-    if x.rank < 1:
-        return None
     inputs, args = pool.like(x)
     # A value that is read twice has two readers in one kernel.
     axis, again = pool.draws.integer(0, x.rank - 1), pool.draws.flip(0.2)
@@ -142,10 +139,9 @@ def concatenate(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x, *inputs), args, x.is_float)
 
 
-def padding(pool: Pool, x: Value) -> Step | None:
+@motif(0.8, rank=1)
+def padding(pool: Pool, x: Value) -> Step:
     """Put zeros around a value, or between its elements."""
-    if not x.is_float or x.rank < 1:
-        return None
     widths = [(pool.draws.integer(0, 2), pool.draws.integer(0, 2), 0) for _ in x.shape]
     # Interior padding: the gradient of a strided slice or convolution.
     if pool.draws.flip(0.15):
@@ -154,10 +150,9 @@ def padding(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: lax.pad(v, zero, widths), (x,))
 
 
-def cache_update(pool: Pool, x: Value) -> Step | None:
+@motif(0.8, rank=2)
+def cache_update(pool: Pool, x: Value) -> Step:
     """Write a value into a longer cache at a position that is an argument."""
-    if x.rank < 2 or not x.is_float:
-        return None
     axis = pool.draws.integer(0, x.rank - 2)
     total = x.shape[axis] * pool.draws.choice((2, 4, 8))
     cache = values((*x.shape[:axis], total, *x.shape[axis + 1 :]), x.dtype)
@@ -167,10 +162,9 @@ def cache_update(pool: Pool, x: Value) -> Step | None:
     )
 
 
-def scatter_add(pool: Pool, x: Value) -> Step | None:
+@motif(1.0, rank=2)
+def scatter_add(pool: Pool, x: Value) -> Step:
     """Add rows of a value into a table, as the gradient of an embedding does."""
-    if not x.is_float or x.rank < 2:
-        return None
     # From tables where rows collide often to those where they hardly do.
     rows = pool.draws.choice((64, 1000, 8192))
     count, width = x.size // x.shape[-1], x.shape[-1]
@@ -178,18 +172,18 @@ def scatter_add(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v, t, i: t.at[i].add(v.reshape(count, width) * 0.1, mode="drop"), (x,), args)
 
 
+@motif(0.8, dtypes=HELD, rank=2)
 def take_rows(pool: Pool, x: Value) -> Step | None:
     """Take rows of a value at given positions."""
-    if x.rank < 2 or x.shape[0] < 2:
+    if x.shape[0] < 2:
         return None
     arg = indices((pool.draws.integer(1, 2 * x.shape[0]),), x.shape[0])
     return Step(lambda v, i: jnp.take(v, i, 0, mode="clip"), (x,), (arg,), x.is_float)
 
 
-def dropout(pool: Pool, x: Value) -> Step | None:
+@motif(1.0)
+def dropout(pool: Pool, x: Value) -> Step:
     """Drop elements by a key, with random bits of the device or of Threefry."""
-    if not x.is_float:
-        return None
     if pool.draws.flip():
         key = Arg((4,), "u32", "integer", 0, 2**32)
 
@@ -207,10 +201,9 @@ def dropout(pool: Pool, x: Value) -> Step | None:
     return Step(by_key, (x,), (Arg((2,), "u32", "integer", 0, 2**32),))
 
 
-def adam(pool: Pool, x: Value) -> Step | None:
+@motif(1.0, dtypes=("f32",))
+def adam(pool: Pool, x: Value) -> Step:
     """Make an Adam update whose gradient is a value."""
-    if x.dtype != "f32":
-        return None
 
     def function(g: jax.Array, p: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
@@ -220,10 +213,9 @@ def adam(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (*args, Arg(x.shape, "f32", "uniform", 0.1, 2.0)), False)
 
 
-def cumulative(pool: Pool, x: Value) -> Step | None:
+@motif(0.5, rank=1)
+def cumulative(pool: Pool, x: Value) -> Step:
     """Make a running sum or maximum."""
-    if not x.is_float or x.rank < 1:
-        return None
     axis = pool.draws.integer(0, x.rank - 1)
     if pool.draws.flip(0.3):
         return Step(lambda v: lax.cummax(v, axis), (x,))
@@ -231,10 +223,9 @@ def cumulative(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: lax.cumsum(v * scale, axis), (x,))
 
 
-def ordering(pool: Pool, x: Value) -> Step | None:
+@motif(0.8, rank=1, last=2)
+def ordering(pool: Pool, x: Value) -> Step:
     """Make a sort, the largest elements, or the position of the largest."""
-    if not x.is_float or x.rank < 1 or x.shape[-1] < 2:
-        return None
     form = pool.draws.choice(("sort", "argsort", "top_k", "argmax"))
     if form == "sort":
         return Step(lambda v: jnp.sort(v, -1), (x,))
@@ -246,10 +237,9 @@ def ordering(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: tuple(lax.top_k(v, k)), (x,), smooth=False)
 
 
-def one_hot_product(pool: Pool, x: Value) -> Step | None:
+@motif(0.5, dtypes=(*FLOATS, "s32"), rank=1, most=2)
+def one_hot_product(pool: Pool, x: Value) -> Step:
     """Multiply one-hot rows of integers with a table; floats are truncated to integers first."""
-    if x.rank not in (1, 2) or x.dtype not in ("s32", *FLOATS):
-        return None
     classes, width = pool.draws.choice((8, 16, 64, 128)), pool.draws.choice((16, 64, 256))
 
     def function(v: jax.Array, t: jax.Array) -> jax.Array:
@@ -259,7 +249,8 @@ def one_hot_product(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (values((classes, width), "f32"),), False)
 
 
-def convert(pool: Pool, x: Value) -> Step | None:
+@motif(1.5, dtypes=HELD)
+def convert(pool: Pool, x: Value) -> Step:
     """Make a change of the element type, as in mixed precision."""
     if x.dtype == "c64":
         return Step(lambda v: v.real * 0.5 + v.imag * 0.5, (x,), smooth=False)
@@ -274,10 +265,9 @@ def convert(pool: Pool, x: Value) -> Step | None:
     return Step(lambda v: v.astype(target), (x,))
 
 
-def branch(pool: Pool, x: Value) -> Step | None:
+@motif(0.3)
+def branch(pool: Pool, x: Value) -> Step:
     """Make a conditional by a scalar."""
-    if not x.is_float:
-        return None
 
     def function(v: jax.Array, flag: jax.Array) -> Any:
         return lax.cond(flag > 0, lambda u: jnp.tanh(u), lambda u: u * 0.5, v)
@@ -285,19 +275,19 @@ def branch(pool: Pool, x: Value) -> Step | None:
     return Step(function, (x,), (Arg((), "s32", "integer", 0, 2),))
 
 
-def spectrum(pool: Pool, x: Value) -> Step | None:
+@motif(0.3, dtypes=("f32",), rank=1, last=4)
+def spectrum(pool: Pool, x: Value) -> Step:
     """Make a Fourier transform of the last dimension."""
-    if x.dtype != "f32" or x.rank < 1 or x.shape[-1] < 4:
-        return None
     # A unitary transform keeps the size of values.
     scale = x.shape[-1] ** -0.5
     return Step(lambda v: jnp.abs(jnp.fft.rfft(v * scale)), (x,), smooth=False)
 
 
+@motif(0.3, dtypes=("f32",), rank=2, most=2, last=2)
 def whiten(pool: Pool, x: Value) -> Step | None:
     """Factorise a Gram matrix (Cholesky) and solve with it."""
     # Factorisations are sequential: larger matrices would take most of a program's time.
-    if x.dtype != "f32" or x.rank != 2 or not 2 <= x.shape[1] <= 512:
+    if x.shape[1] > 512:
         return None
 
     def function(v: jax.Array) -> jax.Array:
@@ -307,30 +297,3 @@ def whiten(pool: Pool, x: Value) -> Step | None:
         return lax.linalg.triangular_solve(factor, v, lower=True, transpose_a=True)
 
     return Step(function, (x,), smooth=False)
-
-
-#: Ops with their weights: element-wise ops and reductions first, as in real models (engineering
-#: choice).
-OPS: dict[Motif, float] = {
-    chain: 5.0,
-    combine: 6.0,
-    broadcast_combine: 2.5,
-    reduction: 2.5,
-    transpose: 2.0,
-    reshape: 1.5,
-    slicing: 2.0,
-    concatenate: 1.5,
-    padding: 0.8,
-    cache_update: 0.8,
-    scatter_add: 1.0,
-    take_rows: 0.8,
-    dropout: 1.0,
-    adam: 1.0,
-    cumulative: 0.5,
-    ordering: 0.8,
-    one_hot_product: 0.5,
-    convert: 1.5,
-    branch: 0.3,
-    spectrum: 0.3,
-    whiten: 0.3,
-}

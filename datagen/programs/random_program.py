@@ -9,17 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...common.errors import ProfileError
-from .draws import BATCHES, CHANNELS, HEAD_WIDTHS, IMAGES, LENGTHS, WIDTHS, Draft, Draws
+from . import random_layers as random_layers  # their motifs
+from . import random_ops as random_ops
+from .draws import BATCHES, CHANNELS, FLOATS, HEAD_WIDTHS, IMAGES, LENGTHS, WIDTHS, Draft, Draws
 from .draws import indices as index_argument
 from .draws import values as value_argument
-from .layers import FLOATS
-from .random_layers import LAYERS, Motif
-from .random_ops import OPS
-from .random_values import Pool, Step, Value, backward
+from .random_values import MOTIFS, Pool, Step, Value, backward
 from .single_op import DEFAULT_DTYPES, check_dtypes, limits, to_source, trace
 from .source import Arg, ProgramSource
 
-_MOTIFS: dict[Motif, float] = {**LAYERS, **OPS}
 #: Below these there is no room for a program of several ops.
 _LEAST_BYTES = 256e3
 _LEAST_FLOPS = 1e7
@@ -88,7 +86,7 @@ def _grow(draws: Draws, n_ops: tuple[int, int], mode: str) -> tuple[Pool, str]:
     for _ in range(draws.choice((1, 1, 2, 3))):
         _start(pool, theme)
     # Every program has its own preferences, so that programs differ more than their draws would.
-    favourites = {m: w * draws.log_uniform(0.25, 4) for m, w in _MOTIFS.items()}
+    favourites = {m: w * draws.log_uniform(0.25, 4) for m, w in MOTIFS.items()}
     rejected = 0
     while pool.n_ops < target and rejected < _REJECTIONS:
         step = draws.weighted(favourites)(pool, pool.pick())

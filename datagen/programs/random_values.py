@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import jax
@@ -12,12 +13,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ...features.ir.dtypes import HLO_NAMES
 from .cost import Estimate, estimate
-from .draws import Draws, struct, values
-from .layers import FLOATS, gradient
+from .draws import FLOATS, Draws, gradient, struct, values
 from .source import Arg
 
 #: HLO types of the values that a program may hold; others are not drawn.
-_HELD = (*FLOATS, "s32", "pred", "c64", "u32", "u8", "s8")
+HELD = (*FLOATS, "s32", "pred", "c64", "u32", "u8", "s8")
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,43 @@ class Step:
     inputs: tuple[Value, ...]
     args: tuple[Arg, ...] = ()
     smooth: bool = True
+
+
+#: Makes a step that reads a value, or None where the value does not suit it.
+Motif = Callable[["Pool", Value], Step | None]
+MOTIFS: dict[Motif, float] = {}
+"""Every motif with its weight."""
+
+
+def motif(
+    weight: float,
+    dtypes: Sequence[str] = FLOATS,
+    rank: int = 0,
+    most: int | None = None,
+    last: int = 1,
+) -> Callable[[Motif], Motif]:
+    """Declare a motif, and the values that it reads.
+
+    Args:
+        weight: Share among the motifs, not normalised. Engineering choices: products, convolutions,
+            norms, attention, element-wise ops and reductions first, as in real models.
+        dtypes: Element types of the values.
+        rank: Fewest dimensions.
+        most: Most dimensions; None for any number.
+        last: Smallest last dimension.
+    """
+
+    def declare(make: Motif) -> Motif:
+        @wraps(make)
+        def own(pool: Pool, x: Value) -> Step | None:
+            ranked = rank <= x.rank <= (x.rank if most is None else most)
+            wide = not x.rank or x.shape[-1] >= last
+            return make(pool, x) if x.dtype in dtypes and ranked and wide else None
+
+        MOTIFS[own] = weight
+        return own
+
+    return declare
 
 
 @dataclass
@@ -142,7 +179,7 @@ class Pool:
             return ()
         names = [HLO_NAMES.get(str(a.dtype)) for a in closed.out_avals]
         # Empty results and types that no motif handles would be dead ends.
-        if not {*names} <= {*_HELD} or any(0 in a.shape for a in closed.out_avals):
+        if not {*names} <= {*HELD} or any(0 in a.shape for a in closed.out_avals):
             return ()
         inputs = tuple(v.index for v in step.inputs)
         inputs += tuple(self.argument(a).index for a in step.args)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .draws import BATCHES, CHANNELS, IMAGES, Draft, Draws, struct, values
-from .layers import Function, pool, recur, repeat, threefry_key
+from .draws import BATCHES, CHANNELS, IMAGES, Draft, Draws, Function, struct, values
 from .source import Arg, numpy_dtype
 
 _REDUCERS: dict[str, Function] = {
@@ -40,6 +41,11 @@ def _reduced_dims(draws: Draws, rank: int) -> tuple[int, ...]:
     return tuple(range(rank))
 
 
+def _factors(arg: Arg) -> Arg:
+    # About one: a product of thousands of normal values is zero or infinite.
+    return Arg(arg.shape, arg.dtype, "uniform", 0.9, 1.1)
+
+
 def reduce(draws: Draws) -> Draft:
     """Draw a reduction over minor, major, middle or all dimensions."""
     form = draws.weighted(
@@ -53,17 +59,13 @@ def reduce(draws: Draws) -> Draft:
             "square": 0.1,
         }
     )
-    dtype = draws.dtype("s32") if form == "max" and draws.flip(0.2) else draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 1.3))
-    dims = _reduced_dims(draws, len(shape))
-    # Factors about one: a product of thousands of normal values is zero or infinite.
+    arg = draws.array(1.3, dtype=draws.dtype("s32") if form == "max" and draws.flip(0.2) else "")
+    dims = _reduced_dims(draws, len(arg.shape))
     if form == "prod":
-        arg = Arg(shape, dtype, "uniform", 0.9, 1.1)
-    else:
-        arg = values(shape, "pred" if form == "logical" else dtype)
+        arg = _factors(arg)
     if form == "logical":
         any_or_all: Function = draws.choice((jnp.any, jnp.all))
-        return Draft(lambda x: any_or_all(x, dims), (arg,), form)
+        return Draft(lambda x: any_or_all(x, dims), (values(arg.shape, "pred"),), form)
     if form == "square":
         return Draft(lambda x: jnp.mean(x * x, dims), (arg,), form)
     reducer = _REDUCERS[form]
@@ -72,19 +74,17 @@ def reduce(draws: Draws) -> Draft:
 
 def argmax(draws: Draws) -> Draft:
     """Draw an argmax or argmin, a reduction of two operands."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 1.5, 200), 1, 2, 3)
-    axis = draws.integer(0, len(shape) - 1)
+    arg = draws.array(1.5, 200, (1, 2, 3))
+    axis = draws.integer(0, len(arg.shape) - 1)
     function = lax.argmax if draws.flip(0.7) else lax.argmin
-    return Draft(lambda x: function(x, axis, np.int32), (values(shape, dtype),))
+    return Draft(lambda x: function(x, axis, np.int32), (arg,))
 
 
 def moments(draws: Draws) -> Draft:
     """Draw two reductions of one array, as in normalisations."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 2.2), 2, 3, 4)
-    dims = _reduced_dims(draws, len(shape))
-    return Draft(lambda x: (jnp.sum(x, dims), jnp.sum(x * x, dims)), (values(shape, dtype),))
+    arg = draws.array(2.2, ranks=(2, 3, 4))
+    dims = _reduced_dims(draws, len(arg.shape))
+    return Draft(lambda x: (jnp.sum(x, dims), jnp.sum(x * x, dims)), (arg,))
 
 
 def _image(draws: Draws, copies: float, work: float) -> tuple[int, ...]:
@@ -106,6 +106,17 @@ def _window(draws: Draws) -> tuple[int, int, str]:
     # Pooling of VGG, of ResNet's stem, of Inception, and less common ones.
     kernel, stride = draws.choice(((2, 2), (3, 2), (3, 1), (3, 3), (5, 1)))
     return kernel, stride, draws.choice(("SAME", "VALID"))
+
+
+def pool(
+    x: jax.Array, window: Sequence[int], strides: Sequence[int], padding: str, *, largest: bool
+) -> jax.Array:
+    """Return the largest element, or the sum, of each window."""
+    kind = np.dtype(x.dtype).type
+    # The gradient of a maximum needs the literal that JAX knows as its neutral element.
+    start, reducer = (kind(-np.inf), lax.max) if largest else (kind(0), lax.add)
+    result: jax.Array = lax.reduce_window(x, start, reducer, window, strides, padding)
+    return result
 
 
 def reduce_window(draws: Draws) -> Draft:
@@ -147,14 +158,13 @@ def select_and_scatter(draws: Draws) -> Draft:
 def sort(draws: Draws) -> Draft:
     """Draw a sort of one to three operands along any dimension; stable or not."""
     operands = draws.choice((1, 1, 2, 3))
-    dtype = draws.dtype("s32") if draws.flip(0.2) else draws.dtype()
+    dtype = draws.dtype("s32") if draws.flip(0.2) else ""
     # 400 per comparison (``cost``) and some 15 comparisons per element.
-    shape = draws.shape(draws.elements(dtype, 2 * operands, 6000.0), 1, 1, 2, 2, 3)
-    axis, stable = draws.integer(0, len(shape) - 1), draws.flip()
-    first = values(shape, dtype)
+    first = draws.array(2 * operands, 6000.0, (1, 1, 2, 2, 3), dtype)
+    axis, stable = draws.integer(0, len(first.shape) - 1), draws.flip()
     if operands == 1:
         return Draft(lambda x: lax.sort(x, dimension=axis, is_stable=stable), (first,))
-    rest = [values(shape, draws.dtype("s32", "f32")) for _ in range(operands - 1)]
+    rest = [values(first.shape, draws.dtype("s32", "f32")) for _ in range(operands - 1)]
 
     def function(*xs: jax.Array) -> tuple[jax.Array, ...]:
         return lax.sort(xs, dimension=axis, is_stable=stable, num_keys=1)
@@ -164,17 +174,15 @@ def sort(draws: Draws) -> Draft:
 
 def top_k(draws: Draws) -> Draft:
     """Draw a selection of the largest elements of each row."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 2, 600), 1, 2, 2, 3)
-    k = min(shape[-1], draws.choice((1, 2, 5, 8, 32, 64)))
-    return Draft(lambda x: lax.top_k(x, k), (values(shape, dtype),), f"{k}")
+    arg = draws.array(2, 600, (1, 2, 2, 3))
+    k = min(arg.shape[-1], draws.choice((1, 2, 5, 8, 32, 64)))
+    return Draft(lambda x: lax.top_k(x, k), (arg,), f"{k}")
 
 
 def cumulative(draws: Draws) -> Draft:
     """Draw a cumulative sum, product, maximum or log-sum-exp along any dimension."""
-    dtype = draws.dtype()
-    shape = draws.shape(draws.elements(dtype, 4, 1000), 1, 2, 3)
-    axis, backward = draws.integer(0, len(shape) - 1), draws.flip(0.2)
+    arg = draws.array(4, 1000, (1, 2, 3))
+    axis, backward = draws.integer(0, len(arg.shape) - 1), draws.flip(0.2)
     form = draws.weighted({"sum": 0.6, "prod": 0.1, "max": 0.15, "logsumexp": 0.15})
     function: Function = {
         "sum": lax.cumsum,
@@ -182,14 +190,14 @@ def cumulative(draws: Draws) -> Draft:
         "max": lax.cummax,
         "logsumexp": lax.cumlogsumexp,
     }[form]
-    arg = Arg(shape, dtype, "uniform", 0.9, 1.1) if form == "prod" else values(shape, dtype, 0.1)
+    arg = _factors(arg) if form == "prod" else replace(arg, high=0.1)
     return Draft(lambda x: function(x, axis=axis, reverse=backward), (arg,), form)
 
 
 def associative_scan(draws: Draws) -> Draft:
     """Draw a linear recurrence ``h[t] = a[t] h[t-1] + b[t]``, as in state-space models."""
-    shape = draws.shape(draws.elements("f32", 12, 1000), 2, 3)
-    axis = max(0, len(shape) - 2)
+    arg = draws.array(12, 1000, (2, 3), "f32")
+    axis = max(0, len(arg.shape) - 2)
 
     def function(a: jax.Array, b: jax.Array) -> Any:
         def combine(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -198,7 +206,7 @@ def associative_scan(draws: Draws) -> Draft:
         return lax.associative_scan(combine, (a, b), axis=axis)[1]
 
     # Decays below one keep the recurrence stable.
-    return Draft(function, (Arg(shape, "f32", "uniform", 0.5, 0.99), Arg(shape, "f32")))
+    return Draft(function, (Arg(arg.shape, "f32", "uniform", 0.5, 0.99), arg))
 
 
 def fft(draws: Draws) -> Draft:
@@ -260,6 +268,12 @@ def rng_bit_generator(draws: Draws) -> Draft:
     return Draft(lambda s: generate(s, shape, dtype=kind), (state,))
 
 
+def threefry_key(data: jax.Array) -> jax.Array:
+    """Make a key of the counter-based generator Threefry (Salmon et al., SC 2011) of two words."""
+    key: jax.Array = jax.random.wrap_key_data(data, impl="threefry2x32")
+    return key
+
+
 def threefry(draws: Draws) -> Draft:
     """Draw a generator of random numbers from a key, as ``jax.random`` writes it."""
     # Threefry has 20 rounds of additions, rotations and exclusive ors on each pair of words.
@@ -271,6 +285,23 @@ def threefry(draws: Draws) -> Draft:
         return draw(threefry_key(data), shape=shape)
 
     return Draft(function, (key,))
+
+
+def recur(xs: jax.Array, w: jax.Array, first: jax.Array) -> jax.Array:
+    """Run an Elman network over the leading dimension: ``h[t] = tanh(h[t-1] w + x[t])``."""
+
+    def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    states: jax.Array = lax.scan(cell, first, xs)[1]
+    return states
+
+
+def repeat(x: jax.Array, w: jax.Array, trips: int) -> jax.Array:
+    """Apply a layer ``tanh(x w)`` in a counted loop."""
+    result: jax.Array = lax.fori_loop(0, trips, lambda _, h: jnp.tanh(h @ w), x)
+    return result
 
 
 def while_loop(draws: Draws) -> Draft:

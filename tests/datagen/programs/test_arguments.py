@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import ProfileError
-from opcast.datagen.programs.arguments import INTEGER_LIMIT, random_arguments
+from opcast.datagen.programs.source import INTEGER_LIMIT, random_arguments
 from opcast.features.ir.program import TensorType
 
 

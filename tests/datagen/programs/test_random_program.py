@@ -9,12 +9,9 @@ import pytest
 from jax.extend.backend import get_backend, get_compile_options
 
 from opcast.common.errors import ProfileError
-from opcast.datagen.programs.draws import Draws, indices
-from opcast.datagen.programs.layers import FLOATS
-from opcast.datagen.programs.random_layers import LAYERS
-from opcast.datagen.programs.random_ops import OPS
+from opcast.datagen.programs.draws import FLOATS, Draws, indices
 from opcast.datagen.programs.random_program import random_program
-from opcast.datagen.programs.random_values import Pool, Step, backward
+from opcast.datagen.programs.random_values import MOTIFS, Pool, Step, backward
 from opcast.datagen.programs.source import Arg, ProgramSource
 
 SMALL: dict[str, Any] = {"max_bytes": 4e6, "max_flops": 1e8}
@@ -124,7 +121,7 @@ def test_every_motif_fits_or_declines(shape: tuple[int, ...], dtype: str) -> Non
     x = pool.argument(indices(shape, 2) if dtype not in FLOATS else Arg(shape, dtype))
     x = type(x)(x.index, shape, dtype)
     taken = 0
-    for motif in {**LAYERS, **OPS}:
+    for motif in MOTIFS:
         step = motif(pool, x)
         if step is not None:
             closed, cost = pool.cost(step)
