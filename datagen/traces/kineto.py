@@ -16,10 +16,9 @@ from pathlib import Path
 
 from ...common.errors import DatasetError
 from ...features.ir.dtypes import DTYPE_BITS, HLO_NAMES
-from ..profile.trace import Event, Executed
+from ..profile.trace import Event
 from .json_stream import EVENTS, stream_events
-from .nested import Nested
-from .trace import Collective, DeviceTrace, Operator, Trace, TraceKernel
+from .trace import Collective, Nested, Operator, Trace, TraceKernel
 
 #: Categories of what the device ran, and of what the host called.
 _KERNELS, _COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
@@ -59,7 +58,7 @@ class _Read:
     external: dict[int, tuple[object, float]] = field(default_factory=dict)
     launches: dict[int, tuple[object, float]] = field(default_factory=dict)
     steps: list[tuple[float, float, int]] = field(default_factory=list)
-    device_name: str = ""
+    device_names: set[str] = field(default_factory=set)
     names: int = 0
 
 
@@ -85,8 +84,7 @@ def read_kineto(path: Path, moved: Callable[[int, int], None] = lambda done, tot
                     hint="expected the JSON that torch.profiler's export_chrome_trace writes",
                 ) from None
         elif key == "deviceProperties" and isinstance(value, list):
-            names = {str(d.get("name", "")) for d in value if isinstance(d, dict)}
-            read.device_name = names.pop() if len(names) == 1 else ""
+            read.device_names = {str(d.get("name", "")) for d in value if isinstance(d, dict)}
     if not read.kernels:
         raise _no_kernels(path, read)
     return _trace(path, read)
@@ -120,13 +118,10 @@ def _add(read: _Read, event: Mapping[str, object]) -> None:
     thread = (event.get("pid"), event.get("tid"))
     if category in _KERNELS or category in _COPIES:
         read.names += 1
-        kernel = TraceKernel(
-            module="",
-            op="",
-            run=None,
-            name=name,
-            start=start * 1e3,
-            end=end * 1e3,
+        kernel = TraceKernel.of(
+            name,
+            start * 1e3,
+            end * 1e3,
             stream=str(args.get("stream", "")),
             collective=collective_of(name, args),
             copy=category in _COPIES,
@@ -225,5 +220,4 @@ def _trace(path: Path, read: _Read) -> Trace:
     every = [kernel for kernel, *_ in read.kernels]
     if not any(o.shapes for k in every for o in k.operators):
         notes.append("no operator has shapes: record with record_shapes=True")
-    found = [DeviceTrace(i, Executed("gpu", own)) for i, own in sorted(devices.items())]
-    return Trace(str(path), "kineto", found, read.device_name, notes=notes)
+    return Trace.of_gpus(path, "kineto", devices, read.device_names, notes=notes)

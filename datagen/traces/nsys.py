@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import DatasetError
-from ..profile.trace import Event, Executed
+from ..profile.trace import Event
 from .kineto import collective_of
-from .nested import Nested
-from .trace import DeviceTrace, Operator, Trace, TraceKernel
+from .trace import Nested, Operator, Trace, TraceKernel
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
@@ -99,14 +98,8 @@ def _read(path: Path, base: sqlite3.Connection) -> Trace:
             copy = _kernel(row, table.rpartition("_")[2].lower(), launches, ranges, steps)
             copy.copy = True
             devices[row["deviceId"]].append(copy)
-    gpus = "TARGET_INFO_GPU" in tables and _rows(base, "TARGET_INFO_GPU", ("name",))
-    found = {str(row["name"]) for row in gpus or ()}
-    return Trace(
-        str(path),
-        "nsys",
-        [DeviceTrace(i, Executed("gpu", own)) for i, own in sorted(devices.items())],
-        found.pop() if len(found) == 1 else "",
-    )
+    gpus = _rows(base, "TARGET_INFO_GPU", ("name",)) if "TARGET_INFO_GPU" in tables else []
+    return Trace.of_gpus(path, "nsys", devices, [str(row["name"]) for row in gpus])
 
 
 def _rows(base: sqlite3.Connection, table: str, columns: Sequence[str]) -> list[dict[str, int]]:
@@ -149,13 +142,10 @@ def _kernel(
 ) -> TraceKernel:
     launch = launches.get((_process(row["globalPid"]), row["correlationId"]))
     launch = launch or launches.get((0, row["correlationId"]))
-    kernel = TraceKernel(
-        module="",
-        op="",
-        run=None,
-        name=name,
-        start=float(row["start"]),
-        end=float(row["end"]),
+    kernel = TraceKernel.of(
+        name,
+        float(row["start"]),
+        float(row["end"]),
         stream=str(row["streamId"]),
         collective=collective_of(name, {}),
     )
@@ -181,13 +171,13 @@ def _operator(own: _Range, kernel: str) -> Operator | None:
     found = _ATEN.match(own.text)
     if found is None:
         return None
-    shapes: list[tuple[int, ...]] = []
-    if found[2]:
-        try:
-            for shape in json.loads(found[2]):
-                shapes.append(tuple(int(n) for n in shape if not isinstance(n, list)))
-        except (ValueError, TypeError):
-            shapes = []
+    try:
+        shapes = [
+            tuple(int(n) for n in shape if not isinstance(n, list))
+            for shape in json.loads(found[2] or "[]")
+        ]
+    except (ValueError, TypeError):
+        shapes = []
     dtype = next((name for pattern, name in _TYPES if pattern.search(kernel)), "")
     types = tuple(dtype if shape else "" for shape in shapes)
     return Operator(found[1], tuple(shapes), types, (), own.number)
@@ -244,25 +234,25 @@ def _listed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, 
         start = float(row[header["start"]]) * begin
         name = row[header["name"]]
         copy = name.startswith("[CUDA mem")
-        kernel = TraceKernel(
-            "", "", None, name, start, start + float(row[header["duration"]]) * length
+        kernel = TraceKernel.of(
+            name,
+            start,
+            start + float(row[header["duration"]]) * length,
+            stream=row.get(header.get("strm", ""), ""),
+            collective=collective_of(name, {}),
+            copy=copy,
         )
-        kernel.copy, kernel.collective = copy, collective_of(name, {})
         any_kernel = any_kernel or not copy
-        kernel.stream = row.get(header.get("strm", ""), "")
         devices[row.get(header.get("device", ""), "")].append(kernel)
     if not any_kernel:
         raise DatasetError("the table holds no kernels", where=str(path), hint=_HINT)
-    named = re.compile(r"\s*\(\d+\)$")
-    names = {named.sub("", device) for device in devices}
-    number = re.compile(r"\((\d+)\)$")
-    traces = [
-        DeviceTrace(
-            int(found[1]) if (found := number.search(device)) else place, Executed("gpu", own)
-        )
+    # A device is given as its name with its number behind it.
+    numbered = re.compile(r"\s*\((\d+)\)$")
+    by_number = {
+        int(found[1]) if (found := numbered.search(device)) else place: own
         for place, (device, own) in enumerate(sorted(devices.items()))
-    ]
-    return Trace(str(path), "nsys", traces, names.pop() if len(names) == 1 else "")
+    }
+    return Trace.of_gpus(path, "nsys", by_number, [numbered.sub("", device) for device in devices])
 
 
 def _summed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, str]) -> Trace:
@@ -271,12 +261,8 @@ def _summed(path: Path, rows: Iterable[Mapping[str, str]], header: Mapping[str, 
     for row in rows:
         name, length = row[header["name"]], float(row[header["med"]]) * scale
         for _ in range(int(row[header["instances"]])):
-            kernel = TraceKernel("", "", None, name, 0.0, length)
-            kernel.collective = collective_of(name, {})
-            events.append(kernel)
+            events.append(TraceKernel.of(name, 0.0, length, collective=collective_of(name, {})))
     if not events:
         raise DatasetError("the table holds no kernels", where=str(path), hint=_HINT)
     note = "a summary has no times of start: runs, gaps and overlap are not known"
-    return Trace(
-        str(path), "nsys", [DeviceTrace(0, Executed("gpu", events))], ordered=False, notes=[note]
-    )
+    return Trace.of_gpus(path, "nsys", {0: events}, ordered=False, notes=[note])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ...common.errors import DatasetError
 from ..profile.trace import Event, Executed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,11 @@ class TraceKernel(Event):
     collective: Collective | None = None
     copy: bool = False
 
+    @classmethod
+    def of(cls, name: str, start: float, end: float, **others: Any) -> TraceKernel:
+        """A kernel whose program and run are not known yet."""
+        return cls("", "", None, name, start, end, **others)
+
 
 @dataclass
 class DeviceTrace:
@@ -104,6 +114,21 @@ class Trace:
     hlo: dict[str, str] = field(default_factory=dict)
     ordered: bool = True
     notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_gpus(
+        cls,
+        path: Path,
+        format: str,
+        devices: Mapping[int, list[Event]],
+        names: Iterable[str] = (),
+        **others: Any,
+    ) -> Trace:
+        """The trace of what each GPU ran; it has a device name if all ``names`` are one."""
+        found = [DeviceTrace(i, Executed("gpu", own)) for i, own in sorted(devices.items())]
+        distinct = set(names)
+        name = distinct.pop() if len(distinct) == 1 else ""
+        return cls(str(path), format, found, name, **others)
 
     @property
     def of_xla(self) -> bool:
@@ -242,3 +267,34 @@ def host_seconds(runs: Sequence[RunTime]) -> float:
         max(0.0, b.start - a.start - a.span) for a, b in pairwise(ordered) if a.device == b.device
     ]
     return float(np.median(waits)) if waits else 0.0
+
+
+class Nested(Generic[T]):
+    """Ranges of one thread, each inside of the one that began before it and is still open.
+
+    Args:
+        ranges: Start, end and what the range is.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[float, float, T]]) -> None:
+        # Of ranges with one start the longest is the outermost.
+        self._ranges = sorted(ranges, key=lambda r: (r[0], -r[1]))
+        self._starts = [r[0] for r in self._ranges]
+        self._outer: list[int] = []
+        open_: list[int] = []
+        for place, (_, end, _) in enumerate(self._ranges):
+            while open_ and self._ranges[open_[-1]][1] < end:
+                open_.pop()
+            self._outer.append(open_[-1] if open_ else -1)
+            open_.append(place)
+
+    def around(self, at: float) -> list[T]:
+        """What was under way at a time, the innermost first."""
+        place = bisect_right(self._starts, at) - 1
+        found = []
+        while place >= 0:
+            _, end, what = self._ranges[place]
+            if end >= at:
+                found.append(what)
+            place = self._outer[place]
+        return found

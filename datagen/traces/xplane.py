@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ...common.errors import DatasetError
+from ...common.wire import fields
 from ..profile.trace import executed
 from .trace import DeviceTrace, Trace
-from .wire import fields
 
 #: Plane of the profile that holds the modules that ran.
 _METADATA = b"/host:metadata"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ...common.errors import DatasetError
-from .wire import fields, number, numbers, packed, read_varint, signed, text, varint
+from ...common.wire import fields, number, numbers, packed, read_varint, signed, text, varint
 
 #: The schema's version, as files state it in their metadata.
 VERSION = "0.0.4"

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.common.errors import DatasetError
+from opcast.common.wire import fields
 from opcast.datagen.traces.importer import import_trace
 from opcast.datagen.traces.read import trace_files
 from opcast.datagen.traces.trace import RunTime, typical
-from opcast.datagen.traces.wire import fields
 from opcast.datagen.traces.xla import traced_programs
 from opcast.datagen.traces.xplane import read_xplane
 from opcast.features.dataset import Dataset

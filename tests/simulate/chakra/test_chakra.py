@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import yaml
 
+from opcast.common import wire
 from opcast.common.errors import DatasetError
 from opcast.features.devices.catalogue import find_device
-from opcast.simulate.chakra import wire
 from opcast.simulate.chakra.folder import write_folder
 from opcast.simulate.chakra.messages import CommType, EtNode, NodeType, decode, encode
 from opcast.simulate.chakra.ranks import Work, process_groups, rank_trace

@@ -1,7 +1,7 @@
 """Protocol buffers on the wire, as far as traces need them: varints and length-delimited fields.
 
-Written by hand so that traces need no protobuf package. The encoding is that of
-https://protobuf.dev/programming-guides/encoding. A field is a key,
+Written by hand so that traces need no protobuf package, and readers skip what they do not need. The
+encoding is that of https://protobuf.dev/programming-guides/encoding. A field is a key,
 ``number << 3 | type``, and a value: a varint (type 0), 8 bytes (1), a length and bytes (2), or
 4 bytes (5).
 """
@@ -9,13 +9,14 @@ https://protobuf.dev/programming-guides/encoding. A field is a key,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
-from ...common.errors import DatasetError
-
-#: A field: its number and its value, a whole number or bytes.
-Field = tuple[int, int | bytes]
-#: Wire types; 3 and 4 are the deprecated groups, which Chakra does not use.
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+#: An encoded message: bytes, or a view of them, whose parts are views.
+Data = TypeVar("Data", bytes, memoryview)
+#: Wire types; 3 and 4 are the deprecated groups, which nobody writes any more.
+VARINT, BYTES = 0, 2
+#: Bytes of the values of the types with a fixed size.
+_SIZES = {1: 8, 5: 4}
 #: Negative numbers travel as two's complement of 64 bits, whatever the field's type.
 _MASK = 2**64 - 1
 #: Bytes of the longest varint: 64 bits at 7 per byte.
@@ -50,19 +51,20 @@ def packed(field: int, values: Iterable[int]) -> bytes:
     return text(field, content) if content else b""
 
 
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
+def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     """Read a whole number; return it and the position behind it.
 
     Raises:
-        DatasetError: The data ends in it, or it is longer than 64 bits.
+        ValueError: The data ends in it, or it is longer than 64 bits.
     """
     value = 0
     # Seven bits per byte, lowest first; the top bit says that more follow.
-    for place, byte in enumerate(data[at : at + _LONGEST]):
-        value |= (byte & 0x7F) << (7 * place)
+    for place in range(at, min(at + _LONGEST, len(data))):
+        byte = data[place]
+        value |= (byte & 0x7F) << (7 * (place - at))
         if byte < 0x80:
-            return value & _MASK, at + place + 1
-    raise DatasetError(f"no whole number at byte {at}", hint="the file is cut off or no trace")
+            return value & _MASK, place + 1
+    raise ValueError(f"no whole number at byte {at}: the file is cut off or no trace")
 
 
 def signed(value: int) -> int:
@@ -70,11 +72,13 @@ def signed(value: int) -> int:
     return value - 2**64 if value >> 63 else value
 
 
-def fields(data: bytes) -> Iterator[Field]:
-    """Yield the fields of a message, in order.
+def fields(data: Data) -> Iterator[tuple[int, int | Data]]:
+    """Pass over the fields of a message: number, and the whole number or the bytes that it holds.
+
+    Floats and fixed integers come as their bytes.
 
     Raises:
-        DatasetError: It is not a message.
+        ValueError: The message is cut off, or is none.
     """
     at = 0
     while at < len(data):
@@ -84,13 +88,14 @@ def fields(data: bytes) -> Iterator[Field]:
             value, at = read_varint(data, at)
             yield key >> 3, value
             continue
-        if kind not in (FIXED64, BYTES, FIXED32):
-            raise DatasetError(f"unknown wire type {kind} at byte {at}")
-        size = {FIXED64: 8, FIXED32: 4}.get(kind, -1)
-        if size < 0:
+        if kind == BYTES:
             size, at = read_varint(data, at)
-        if at + size > len(data):
-            raise DatasetError(f"a field of {size} bytes at byte {at} is cut off")
+        elif kind in _SIZES:
+            size = _SIZES[kind]
+        else:
+            raise ValueError(f"unknown wire type {kind} at byte {at}")
+        if key >> 3 == 0 or at + size > len(data):
+            raise ValueError(f"a field of {size} bytes at byte {at} of {len(data)} is cut off")
         yield key >> 3, data[at : at + size]
         at += size
 
