@@ -20,7 +20,6 @@ from ..common.files import replacing
 from ..common.parquet import read_table
 from ..common.types import JsonObject
 from ..features.dataset import (
-    Dataset,
     read_record,
     record_path,
     sample_frame,
@@ -172,17 +171,8 @@ def _own_record(path: Path) -> JsonObject:
     return record
 
 
-def consolidate(folder: Path | str, *, max_bytes: float = 20e6) -> Path:
-    """Merge the shards of a dataset into one ``samples.parquet`` with stronger compression.
-
-    Raises:
-        DatasetError: There is no dataset, or the merged file would exceed ``max_bytes``.
-    """
-    return replace_shards(Path(folder), Dataset.load(folder).frame, max_bytes=max_bytes)
-
-
 def replace_shards(folder: Path, frame: pd.DataFrame, *, max_bytes: float = 20e6) -> Path:
-    """Put one ``samples.parquet`` with the given rows in the place of a dataset's shards.
+    """Put one well compressed ``samples.parquet`` in the place of a dataset's shards.
 
     The new file is in place before the shards are removed, and loading a dataset drops duplicates,
     so a kill in between loses nothing.

@@ -13,9 +13,9 @@ from opcast.common.errors import DatasetError
 from opcast.datagen.dataset_folder import (
     FAILURES,
     RunWriter,
-    consolidate,
     done_programs,
     read_failures,
+    replace_shards,
     run_records,
 )
 from opcast.features.dataset import COLUMNS, Dataset
@@ -128,8 +128,8 @@ def test_a_dataset_too_large_for_one_file_keeps_its_shards(tmp_path: Path) -> No
         run.add_rows([row(program)], "l4")
         run.flush()
     with pytest.raises(DatasetError, match="more than"):
-        consolidate(tmp_path, max_bytes=10.0)
+        replace_shards(tmp_path, Dataset.load(tmp_path).frame, max_bytes=10.0)
     assert len(list(tmp_path.glob("*.parquet"))) == 2
-    assert consolidate(tmp_path).name == "samples.parquet"
+    assert replace_shards(tmp_path, Dataset.load(tmp_path).frame).name == "samples.parquet"
     assert [p.name for p in tmp_path.glob("*.parquet")] == ["samples.parquet"]
     assert set(Dataset.load(tmp_path).frame["program"]) == {"a", "b"}

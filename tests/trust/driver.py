@@ -75,7 +75,7 @@ def profile(folder: Path) -> dict[str, Any]:
     """What a profile run writes: shards, failures, its record; rows as a worker gives them."""
     from dataclasses import asdict
 
-    from opcast.datagen.dataset_folder import RunWriter, consolidate, done_programs
+    from opcast.datagen.dataset_folder import RunWriter, done_programs, replace_shards
     from opcast.features.dataset import COLUMNS, Dataset
     from opcast.features.devices.catalogue import find_device
 
@@ -96,7 +96,7 @@ def profile(folder: Path) -> dict[str, Any]:
             row |= {"program": name, "kernel_hash": f"k{i}", "level": "kernel", "repeats": 3}
             store.add_rows([row], "l4")
         store.flush()
-    consolidate(folder)
+    replace_shards(folder, Dataset.load(folder).frame)
     found = Dataset.load(folder)
     return {"programs": sorted(done_programs(folder)), "rows": len(found), "hash": found.hash}
 

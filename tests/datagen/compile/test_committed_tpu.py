@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.datagen.compile.rows import SOURCE
+from opcast.datagen.compile.run import SOURCE
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
 

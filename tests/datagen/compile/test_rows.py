@@ -11,7 +11,7 @@ import pytest
 
 from opcast.common.errors import DeviceError
 from opcast.datagen.compile.plan import CompileItem
-from opcast.datagen.compile.rows import SOURCE, estimated_rows, without_doubles
+from opcast.datagen.compile.run import SOURCE, estimated_rows, without_doubles
 from opcast.features.devices.catalogue import find_device
 
 DATA = Path(__file__).parents[2] / "features" / "data" / "absent"

@@ -10,8 +10,7 @@ import pytest
 from opcast.common.errors import CompilerError, CompilerStartError, DatasetError, LoweringError
 from opcast.datagen.compile import run as compile_run
 from opcast.datagen.compile.plan import CompilePlan
-from opcast.datagen.compile.rows import SOURCE
-from opcast.datagen.compile.run import compile_dataset, merge_dataset
+from opcast.datagen.compile.run import SOURCE, compile_dataset, merge_dataset
 from opcast.datagen.dataset_folder import read_failures
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import ProfileError
-from opcast.datagen.dataset_folder import consolidate, done_programs, read_failures
+from opcast.datagen.dataset_folder import done_programs, read_failures, replace_shards
 from opcast.datagen.profile.anchors import AnchorLog
 from opcast.datagen.profile.measure import first_runs, median_width
 from opcast.datagen.profile.plan import Item, Plan, ProfileSettings, given_items
@@ -152,11 +152,11 @@ def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_pat
     assert set(both["device"]) == {SPEC.name, "cpu-y"}
 
 
-def test_consolidate_keeps_every_row(measured: Path, tmp_path: Path) -> None:
+def test_replacing_shards_keeps_every_row(measured: Path, tmp_path: Path) -> None:
     for path in measured.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     before = Dataset.load(tmp_path)
-    merged = consolidate(tmp_path)
+    merged = replace_shards(tmp_path, Dataset.load(tmp_path).frame)
     assert [path.name for path in tmp_path.glob("*.parquet")] == [merged.name]
     assert Dataset.load(tmp_path).hash == before.hash
     assert done_programs(tmp_path) == done_programs(measured)

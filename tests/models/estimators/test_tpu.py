@@ -11,7 +11,7 @@ import pytest
 
 from opcast.common.errors import ModelError
 from opcast.datagen.compile.plan import CompileItem
-from opcast.datagen.compile.rows import estimated_rows
+from opcast.datagen.compile.run import estimated_rows
 from opcast.features.cost.bytes import array_traffic, on_chip_bytes
 from opcast.features.dataset import Dataset, sample_frame
 from opcast.features.devices.catalogue import find_device
