@@ -10,34 +10,8 @@ from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-#: Time per output element over the time of a FLOP in a matrix product, for ops that are far slower
-#: than others; measured on CPUs, where the differences are largest.
-_WORK_PER_ELEMENT = {
-    "lgamma": 800.0,
-    "digamma": 800.0,
-    "erf_inv": 300.0,
-    "pow": 1000.0,
-    "atan2": 300.0,
-    "cbrt": 100.0,
-    "tan": 1500.0,
-    "sinh": 100.0,
-    "cosh": 100.0,
-    "asin": 150.0,
-    "acos": 150.0,
-    "rng_bit_generator": 1500.0,
-    "random_bits": 1500.0,
-    "threefry2x32": 200.0,
-    "gather": 60.0,
-    "dynamic_slice": 20.0,
-    "cumsum": 1000.0,
-    "cumprod": 1000.0,
-    "cummax": 1000.0,
-    "cumlogsumexp": 3000.0,
-    "argmax": 200.0,
-    "argmin": 200.0,
-    "rem": 100.0,
-    "nextafter": 100.0,
-}
+from .draws import DATA
+
 #: Factor for ops whose operand is f16: few CPUs compute in it, so every op converts.
 _WORK_F16 = 4.0
 #: Any other op on an element; the bound of memory traffic on a CPU rather than of arithmetic.
@@ -167,7 +141,7 @@ def _plain(name: str, eqn: JaxprEqn) -> tuple[float, float]:
         return float(out * window), out * window * _WORK_WINDOW
     # A reduction works on what it reads.
     elements = max(out, first) if name.startswith(("reduce", "arg")) else out
-    weight = 0.0 if name in _NO_WORK else _WORK_PER_ELEMENT.get(name, _WORK_DEFAULT)
+    weight = 0.0 if name in _NO_WORK else DATA["work"].get(name, _WORK_DEFAULT)
     return float(elements), elements * weight
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -19,47 +21,18 @@ FLOATS = ("f32", "bf16", "f16")
 #: A layer: takes one array per argument, returns an array or a tuple of arrays.
 Function: TypeAlias = Callable[..., "jax.Array"]
 
-#: Widths of layers: powers of two, 3·2^k, and widths of well-known models, such as the feed-forward
-#: of Llama 7B (11008) and Llama 3 8B (14336).
-WIDTHS = (
-    16,
-    32,
-    48,
-    64,
-    96,
-    128,
-    192,
-    256,
-    320,
-    384,
-    512,
-    640,
-    768,
-    1024,
-    1280,
-    1536,
-    2048,
-    2560,
-    3072,
-    4096,
-    5120,
-    5504,
-    8192,
-    11008,
-    14336,
-)
-#: Channels of image models, with the 3 of an RGB input.
-CHANNELS = (3, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)
-#: Sides of feature maps: halvings of 224 (ImageNet), and powers of two.
-IMAGES = (7, 8, 14, 16, 28, 32, 56, 64, 112, 128, 224)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-#: Sequence lengths, with those of CLIP's text (77) and ViT-B/16 (196 patches and a class token).
-LENGTHS = (16, 32, 64, 77, 128, 197, 256, 384, 512, 1024, 2048, 4096)
-#: Heads and their widths in published transformers (80: GPT-2.7B class models, Stable Diffusion).
-HEADS = (1, 4, 6, 8, 12, 16, 20, 32)
-HEAD_WIDTHS = (32, 64, 80, 96, 128)
-#: ImageNet's classes, and vocabularies of tokenizers: BERT 30522, Llama 32000, GPT-2 50257.
-VOCABULARIES = (1000, 8192, 10000, 30522, 32000, 50257)
+_FILE = Path(__file__).with_name("programs.toml")
+DATA: Any = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+"""Sizes, element-wise ops and works, as the file describes them."""
+
+
+def _sizes(name: str) -> tuple[int, ...]:
+    return tuple(DATA["sizes"][name])
+
+
+WIDTHS, CHANNELS, IMAGES = map(_sizes, ("widths", "channels", "images"))
+BATCHES, LENGTHS, VOCABULARIES = map(_sizes, ("batches", "lengths", "vocabularies"))
+HEADS, HEAD_WIDTHS = map(_sizes, ("heads", "head_widths"))
 _COMMON = tuple(sorted({*WIDTHS, *CHANNELS, *IMAGES, *BATCHES, *LENGTHS, *VOCABULARIES}))
 #: Smallest number of elements aimed at: below it every kernel takes the same time.
 _FEW = 512

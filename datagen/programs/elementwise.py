@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,67 +9,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .draws import Draft, Draws, indices, positive, values
+from .draws import DATA, Draft, Draws, indices, positive, values
 from .source import Arg, numpy_dtype
 
 _INTEGER = ("s32", "s8", "u8", "u32", "s16")
 
-_round = functools.partial(lax.round, rounding_method=lax.RoundingMethod.TO_NEAREST_EVEN)
+#: Functions of the tables that jax.lax does not have.
+_OWN: dict[str, Callable[..., jax.Array]] = {
+    "round_nearest_even": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
+    "reciprocal": lambda x: 1 / x,
+    "integer_pow": lambda x: lax.integer_pow(x, 3),
+    "relu": lambda x: jnp.maximum(x, 0),
+}
 
-#: Unary ops by StableHLO name: function, domain of the operand, and work per element.
-UNARY: dict[str, tuple[Callable[..., jax.Array], str, float]] = {
-    "abs": (lax.abs, "any", 20),
-    "negate": (lax.neg, "any", 20),
-    "sign": (lax.sign, "any", 20),
-    "floor": (lax.floor, "any", 20),
-    "ceil": (lax.ceil, "any", 20),
-    "round_nearest_even": (_round, "any", 20),
-    "exponential": (lax.exp, "any", 20),
-    "exponential_minus_one": (lax.expm1, "any", 60),
-    "log": (lax.log, "positive", 20),
-    "log_plus_one": (lax.log1p, "positive", 60),
-    "sqrt": (lax.sqrt, "positive", 20),
-    "rsqrt": (lax.rsqrt, "positive", 20),
-    "cbrt": (lax.cbrt, "positive", 100),
-    "sine": (lax.sin, "any", 60),
-    "cosine": (lax.cos, "any", 60),
-    "tan": (lax.tan, "unit", 1500),
-    "tanh": (lax.tanh, "any", 20),
-    "logistic": (lax.logistic, "any", 20),
-    "erf": (lax.erf, "any", 60),
-    "erf_inv": (lax.erf_inv, "unit", 300),
-    "lgamma": (lax.lgamma, "positive", 800),
-    "digamma": (lax.digamma, "positive", 800),
-    "asin": (lax.asin, "unit", 150),
-    "atan": (lax.atan, "any", 150),
-    "sinh": (lax.sinh, "any", 100),
-    "is_finite": (lax.is_finite, "any", 20),
-    "square": (lax.square, "any", 20),
-    "reciprocal": (lambda x: 1 / x, "positive", 20),
-    "integer_pow": (lambda x: lax.integer_pow(x, 3), "any", 20),
-    "relu": (lambda x: jnp.maximum(x, 0), "any", 20),
-    "not": (lax.bitwise_not, "integer", 20),
-    "popcnt": (lax.population_count, "integer", 20),
-    "count_leading_zeros": (lax.clz, "integer", 20),
-}
-#: Binary ops by StableHLO name, in the same form.
-BINARY: dict[str, tuple[Callable[..., jax.Array], str, float]] = {
-    "add": (lax.add, "both", 20),
-    "subtract": (lax.sub, "both", 20),
-    "multiply": (lax.mul, "both", 20),
-    "divide": (lax.div, "positive", 20),
-    "maximum": (lax.max, "both", 20),
-    "minimum": (lax.min, "both", 20),
-    "power": (lax.pow, "positive", 1000),
-    "remainder": (lax.rem, "positive", 100),
-    "atan2": (lax.atan2, "any", 300),
-    "and": (lax.bitwise_and, "integer", 20),
-    "or": (lax.bitwise_or, "integer", 20),
-    "xor": (lax.bitwise_xor, "integer", 20),
-    "shift_left": (lax.shift_left, "shift", 20),
-    "shift_right_logical": (lax.shift_right_logical, "shift", 20),
-    "shift_right_arithmetic": (lax.shift_right_arithmetic, "shift", 20),
-}
+
+def _ops(kind: str) -> dict[str, tuple[Callable[..., jax.Array], str, float]]:
+    return {
+        name: (_OWN.get(name) or getattr(lax, function), domain, work)
+        for name, (function, domain, work) in DATA[kind].items()
+    }
+
+
+#: Ops by StableHLO name: function, domain of the operands, and work per element.
+UNARY, BINARY = _ops("unary"), _ops("binary")
 #: Steps that map values of about one to values of about one.
 CHAIN: tuple[Callable[[jax.Array], jax.Array], ...] = (
     jnp.tanh,

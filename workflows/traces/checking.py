@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -79,7 +80,6 @@ def check_trace(
 def _check_program(
     trace: Trace, program: Path | FunctionCall | None, spec: DeviceSpec, options: CheckOptions
 ) -> TraceCheck:
-    from ...datagen.traces.trace import host_seconds, typical
     from ...datagen.traces.xla import traced_programs
     from ...predict.program.predictor import load_for_programs
 
@@ -100,10 +100,9 @@ def _check_program(
             )
     predictor = load_for_programs(options.model)
     prediction = predictor.predict_lowered(lowered, spec)
-    runs = own.runs
     pairs = _pairs(lowered, prediction, own.durations)
     named = {p.name for p in pairs}
-    count = max(len(runs), 1)
+    count = max(len(own.runs), 1)
     spent = {n: sum(s) for n, s in own.durations.items() if n not in named}
     spent = {n: s * 1e6 / count for n, s in {**own.unmatched, **spent}.items()}
     notes = [*trace.notes, *prediction.notes]
@@ -120,12 +119,8 @@ def _check_program(
             )
         )
         pairs += _pairs(lowered, prediction, {name: [0.0] for name in absent})
-    step = typical(runs) if runs else None
     latency = (prediction.latency_us, prediction.lo_us, prediction.hi_us)
-    return _compared(
-        trace, spec, pairs, spent, step, latency, _COLLECTIVE, len(runs),
-        host_seconds(runs), notes,
-    )  # fmt: skip
+    return _compared(trace, spec, pairs, spent, own.runs, latency, _COLLECTIVE, notes)
 
 
 def _names(lowered: LoweredProgram) -> set[str]:
@@ -136,14 +131,8 @@ def _pairs(
     lowered: LoweredProgram, prediction: Prediction, durations: Mapping[str, list[float]]
 ) -> list[KernelPair]:
     return [
-        KernelPair(
-            k.name,
-            k.kind,
-            k.multiplicity,
-            p.latency_us,
-            p.lo_us,
-            p.hi_us,
-            float(np.median(durations[k.name])) * 1e6,
+        KernelPair.of(
+            k.name, k.kind, k.multiplicity, (p.latency_us, p.lo_us, p.hi_us), durations[k.name]
         )
         for k, p in zip(lowered.kernels, prediction.kernels, strict=True)
         if k.takes_time and durations.get(k.name)
@@ -155,13 +144,14 @@ def _compared(
     spec: DeviceSpec,
     pairs: list[KernelPair],
     unmatched: Mapping[str, float],
-    run: RunTime | None,
+    runs: Sequence[RunTime],
     latency: tuple[float, float, float],
     collective: str,
-    runs: int,
-    host_s: float,
     notes: list[str],
 ) -> TraceCheck:
+    from ...datagen.traces.trace import host_seconds, typical
+
+    run = typical(runs) if runs else None
     classes = by_class(pairs)
     factor = common_factor(
         [p for p in pairs if p.kind != collective and p.traced_us > 0 and p.predicted_us > 0]
@@ -190,8 +180,8 @@ def _compared(
         lo_us=latency[1],
         hi_us=latency[2],
         traced_us=run.span * 1e6 if run else labelled + lost,
-        runs=runs,
-        host_us=host_s * 1e6,
+        runs=len(runs),
+        host_us=host_seconds(runs) * 1e6,
         matched=matched,
         factor=factor,
         classes=classes,
@@ -206,7 +196,7 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
     from ...common.errors import DeviceError
     from ...datagen.traces.aten import traced_operators
     from ...datagen.traces.importer import is_collective
-    from ...datagen.traces.trace import by_run, chosen, host_seconds, run_time, typical
+    from ...datagen.traces.trace import by_run, chosen, run_time
     from ...predict.operator.torch_framework import operator_bundle, price_works
 
     if spec.platform != "gpu":
@@ -226,42 +216,29 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
             hint="record with record_shapes=True; for XLA's kernels give the PROGRAM that ran",
         )
     # Each call of a size counts: the host launches every one of them.
-    found = [w for o, w in known for _ in range(max(1, round(len(o.seconds) / count)))]
-    at = np.cumsum([0, *(max(1, round(len(o.seconds) / count)) for o, _ in known)])[:-1]
-    priced = price_works(found, spec, "torch-eager", operator_bundle(options.model))
+    calls = [max(1, round(len(o.seconds) / count)) for o, _ in known]
+    works = [w for (_, w), n in zip(known, calls, strict=True) for _ in range(n)]
+    priced = price_works(works, spec, "torch-eager", operator_bundle(options.model))
     pairs = [
-        KernelPair(
-            _title(o),
-            o.kind,
-            len(o.seconds) / count,
-            float(priced.times[i, 0]) * 1e6,
-            float(priced.times[i, 1]) * 1e6,
-            float(priced.times[i, 2]) * 1e6,
-            float(np.median(o.seconds)) * 1e6,
-        )
-        for (o, _), i in zip(known, at, strict=True)
+        KernelPair.of(_title(o), o.kind, len(o.seconds) / count, times * 1e6, o.seconds)
+        for (o, _), times in zip(known, priced.times[np.cumsum([0, *calls])[:-1]], strict=True)
     ]
     sent = [o for o in operators if o.collective is not None]
     pairs += [
-        KernelPair(_title(o), o.kind, len(o.seconds) / count, 0.0, 0.0, 0.0,
-                   float(np.median(o.seconds)) * 1e6)
+        KernelPair.of(_title(o), o.kind, len(o.seconds) / count, (0.0, 0.0, 0.0), o.seconds)
         for o in sent
-    ]  # fmt: skip
+    ]
     used = {id(o) for o, _ in known} | {id(o) for o in sent}
-    spent: dict[str, float] = {}
+    spent: dict[str, float] = defaultdict(float)
     for operator in operators:
         if id(operator) not in used:
-            own = operator.total * 1e6 / count
-            spent[operator.name] = spent.get(operator.name, 0.0) + own
+            spent[operator.name] += operator.total * 1e6 / count
     runs = [run_time(run, is_collective, i) for i, run in parts] if trace.ordered else []
     notes = [*trace.notes, "operators are priced one after the other, as eager PyTorch runs them"]
     if sent:
         notes.append("collectives are not predicted here: opcast cluster prints their times")
     latency = (priced.seconds * 1e6, priced.lo * 1e6, priced.hi * 1e6)
-    return _compared(
-        trace, spec, pairs, spent, typical(runs) if runs else None, latency, _COMMUNICATION,
-        len(runs), host_seconds(runs), notes,
-    )  # fmt: skip
+    return _compared(trace, spec, pairs, spent, runs, latency, _COMMUNICATION, notes)
 
 
 def _title(operator: TracedOperator) -> str:

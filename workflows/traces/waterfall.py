@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -110,6 +110,13 @@ class KernelPair:
     lo_us: float
     hi_us: float
     traced_us: float
+
+    @classmethod
+    def of(
+        cls, name: str, kind: str, runs: float, times_us: Iterable[float], traced: Sequence[float]
+    ) -> KernelPair:
+        """The pair of a prediction with the ends of its interval, and each execution's seconds."""
+        return cls(name, kind, runs, *map(float, times_us), float(np.median(traced)) * 1e6)
 
 
 def by_class(pairs: Sequence[KernelPair]) -> list[ClassTime]:
