@@ -9,7 +9,7 @@ from ...common.errors import DatasetError
 from .kineto import read_kineto
 from .nsys import read_nsys, read_nsys_csv
 from .trace import Trace
-from .xplane import read_xplane
+from .xla import read_xplane
 
 _XPLANE = ".xplane.pb"
 _EXPECTED = (

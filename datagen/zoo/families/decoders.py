@@ -158,17 +158,30 @@ class Llama(nn.Module):
     kv_heads: int
     hidden: int
     vocab: int
-    scan_layers: bool
-    remat: bool
     p: Precision
+    scan_layers: bool = False
+    remat: bool = False
+    greedy: bool = False
 
     @nn.compact
-    def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
-        """Logits (batch, length, vocab) of ids (batch, length)."""
+    def __call__(
+        self,
+        ids: jax.Array,
+        position: jax.Array | None = None,
+        caches: list[Cache] | None = None,
+        *,
+        train: bool,
+    ) -> jax.Array | tuple[jax.Array, list[Cache]]:
+        """Logits (batch, length, vocab) of ids (batch, length).
+
+        With ``caches`` of all layers, ids (batch, 1) are those at ``position``: the result is the
+        next tokens (batch, 1) if ``greedy``, else logits, and the new caches.
+        """
         x = self.p.embed(self.vocab, self.dim)(ids)
-        positions = jnp.arange(ids.shape[1])
+        positions = jnp.arange(ids.shape[1]) if position is None else position[None]
         block: Any = nn.remat(Block) if self.remat else Block
         sizes = (self.heads, self.kv_heads, self.hidden, self.p)
+        updated: list[Cache] = []
         # One traced layer in a loop, as large models are written to keep compile time constant.
         if self.scan_layers:
             scan = nn.scan(
@@ -180,38 +193,13 @@ class Llama(nn.Module):
             )
             x, _ = scan(*sizes, name="stacked")(x, positions)
         else:
-            for _ in range(self.layers):
-                x, _ = block(*sizes)(x, positions)
-        return self.p.dense(self.vocab, bias=False, name="head")(RMSNorm(self.p)(x))
-
-
-class LlamaStep(nn.Module):
-    """The next token of every sequence from the last one and the caches of all layers."""
-
-    layers: int
-    dim: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocab: int
-    greedy: bool
-    p: Precision
-
-    @nn.compact
-    def __call__(
-        self, ids: jax.Array, position: jax.Array, caches: list[Cache], train: bool
-    ) -> tuple[jax.Array, list[Cache]]:
-        """Tokens (batch, 1) or logits (batch, 1, vocab) of ids (batch, 1), and new caches."""
-        x = self.p.embed(self.vocab, self.dim)(ids)
-        updated = []
-        for cache in caches:
-            block = Block(self.heads, self.kv_heads, self.hidden, self.p)
-            x, cache = block(x, position[None], cache)
-            updated.append(cache)
+            for own in caches or [None] * self.layers:
+                x, own = block(*sizes)(x, positions, own)
+                updated.append(own)
         logits = self.p.dense(self.vocab, bias=False, name="head")(RMSNorm(self.p)(x))
-        if self.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), updated
-        return logits, updated
+        if caches is None:
+            return logits
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32) if self.greedy else logits, updated
 
 
 def check_decoder(s: Settings) -> None:
@@ -243,7 +231,7 @@ def model_llama_decode(s: Settings) -> Model:
         "position": Input((), jnp.int32, s["cache"], split=False),
         "caches": [{"key": cached, "value": cached}] * s["layers"],
     }
-    return Model(filled(LlamaStep, s), inputs, state="caches")
+    return Model(filled(Llama, s), inputs, state="caches")
 
 
 Pair = tuple[jax.Array, jax.Array]

@@ -11,8 +11,7 @@ from opcast.common.wire import fields
 from opcast.datagen.traces.importer import import_trace
 from opcast.datagen.traces.read import trace_files
 from opcast.datagen.traces.trace import RunTime, typical
-from opcast.datagen.traces.xla import traced_programs
-from opcast.datagen.traces.xplane import read_xplane
+from opcast.datagen.traces.xla import read_xplane, traced_programs
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
 
