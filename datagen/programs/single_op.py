@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import jax
 import numpy as np
 
 from ...common.errors import ProfileError
-from . import composite as composite
-from . import dense as dense
-from . import elementwise as elementwise
-from . import movement as movement
-from . import reductions as reduction
 from .cost import Estimate, estimate
-from .draws import Draft, Draws, struct
+from .draws import DATA, Draft, Draws, struct
+from .elementwise import BINARY, UNARY, binary, unary
 from .source import Arg, ProgramSource
 
 #: Most bytes and work of a program on a CPU, and on an accelerator: tens of milliseconds on either,
@@ -48,67 +45,19 @@ class OpKind:
 #: Weights of frequent element-wise ops; the others have 0.25 each.
 _COMMON_ELEMENTWISE = {"add": 2.0, "multiply": 2.0, "exponential": 1.0, "tanh": 1.0, "divide": 1.0}
 
-#: Every kind of op by name: StableHLO names, and names of small groups of ops. Weights are
-#: engineering choices: products and convolutions first, every kind often enough to be learned.
+
+def _builder(function: str) -> Callable[[Draws], Draft]:
+    module, _, name = function.partition(".")
+    build: Callable[[Draws], Draft] = getattr(import_module(f".{module}", __package__), name)
+    return build
+
+
+#: Every kind of op by name: StableHLO names, and names of small groups of ops.
 OPCODES: dict[str, OpKind] = {
-    "dot_general": OpKind(22.0, dense.dot_general),
-    "convolution": OpKind(9.0, dense.convolution),
-    "conv_input_grad": OpKind(3.5, dense.conv_input_grad),
-    "conv_filter_grad": OpKind(3.5, dense.conv_filter_grad),
-    "fused": OpKind(8.0, elementwise.fused),
-    "reduce": OpKind(8.0, reduction.reduce),
-    "moments": OpKind(1.0, reduction.moments),
-    "argmax": OpKind(1.0, reduction.argmax),
-    "reduce_window": OpKind(2.0, reduction.reduce_window),
-    "select_and_scatter": OpKind(1.0, reduction.select_and_scatter),
-    "sort": OpKind(1.5, reduction.sort),
-    "top_k": OpKind(1.0, reduction.top_k),
-    "cumulative": OpKind(1.0, reduction.cumulative),
-    "associative_scan": OpKind(0.5, reduction.associative_scan),
-    "fft": OpKind(0.7, reduction.fft),
-    "cholesky": OpKind(0.4, reduction.cholesky),
-    "triangular_solve": OpKind(0.4, reduction.triangular_solve),
-    "rng_bit_generator": OpKind(1.0, reduction.rng_bit_generator),
-    "threefry": OpKind(0.7, reduction.threefry),
-    "while": OpKind(1.0, reduction.while_loop),
-    "broadcast_in_dim": OpKind(1.5, movement.broadcast),
-    "transpose": OpKind(3.0, movement.transpose),
-    "reshape": OpKind(0.7, movement.reshape),
-    "slice": OpKind(1.2, movement.slice_op),
-    "dynamic_slice": OpKind(1.0, movement.dynamic_slice),
-    "dynamic_update_slice": OpKind(1.5, movement.dynamic_update_slice),
-    "pad": OpKind(1.2, movement.pad),
-    "concatenate": OpKind(1.5, movement.concatenate),
-    "reverse": OpKind(0.5, movement.reverse),
-    "iota": OpKind(0.5, movement.iota),
-    "tile": OpKind(0.7, movement.copy_tile),
-    "gather": OpKind(3.0, movement.gather),
-    "scatter": OpKind(3.0, movement.scatter),
-    "one_hot": OpKind(0.5, movement.one_hot),
-    "compare": OpKind(0.7, elementwise.compare),
-    "select": OpKind(1.0, elementwise.select),
-    "clamp": OpKind(0.5, elementwise.clamp),
-    "convert": OpKind(2.0, elementwise.convert),
-    "bitcast_convert": OpKind(0.3, elementwise.bitcast_convert),
-    "complex": OpKind(0.5, elementwise.complex_op),
-    "mask": OpKind(0.7, elementwise.mask),
-    "softmax": OpKind(3.0, composite.softmax),
-    "layer_norm": OpKind(3.0, composite.layer_norm),
-    "batch_norm": OpKind(2.0, composite.batch_norm),
-    "activation": OpKind(2.5, composite.activation),
-    "gated": OpKind(1.0, composite.gated),
-    "cross_entropy": OpKind(1.0, composite.cross_entropy),
-    "optimizer_update": OpKind(2.0, composite.optimizer_update),
-    "rope": OpKind(0.7, composite.rope),
-    "dropout": OpKind(0.7, composite.dropout),
-    "attention": OpKind(2.0, composite.attention),
-    "linear": OpKind(3.0, composite.linear),
+    **{name: OpKind(weight, _builder(own)) for name, (own, weight) in DATA["ops"].items()},
     **{
         name: OpKind(_COMMON_ELEMENTWISE.get(name, 0.25), functools.partial(build, name))
-        for table, build in (
-            (elementwise.UNARY, elementwise.unary),
-            (elementwise.BINARY, elementwise.binary),
-        )
+        for table, build in ((UNARY, unary), (BINARY, binary))
         for name in table
     },
 }
