@@ -77,13 +77,13 @@ def _device_name(stats: Mapping[str, object]) -> str:
 def _modules(space: memoryview) -> Iterator[tuple[str, str]]:
     """Name and text of each module in a profile."""
     for number, plane in fields(space):
-        if number == _PLANES and isinstance(plane, memoryview) and _named(plane):
+        if number == _PLANES and isinstance(plane, memoryview) and _of_modules(plane):
             for of, entry in fields(plane):
                 if of == _EVENT_METADATA and isinstance(entry, memoryview):
                     yield from _module(entry)
 
 
-def _named(plane: memoryview) -> bool:
+def _of_modules(plane: memoryview) -> bool:
     return any(n == _PLANE_NAME and _bytes(v) == _METADATA for n, v in fields(plane))
 
 
