@@ -19,8 +19,8 @@ VARINT, BYTES = 0, 2
 _SIZES = {1: 8, 5: 4}
 #: Negative numbers travel as two's complement of 64 bits, whatever the field's type.
 _MASK = 2**64 - 1
-#: Bytes of the longest varint: 64 bits at 7 per byte.
-_LONGEST = 10
+#: Places of a varint's bytes: 64 bits at 7 per byte.
+_SHIFTS = range(0, 70, 7)
 
 
 def varint(value: int) -> bytes:
@@ -57,14 +57,17 @@ def read_varint(data: bytes | memoryview, at: int) -> tuple[int, int]:
     Raises:
         ValueError: The data ends in it, or it is longer than 64 bits.
     """
-    value = 0
+    value, start = 0, at
     # Seven bits per byte, lowest first; the top bit says that more follow.
-    for place in range(at, min(at + _LONGEST, len(data))):
-        byte = data[place]
-        value |= (byte & 0x7F) << (7 * (place - at))
+    for shift in _SHIFTS:
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & _MASK, place + 1
-    raise ValueError(f"no whole number at byte {at}: the file is cut off or no trace")
+            return value & _MASK, at
+    raise ValueError(f"no whole number at byte {start}: the file is cut off or no trace")
 
 
 def signed(value: int) -> int:
