@@ -116,7 +116,8 @@ class KernelPair:
         cls, name: str, kind: str, runs: float, times_us: Iterable[float], traced: Sequence[float]
     ) -> KernelPair:
         """The pair of a prediction with the ends of its interval, and each execution's seconds."""
-        return cls(name, kind, runs, *map(float, times_us), float(np.median(traced)) * 1e6)
+        value, lo, hi = map(float, times_us)
+        return cls(name, kind, runs, value, lo, hi, float(np.median(traced)) * 1e6)
 
 
 def by_class(pairs: Sequence[KernelPair]) -> list[ClassTime]:
