@@ -178,7 +178,7 @@ class Llama(nn.Module):
         next tokens (batch, 1) if ``greedy``, else logits, and the new caches.
         """
         x = self.p.embed(self.vocab, self.dim)(ids)
-        positions = jnp.arange(ids.shape[1]) if position is None else position[None]
+        positions = jnp.arange(ids.shape[1]) if position is None else position
         block: Any = nn.remat(Block) if self.remat else Block
         sizes = (self.heads, self.kv_heads, self.hidden, self.p)
         updated: list[Cache] = []
@@ -194,7 +194,8 @@ class Llama(nn.Module):
             x, _ = scan(*sizes, name="stacked")(x, positions)
         else:
             for own in caches or [None] * self.layers:
-                x, own = block(*sizes)(x, positions, own)
+                at = positions if positions.ndim else positions[None]
+                x, own = block(*sizes)(x, at, own)
                 updated.append(own)
         logits = self.p.dense(self.vocab, bias=False, name="head")(RMSNorm(self.p)(x))
         if caches is None:
