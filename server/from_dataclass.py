@@ -1,4 +1,4 @@
-"""Bodies of requests from the fields of frozen dataclasses (:mod:`..common.options`)."""
+"""Bodies of requests from the fields of frozen dataclasses (:mod:`opcast.common.options`)."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ UNKNOWN = Checkpoint("MODEL", drafts=None)
 
 @lru_cache(maxsize=1)
 def served_models() -> dict[str, JsonObject]:
-    """What serving knows of models by name, beside their presets (``models.yaml``)."""
+    """What serving knows of models by name, beside their presets (models.yaml)."""
     text = Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
     return cast("dict[str, JsonObject]", parse_yaml(text))
 
