@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from ..jax_function import LOWERED_FOR
-from .table import Call, Scalar, aten
+from .table import Call, Scalar, Translation, aten, enter, plain
 
 #: Widest head of cuDNN's attention forward and backward on every chip that has it (NVIDIA, cuDNN
 #: frontend, "Attention").
@@ -22,9 +22,13 @@ _CUDNN_HEAD = 128
 _CUDNN_LEAST = 80
 
 
-@aten("mm", "bmm", "matmul", "dot", "mv")
-def _matmul(call: Call, x: jax.Array, y: jax.Array, *_: object) -> jax.Array:
-    return jnp.matmul(x, y)
+enter(
+    {
+        "mm bmm matmul": jnp.matmul,
+        "einsum": lambda equation, operands, **_: jnp.einsum(equation, *operands),
+    },
+    plain,
+)
 
 
 @aten("linear")
@@ -35,22 +39,12 @@ def _linear(
     return product if bias is None else product + bias
 
 
-@aten("addmm", "baddbmm")
+@aten("addmm", "addmv")
 def _addmm(
     call: Call, x: jax.Array, a: jax.Array, b: jax.Array, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> jax.Array:
     product = jnp.matmul(a, b)
     return (x if beta == 1 else x * beta) + (product if alpha == 1 else product * alpha)
-
-
-@aten("addmv")
-def _addmv(call: Call, x: jax.Array, a: jax.Array, b: jax.Array, **scales: Scalar) -> jax.Array:
-    return _addmm(call, x, a, b, **scales)
-
-
-@aten("einsum")
-def _einsum(call: Call, equation: str, operands: Sequence[jax.Array], **_: object) -> jax.Array:
-    return jnp.einsum(equation, *operands)
 
 
 @aten("convolution")
@@ -117,7 +111,7 @@ def _window(
     return (1,) * lead + tuple(sizes), (1,) * lead + strides, [(0, 0)] * lead + pads
 
 
-@aten("max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d", "max_pool2d")
+@aten("max_pool2d_with_indices", "max_pool3d_with_indices")
 def _max_pool(
     call: Call,
     x: jax.Array,
@@ -137,7 +131,7 @@ def _max_pool(
     return (found,)
 
 
-@aten("avg_pool1d", "avg_pool2d", "avg_pool3d")
+@aten("avg_pool2d", "avg_pool3d")
 def _avg_pool(
     call: Call,
     x: jax.Array,
@@ -164,7 +158,7 @@ def _avg_pool(
     return total / own
 
 
-@aten("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
+@aten("_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool2d")
 def _adaptive_avg_pool(call: Call, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
     """Average parts of each dimension: part ``i`` is from floor(i·n/s) to ceil((i+1)·n/s)."""
     found = x
@@ -179,15 +173,6 @@ def _adaptive_avg_pool(call: Call, x: jax.Array, sizes: Sequence[int]) -> jax.Ar
             jnp.mean(lax.slice_in_dim(found, low, high, axis=dim), axis=dim) for low, high in ends
         ]
         found = jnp.stack(means, dim)
-    return found
-
-
-@aten("upsample_nearest2d", "upsample_nearest1d", "upsample_nearest3d")
-def _nearest(call: Call, x: jax.Array, *_: object) -> jax.Array:
-    found = x
-    for dim in range(2, x.ndim):
-        n, size = x.shape[dim], call.shape[dim]
-        found = jnp.take(found, jnp.arange(size) * n // size, axis=dim)
     return found
 
 
@@ -207,22 +192,16 @@ def _bilinear(call: Call, x: jax.Array, size: object, corners: bool, *_: object)
     return found
 
 
-@aten("_upsample_bilinear2d_aa")
-def _bilinear_smooth(
-    call: Call, x: jax.Array, size: object, corners: bool, *_: object
-) -> jax.Array:
-    return _smooth(call, x, corners, "linear")
+def _smooth(method: str) -> Translation:
+    def translated(call: Call, x: jax.Array, size: object, corners: bool, *_: object) -> jax.Array:
+        if corners:
+            raise NotImplementedError("antialiased resizing with align_corners")
+        return jax.image.resize(x, call.shape, method, antialias=True)
+
+    return translated
 
 
-@aten("_upsample_bicubic2d_aa")
-def _bicubic_smooth(call: Call, x: jax.Array, size: object, corners: bool, *_: object) -> jax.Array:
-    return _smooth(call, x, corners, "cubic")
-
-
-def _smooth(call: Call, x: jax.Array, corners: bool, method: str) -> jax.Array:
-    if corners:
-        raise NotImplementedError("antialiased resizing with align_corners")
-    return jax.image.resize(x, call.shape, method, antialias=True)
+enter({f"_upsample_bi{method}2d_aa": _smooth(method) for method in ("linear", "cubic")})
 
 
 #: What a transform is divided by, by PyTorch's number: nothing, the root of its size, its size.
@@ -253,26 +232,12 @@ def _fft_c2r(call: Call, x: jax.Array, dims: Sequence[int], norm: int, last: int
     return jnp.fft.irfftn(x, s=sizes, axes=tuple(dims), norm=_NORMS[2 - norm])
 
 
-@aten("pixel_shuffle")
-def _pixel_shuffle(call: Call, x: jax.Array, factor: int) -> jax.Array:
-    *lead, c, h, w = x.shape
-    split = x.reshape(*lead, c // factor**2, factor, factor, h, w)
-    n = len(lead)
-    moved = jnp.transpose(split, (*range(n), n, n + 3, n + 1, n + 4, n + 2))
-    return moved.reshape(call.shape)
-
-
 @aten("native_dropout")
 def _dropout(call: Call, x: jax.Array, p: float, train: bool | None) -> tuple[jax.Array, ...]:
     if not train or p == 0.0:
         return x, jnp.ones(x.shape, bool)
     kept = jax.random.bernoulli(call.key(), 1.0 - p, x.shape)
     return jnp.where(kept, x / (1.0 - p) if p < 1.0 else 0.0, 0.0).astype(x.dtype), kept
-
-
-@aten("dropout")
-def _dropout_only(call: Call, x: jax.Array, p: float, train: bool) -> jax.Array:
-    return _dropout(call, x, p, train)[0]
 
 
 @aten("scaled_dot_product_attention")
@@ -368,23 +333,3 @@ def _written_out(
     if dropout:
         shares = _dropout(call, shares, dropout, True)[0]
     return jnp.einsum("bhqk,bkhd->bqhd", shares, v)
-
-
-@aten("nll_loss_forward", "nll_loss2d_forward")
-def _nll(
-    call: Call,
-    x: jax.Array,
-    target: jax.Array,
-    weight: jax.Array | None,
-    reduction: int,
-    ignored: int,
-) -> tuple[jax.Array, ...]:
-    axis = 0 if x.ndim == 1 else 1
-    own = jnp.expand_dims(jnp.where(target == ignored, 0, target), axis)
-    picked = -jnp.squeeze(jnp.take_along_axis(x, own, axis=axis, mode="clip"), axis)
-    share = jnp.where(target == ignored, 0.0, 1.0 if weight is None else weight[own.squeeze(axis)])
-    losses, total = picked * share.astype(x.dtype), jnp.sum(share)
-    if reduction == 0:
-        return losses, total
-    summed = jnp.sum(losses)
-    return (summed / total if reduction == 1 else summed), total

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .table import TABLE, Call, Dims, as_dims, aten, in_f32
+from .table import TABLE, Call, Dims, as_dims, aten, enter, in_f32, plain
 
 
 def _typed(call: Call, x: jax.Array) -> jax.Array:
@@ -32,16 +32,8 @@ def _ends(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return translated
 
 
-_SUMS: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "prod": jnp.prod, "mean": jnp.mean}
-_ENDS: dict[str, Callable[..., jax.Array]] = {
-    "amax": jnp.max,
-    "amin": jnp.min,
-    "any": jnp.any,
-    "all": jnp.all,
-    "logsumexp": jax.nn.logsumexp,
-}
-TABLE.update({f"aten.{name}": _sums(own) for name, own in _SUMS.items()})
-TABLE.update({f"aten.{name}": _ends(own) for name, own in _ENDS.items()})
+enter({"sum": jnp.sum, "prod": jnp.prod, "mean": jnp.mean}, _sums)
+enter({"amax": jnp.max, "amin": jnp.min, "any": jnp.any}, _ends)
 
 
 def _extreme(
@@ -64,16 +56,6 @@ TABLE["aten.max"] = _extreme(jnp.max, jnp.argmax, jnp.maximum)
 TABLE["aten.min"] = _extreme(jnp.min, jnp.argmin, jnp.minimum)
 
 
-@aten("argmax")
-def _argmax(call: Call, x: jax.Array, dim: int | None = None, keep: bool = False) -> jax.Array:
-    return jnp.argmax(x, axis=dim, keepdims=keep)
-
-
-@aten("argmin")
-def _argmin(call: Call, x: jax.Array, dim: int | None = None, keep: bool = False) -> jax.Array:
-    return jnp.argmin(x, axis=dim, keepdims=keep)
-
-
 @aten("var")
 def _var(
     call: Call,
@@ -85,18 +67,6 @@ def _var(
 ) -> jax.Array:
     own = 1 if correction is None else correction
     return jnp.var(in_f32(x), axis=as_dims(dims, x.ndim), correction=own, keepdims=keepdim)
-
-
-@aten("std")
-def _std(
-    call: Call,
-    x: jax.Array,
-    dims: Dims = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
-) -> jax.Array:
-    return jnp.sqrt(_var(call, x, dims, correction=correction, keepdim=keepdim))
 
 
 @aten("var_mean")
@@ -112,7 +82,7 @@ def _var_mean(
     return _var(call, x, dims, correction=correction, keepdim=keepdim), mean
 
 
-@aten("linalg_vector_norm", "norm")
+@aten("linalg_vector_norm")
 def _norm(
     call: Call, x: jax.Array, order: float = 2, dims: Dims = None, keep: bool = False, **_: object
 ) -> jax.Array:
@@ -125,11 +95,6 @@ def _norm(
     if order == 0:
         return jnp.sum(size != 0, axis=axes, keepdims=keep).astype(size.dtype)
     return jnp.sum(size**order, axis=axes, keepdims=keep) ** (1.0 / order)
-
-
-@aten("cumsum")
-def _cumsum(call: Call, x: jax.Array, dim: int, **_: object) -> jax.Array:
-    return jnp.cumsum(x, axis=dim, dtype=call.dtype)
 
 
 def _running(
@@ -147,11 +112,6 @@ def _running(
 
 TABLE["aten.cummax"] = _running(lax.cummax)
 TABLE["aten.cummin"] = _running(lax.cummin)
-
-
-@aten("logcumsumexp")
-def _logcumsumexp(call: Call, x: jax.Array, dim: int) -> jax.Array:
-    return lax.cumlogsumexp(x, axis=dim % x.ndim)
 
 
 @aten("median")
@@ -182,22 +142,12 @@ def _cdist(call: Call, a: jax.Array, b: jax.Array, p: float, mode: int | None) -
     return _norm(call, apart, p, -1)
 
 
-@aten("cumprod")
-def _cumprod(call: Call, x: jax.Array, dim: int, **_: object) -> jax.Array:
-    return jnp.cumprod(x, axis=dim, dtype=call.dtype)
-
-
 @aten("sort.default", "sort.stable")
 def _sort(
     call: Call, x: jax.Array, dim: int = -1, descending: bool = False, *, stable: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     order = jnp.argsort(x, axis=dim, stable=True, descending=descending)
     return jnp.take_along_axis(x, order, axis=dim), order
-
-
-@aten("argsort")
-def _argsort(call: Call, x: jax.Array, dim: int = -1, descending: bool = False) -> jax.Array:
-    return jnp.argsort(x, axis=dim, descending=descending)
 
 
 @aten("topk")
@@ -208,16 +158,6 @@ def _topk(
     values, places = lax.top_k(last if largest else -last, k)
     found = values if largest else -values
     return jnp.moveaxis(found, -1, dim), jnp.moveaxis(places, -1, dim)
-
-
-@aten("_softmax", "softmax", "_safe_softmax")
-def _softmax(call: Call, x: jax.Array, dim: int, *_: object, **__: object) -> jax.Array:
-    return jax.nn.softmax(in_f32(x), axis=dim).astype(call.dtype)
-
-
-@aten("_log_softmax", "log_softmax")
-def _log_softmax(call: Call, x: jax.Array, dim: int, *_: object, **__: object) -> jax.Array:
-    return jax.nn.log_softmax(in_f32(x), axis=dim).astype(call.dtype)
 
 
 def _centred(x: jax.Array, axes: tuple[int, ...], eps: float) -> tuple[jax.Array, ...]:
@@ -256,17 +196,6 @@ def _layer_norm(
     return _affine(found, weight, bias).astype(x.dtype), mean, scale
 
 
-@aten("_fused_rms_norm")
-def _fused_rms_norm(
-    call: Call, x: jax.Array, shape: Sequence[int], weight: jax.Array | None, eps: float | None
-) -> tuple[jax.Array, jax.Array]:
-    own = in_f32(x)
-    axes = tuple(range(x.ndim - len(shape), x.ndim))
-    floor = float(jnp.finfo(x.dtype).eps) if eps is None else eps
-    scale = lax.rsqrt(jnp.mean(own * own, axis=axes, keepdims=True) + floor)
-    return _affine(own * scale, weight, None).astype(x.dtype), scale
-
-
 @aten("rms_norm")
 def _rms_norm(
     call: Call,
@@ -275,7 +204,11 @@ def _rms_norm(
     weight: jax.Array | None = None,
     eps: float | None = None,
 ) -> jax.Array:
-    return _fused_rms_norm(call, x, shape, weight, eps)[0]
+    own = in_f32(x)
+    axes = tuple(range(x.ndim - len(shape), x.ndim))
+    floor = float(jnp.finfo(x.dtype).eps) if eps is None else eps
+    scale = lax.rsqrt(jnp.mean(own * own, axis=axes, keepdims=True) + floor)
+    return _affine(own * scale, weight, None).astype(x.dtype)
 
 
 @aten("native_group_norm")
@@ -354,3 +287,21 @@ def _batch_norm_train(
         for old, new in ((mean, own), (var, spread))
     ]
     return out, own, scale, *(lax.stop_gradient(m) for m in moved)
+
+
+enter(
+    {
+        "argmax": lambda x, dim=None, keep=False: jnp.argmax(x, axis=dim, keepdims=keep),
+        "argmin": lambda x, dim=None, keep=False: jnp.argmin(x, axis=dim, keepdims=keep),
+        "logcumsumexp": lambda x, dim: lax.cumlogsumexp(x, axis=dim % x.ndim),
+        "_softmax": lambda x, dim, *_: jax.nn.softmax(in_f32(x), axis=dim),
+        "_log_softmax": lambda x, dim, *_: jax.nn.log_softmax(in_f32(x), axis=dim),
+    },
+    plain,
+)
+enter(
+    {
+        "cumsum": lambda call, x, dim, **_: jnp.cumsum(x, axis=dim, dtype=call.dtype),
+        "cumprod": lambda call, x, dim, **_: jnp.cumprod(x, axis=dim, dtype=call.dtype),
+    }
+)

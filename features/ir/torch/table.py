@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ Result: TypeAlias = jax.Array | Sequence[jax.Array | None]
 #: A translated operator: its call, then the operator's own arguments with arrays for tensors.
 Translation: TypeAlias = Callable[..., Result]
 _F = TypeVar("_F", bound=Translation)
+_R = TypeVar("_R", bound=Result)
 #: Translations by the operator's name, with or without its overload.
 TABLE: dict[str, Translation] = {}
 #: Factorisations and solvers that are not called ``linalg``, and the reductions that are.
@@ -60,6 +61,30 @@ def aten(*names: str) -> Callable[[_F], _F]:
         return function
 
     return enter
+
+
+def enter(
+    functions: Mapping[str, Callable[..., _R]],
+    kind: Callable[[Callable[..., _R]], Translation] | None = None,
+) -> None:
+    """Enter functions into the table.
+
+    Args:
+        functions: Functions by the operators' names, several of them separated by spaces.
+        kind: Makes a function of JAX a translation: :func:`plain`, or what gives the operands
+            their types. By default the functions are translations already.
+    """
+    for names, function in functions.items():
+        aten(*names.split())(kind(function) if kind else function)
+
+
+def plain(function: Callable[..., Result]) -> Translation:
+    """Translate an operator by a function of the operator's own arguments."""
+
+    def translated(call: Call, *args: object, **kwargs: object) -> Result:
+        return function(*args, **kwargs)
+
+    return translated
 
 
 def find(target: str) -> Translation | None:
