@@ -18,7 +18,7 @@ from pathlib import Path
 from ...common.errors import LoweringError
 from ...common.files import write_bytes
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
-from ...features.ir.hlo_header import read_header
+from ...features.ir.hlo_attributes import read_header
 from ...features.ir.program import Program
 from ...features.ir.replica_groups import parse_replica_groups
 from ..zoo.catalog import Setting

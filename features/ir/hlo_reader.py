@@ -9,13 +9,14 @@ from ...common.errors import DynamicShapeError, ProgramError
 from .hlo_attributes import (
     ATTRIBUTE,
     QUOTED,
+    Sources,
     read_attribute,
     read_backend_config,
+    read_header,
     read_literal,
     read_type,
 )
-from .hlo_header import Sources, read_header
-from .mlir.types import split_top
+from .mlir.values import split_top
 from .program import COLLECTIVES, Computation, Op, Program
 from .replica_groups import parse_replica_groups
 from .trip_counts import set_trip_counts

@@ -99,6 +99,15 @@ def walk_ops(module: ir.Module) -> list[ir.Operation]:
     return ops
 
 
+def functions_of(module: ir.Module) -> dict[str, ir.Operation]:
+    """Functions of a module by name, in order."""
+    return {
+        ir.StringAttr(op.attributes["sym_name"]).value: op
+        for op in walk_ops(module)
+        if op.name == "func.func"
+    }
+
+
 def write_bytecode(module: ir.Module) -> bytes:
     """Serialise a module to MLIR bytecode, locations included."""
     buffer = io.BytesIO()
@@ -160,6 +169,14 @@ def module_counts(module: ir.Module) -> tuple[int, int]:
             known = key in attributes
             counts.append(ir.IntegerAttr(attributes[key]).value if known else 1)
     return counts[0], counts[1]
+
+
+def set_counts(module: ir.Module, **counts: int) -> None:
+    """Write into a module how many ``replicas`` or ``partitions`` it is for."""
+    with module.context:
+        for name, number in counts.items():
+            value = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
+            module.operation.attributes[f"mhlo.num_{name}"] = value
 
 
 #: Attribute of a module in XLA's own dialect for what front ends want kept.
@@ -300,11 +317,9 @@ def _without_copies(data: bytes) -> bytes:
 def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
     """Parse bytecode and mark the module as written for ``count`` partitions of each replica."""
     module = parse_module(data)
-    with module.context:
-        kind = ir.IntegerType.get_signless(32)
-        module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(kind, count)
-        if replicas > 1:
-            module.operation.attributes["mhlo.num_replicas"] = ir.IntegerAttr.get(kind, replicas)
+    if replicas > 1:
+        set_counts(module, replicas=replicas)
+    set_counts(module, partitions=count)
     return module
 
 
@@ -321,11 +336,7 @@ def with_shardings(
     """
     copy = copy_module(module)
     with module.context:
-        (main,) = [
-            op
-            for op in walk_ops(copy)
-            if op.name == "func.func" and ir.StringAttr(op.attributes["sym_name"]).value == "main"
-        ]
+        main = functions_of(copy)["main"]
         kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
         for side, total, known in (
             ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
@@ -334,8 +345,7 @@ def with_shardings(
             old: Any = main.attributes[side] if side in main.attributes else [None] * total
             new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
             main.attributes[side] = ir.ArrayAttr.get(new)
-        number = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
-        copy.operation.attributes["mhlo.num_partitions"] = number
+    set_counts(copy, partitions=count)
     return copy
 
 
@@ -371,9 +381,7 @@ def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
             for name in ("channel_handle", "channel_id", "use_global_device_ids"):
                 if op.name.startswith("stablehlo.") and name in op.attributes:
                     del op.attributes[name]
-        for key, number in (("mhlo.num_replicas", count), ("mhlo.num_partitions", 1)):
-            value = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), number)
-            copy.operation.attributes[key] = value
+    set_counts(copy, replicas=count, partitions=1)
     return copy
 
 
@@ -398,7 +406,7 @@ def execute(executable: Any, arguments: Sequence[object], device_count: int) -> 
         return list(executable.execute(arrays))
     devices = executable.local_devices()
     given = executable.get_parameter_shardings() or [None] * len(arrays)
-    whole = _jax_hlo_sharding()
+    whole: Any = _hlo.HloSharding.replicate()
     shardings = [GSPMDSharding(devices, s if s is not None else whole) for s in given]
     arrays = [_on_device(a, s) for a, s in zip(arguments, shardings, strict=True)]
     results = executable.execute_sharded(arrays)
@@ -410,10 +418,6 @@ def _on_device(array: object, sharding: jax.sharding.Sharding | None) -> Any:
         return array
     with jax.enable_x64(True):  # keeps 64-bit arguments as they are
         return jax.device_put(array, sharding)
-
-
-def _jax_hlo_sharding() -> Any:
-    return _hlo.HloSharding.replicate()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...common.errors import ProgramError
 from ...common.types import JaxObject
-from .platforms import Platform
+from .platforms import Platform, platform_here
 
 #: Attribute of a function, or name in its module, that gives its example arguments.
 ARGUMENTS = "example_args"
@@ -99,7 +99,8 @@ def _lowered(
         return _lower_traced(function.trace(*args, **kwargs), platform)
     if hasattr(function, "lower") and not _has_abstract(args, kwargs):
         # Wrappers such as equinox's record which arguments are static and which are donated.
-        return _unwrapped(_on_platform(function, platform).lower(*args, **kwargs))
+        lowered = _on_platform(function, platform).lower(*args, **kwargs)
+        return getattr(lowered, "lowered", lowered)
     return _lower_traced(_trace_plain(function, args, kwargs), platform)
 
 
@@ -107,22 +108,7 @@ def _lower_traced(traced: JaxObject, platform: Platform | None) -> JaxObject:
     # Flax wraps JAX's own object.
     traced = getattr(traced, "traced", traced)
     # Named even if it is JAX's default: a mesh of absent devices does not reveal it.
-    name = _own_platform() if platform is None else platform.name
-    return traced.lower(lowering_platforms=(name,))
-
-
-def _own_platform() -> str:
-    """Platform of JAX's default backend."""
-    import jax
-
-    backend = jax.default_backend()
-    if backend != "gpu":
-        return str(backend)
-    return "rocm" if "rocm" in str(jax.devices()[0].client.platform_version).lower() else "cuda"
-
-
-def _unwrapped(lowered: JaxObject) -> JaxObject:
-    return getattr(lowered, "lowered", lowered)
+    return traced.lower(lowering_platforms=((platform or platform_here()).name,))
 
 
 def _on_platform(wrapper: JaxObject, platform: Platform | None) -> JaxObject:

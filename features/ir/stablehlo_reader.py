@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...common.errors import ProgramError
 from .jax_compat import parse_module
-from .mlir.quantised import is_quantised, with_storage_types
+from .mlir.opcodes import is_quantised, with_storage_types
 from .mlir.reader import ModuleReader
 from .program import Program
 from .trip_counts import set_trip_counts

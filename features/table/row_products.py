@@ -11,8 +11,7 @@ from typing import Any
 from ..cost.convolution import read_dim_labels
 from ..cost.library_calls import CONV, EIGH, LU, QR
 from ..cost.op_classes import type_facts
-from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE
-from ..ir.precision import matrix_rate
+from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE, matrix_rate
 from ..ir.program import Op, Program, TensorType, WindowDim
 from .columns import CODE
 

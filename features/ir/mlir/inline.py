@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..jax_compat import copy_module, walk_ops
+from ..jax_compat import copy_module, functions_of, walk_ops
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -22,16 +22,14 @@ def inline_calls(module: ir.Module) -> ir.Module:
 
     copy = copy_module(module)
     with copy.context:
-        functions = {
-            str(op.attributes["sym_name"]): op for op in walk_ops(copy) if op.name == "func.func"
-        }
+        functions = functions_of(copy)
         calls = [op for op in walk_ops(copy) if op.name == "func.call"]
-        entry = functions.get('"main"')
+        entry = functions.get("main")
         # Calls in functions that are called come along when those are.
         pending = [op for op in calls if entry is None or _function_of(op) == entry]
         while pending:
             call = pending.pop()
-            callee = functions[str(call.attributes["callee"]).replace("@", '"', 1) + '"']
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
             pending += _inline(call, callee.regions[0].blocks[0])
         passes: Any = PassManager.parse("builtin.module(symbol-dce)")
         passes.run(copy.operation)

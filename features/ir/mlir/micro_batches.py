@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..jax_compat import copy_module, walk_ops
+from ..jax_compat import copy_module, functions_of, walk_ops
 from .attention_calls import call_axes, divided_call
 from .inline import nested_ops
 
@@ -89,11 +89,7 @@ class _Writer:
     def __init__(self, module: ir.Module, plan: Accumulation, parts: int) -> None:
         self.plan, self.parts = plan, parts
         self.ops = walk_ops(module)
-        self.main = next(
-            op
-            for op in self.ops
-            if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"'
-        )
+        self.main = functions_of(module)["main"]
         self.block = self.main.regions[0].blocks[0]
         self.numbers = {op: number for number, op in enumerate(self.ops)}
         #: Number of the micro-batch, in the loop's body.

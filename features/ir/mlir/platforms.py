@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....common.types import JsonObject
-from ..jax_compat import copy_module, walk_ops
+from ..jax_compat import copy_module, functions_of
 from ..platforms import INDEX
 
 if TYPE_CHECKING:
@@ -26,10 +25,8 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
 
     copy = copy_module(module)
     with copy.context, ir.Location.unknown():
-        functions: JsonObject = {
-            str(ir.StringAttr(op.attributes["sym_name"]).value): op
-            for op in walk_ops(copy)
-            if op.name == "func.func" and len(op.regions[0].blocks)
+        functions = {
+            name: op for name, op in functions_of(copy).items() if len(op.regions[0].blocks)
         }
         found = [(name, _index_argument(op)) for name, op in functions.items()]
         pending = [(name, place) for name, place in found if place is not None]

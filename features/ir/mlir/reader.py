@@ -13,8 +13,7 @@ from ..replica_groups import Groups, expand_lists, parse_replica_groups
 from .attributes import ALWAYS_NORMALISED, Attrs, normalise
 from .locations import Line, user_line
 from .opcodes import OpKind, op_kind
-from .types import DynamicDimensionError, read_types
-from .values import Raw, Symbol, read_literal, read_value
+from .values import DynamicDimensionError, Raw, Symbol, read_literal, read_types, read_value
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir

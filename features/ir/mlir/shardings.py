@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ....common.types import JsonObject
-from ..jax_compat import copy_module, walk_ops
+from ..jax_compat import copy_module, functions_of, set_counts, walk_ops
 from .attention_calls import CallSplit, split_call
 from .inline import inline_calls
 
@@ -89,16 +89,10 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
     Returns:
         The copy, its calls inlined, and the arguments that products use.
     """
-    from jaxlib.mlir import ir
-
     copy = inline_calls(module)
     used: set[int] = set()
     with copy.context:
-        (main,) = [
-            op
-            for op in walk_ops(copy)
-            if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"'
-        ]
+        main = functions_of(copy)["main"]
         values = list(main.regions[0].blocks[0].arguments)
         uses: list[tuple[Any, int]] = []
         for number in arguments:
@@ -106,20 +100,33 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
             if own:
                 used.add(number)
             uses += own
-        whole = ir.StringAttr.get("{replicated}")
-        name = ir.StringAttr.get("Sharding")
         for op, place in uses:
-            value = op.operands[place]
-            with ir.InsertionPoint(op):
-                constraint = ir.Operation.create(
-                    "stablehlo.custom_call",
-                    results=[value.type],
-                    operands=[value],
-                    attributes={"call_target_name": name, "mhlo.sharding": whole},
-                    loc=op.location,
-                )
-            op.operands[place] = constraint.results[0]
+            _constrain(op, place, "{replicated}")
     return copy, used
+
+
+def _constrain(op: ir.Operation, place: int, sharding: str) -> None:
+    """Let an op read an operand under a sharding."""
+    from jaxlib.mlir import ir
+
+    told = _told(op.operands[place], sharding, ir.InsertionPoint(op), op.location)
+    op.operands[place] = told
+
+
+def _told(value: Any, sharding: str, place: ir.InsertionPoint, at: ir.Location) -> Any:
+    """A value with the sharding that it is to have."""
+    from jaxlib.mlir import ir
+
+    texts = {"call_target_name": "Sharding", "mhlo.sharding": sharding}
+    with place:
+        constraint = ir.Operation.create(
+            "stablehlo.custom_call",
+            results=[value.type],
+            operands=[value],
+            attributes={name: ir.StringAttr.get(text) for name, text in texts.items()},
+            loc=at,
+        )
+    return constraint.results[0]
 
 
 def constrained(
@@ -142,35 +149,16 @@ def constrained(
     copy = copy_module(module)
     ops = walk_ops(copy)
     with copy.context:
-        name = ir.StringAttr.get("Sharding")
-
-        def told(value: Any, text: str, place: ir.InsertionPoint, at: Any) -> Any:
-            attributes: JsonObject = {
-                "call_target_name": name,
-                "mhlo.sharding": ir.StringAttr.get(text),
-            }
-            with place:
-                return ir.Operation.create(
-                    "stablehlo.custom_call",
-                    results=[value.type],
-                    operands=[value],
-                    attributes=attributes,
-                    loc=at,
-                )
-
         for (number, place), text in operands.items():
-            op = ops[number]
-            constraint = told(op.operands[place], text, ir.InsertionPoint(op), op.location)
-            op.operands[place] = constraint.results[0]
+            _constrain(ops[number], place, text)
         for number, text in results.items():
             op = ops[number]
             value = op.results[0]
             users = [(use.owner.operation, use.operand_number) for use in value.uses]
             if users:
-                after = ir.InsertionPoint.after(op)
-                constraint = told(value, text, after, op.location)
+                told = _told(value, text, ir.InsertionPoint.after(op), op.location)
                 for user, place in users:
-                    user.operands[place] = constraint.results[0]
+                    user.operands[place] = told
         for number, split in calls.items():
             split_call(ops[number], split)
     return copy
@@ -180,12 +168,11 @@ def argument_names(module: ir.Module) -> dict[int, str]:
     """Paths of a program's arguments, as JAX writes them into their locations."""
     found = {}
     with module.context:
-        for op in walk_ops(module):
-            if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
-                for number, value in enumerate(op.regions[0].blocks[0].arguments):
-                    match = re.match(r'loc\("(.+?)"[\(\)]', str(value.location))
-                    if match and not match[1].endswith(".mlir"):
-                        found[number] = match[1].replace('\\"', '"')
+        main = functions_of(module).get("main")
+        for number, value in enumerate(main.regions[0].blocks[0].arguments if main else ()):
+            match = re.match(r'loc\("(.+?)"[\(\)]', str(value.location))
+            if match and not match[1].endswith(".mlir"):
+                found[number] = match[1].replace('\\"', '"')
     return found
 
 
@@ -249,10 +236,7 @@ def with_donations(
 
     copy = copy_module(module)
     with copy.context:
-        functions = {
-            str(op.attributes["sym_name"]): op for op in walk_ops(copy) if op.name == "func.func"
-        }
-        main = functions['"main"']
+        main = functions_of(copy)["main"]
         told: Any = main.attributes.get("arg_attrs", None)
         count = len(main.regions[0].blocks[0].arguments)
         own = [{each.name: each.attr for each in attrs} for attrs in told or [()] * count]
@@ -307,8 +291,7 @@ def without_shardings(module: ir.Module) -> ir.Module:
                     if side == "arg_attrs":
                         _pair_donors(op, new)
                     op.attributes[side] = ir.ArrayAttr.get([ir.DictAttr.get(n) for n in new])
-        one = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
-        copy.operation.attributes["mhlo.num_partitions"] = one
+    set_counts(copy, partitions=1)
     return copy
 
 

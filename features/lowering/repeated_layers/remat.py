@@ -234,7 +234,7 @@ def layers_of(module: ir.Module) -> Layers | None:
     Args:
         module: StableHLO with its calls inlined.
     """
-    from ...ir.mlir.types import read_types
+    from ...ir.mlir.values import read_types
     from .mlir_excise import main_function, read_table
 
     main = main_function(module)

@@ -300,7 +300,7 @@ def step_values(
         The step, and the position of each op in ``main`` by its number, as ``walk_ops`` counts.
     """
     from ...ir.jax_compat import walk_ops
-    from ...ir.mlir.types import read_types
+    from ...ir.mlir.values import read_types
     from .mlir_excise import main_function, read_table
 
     main = main_function(module)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from opcast.features.ir.mlir.opcodes import hlo_opcode, op_kind
-from opcast.features.ir.mlir.quantised import is_quantised, original_name, with_storage_types
+from opcast.features.ir.mlir.opcodes import (
+    hlo_opcode,
+    is_quantised,
+    op_kind,
+    original_name,
+    with_storage_types,
+)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opcast.features.ir.mlir.types import DynamicDimensionError, read_types, split_top
+from opcast.features.ir.mlir.values import DynamicDimensionError, read_types, split_top
 from opcast.features.ir.program import TensorType
 
 
