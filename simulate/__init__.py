@@ -2,6 +2,5 @@
 
 ``program`` places kernels on a device's workers, and its collectives beside them. ``clusters`` says
 how devices are joined, ``collectives`` has the formulas of all-reduces and their like over that.
-``step`` (parallel plans) and ``serving`` build on both; ``reference`` has slow, exact simulators
-that the fast ones are tested against, ``chakra`` reads and writes traces.
+``step`` (parallel plans) and ``serving`` build on both; ``chakra`` reads and writes traces.
 """

@@ -20,7 +20,7 @@ from opcast.simulate.serving.memory import (
     share_of_cache,
 )
 from opcast.simulate.serving.occupancy import Occupancy
-from opcast.simulate.serving.policies import FRAMEWORKS, Policy
+from opcast.simulate.serving.policies import Policy, framework_defaults
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.hybrid import Recurrence
 from opcast.simulate.step.memory import RESERVED_BYTES
@@ -48,7 +48,7 @@ STATES = ServedModel(
 
 def test_vllm_frees_what_a_window_has_passed() -> None:
     cache = 1e6 * 24 * LAYER
-    layout = cache_layout(TURNS, ONE, FRAMEWORKS["vllm"], cache)
+    layout = cache_layout(TURNS, ONE, framework_defaults("vllm"), cache)
     assert layout.tokens == 1_000_000
     # Half of the layers keep 10,000 tokens, the others 128.
     assert layout.share_of(10_000) == pytest.approx((5000 + 64) / 1e6)
@@ -66,18 +66,18 @@ def test_groups_of_layers_are_filled_up_to_equal_size() -> None:
     )  # fmt: skip
     model = ServedModel(own)
     token = 2 * 16 * 128 * 2
-    layout = cache_layout(model, ONE, FRAMEWORKS["vllm"], 1e6 * 70 * token)
+    layout = cache_layout(model, ONE, framework_defaults("vllm"), 1e6 * 70 * token)
     assert layout.tokens == 1_000_000
     assert layout.share_of(8192) == pytest.approx((8192 * 10 + 1024 * 60) / 70 / 1e6)
     # SGLang knows no pool of windows for it, and neither do the others by themselves.
     for name in ("sglang", "tensorrt-llm", "lmdeploy"):
-        kept = cache_layout(model, ONE, FRAMEWORKS[name], 1e6 * 62 * token)
+        kept = cache_layout(model, ONE, framework_defaults(name), 1e6 * 62 * token)
         assert kept.plain and kept.tokens == 1_000_000
 
 
 def test_sglang_has_a_pool_for_windows() -> None:
     # 12 layers hold all tokens, 12 hold 0.8 times as many.
-    layout = cache_layout(TURNS, ONE, FRAMEWORKS["sglang"], 1e6 * (12 + 0.8 * 12) * LAYER)
+    layout = cache_layout(TURNS, ONE, framework_defaults("sglang"), 1e6 * (12 + 0.8 * 12) * LAYER)
     assert layout.tokens == pytest.approx(1_000_000, abs=1)
     assert layout.share_of(10_000) == pytest.approx(0.01)
     # Where all of a request lies within the window, that pool is the first to be full.
@@ -88,7 +88,7 @@ def test_sglang_has_a_pool_for_windows() -> None:
 
 def test_a_window_over_all_layers() -> None:
     own = replace(TURNS.workload, experts=0, top_k=0, window=4096, window_share=1.0)
-    layout = cache_layout(ServedModel(own), ONE, FRAMEWORKS["vllm"], 1e5 * 24 * LAYER)
+    layout = cache_layout(ServedModel(own), ONE, framework_defaults("vllm"), 1e5 * 24 * LAYER)
     assert layout.share_of(50_000) == layout.share_of(4096) == pytest.approx(0.04096)
 
 
@@ -96,26 +96,26 @@ def test_recurrent_states_take_room_for_each_sequence() -> None:
     token, state = 12 * 2 * 2 * 256 * 2, 36 * 4096 * 128 * 4
     assert STATES.state_bytes(ONE) == state == 75_497_472
     assert STATES.state_bytes(EnginePlan(tp=2, moe_tp=2)) == state / 2
-    shared = cache_layout(STATES, ONE, FRAMEWORKS["tensorrt-llm"], 40e9)
+    shared = cache_layout(STATES, ONE, framework_defaults("tensorrt-llm"), 40e9)
     assert shared.share_of(1000) == pytest.approx((1000 * token + state) / 40e9)
     # vLLM's blocks of attention are as large as a state of a layer: 2 MiB of 2 KiB a token.
-    paged = cache_layout(STATES, ONE, FRAMEWORKS["vllm"], 40e9)
+    paged = cache_layout(STATES, ONE, framework_defaults("vllm"), 40e9)
     assert paged.block == 1024
     assert paged.share_of(1000) == pytest.approx(shared.share_of(1000))
     # A step that may be taken back needs a state for each draft.
-    drafted = cache_layout(STATES, ONE, FRAMEWORKS["vllm"], 40e9, drafts=2)
+    drafted = cache_layout(STATES, ONE, framework_defaults("vllm"), 40e9, drafts=2)
     assert drafted.share_of(1000) == pytest.approx((1000 * token + 3 * state) / 40e9)
 
 
 def test_sglang_has_a_pool_for_states() -> None:
-    layout = cache_layout(STATES, ONE, FRAMEWORKS["sglang"], 38e9)
+    layout = cache_layout(STATES, ONE, framework_defaults("sglang"), 38e9)
     # 0.9 against 1, and five states of a running request.
     states = 18e9 / (36 * 4096 * 128 * 4)
     assert layout.parts == {"recurrent states": pytest.approx(18e9), "cache": pytest.approx(20e9)}
     assert layout.tokens == int(20e9 / (12 * 2048))
     assert layout.share(0.0, 0.0, 10.0) == pytest.approx(50 / states)
     # One each where nothing is kept for later prompts.
-    alone = cache_layout(STATES, ONE, FRAMEWORKS["sglang"], 38e9, reuse=False)
+    alone = cache_layout(STATES, ONE, framework_defaults("sglang"), 38e9, reuse=False)
     assert alone.share(0.0, 0.0, 10.0) == pytest.approx(10 / states)
 
 
@@ -127,7 +127,7 @@ def test_sparse_attention_keeps_all_tokens_and_keys_of_its_indexer() -> None:
     sparse = ServedModel(own, cache="fp8")
     assert sparse.token_bytes(ONE) == 61 * (512 + 64 + 132)
     assert replace(sparse, workload=replace(own, window=0)).token_bytes(ONE) == 61 * 576
-    assert cache_layout(sparse, ONE, FRAMEWORKS["vllm"], 1e9).plain
+    assert cache_layout(sparse, ONE, framework_defaults("vllm"), 1e9).plain
 
 
 def test_occupancy_against_a_sum_over_requests() -> None:
