@@ -5,7 +5,6 @@ The dataset and the model decide on the trainer: of kernels and programs, of ope
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from ..models.tracking.mlflow_store import RunLog
     from ..models.training.train import TrainResult
     from ..models.training_data.prepared import PreparedDataset
-
-
-logger = logging.getLogger(__name__)
 
 
 def run_train(console: Console, dataset: Dataset, settings: TrainSettings) -> TrainResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -22,8 +21,6 @@ from .trace import Durations, expected, trace
 
 if TYPE_CHECKING:
     from ...features.lowering.xla import NativeExecutable
-
-logger = logging.getLogger(__name__)
 
 # Budgets of one program. They trade the noise of a label against the number of labels in a run, of
 # which more help a model more (engineering choices; docs/measuring.md).

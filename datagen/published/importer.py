@@ -8,7 +8,6 @@ their content, so that a stopped import can be resumed.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,8 +39,6 @@ from ...features.operators.schema import KERNEL_KINDS
 from ...features.operators.sources import methods, sources
 from .clones import CloneFile, clone_files, with_split
 from .pack_rows import CONV_FILE, PRODUCT_FILES, training_convs, training_products
-
-logger = logging.getLogger(__name__)
 
 #: Files with operators, of either pack.
 OPERATOR_FILES = tuple(f"{own.table}.parquet" for own in sources().values() if own.table)
@@ -164,7 +161,7 @@ def _own_file(path: Path, origin: str) -> CloneFile:
         table = read_table(path)
         missing = [c for c in OWN if c not in table]
         if missing:
-            hint = f"it has {', '.join(map(str, table.columns))}; docs/operators.md shows one"
+            hint = f"it has {', '.join(map(str, table.columns))}; docs/operator-tables.md shows one"
             raise DatasetError(f"column {missing[0]!r} is missing", where=str(path), hint=hint)
         if "id" not in table:
             table = table.assign(id=[f"{digest}-{n}" for n in range(len(table))])

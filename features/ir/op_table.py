@@ -1,8 +1,8 @@
 """What each op is, by HLO opcode: class, kind, FLOPs, operands, and how it reads and fuses.
 
-The one place that lists ops. Costs, kinds, checks and fusion rules take their own lists from it, so
-that a new op is one entry here, and a rule of its own only where its attributes, its FLOPs or its
-features do not follow from its result (ARCHITECTURE.md).
+Costs, kinds, checks and fusion rules take their own lists from it, so that a new op is one entry
+here, and a rule of its own only where its attributes, its FLOPs or its features do not follow from
+its result (ARCHITECTURE.md).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def gemm(table: OpTable) -> Physics:
     features = {
         **flags(table, DTYPES),
         # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
-        # is a property of that part (docs/operators.md, Slopes).
+        # is a property of that part (docs/operator-learning.md, Slopes).
         "log_tiles_base": logs["tiles_base"],
         "log_memory_base": logs["memory_base"],
         "log_compute_base": logs["compute_base"],

@@ -8,7 +8,6 @@ a report that was stopped resumes with the missing ones.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,8 +23,6 @@ from ...features.operators.features import ops_schema_hash
 from ...features.operators.sources import faulty
 from .model import MIN_ROWS, OpModel, default_settings
 from .report import predictions
-
-logger = logging.getLogger(__name__)
 
 #: Split that is learned from; rows of all others are judged.
 TRAINING = "train"

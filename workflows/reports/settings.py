@@ -95,7 +95,7 @@ class OperatorReportSettings(Settings):
     families: Annotated[
         Sequence[str], Option("Such as eager/bmm; may be given again.", ("--family",))
     ] = ()
-    # Families with fewer than 200 rows are not learned (docs/operators.md).
+    # Families with fewer than 200 rows are not learned (docs/operator-learning.md).
     max_rows: Annotated[
         int | None,
         Option("Maximum rows of a family to learn from, and of a test split.", least=200),
