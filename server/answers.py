@@ -138,6 +138,9 @@ class StepAnswer(_Powered):
     learned_of_the_whole: dict[str, float] | None = Field(
         None, description="If explain is asked for."
     )
+    cost: float | None = Field(None, description="If a price is given.")
+    cost_lo: float | None = Field(None, description="If a price is given.")
+    cost_hi: float | None = Field(None, description="If a price is given.")
 
 
 _LATENCIES: JsonObject = {

@@ -177,7 +177,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/simulate")
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
-        query: schemas.SimulateQuery = await _body(request, _SIMULATE)
+        query: schemas.StepBody = await _body(request, _SIMULATE)
         task = query.model_dump() | {"kind": "simulate"}
         return await _simulated(query, task, b"")
 
@@ -191,7 +191,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         return await _simulated(query, task, query.model_dump_json().encode())
 
     async def _simulated(
-        query: schemas.SimulateQuery | schemas.ServingBody,
+        query: schemas.StepBody | schemas.ServingBody,
         task: dict[str, object],
         payload: bytes,
     ) -> Response:

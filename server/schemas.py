@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from ..predict.cluster.serving_case import ServingCase
+from ..predict.cluster.step_case import StepCase
 from .from_dataclass import body_of
 
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
@@ -168,6 +169,10 @@ class ProgramQuery(ProgramOptions):
 
 _Format = Annotated[str, Field(pattern=_FORMAT)]
 _Plan = Annotated[str, Field(max_length=200, pattern=_SETTINGS)]
+_Settings = dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]]
+_Source = Annotated[str, Field(max_length=80)]
+_Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
 # Most people's lengths are numbers.
 _Lengths = Annotated[
     str,
@@ -176,29 +181,30 @@ _Lengths = Annotated[
 ]
 
 
-class SimulateQuery(Body):
+#: Texts are names, never files; NumPy's generators take no negative seeds.
+_STEP: dict[str, Any] = {
+    "plan": _Plan,
+    "settings": _Settings,
+    "framework": Name | Literal[""],
+    "source": _Source,
+    # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
+    "jitter": Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)],
+    # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
+    "speed": dict[Annotated[str, Field(pattern=_RANK)], float],
+    "price": _Price | None,
+    "power_cap_w": Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None,
+    "seed": _Seed,
+}
+
+
+class StepBody(Body):
     """A training step on a cluster, as ``opcast simulate`` takes it."""
 
     workload: Checkpoint = Field(
         description="A family (llama, moe, gpt, bert), or a model by name: llama-3-8b."
     )
     cluster: Name = Field(description="Such as dgx-h100-x128.")
-    plan: str = Field("", max_length=200, pattern=_SETTINGS)
-    settings: dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]] = Field(
-        default_factory=dict, description="Sizes such as layers and d_model."
-    )
     model: Name | None = Field(None, description="A model of operators, or roofline.")
-    framework: Name | Literal[""] = Field("", description="Such as nanotron; else an average one.")
-    compiled: bool = Field(False, description="Compiled, or replayed as CUDA graphs.")
-    explain: bool = Field(False, description="Also the terms of the step.")
-    # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
-    jitter: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
-    # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
-    speed: dict[Annotated[str, Field(pattern=_RANK)], float] = Field(
-        default_factory=dict, description="Relative speed by rank."
-    )
-    # NumPy's generators take no negative seeds.
-    seed: int = Field(0, ge=0, le=2**32 - 1)
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [
@@ -213,27 +219,28 @@ class SimulateQuery(Body):
     )
 
 
+# The models of steps that a command takes are files.
+SimulateQuery = body_of("SimulateQuery", StepCase, StepBody, _STEP, "steps")
+
 #: Texts are names, never files; and what would take a server long is refused.
 _SERVING: dict[str, Any] = {
     **dict.fromkeys(("weights", "experts", "activations", "kv_cache"), _Format),
     **dict.fromkeys(("plan", "prefill"), _Plan),
     **dict.fromkeys(("prompt", "output"), _Lengths),
-    "settings": dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]],
+    "settings": _Settings,
     "draft": Checkpoint,
     "framework": Annotated[str, Field(max_length=60)],
-    "source": Annotated[str, Field(max_length=80)],
+    "source": _Source,
     "slo": Annotated[str, Field(max_length=80)],
     "linear_layers": Annotated[int, Field(ge=0, le=10_000)],
     **dict.fromkeys(("replicas", "prefill_replicas"), Annotated[int, Field(ge=0, le=4096)]),
     # The simulation takes 0.1 ms a request, and each answer is three runs.
     **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
-    **dict.fromkeys(
-        ("transfer", "rate", "price"), Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-    ),
+    **dict.fromkeys(("transfer", "rate", "price"), _Price),
     "burstiness": Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)],
     "drafts": Annotated[int, Field(ge=0, le=64)],
     "accepted": Annotated[float, Field(ge=1, le=65, allow_inf_nan=False)],
-    "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],
+    "seed": _Seed,
 }
 
 

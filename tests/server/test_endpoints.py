@@ -161,18 +161,31 @@ def test_nothing_is_compiled_unless_allowed(ask):
     assert ask(PROGRAM, body | {"program": malformed.HLO})[1]["lowering"] == "xla"  # it is already
 
 
-@pytest.mark.parametrize("workload", ["llama", "llama-3-8b"])
-def test_steps_are_simulated_as_on_the_command_line(ask, workload):
+@pytest.mark.parametrize(
+    ("workload", "options", "words"),
+    [
+        ("llama", {}, []),
+        (
+            "llama-3-8b",
+            {"price": 2.0, "power_cap_w": 400.0, "framework": "nanotron", "compiled": True},
+            ["--price", "2", "--power-cap", "400W", "--framework", "nanotron", "--compiled"],
+        ),
+    ],
+)
+def test_steps_are_simulated_as_on_the_command_line(ask, workload, options, words):
     sizes = {"layers": 2, "batch": 16}
     status, found = ask(SIMULATE, {
         "workload": workload, "cluster": "dgx-h100-x16", "plan": "tp=8,dp=2", "settings": sizes,
+        **options,
     })  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "opcast.cli", "simulate", "--workload", workload, "--cluster",
-         "dgx-h100-x16", "--plan", "tp=8,dp=2", "--set", "layers=2,batch=16", "--json"],
+         "dgx-h100-x16", "--plan", "tp=8,dp=2", "--set", "layers=2,batch=16", "--json", *words],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert status == 200 and found == json.loads(done.stdout)
+    known = answers.StepAnswer.model_validate(found)
+    assert set(known.model_dump(exclude_unset=True, by_alias=True)) == set(found)
 
 
 SERVING = "/v1/simulate-serving"
