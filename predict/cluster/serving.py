@@ -36,7 +36,7 @@ from ...simulate.serving.latencies import (
     wider,
 )
 from ...simulate.serving.load import Load, Run
-from ...simulate.serving.memory import gave_way
+from ...simulate.serving.memory import MemoryParts
 from ...simulate.serving.policies import ROUTERS, framework_defaults
 from ...simulate.serving.saturation import capacity
 from ..devices import generation_note
@@ -393,7 +393,7 @@ class ServingPredictor:
             # The longer the load lasts, the fewer of its requests are in time.
             good.append(0.0)
         memory = engine_memory(found.deployment, deployment.engine)
-        room = found.stations[0].cache.tokens
+        cache = found.stations[0].cache
         return ServingPrediction(
             deployment=deployment,
             spec=spec,
@@ -404,8 +404,8 @@ class ServingPredictor:
             tokens_per_s=Interval(tokens * rates[0], tokens * low, tokens * high),
             good=Interval(good[0], min(good), max(good)),
             slo=slo,
-            memory=memory,
-            cache_tokens=room,
+            memory=memory.to_dict() | cache.parts,
+            cache_tokens=cache.tokens,
             queued=queued,
             known=tier,
             notes=(
@@ -413,7 +413,7 @@ class ServingPredictor:
                 *_tail_note(spec, load, run, saturated=queued > SATURATED),
                 *_context_note(deployment.context, load),
             ),
-            states=states_of(run, room, deployment.engine.count),
+            states=states_of(run, cache.tokens, deployment.engine.count),
             energy=serving_energy(
                 deployment, load, run, Interval(spans[0], min(spans), max(spans))
             ),
@@ -548,7 +548,7 @@ def _notes(
     tier: str,
     queued: float,
     handovers: Iterable[str],
-    memory: dict[str, float],
+    memory: MemoryParts,
 ) -> tuple[str, ...]:
     """What lies outside of what was measured.
 
@@ -557,7 +557,7 @@ def _notes(
         tier: What is known of it.
         queued: Share of the time to the first token that is waiting.
         handovers: Names of the effects that were learned, those of handing over among them.
-        memory: Bytes of a device by use.
+        memory: Of a device.
     """
     own, load = found.deployment, found.load
     known = {
@@ -569,7 +569,7 @@ def _notes(
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
-    if gave_way(memory):
+    if memory.gave_way:
         notes.append(
             "the framework's own share of the memory leaves no cache: nearly all is taken, which "
             "its launch command has to say (memory)"

@@ -17,13 +17,7 @@ from ...models.serving.model import APART, ServingModel, group_key
 from ...simulate.serving.fleet import Station
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load
-from ...simulate.serving.memory import (
-    CacheLayout,
-    cache_layout,
-    memory_parts,
-    share_of_cache,
-    what_is_too_large,
-)
+from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
 from ...simulate.serving.policies import Policy, engine_era, framework_defaults
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
@@ -161,14 +155,29 @@ def cache_transfer(own: Deployment) -> Callable[[int], float]:
     return lambda tokens: _TRANSFER_S + (state + tokens * one) / speed
 
 
-def engine_memory(own: Deployment, workers: Workers) -> dict[str, float]:
-    """Bytes of one device of an engine by use; ``cache`` is what they leave, if anything.
+def engine_memory(own: Deployment, workers: Workers) -> MemoryParts:
+    """How the memory of one device of an engine is taken.
 
-    The order is that in which memory is taken; parts of the cache with rooms of their own are
-    listed apart.
+    Raises:
+        PlanError: The memory of the device is not known.
     """
-    parts = _memory(own, workers)
-    return parts | (_layout(own, workers, parts).parts if parts["cache"] > 0.0 else {})
+    capacity = own.spec.memory_bytes
+    if not capacity:
+        raise PlanError(
+            "the memory of the device is not known, so neither is its cache",
+            where=own.device,
+            hint="add memory_bytes to the device's file",
+        )
+    told, rules = own.options.memory, framework_defaults(own.framework)
+    return memory_parts(
+        capacity,
+        own.model,
+        workers.plan,
+        told or rules.memory,
+        of=rules.memory_of,
+        told=told > 0.0,
+        draft=own.draft,
+    )
 
 
 def engine_cache(own: Deployment, workers: Workers) -> CacheLayout:
@@ -177,13 +186,17 @@ def engine_cache(own: Deployment, workers: Workers) -> CacheLayout:
     Raises:
         PlanError: The weights alone do not fit.
     """
-    parts = _memory(own, workers)
-    if parts["cache"] <= 0.0:
-        capacity = read_device(own.device).memory_bytes
-        raise PlanError(
-            what_is_too_large(capacity, parts), hint="more devices, or a narrower format"
-        )
-    return _layout(own, workers, parts)
+    memory = engine_memory(own, workers)
+    if memory.cache <= 0.0:
+        raise PlanError(memory.too_large(), hint="more devices, or a narrower format")
+    return cache_layout(
+        own.model,
+        workers.plan,
+        framework_defaults(own.framework),
+        memory.cache,
+        drafts=own.options.drafts,
+        reuse=own.options.prefix_cache,
+    )
 
 
 def memory_share(own: Deployment, workers: Workers, tokens: float) -> float:
@@ -197,38 +210,9 @@ def memory_share(own: Deployment, workers: Workers, tokens: float) -> float:
     Raises:
         PlanError: The weights alone do not fit.
     """
-    parts, known = _memory(own, workers), engine_cache(own, workers)
-    cache = parts["cache"] * tokens / known.tokens
-    capacity = read_device(own.device).memory_bytes
-    rules = framework_defaults(own.framework)
-    return share_of_cache(capacity, parts, cache, rules.memory_of)
-
-
-def _layout(own: Deployment, workers: Workers, parts: dict[str, float]) -> CacheLayout:
-    rules = framework_defaults(own.framework)
-    drafts, reuse = own.options.drafts, own.options.prefix_cache
-    return cache_layout(own.model, workers.plan, rules, parts["cache"], drafts=drafts, reuse=reuse)
-
-
-def _memory(own: Deployment, workers: Workers) -> dict[str, float]:
-    capacity = read_device(own.device).memory_bytes
-    if not capacity:
-        raise PlanError(
-            "the memory of the device is not known, so neither is its cache",
-            where=own.device,
-            hint="add memory_bytes to the device's file",
-        )
-    told, rules = own.options, framework_defaults(own.framework)
-    share = told.memory or rules.memory
-    return memory_parts(
-        capacity,
-        own.model,
-        workers.plan,
-        share,
-        of=rules.memory_of,
-        told=told.memory > 0.0,
-        draft=own.draft,
-    )
+    memory, known = engine_memory(own, workers), engine_cache(own, workers)
+    cache = memory.cache * tokens / known.tokens
+    return memory.share_of(cache, framework_defaults(own.framework).memory_of)
 
 
 def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:

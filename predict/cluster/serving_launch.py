@@ -9,15 +9,10 @@ from dataclasses import dataclass
 
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.formats import Formats, format_in, in_formats
-from ...simulate.serving.memory import (
-    cache_layout,
-    gave_way,
-    memory_parts,
-    share_of_cache,
-)
 from ...simulate.serving.policies import Policy, framework_defaults, runs_on
 from ...simulate.serving.served import EnginePlan
 from .deployment import Deployment, Workers
+from .serving_engine import engine_cache, engine_memory
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def launches(
                 continue
             flags = tuple(of(worker))
             remarks = list(times)
-            if worker.gave_way:
+            if worker.taken.gave_way:
                 remarks.append(
                     "the default share of the memory leaves no cache, so that nearly all is taken"
                 )
@@ -154,20 +149,6 @@ _LIMITS = {
 }
 
 
-def _parts(own: Deployment, workers: Workers) -> dict[str, float]:
-    """Bytes of a device of some workers by use."""
-    rules = framework_defaults(own.framework)
-    return memory_parts(
-        own.spec.memory_bytes,
-        own.model,
-        workers.plan,
-        own.options.memory or rules.memory,
-        of=rules.memory_of,
-        told=own.options.memory > 0.0,
-        draft=own.draft,
-    )
-
-
 def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int:
     """Tokens that requests have to be limited to, since the cache holds no more; 0 for no limit.
 
@@ -179,17 +160,9 @@ def _longest(own: Deployment, workers: Workers, context: int, asked: int) -> int
         context: Tokens that the model takes.
         asked: Tokens of the longest request that has to be served.
     """
-    cache = _parts(own, workers)["cache"]
-    if cache <= 0.0:
+    if engine_memory(own, workers).cache <= 0.0:
         return 0
-    layout = cache_layout(
-        own.model,
-        workers.plan,
-        framework_defaults(own.framework),
-        cache,
-        drafts=own.options.drafts,
-        reuse=own.options.prefix_cache,
-    )
+    layout = engine_cache(own, workers)
     # Each rank with sequences of its own has its share of the cache.
     ranks = workers.plan.dp
     if layout.share_of(context) * ranks <= 1.0:
@@ -248,9 +221,7 @@ class _Worker:
         self, own: Deployment, workers: Workers, role: str, *, fp8: bool, limit: int = 0
     ) -> None:
         self.own, self.plan, self.role, self.limit = own, workers.plan, role, limit
-        self.parts = _parts(own, workers)
-        #: Whether the framework's own share of the memory leaves no cache.
-        self.gave_way = gave_way(self.parts)
+        self.taken = engine_memory(own, workers)
         policy: Policy = framework_defaults(own.framework).policy
         #: Limits of a rank with sequences of its own.
         self.batch = workers.batch or own.options.max_batch or policy.max_batch
@@ -273,9 +244,8 @@ class _Worker:
             of: What that is a share of: :attr:`Framework.memory_of`.
             why: What it says.
         """
-        if self.own.options.memory or self.gave_way:
-            capacity = self.own.spec.memory_bytes
-            share = share_of_cache(capacity, self.parts, self.parts["cache"], of)
+        if self.own.options.memory or self.taken.gave_way:
+            share = self.taken.share_of(self.taken.cache, of)
             yield Flag(name, f"{share:.3g}", why)
 
     def limited(self, name: str) -> Iterator[Flag]:

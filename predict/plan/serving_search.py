@@ -9,7 +9,6 @@ from ...common.errors import OpcastError
 from ...features.devices.catalogue import read_device
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
-from ...simulate.serving.memory import what_is_too_large
 from ...simulate.serving.served import EnginePlan
 from ..cluster.deployment import Deployment, Workers
 from ..cluster.serving import ServingPredictor, is_open, load_of
@@ -128,9 +127,9 @@ def search(
         except OpcastError as error:
             found.refused[one.text()] = str(error)
             continue
-        unfit = next((m for m in memories if m["cache"] <= 0.0), None)
+        unfit = next((m for m in memories if m.cache <= 0.0), None)
         if unfit is not None:
-            found.refused[one.text()] = what_is_too_large(one.spec.memory_bytes, unfit)
+            found.refused[one.text()] = unfit.too_large()
         elif _least_token(one) > slo.tpot:
             found.pruned += 1
             slow.append(one)

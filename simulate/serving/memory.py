@@ -147,6 +147,67 @@ def cache_layout(
     return CacheLayout(int(tokens), (pool,), window, block, {"cache": cache})
 
 
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes of one device of an engine by use.
+
+    Attributes:
+        capacity: Of the device.
+        weights: By part of the model, in the order in which memory is taken.
+        kept: Of activations and the driver.
+        cache: What these leave; negative where they are too large.
+        gave_way: Whether the framework's own share of the memory left no cache, so that
+            :data:`MOST_SHARE` is taken.
+    """
+
+    capacity: float
+    weights: dict[str, float]
+    kept: float
+    cache: float
+    gave_way: bool = False
+
+    @property
+    def held(self) -> float:
+        """All weights."""
+        return sum(self.weights.values())
+
+    @property
+    def left(self) -> float:
+        """What nobody takes; weights that are too large leave nothing."""
+        return max(0.0, self.capacity - self.held - self.kept - self.cache)
+
+    def to_dict(self) -> dict[str, float]:
+        """Bytes by use as they are shown, in the order in which memory is taken."""
+        needed = {**self.weights, "activations and driver": self.kept}
+        return {**needed, "left alone": self.left, "cache": self.cache}
+
+    def share_of(self, cache: float, of: str) -> float:
+        """The share, as of :func:`memory_parts`, that leaves a cache of so many bytes.
+
+        Args:
+            cache: Bytes.
+            of: What the share is of.
+        """
+        if of == "free":
+            return cache / (self.capacity - self.held - self.kept)
+        if of == "static":
+            return (self.held + cache) / (self.capacity - RESERVED_BYTES / 2)
+        return (self.held + self.kept + cache) / self.capacity
+
+    def too_large(self) -> str:
+        """Which part is the first that does not fit, with the sizes of all."""
+        totals = zip(self.to_dict(), accumulate((*self.weights.values(), self.kept)), strict=False)
+        room = self.capacity - self.left
+        first = next((name for name, total in totals if total > room), "the cache")
+        sizes = {k: v / 2**30 for k, v in self.to_dict().items() if k != "cache" and v}
+        listed = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
+        return (
+            f"weights of {self.held / 2**30:.1f} GiB on a device do not fit into "
+            f"{self.capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed}), "
+            f"{max(0.0, -self.cache) / 2**30:.1f} GiB are missing"
+        )
+
+
 def memory_parts(
     capacity: float,
     model: ServedModel,
@@ -156,8 +217,8 @@ def memory_parts(
     of: str = "total",
     told: bool = False,
     draft: ServedModel | None = None,
-) -> dict[str, float]:
-    """Bytes by use, in the order in which memory is taken; ``cache`` is what they leave, if any.
+) -> MemoryParts:
+    """How the memory of a device is taken.
 
     Args:
         capacity: Bytes of the device.
@@ -169,22 +230,16 @@ def memory_parts(
             :data:`MOST_SHARE`.
         draft: Model that drafts beside it.
     """
-    parts = model.weight_parts(plan)
+    weights = model.weight_parts(plan)
     if draft is not None:
-        parts["draft model"] = draft.weight_bytes(plan.of(draft))
-    held, kept = sum(parts.values()), RESERVED_BYTES
+        weights["draft model"] = draft.weight_bytes(plan.of(draft))
+    held, kept = sum(weights.values()), RESERVED_BYTES
     cache = _cache(capacity, held, kept, share, of)
-    if cache <= 0.0 and not told:
-        kept = RESERVED_BYTES / 2
-        cache = _cache(capacity, held, kept, MOST_SHARE, "total")
-    # What nobody takes; weights that are too large leave nothing.
-    left = max(0.0, capacity - held - kept - cache)
-    return {**parts, "activations and driver": kept, "left alone": left, "cache": cache}
-
-
-def gave_way(parts: dict[str, float]) -> bool:
-    """Whether :func:`memory_parts` left the framework's own share for :data:`MOST_SHARE`."""
-    return parts["activations and driver"] < RESERVED_BYTES and parts["cache"] > 0.0
+    if cache > 0.0 or told:
+        return MemoryParts(capacity, weights, kept, cache)
+    kept = RESERVED_BYTES / 2
+    cache = _cache(capacity, held, kept, MOST_SHARE, "total")
+    return MemoryParts(capacity, weights, kept, cache, gave_way=cache > 0.0)
 
 
 def _cache(capacity: float, held: float, kept: float, share: float, of: str) -> float:
@@ -197,38 +252,3 @@ def _cache(capacity: float, held: float, kept: float, share: float, of: str) -> 
         # have the rest to themselves.
         return (capacity - RESERVED_BYTES / 2) * share - held
     return capacity * share - kept - held
-
-
-def share_of_cache(capacity: float, parts: dict[str, float], cache: float, of: str) -> float:
-    """The share, as of :func:`memory_parts`, that leaves a cache of so many bytes.
-
-    Args:
-        capacity: Bytes of the device.
-        parts: Of :func:`memory_parts`.
-        cache: Bytes.
-        of: What the share is of.
-    """
-    reserved = ("activations and driver", "left alone", "cache")
-    held = sum(value for name, value in parts.items() if name not in reserved)
-    kept = parts["activations and driver"]
-    if of == "free":
-        return cache / (capacity - held - kept)
-    if of == "static":
-        return (held + cache) / (capacity - RESERVED_BYTES / 2)
-    return (held + kept + cache) / capacity
-
-
-def what_is_too_large(capacity: float, parts: dict[str, float]) -> str:
-    """Which part of :func:`memory_parts` is the first that does not fit, with the sizes of all."""
-    kept = parts["left alone"]
-    needed = {k: v for k, v in parts.items() if k not in ("left alone", "cache")}
-    totals = zip(needed, accumulate(needed.values()), strict=True)
-    first = next((name for name, total in totals if total > capacity - kept), "the cache")
-    weights = {k: v for k, v in parts.items() if k not in ("activations and driver", "left alone")}
-    held = sum(value for name, value in weights.items() if name != "cache")
-    listed = ", ".join(f"{k} {v / 2**30:.1f}" for k, v in parts.items() if k != "cache" and v)
-    return (
-        f"weights of {held / 2**30:.1f} GiB on a device do not fit into "
-        f"{capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed}), "
-        f"{max(0.0, -parts['cache']) / 2**30:.1f} GiB are missing"
-    )

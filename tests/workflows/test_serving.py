@@ -151,7 +151,7 @@ def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> 
     assert row is not None
     own = row.deployment
     memory = engine_memory(replace(own, options=EngineOptions(memory=0.7)), own.engine)
-    tokens = memory["cache"] / own.model.token_bytes(own.engine.plan)
+    tokens = memory.cache / own.model.token_bytes(own.engine.plan)
     asked = table(tpot_ms=plain["tpot_ms"] * 1.4, source=None, kv_cache_tokens=np.nan)
     asked.loc[asked["tp"] == 1, "kv_cache_tokens"] = tokens
     model, figures = calibrate_serving(asked, None, ServingModel(), Path())

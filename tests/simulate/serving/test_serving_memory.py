@@ -17,7 +17,6 @@ from opcast.simulate.serving.memory import (
     cache_layout,
     memory_parts,
     plain_cache,
-    share_of_cache,
 )
 from opcast.simulate.serving.occupancy import Occupancy
 from opcast.simulate.serving.policies import Policy, framework_defaults
@@ -215,6 +214,6 @@ def test_shares_of_the_memory_by_hand(of: str) -> None:
         "free": 0.8 * (78 * gib - weights),
     }
     assert pytest.approx(2 * gib) == RESERVED_BYTES
-    assert parts["cache"] == pytest.approx(want[of])
-    assert sum(parts.values()) == pytest.approx(80 * gib)
-    assert share_of_cache(80 * gib, parts, parts["cache"], of) == pytest.approx(0.8)
+    assert parts.cache == pytest.approx(want[of])
+    assert sum(parts.to_dict().values()) == pytest.approx(80 * gib)
+    assert parts.share_of(parts.cache, of) == pytest.approx(0.8)
