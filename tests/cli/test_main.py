@@ -52,7 +52,7 @@ def test_no_command_ends_in_a_traceback(monkeypatch, capsys):
         raise KeyError("a rule that is missing")
 
     monkeypatch.setattr("opcast.models.estimators.xgboost_import.own_process", lambda: None)
-    monkeypatch.setattr("opcast.simulate.clusters.catalogue.find_cluster", broken)
+    monkeypatch.setattr("opcast.predict.cluster.step.find_cluster", broken)
     command = ["opcast", "simulate", "--workload", "llama", "--cluster", "h100-sxm-x4"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as end:

@@ -276,7 +276,7 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--prompt", "9000000", "--memory", "0.1"], "a request needs"),
         (["--set", "layers=10000"], "do not fit"),
         (["--set", "causal=false"], "generates nothing"),
-        (["--rate", "0"], "rate=0.0"),
+        (["--rate", "0"], "give a rate above 0"),
         (["--concurrency", "4", "--rate", "2"], "--rate does not apply"),
         (["--device", "h100-sxm"], "either --cluster or --device"),
         (["--preemption", "drop"], "recompute or swap"),

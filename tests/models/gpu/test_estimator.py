@@ -346,7 +346,8 @@ def test_a_damaged_folder_is_refused(model: CostModel, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def measured(model: CostModel) -> Dataset:
     """Kernels of the committed dataset as if measured on an H100: 1.5 times what is predicted."""
-    frame = Dataset.load(COMMITTED).at_level("op", "kernel").frame
+    frame = Dataset.load(COMMITTED).frame
+    frame = frame[frame["level"].isin(["op", "kernel"])]
     frame = frame[frame["kind"].isin(["gemm", "fusion", "reduce"])].head(900)
     device = find_device("h100-sxm")
     runs = {"gpu": {"device": asdict(device)}}
@@ -380,7 +381,8 @@ def test_measured_kernels_teach_a_correction(measured: Dataset, tmp_path: Path) 
 
 
 def test_kernels_of_a_cpu_teach_nothing() -> None:
-    data = Dataset.load(COMMITTED).at_level("op")
+    data = Dataset.load(COMMITTED)
+    data = data.select(data.frame["level"] == "op")
     with pytest.raises(DatasetError, match="GPU"):
         GpuEstimator().fit(data.select(np.arange(len(data)) < 200))
 

@@ -171,7 +171,10 @@ def test_nearly_all_published_rows_are_expressed() -> None:
     # Some publishers give neither the lengths of prompts nor those of outputs.
     told = [row for row, why in zip(rows, reasons, strict=True) if "lengths of prompts" not in why]
     assert len(told) / len(rows) > 0.95
-    assert sum(row is not None for row in told) / len(told) > 0.98
+    # Nor does the catalogue have all chips (Intel's Max 1550, SambaNova's, Jetson).
+    unknown = sum("is not in the catalogue" in why for why in reasons)
+    assert unknown / len(rows) < 0.015
+    assert sum(row is not None for row in told) / (len(told) - unknown) > 0.98
     assert all("fails on this row" not in reason for reason in reasons)
 
 
