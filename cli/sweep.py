@@ -148,7 +148,7 @@ def plan(
     if answer.stopped:
         typer.echo("stopped: these are the plans that were compiled until then", err=True)
         raise typer.Exit(130)
-    if not answer.best["fits"]:
+    if not answer.best.fits:
         # Said above; a script must see it, too.
         raise typer.Exit(1)
 

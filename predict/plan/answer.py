@@ -6,6 +6,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter, le
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
 from .code import code_of, pipeline_code
-from .judge import Row, number
+from .judge import CompiledPlan, PlanRow
 from .program import read_planned
 from .search import AS_GIVEN, COMPILES, PlanSearch
 from .space import AXES, PIPELINE, UNCHANGED, Plan
@@ -38,7 +40,7 @@ class PlanAnswer:
     """Plans of a program on a cluster.
 
     Attributes:
-        best: Row of the fastest plan that fits; of the one that needs least memory if none does.
+        best: The fastest plan that fits; the one that needs least memory if none does.
         rows: All compiled plans, the fastest first; those with an ``error`` at the end.
         front: Rows that no other one beats in time, memory, devices and energy.
         screened: Number of plans that were screened.
@@ -53,9 +55,9 @@ class PlanAnswer:
         stages: The program of each stage, if the best plan is a pipeline.
     """
 
-    best: Row
-    rows: list[Row]
-    front: list[Row]
+    best: CompiledPlan
+    rows: list[PlanRow]
+    front: list[CompiledPlan]
     screened: int
     code: str
     program: bytes
@@ -63,12 +65,12 @@ class PlanAnswer:
     notes: tuple[str, ...]
     cluster: str
     stopped: bool = False
-    alone: Row | None = None
+    alone: CompiledPlan | None = None
     stages: tuple[bytes, ...] = ()
 
     def __repr__(self) -> str:
         """Plan and time; the fields would fill pages."""
-        return f"PlanAnswer({self.best['plan']}: {_time(self.best)} on {self.cluster})"
+        return f"PlanAnswer({self.best.name}: {duration(self.best.latency_us)} on {self.cluster})"
 
     def save(self, path: str | Path) -> Path:
         """Write the program with the best plan's shardings: text for ``.mlir``, else bytecode.
@@ -98,10 +100,10 @@ class PlanAnswer:
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast plan --json`` prints it."""
         return {
-            "best": self.best,
-            "front": self.front,
-            "one_device": self.alone,
-            "rows": self.rows,
+            "best": self.best.to_dict(),
+            "front": [row.to_dict() for row in self.front],
+            "one_device": self.alone.to_dict() if self.alone else None,
+            "rows": [row.to_dict() for row in self.rows],
             "screened": self.screened,
             "reasons": list(self.reasons),
             "code": self.code,
@@ -215,7 +217,9 @@ def _asked(
     return int(text)
 
 
-def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None) -> PlanAnswer:
+def answer_of(
+    search: PlanSearch, rows: Sequence[PlanRow], alone: CompiledPlan | None = None
+) -> PlanAnswer:
     """Put the compiled plans of a search in order.
 
     Args:
@@ -226,26 +230,23 @@ def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None)
     Raises:
         LoweringError: None could be compiled.
     """
-    made = sorted((r for r in rows if not r["error"]), key=_latency)
-    own = [row for row in made if row["plan"] != AS_GIVEN]
+    made = [row.within(search.memory) for row in rows if isinstance(row, CompiledPlan)]
+    made.sort(key=attrgetter("latency_us"))
+    own = [row for row in made if row.name != AS_GIVEN]
     if not own:
-        said = next((str(row["error"]) for row in rows if row["error"]), "there was no time")
+        said = next((row.error for row in rows if row.error), "there was no time")
         raise LoweringError(
             f"no plan could be compiled: {said}",
             where=search.program.source.origin,
             hint="a larger --budget, or another --lowering",
         )
-    for row in made:
-        held = number(row, "memory_bytes_per_device")
-        row["fits"] = bool(row["fits"]) and (not search.memory or held <= search.memory)
-    fitting = [row for row in own if row["fits"]]
-    best = fitting[0] if fitting else min(own, key=lambda r: number(r, "memory_bytes_per_device"))
-    plan = search.plan_of(best)
-    code, programs = _written(search, plan)
+    fitting = [row for row in own if row.fits]
+    best = fitting[0] if fitting else min(own, key=lambda r: r.memory_bytes_per_device)
+    code, programs = _written(search, best.plan)
     return PlanAnswer(
         best,
-        [*made, *(row for row in rows if row["error"])],
-        _front(sorted([*fitting, *([alone] if alone else [])], key=_latency)),
+        [*made, *(row for row in rows if row.error)],
+        _front(sorted([*fitting, *([alone] if alone else [])], key=attrgetter("latency_us"))),
         len(search.screened),
         code,
         programs[0],
@@ -258,7 +259,7 @@ def answer_of(search: PlanSearch, rows: Sequence[Row], alone: Row | None = None)
         search.cluster.name,
         search.stopped,
         alone,
-        tuple(programs) if plan.stages > 1 else (),
+        tuple(programs) if best.stages else (),
     )
 
 
@@ -271,100 +272,91 @@ def _written(search: PlanSearch, plan: Plan) -> tuple[str, list[bytes]]:
     return code_of(program, plan), [program.annotated(plan)]
 
 
-def _front(rows: Sequence[Row]) -> list[Row]:
+def _front(rows: Sequence[CompiledPlan]) -> list[CompiledPlan]:
     """Rows that no other one beats; an objective that a row lacks orders none."""
-    used = [o for o in OBJECTIVES if all(row.get(o) is not None for row in rows)]
-    points = [tuple(number(row, o) for o in used) for row in rows]
-    return [
-        row
-        for row, own in zip(rows, points, strict=True)
-        if not any(
-            other != own and all(a <= b for a, b in zip(other, own, strict=True))
-            for other in points
-        )
-    ]
+    used = [o for o in OBJECTIVES if all(getattr(row, o) is not None for row in rows)]
+    points = [tuple(getattr(row, o) for o in used) for row in rows]
+
+    def beaten(own: tuple[float, ...]) -> bool:
+        return any(other != own and all(map(le, other, own)) for other in points)
+
+    return [row for row, own in zip(rows, points, strict=True) if not beaten(own)]
 
 
-def _why_changed(search: PlanSearch, best: Row) -> list[str]:
+def _why_changed(search: PlanSearch, best: CompiledPlan) -> list[str]:
     """Say what the best plan would need if its program were not changed."""
-    plan = search.plan_of(best)
+    plan = best.plan
     if plan.change == UNCHANGED or plan.stages > 1:
         return []
     made = [
-        (number(row, "memory_bytes_per_device"), number(row, "latency_us"), "")
+        (row.plan, row.memory_bytes_per_device, row.latency_us, "")
         for row in search.rows.values()
-        if row["mesh"] == best["mesh"]
-        and not row["error"]
-        and search.plan_of(row).change == UNCHANGED
+        if isinstance(row, CompiledPlan)
     ]
-    made += [
-        (own.memory, own.seconds * 1e6, " (screened)")
-        for own in search.screened
-        if own.plan.mesh == plan.mesh and own.plan.change == UNCHANGED
-    ]
-    if not made:
-        return []
-    held, us, how = made[0]
-    return [
-        f"without {plan.change.text()[2:]} the same mesh needs {size(held)} of "
-        f"{size(search.memory)} a device and takes {duration(us)}{how}"
-    ]
+    made += [(s.plan, s.memory, s.seconds * 1e6, " (screened)") for s in search.screened]
+    for own, held, us, how in made:
+        if own.mesh == plan.mesh and own.change == UNCHANGED:
+            return [
+                f"without {plan.change.text()[2:]} the same mesh needs {size(held)} of "
+                f"{size(search.memory)} a device and takes {duration(us)}{how}"
+            ]
+    return []
 
 
-def _why_staged(best: Row) -> list[str]:
+def _why_staged(best: CompiledPlan) -> list[str]:
     """Say what the best plan loses to being a pipeline."""
-    stages = best.get("stages")
-    if not isinstance(stages, list):
+    if not best.stages:
         return []
-    counts = ", ".join(str(stage["layers"]) for stage in stages)
-    idle = number(best, "bubble_us") / max(_latency(best), 1e-9)
+    counts = ", ".join(str(stage.layers) for stage in best.stages)
+    idle = best.bubble_us / max(best.latency_us, 1e-9)
     return [
         f"its stages have {counts} layers; waiting for one another takes {idle:.0%} of the time "
-        f"({duration(number(best, 'bubble_us'))}), transfers between them "
-        f"{duration(number(best, 'sends_us'))}"
+        f"({duration(best.bubble_us)}), transfers between them "
+        f"{duration(best.sends_us)}"
     ]
 
 
-def _reasons(best: Row, others: Sequence[Row]) -> list[str]:
+def _reasons(best: CompiledPlan, others: Sequence[CompiledPlan]) -> list[str]:
     """Say what the next plans lose their time with, beside the best one."""
     found = []
-    meshes: list[object] = []
+    by_mesh: dict[object, CompiledPlan] = {}
     for row in others:
-        if row["mesh"] in meshes:
-            continue
-        meshes.append(row["mesh"])
-        if len(meshes) > 3:
-            break
+        by_mesh.setdefault(row.plan.mesh, row)
+    for row in islice(by_mesh.values(), 3):
         more = {
-            "waiting for collectives": number(row, "exposed_communication_us")
-            - number(best, "exposed_communication_us"),
-            "computing": number(row, "compute_us") - number(best, "compute_us"),
-            "waiting for other stages": _idle(row) - _idle(best),
+            "waiting for collectives": row.exposed_communication_us - best.exposed_communication_us,
+            "computing": row.compute_us - best.compute_us,
+            "waiting for other stages": row.bubble_us - best.bubble_us,
         }
         parts = [
             f"{duration(abs(us))} {'more' if us > 0 else 'less'} {what}"
             for what, us in sorted(more.items(), key=lambda item: -item[1])
-            if abs(us) > 0.01 * number(best, "latency_us")
+            if abs(us) > 0.01 * best.latency_us
         ]
-        ratio = number(row, "latency_us") / number(best, "latency_us") - 1.0
-        text = f"{row['plan']} is {ratio:.0%} slower: {', '.join(parts) or 'a little of each'}"
-        waits = row["waits"]
-        if isinstance(waits, list) and waits and more["waiting for collectives"] > 0:
-            one = waits[0]
+        ratio = row.latency_us / best.latency_us - 1.0
+        text = f"{row.name} is {ratio:.0%} slower: {', '.join(parts) or 'a little of each'}"
+        if row.waits and more["waiting for collectives"] > 0:
+            one = row.waits[0]
             text += (
-                f", most of it for {one['collective']} at {one['where']} "
-                f"({duration(one['us'])}, {size(one['bytes'])})"
+                f", most of it for {one.collective} at {one.where} "
+                f"({duration(one.us)}, {size(one.bytes)})"
             )
         found.append(text)
     return found
 
 
-def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | None) -> list[str]:
+def _notes(
+    search: PlanSearch,
+    best: CompiledPlan,
+    fitting: Sequence[CompiledPlan],
+    alone: CompiledPlan | None,
+) -> list[str]:
     notes = []
-    if alone and fitting and _latency(alone) < _latency(best):
+    if alone and fitting and alone.latency_us < best.latency_us:
         notes.append(
-            f"{WARNING}one device takes {_time(alone)}, less than the best plan over "
-            f"{best['devices']} devices ({_time(best)}): a larger batch shares the work better"
+            f"{WARNING}one device takes {duration(alone.latency_us)}, less than the best plan over "
+            f"{best.devices} devices ({duration(best.latency_us)}): a larger batch shares the work "
+            "better"
         )
     if search.left:
         notes.append(
@@ -372,7 +364,7 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
             "stopped; the same command again (with the same folder of results) continues"
         )
     if not fitting:
-        held = number(best, "memory_bytes_per_device")
+        held = best.memory_bytes_per_device
         notes.append(
             f"{WARNING}no plan fits: the one shown needs {size(held)} of {size(search.memory)}, "
             f"{size(held - search.memory)} too much; more devices, a smaller batch, or "
@@ -380,20 +372,20 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
         )
     notes += search.refused
     parameters = sum(a.type.nbytes for a in search.program.arguments if a.role == "parameter")
-    moved = number(best, "moved_bytes")
-    waits = best["waits"]
-    if parameters and moved > _MOST_MOVED * parameters and isinstance(waits, list):
-        lines = ", ".join(
-            f"{w['collective']} at {w['where']} ({size(w['bytes'])})" for w in waits[:3]
-        )
+    moved = best.moved_bytes
+    if parameters and moved > _MOST_MOVED * parameters:
+        lines = ", ".join(f"{w.collective} at {w.where} ({size(w.bytes)})" for w in best.waits[:3])
         notes.append(
             f"its collectives move {size(moved)} a run, {moved / parameters:.0f} times the "
             f"parameters: activations are moved, by {lines or 'collectives beside computation'}"
         )
-    given = next((row for row in search.rows.values() if row["plan"] == AS_GIVEN), None)
-    if given is not None and not given["error"]:
-        ratio = number(given, "latency_us") / number(best, "latency_us")
-        notes.append(f"with its own shardings it takes {_time(given)}, {ratio:.2f} times as long")
+    given = next((row for row in search.rows.values() if row.name == AS_GIVEN), None)
+    if isinstance(given, CompiledPlan):
+        ratio = given.latency_us / best.latency_us
+        notes.append(
+            f"with its own shardings it takes {duration(given.latency_us)}, {ratio:.2f} times as "
+            "long"
+        )
     twice = search.program.kept_twice
     if parameters and twice > parameters / 2:
         notes.append(
@@ -402,18 +394,4 @@ def _notes(search: PlanSearch, best: Row, fitting: Sequence[Row], alone: Row | N
         )
     if search.program.note:
         notes.append(search.program.note)
-    own = best["notes"]
-    return [*notes, *(own if isinstance(own, list) else [])]
-
-
-def _latency(row: Row) -> float:
-    return number(row, "latency_us")
-
-
-def _idle(row: Row) -> float:
-    """Microseconds that stages wait for one another; 0 where there is one stage."""
-    return number(row, "bubble_us") if row.get("stages") else 0.0
-
-
-def _time(row: Row) -> str:
-    return duration(_latency(row))
+    return [*notes, *best.notes]

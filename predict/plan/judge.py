@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from ...common.errors import DatasetError, OpcastError, fault
-from ...common.interval import LATENCY_KEYS, Interval
+from ...common.interval import Interval
+from ...common.types import JsonObject
 from ...features.lowering.options import LoweringOptions
 from ...features.lowering.target_compiler.process import CompileSettings
 from ...models.power.energy import energy_fields
@@ -16,12 +17,134 @@ from ...simulate.clusters.topology import Cluster, Dimension, Topology
 from ..api import loaded
 from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
 from ..program.energy import program_energy
-from ..sweep.workers import Rows
+from .space import Change, Plan
 
 #: Collectives of the critical path that a row keeps.
 _WAITS = 5
+#: Figures that plain data of pipelines, and of other plans, do not have.
+_PIPELINES_LACK = frozenset({"energy_lo_j", "energy_hi_j"})
+_OTHERS_LACK = frozenset({"bubble_us", "sends_us", "stages"})
 
-Row = dict[str, object]
+
+@dataclass(frozen=True)
+class Wait:
+    """Collectives of the critical path from one line of the source."""
+
+    collective: str
+    where: str
+    us: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a stage of a pipeline takes and needs: times as of ``StageSeconds``."""
+
+    layers: int
+    forward_us: float
+    backward_us: float
+    once_us: float
+    memory_bytes_per_device: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """A plan, or the program of a stage, that was given to the compiler.
+
+    Attributes:
+        name: The plan in words; empty for a stage.
+        plan: The plan; an empty one for the program as given and on one device.
+        devices: Number of devices.
+        screened_us: Time by our own reckoning; ``None`` if unknown.
+        key: Name of its files.
+        error: Why it could not be compiled; empty for a :class:`CompiledPlan`.
+        seconds: What the compilation took.
+    """
+
+    name: str = ""
+    plan: Plan = field(default_factory=Plan)
+    devices: int = 1
+    screened_us: float | None = None
+    key: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``plan.json`` has it."""
+        plan, change = self.plan, self.plan.change
+        about = {
+            "plan": self.name,
+            "mesh": plan.sizes,
+            "tensor": list(plan.tensor),
+            "remat": change.remat,
+            "micro_batches": change.micro,
+            "devices": self.devices,
+            "screened_us": self.screened_us,
+        }
+        own = asdict(self)
+        absent = _PIPELINES_LACK if own.get("stages") else _OTHERS_LACK
+        figures = {k: v for k, v in own.items() if k not in absent.union(vars(PlanRow()))}
+        ends = {"error": self.error, "seconds": self.seconds}
+        return {**(about if self.name else {}), "key": self.key, **figures, **ends}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledPlan(PlanRow):
+    """What a compiled plan takes and needs; the interval holds nine times in ten.
+
+    Attributes:
+        bubble_us: Time for which stages wait for one another.
+        sends_us: Time of transfers between stages.
+        waits: Collectives of the critical path, those that take longest first.
+        stages: Of a pipeline.
+        energy_j: Joules of all devices; ``None`` if unknown.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    bubble_us: float = 0.0
+    sends_us: float = 0.0
+    memory_bytes_per_device: float
+    fits: bool
+    lowering: str
+    collectives: object
+    moved_bytes: float
+    waits: list[Wait]
+    stages: list[StageFigures] = field(default_factory=list)
+    notes: list[str]
+    energy_j: float | None = None
+    energy_lo_j: float | None = None
+    energy_hi_j: float | None = None
+
+    def within(self, memory: float) -> CompiledPlan:
+        """The plan on devices that may use so many bytes; 0 for all that they have."""
+        fits = self.fits and (not memory or self.memory_bytes_per_device <= memory)
+        return replace(self, fits=fits)
+
+    @classmethod
+    def from_dict(cls, data: JsonObject) -> CompiledPlan:
+        """Read plain data of :meth:`to_dict`.
+
+        Raises:
+            DatasetError: A figure is missing, as of an earlier version: it is no 0.
+        """
+        name = data.get("plan", "")
+        own = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        for f in fields(cls):
+            # Both are the same mark where a field has no default.
+            if f.name not in own and f.default is f.default_factory:
+                said = f"the row of {name or 'a stage'} has no {f.name}"
+                raise DatasetError(said, hint="give another folder")
+        change = Change(data.get("remat", 0), data.get("micro_batches", 1))
+        mesh, tensor = data.get("mesh", {}), data.get("tensor", ())
+        own["plan"] = Plan(tuple(mesh.items()), tuple(tensor), change)
+        own["waits"] = [Wait(**wait) for wait in data["waits"]]
+        own["stages"] = [StageFigures(**stage) for stage in data.get("stages", [])]
+        return cls(**own, name=name)
 
 
 @dataclass(frozen=True)
@@ -46,36 +169,22 @@ class PlanJob:
 Annotated = tuple[str, bytes]
 
 
-def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> Rows:
+def judge_plans(job: PlanJob, programs: Sequence[Annotated]) -> list[PlanRow]:
     """One row for each annotated program; one that cannot be compiled has an ``error``."""
-    rows: Rows = []
+    rows: list[PlanRow] = []
     for key, program in programs:
         started = time.monotonic()
         try:
-            row = _judged(job, program)
+            row: PlanRow = _judged(job, program)
         except OpcastError as error:
-            row = {"error": str(error)}
+            row = PlanRow(error=str(error))
         except Exception as error:  # one plan must not cost the others
-            row = {"error": str(fault(error))}
-        rows.append({"key": key, **row, "seconds": time.monotonic() - started})
+            row = PlanRow(error=str(fault(error)))
+        rows.append(replace(row, key=key, seconds=time.monotonic() - started))
     return rows
 
 
-def number(row: Mapping[str, object], key: str) -> float:
-    """A figure of a compiled plan; one that is missing is no 0.
-
-    Raises:
-        DatasetError: The row has none, such as one of a folder of an earlier version.
-    """
-    value = row.get(key)
-    if isinstance(value, int | float):
-        return float(value)
-    raise DatasetError(
-        f"the row of {row.get('plan', 'a plan')} has no {key}", hint="give another folder"
-    )
-
-
-def judge_alone(job: PlanJob, program: bytes) -> Row:
+def judge_alone(job: PlanJob, program: bytes) -> PlanRow:
     """The row of a program of one device, predicted as ``predict --device`` does."""
     (row,) = judge_plans(replace(job, cluster=alone(job.cluster)), [("", program)])
     return row
@@ -87,27 +196,20 @@ def alone(cluster: Cluster) -> Cluster:
     return Cluster(cluster.device, cluster.device, network)
 
 
-def _judged(job: PlanJob, program: bytes) -> Row:
+def _judged(job: PlanJob, program: bytes) -> CompiledPlan:
     settings = CompileSettings(timeout_s=job.timeout_s, progress=False)
     options = LoweringOptions(job.lowering, settings=settings)
     made = predict_partitioned(program, job.cluster, loaded(job.model), options)
-    own = made.to_dict()
-    return {
-        **{name: own[name] for name in (*LATENCY_KEYS, "compute_us", "communication_us")},
-        "exposed_communication_us": own["exposed_communication_us"],
-        "memory_bytes_per_device": made.peak_memory_bytes,
+    own: JsonObject = made.to_dict() | {
         "fits": made.fits is not False,
-        "lowering": made.lowering,
-        "collectives": own["collectives"],
         "moved_bytes": sum(n.collective.whole * n.times for n in made.nodes if n.collective),
         "waits": _waits(made),
-        "notes": list(made.notes),
-        **_energy(job, made),
-        "error": "",
+        **energy_fields(_energy(job, made)),
     }
+    return CompiledPlan(**{f.name: own[f.name] for f in fields(CompiledPlan) if f.name in own})
 
 
-def _energy(job: PlanJob, made: PartitionedPrediction) -> Mapping[str, float | None]:
+def _energy(job: PlanJob, made: PartitionedPrediction) -> Interval | None:
     """Joules of all devices: kernels by the law of power, waiting for the rest."""
     import numpy as np
 
@@ -117,16 +219,16 @@ def _energy(job: PlanJob, made: PartitionedPrediction) -> Mapping[str, float | N
     spec = cluster_device(job.cluster, loaded(job.model).devices)
     kernels = [k for k in made.kernels if k.takes_time and k.kind != "collective"]
     if not kernels:
-        return energy_fields(None)
+        return None
     seconds = roofline(kernels, spec).latency_s
     counts = np.array([k.multiplicity for k in kernels])
     # Rooflines say how the time is shared; its sum is the simulated computation.
     seconds = seconds * (made.run.compute / max(float((seconds * counts).sum()), 1e-12))
     joules = program_energy(kernels, seconds, made.interval, spec)
-    return energy_fields(Interval(*(made.devices * j for j in joules)) if joules else None)
+    return Interval(*(made.devices * j for j in joules)) if joules else None
 
 
-def _waits(made: PartitionedPrediction) -> list[Row]:
+def _waits(made: PartitionedPrediction) -> list[Wait]:
     """The collectives of the critical path by source line, those that take longest first."""
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     moved: dict[tuple[str, str], float] = defaultdict(float)
@@ -144,6 +246,6 @@ def _waits(made: PartitionedPrediction) -> list[Row]:
         seconds[key] += length * 1e6
         moved[key] += node.collective.whole * node.times
     return [
-        {"collective": kind, "where": where, "us": us, "bytes": moved[kind, where]}
+        Wait(kind, where, us, moved[kind, where])
         for (kind, where), us in sorted(seconds.items(), key=lambda item: -item[1])[:_WAITS]
     ]

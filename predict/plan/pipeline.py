@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import hypot
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ from ..cluster.network import xla_time
 from ..cluster.spread import COMPOSITION_ERROR
 from ..program.predictor import Predictor
 from .cost import Screened, Sheet
-from .judge import number
-from .program import PlannedProgram, activation_bytes
+from .judge import CompiledPlan, PlanRow, StageFigures
+from .program import PlannedProgram
 from .space import PIPELINE, UNCHANGED, Change, Plan
 from .stages import SCHEDULE, StagedProgram, staged_program
 
@@ -200,26 +201,15 @@ class Pipelines:
         Raises:
             PlanError: The program cannot be cut so.
         """
-        return self._cut(plan.stages, plan.change)
-
-    def _cut(self, stages: int, change: Change) -> tuple[StagedProgram, StageSheets]:
-        key = stages, change
+        change = plan.change
+        key = plan.stages, change
         if key not in self._made:
-            made = staged_program(self.program, stages, change)
+            made = staged_program(self.program, plan.stages, change)
             if change not in self._sheets:
-                self._sheets[change] = self._sheet(made.program, change)
+                plain = self.program.micro_batch(change.micro) if change.remat else None
+                self._sheets[change] = made.program.sheet(self.cluster, self.predictor, plain)
             self._made[key] = made, stage_sheets(made, self._sheets[change])
         return self._made[key]
-
-    def _sheet(self, program: PlannedProgram, change: Change) -> Sheet:
-        sheet = program.sheet(self.cluster, self.predictor)
-        if change.remat:
-            # As for whole programs: the order of its ops says what is kept.
-            plain = self.program.micro_batch(change.micro)
-            own = plain.sheet(self.cluster, self.predictor).activations
-            share = activation_bytes(program) / max(activation_bytes(plain), 1.0)
-            sheet.activations = share * own
-        return sheet
 
     def screened(self, remat: int, micro: int | None, axes: Sequence[str]) -> list[Screened]:
         """Reckon the cost of all plans with stages over the whole cluster.
@@ -246,7 +236,7 @@ class Pipelines:
                 if parts < 2 or rows % parts or rows == parts:
                     continue
                 change = Change(remat, parts)
-                staged, sheets = self._cut(stages, change)
+                staged, sheets = self.of(Plan(((PIPELINE, stages),), (), change))
                 inside = min(self.cluster.box or each, each)
                 for own in staged.program.space.plans(each, axes, inside):
                     plan = Plan(((PIPELINE, stages), *own.mesh), own.tensor, change)
@@ -266,9 +256,9 @@ def pipeline_row(
     sheets: StageSheets,
     plan: Plan,
     cluster: Cluster,
-    stages: Sequence[Mapping[str, object]],
+    rows: Sequence[PlanRow],
     memory: float,
-) -> dict[str, object]:
+) -> PlanRow:
     """The row of a plan from those of its stages' programs.
 
     Args:
@@ -277,79 +267,67 @@ def pipeline_row(
             once, is taken from our own reckoning.
         plan: The plan.
         cluster: The cluster.
-        stages: The row of each stage's program.
+        rows: The row of each stage's program.
         memory: Bytes that a device may use; 0 if not known.
     """
-    for stage, row in enumerate(stages):
-        if row["error"]:
-            return {"error": f"stage {stage}: {row['error']}"}
+    for stage, row in enumerate(rows):
+        if row.error:
+            return PlanRow(error=f"stage {stage}: {row.error}")
+    stages = [row for row in rows if isinstance(row, CompiledPlan)]
     known = [own for own, _ in _stage_costs(staged, sheets, plan)]
     micro = plan.change.micro
 
-    def split(key: str) -> list[StageSeconds]:
+    def split(times: Sequence[float]) -> list[StageSeconds]:
         return [
-            StageSeconds(*(number(row, key) * 1e-6 * part / own.total for part in own))
-            for own, row in zip(known, stages, strict=True)
+            StageSeconds(*(us * 1e-6 * part / own.total for part in own))
+            for own, us in zip(known, times, strict=True)
         ]
 
-    sends, seconds = _sends(staged, plan, cluster), split("latency_us")
+    sends, seconds = _sends(staged, plan, cluster), split([row.latency_us for row in stages])
     made = compose(seconds, sends, micro)
     widths = []
-    for side, key in ((1, "lo_us"), (2, "hi_us")):
+    ends = [row.lo_us for row in stages], [row.hi_us for row in stages]
+    for side, times in enumerate(ends, 1):
         # All stages err alike, as their kernels do; transfers and composition for themselves.
-        kernels = compose(split(key), sends, micro).total - made.total
+        kernels = compose(split(times), sends, micro).total - made.total
         wire = compose(seconds, _sends(staged, plan, cluster, side), micro).total - made.total
         widths.append(hypot(kernels, wire, COMPOSITION_ERROR * made.total))
     interval = Interval.around(made.total, *widths)
     needs = [
-        number(row, "memory_bytes_per_device") + staged.more_memory(n, plan)
-        for n, row in enumerate(stages)
+        row.memory_bytes_per_device + staged.more_memory(n, plan) for n, row in enumerate(stages)
     ]
     # Runs of each stage's program to which its time in a step amounts.
     runs = [(micro * (own.forward + own.backward) + own.once) / own.total for own in seconds]
-    worst, times = stages[made.worst], runs[made.worst]
-    energies = [row.get("energy_j") for row in stages]
-    joules = (
-        None
-        if None in energies
-        else sum(number(r, "energy_j") * t for r, t in zip(stages, runs, strict=True))
-    )
-    waits = worst["waits"]
-    assert isinstance(waits, list)
-    exposed = number(worst, "exposed_communication_us") * times
-    return {
-        "latency_us": interval.value * 1e6,
-        "lo_us": interval.lo * 1e6,
-        "hi_us": interval.hi * 1e6,
-        "compute_us": made.busy * 1e6 - exposed,
-        "communication_us": number(worst, "communication_us") * times + made.sends * 1e6,
-        "exposed_communication_us": exposed + made.sends * 1e6,
-        "bubble_us": made.bubble * 1e6,
-        "sends_us": made.sends * 1e6,
-        "memory_bytes_per_device": max(needs),
-        "fits": not memory or max(needs) <= memory,
-        "lowering": worst["lowering"],
-        "collectives": worst["collectives"],
-        "moved_bytes": number(worst, "moved_bytes") * times,
-        "waits": [{**own, "us": own["us"] * times, "bytes": own["bytes"] * times} for own in waits],
-        "stages": [
-            {
-                "layers": staged.cut.layers.count(n),
-                "forward_us": own.forward * 1e6,
-                "backward_us": own.backward * 1e6,
-                "once_us": own.once * 1e6,
-                "memory_bytes_per_device": need,
-            }
+    worst, most = stages[made.worst], runs[made.worst]
+    joules = [
+        row.energy_j * n for row, n in zip(stages, runs, strict=True) if row.energy_j is not None
+    ]
+    exposed = worst.exposed_communication_us * most
+    return CompiledPlan(
+        latency_us=interval.value * 1e6,
+        lo_us=interval.lo * 1e6,
+        hi_us=interval.hi * 1e6,
+        compute_us=made.busy * 1e6 - exposed,
+        communication_us=worst.communication_us * most + made.sends * 1e6,
+        exposed_communication_us=exposed + made.sends * 1e6,
+        bubble_us=made.bubble * 1e6,
+        sends_us=made.sends * 1e6,
+        memory_bytes_per_device=max(needs),
+        fits=not memory or max(needs) <= memory,
+        lowering=worst.lowering,
+        collectives=worst.collectives,
+        moved_bytes=worst.moved_bytes * most,
+        waits=[replace(own, us=own.us * most, bytes=own.bytes * most) for own in worst.waits],
+        stages=[
+            StageFigures(
+                staged.cut.layers.count(n),
+                own.forward * 1e6,
+                own.backward * 1e6,
+                own.once * 1e6,
+                need,
+            )
             for n, (own, need) in enumerate(zip(seconds, needs, strict=True))
         ],
-        "notes": [
-            *dict.fromkeys(n for row in stages for n in _listed(row["notes"])),
-            *staged.notes(),
-        ],
-        "energy_j": joules,
-        "error": "",
-    }
-
-
-def _listed(value: object) -> list[str]:
-    return value if isinstance(value, list) else []
+        notes=[*dict.fromkeys(n for row in stages for n in row.notes), *staged.notes()],
+        energy_j=sum(joules) if len(joules) == len(stages) else None,
+    )

@@ -178,9 +178,17 @@ class PlannedProgram:
         names = {n: own.name for n, own in enumerate(self.arguments)}
         return _planned(module, self.source, names, self.batch, change)
 
-    def sheet(self, cluster: Cluster, predictor: Predictor) -> Sheet:
-        """Sum the program up for screening."""
-        return Sheet(
+    def sheet(
+        self, cluster: Cluster, predictor: Predictor, plain: PlannedProgram | None = None
+    ) -> Sheet:
+        """Sum the program up for screening.
+
+        Args:
+            cluster: Its cluster.
+            predictor: Predicts the kernels of one device.
+            plain: The program without rematerialisation, if this one has it.
+        """
+        made = Sheet(
             self.source,
             self.found,
             self.arguments,
@@ -189,6 +197,12 @@ class PlannedProgram:
             predictor,
             self.change.micro,
         )
+        if plain is not None:
+            # The lowering ``fused`` orders what is computed again as it likes, so that its own
+            # memory says nothing; the order of the program's ops does.
+            share = activation_bytes(self) / max(activation_bytes(plain), 1.0)
+            made.activations = share * plain.sheet(cluster, predictor).activations
+        return made
 
     def argument_spec(self, own: Argument, plan: Plan) -> Spec:
         """How an argument lies between steps under a plan."""

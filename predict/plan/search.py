@@ -14,20 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json, write_text
 from ...features.ir.partitioning import header_counts
-from ...features.ir.reader import SourceProgram
 from ...simulate.clusters.topology import Cluster
 from ..api import loaded
 from ..sweep.workers import run_here, run_processes, run_ray
 from .cost import Screened, Sheet
-from .judge import Annotated, PlanJob, Row, alone, judge_alone, judge_plans
+from .judge import Annotated, CompiledPlan, PlanJob, PlanRow, alone, judge_alone, judge_plans
 from .pipeline import Pipelines, pipeline_row
-from .program import PlannedProgram, activation_bytes
+from .program import PlannedProgram
 from .space import AXES, Change, Plan
 
 #: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
@@ -52,10 +51,6 @@ AS_GIVEN = "as given"
 ONE_DEVICE = "one device"
 
 
-def _devices(source: SourceProgram) -> int:
-    return prod(header_counts(source))
-
-
 @dataclass
 class PlanSearch:
     """A search and the folder of its results.
@@ -77,7 +72,6 @@ class PlanSearch:
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
         stages: What was compiled of stages of pipelines, by key.
-        activations: Bytes of activations on one device, by change of the program.
         left: Chosen plans that the search ended before, of ``wanted``.
         stopped: Whether Ctrl-C ended it.
         refused: Why the program cannot be changed in a way that was looked for.
@@ -96,9 +90,8 @@ class PlanSearch:
     micro: int | None = None
     pipelines: bool | None = None
     screened: list[Screened] = field(default_factory=list)
-    rows: dict[str, Row] = field(default_factory=dict)
-    stages: dict[str, Row] = field(default_factory=dict)
-    activations: dict[Change, float] = field(default_factory=dict)
+    rows: dict[str, PlanRow] = field(default_factory=dict)
+    stages: dict[str, PlanRow] = field(default_factory=dict)
     left: int = 0
     wanted: int = 0
     stopped: bool = False
@@ -192,18 +185,8 @@ class PlanSearch:
 
     def _screen(self, change: Change) -> Sheet:
         program = self.program.changed(change)
-        sheet = program.sheet(self.cluster, loaded(self.model))
-        if change.remat:
-            # The lowering ``fused`` orders what is computed again as it likes, so that its own
-            # memory says nothing; the order of the program's ops does.
-            kept = Change(0, change.micro)
-            plain = self.program.changed(kept)
-            if kept not in self.activations:
-                own = plain.sheet(self.cluster, loaded(self.model))
-                self.activations[kept] = own.activations
-            share = activation_bytes(program) / max(activation_bytes(plain), 1.0)
-            sheet.activations = share * self.activations[kept]
-        self.activations[change] = sheet.activations
+        plain = self.program.changed(Change(0, change.micro)) if change.remat else None
+        sheet = program.sheet(self.cluster, loaded(self.model), plain)
         self.memory = self.memory or sheet.device.memory_bytes
         inside = self.cluster.box or self.cluster.size
         plans: list[Plan] = []
@@ -228,7 +211,8 @@ class PlanSearch:
 
     def chosen(self, most: int = COMPILES) -> list[Plan]:
         """Plans that are worth compiling: the fastest, and the best over fewer devices."""
-        fit = [s for s in self.screened if self._may_fit(s)]
+        most_memory = _MEMORY_SLACK * self.memory or inf
+        fit = [s for s in self.screened if s.memory <= most_memory]
         # Nothing fits: those that need least say how much is missing.
         ordered = fit or sorted(self.screened, key=lambda s: s.memory)
         full = [s for s in ordered if s.plan.devices == self.cluster.size]
@@ -264,9 +248,6 @@ class PlanSearch:
         picked = [*plans[:room], *simple, least.plan, *(s.plan for s in islice(fewer.values(), 2))]
         return list(dict.fromkeys([*picked, *plans[room:]]))[:most]
 
-    def _may_fit(self, own: Screened) -> bool:
-        return not self.memory or own.memory <= _MEMORY_SLACK * self.memory
-
     def key(self, plan: Plan | str) -> str:
         """Name of a plan's files: by the program, the plan and what it is for."""
         return self._named(f"{self.program.source.content_hash} {plan}")
@@ -275,7 +256,7 @@ class PlanSearch:
         own = f"{text} {self.cluster} {self.model} {self.lowering}"
         return hashlib.sha256(own.encode()).hexdigest()[:16]
 
-    def compile_alone(self, budget_s: float = float("inf")) -> Row | None:
+    def compile_alone(self, budget_s: float = float("inf")) -> CompiledPlan | None:
         """The row of the program as it is on one device; ``None`` if it does not fit there.
 
         Raises:
@@ -287,32 +268,26 @@ class PlanSearch:
         self._load()
         key = self.key(ONE_DEVICE)
         if key not in self.rows:
-            limit = min(max(budget_s, _LEAST_S), 3600.0)
-            job = PlanJob(self.cluster, self.model, self.lowering, limit)
-            # A plan of no mesh; what it was changed to is left out, as it is the comparison.
-            about: Row = {"plan": ONE_DEVICE, "mesh": {}, "tensor": [], "remat": 0}
-            about |= {"micro_batches": 1, "devices": 1, "screened_us": None}
             try:
-                row = judge_alone(job, self.program.plain)
+                made = judge_alone(self._job(self.cluster, budget_s), self.program.plain)
             except KeyboardInterrupt:
                 self.stopped = True
                 return None
-            self.rows[key] = {**about, **row, "key": key}
+            # Its plan is empty: changes are left out, as it is the comparison.
+            self.rows[key] = replace(made, name=ONE_DEVICE, key=key)
             self._save()
         row = self.rows[key]
-        if row["error"]:
+        if not isinstance(row, CompiledPlan):
             return None
-        needed = row["memory_bytes_per_device"]
-        assert isinstance(needed, float | int)
-        row["fits"] = bool(row["fits"]) and (not self.memory or needed <= self.memory)
-        return row if row["fits"] else None
+        row = row.within(self.memory)
+        return row if row.fits else None
 
     def compile(
         self,
         plans: Sequence[Plan],
         budget_s: float = float("inf"),
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[Row]:
+    ) -> list[PlanRow]:
         """Compile plans that have no row yet, as many as the budget allows; returns all rows.
 
         Ctrl-C ends it early and keeps what is known; ``left`` are not.
@@ -326,25 +301,20 @@ class PlanSearch:
         # A plan of no mesh stands for the shardings that the program brought.
         every = [*plans, Plan()] if given is not None else plans
         by_key = {self.key(plan): plan for plan in every}
-        left = [key for key in by_key if key not in self.rows]
-        screened = {s.plan: s for s in self.screened}
-        count = len(by_key) - len(left)
+        left = {key: plan for key, plan in by_key.items() if key not in self.rows}
+        screened = {s.plan: s.seconds * 1e6 for s in self.screened}
+        made = self._made(left, started, budget_s)
         try:
-            for row in self._made({key: by_key[key] for key in left}, started, budget_s):
-                plan = by_key[str(row["key"])]
-                known = screened.get(plan)
-                self.rows[str(row["key"])] = {
-                    "plan": self._text(plan) if plan.mesh else AS_GIVEN,
-                    "mesh": plan.sizes,
-                    "tensor": list(plan.tensor),
-                    "remat": plan.change.remat,
-                    "micro_batches": plan.change.micro,
-                    "devices": plan.devices if plan.mesh or not given else _devices(given),
-                    "screened_us": known.seconds * 1e6 if known else None,
-                    **row,
-                }
+            for count, row in enumerate(made, len(by_key) - len(left) + 1):
+                plan = by_key[row.key]
+                self.rows[row.key] = replace(
+                    row,
+                    name=plan.text(self.planned(plan).space.labels) if plan.mesh else AS_GIVEN,
+                    plan=plan,
+                    devices=plan.devices if plan.mesh or not given else prod(header_counts(given)),
+                    screened_us=screened.get(plan),
+                )
                 self._save()
-                count += 1
                 if progress is not None:
                     progress(count, len(by_key))
         except KeyboardInterrupt:
@@ -353,7 +323,13 @@ class PlanSearch:
         self.left = sum(key not in self.rows for key in by_key)
         return [self.rows[key] for key in by_key if key in self.rows]
 
-    def _made(self, plans: Mapping[str, Plan], started: float, budget_s: float) -> Iterator[Row]:
+    def _job(self, cluster: Cluster, left_s: float) -> PlanJob:
+        limit = min(max(left_s, _LEAST_S), 3600.0)
+        return PlanJob(cluster, self.model, self.lowering, limit)
+
+    def _made(
+        self, plans: Mapping[str, Plan], started: float, budget_s: float
+    ) -> Iterator[PlanRow]:
         """Rows of plans as they come: a pipeline's when all its stages are there."""
         whole: list[Annotated] = []
         alike: list[Annotated] = []
@@ -376,25 +352,23 @@ class PlanSearch:
         yield from self._staged(plans, waiting)
         for programs, cluster in jobs:
             for row in self._judged(programs, started, budget_s, cluster):
-                if row["key"] in plans:
+                if row.key in plans:
                     yield row
                 else:
-                    self.stages[str(row["key"])] = row
+                    self.stages[row.key] = row
                     yield from self._staged(plans, waiting)
 
-    def _staged(self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]) -> Iterator[Row]:
+    def _staged(
+        self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]
+    ) -> Iterator[PlanRow]:
         """Rows of pipelines whose stages are all there; they no longer wait."""
         ready = [key for key, names in waiting.items() if all(n in self.stages for n in names)]
         for key in ready:
             plan = plans[key]
             own, sheets = self.pipelines_of.of(plan)
             rows = [self.stages[name] for name in waiting.pop(key)]
-            seconds = sum(float(str(row["seconds"])) for row in rows)
             made = pipeline_row(own, sheets, plan, self.cluster, rows, self.memory)
-            yield {"key": key, **made, "seconds": seconds}
-
-    def _text(self, plan: Plan) -> str:
-        return plan.text(self.planned(plan).space.labels)
+            yield replace(made, key=key, seconds=sum(row.seconds for row in rows))
 
     def _annotated(self, plan: Plan) -> bytes:
         given = self.program.given
@@ -404,15 +378,14 @@ class PlanSearch:
 
     def _judged(
         self, programs: Sequence[Annotated], started: float, budget_s: float, cluster: Cluster
-    ) -> Iterator[Row]:
+    ) -> Iterator[PlanRow]:
         """Rows as they come; pieces are handed out as long as there is time."""
         size = len(programs) if self.ray or budget_s == float("inf") else max(self.workers, 1)
         for first in range(0, len(programs), size or 1):
             left = budget_s - (time.monotonic() - started)
             if left <= 0:
                 return
-            limit = min(max(left, _LEAST_S), 3600.0)
-            job = PlanJob(cluster, self.model, self.lowering, limit)
+            job = self._job(cluster, left)
             pieces = [[own] for own in programs[first : first + size]]
             if self.ray:
                 made = run_ray(judge_plans, job, pieces, self.ray, left)
@@ -423,32 +396,24 @@ class PlanSearch:
             for rows in made:
                 yield from rows
 
-    def plan_of(self, row: Row) -> Plan:
-        """The plan of a row."""
-        mesh = row["mesh"]
-        assert isinstance(mesh, dict)
-        tensor = row["tensor"]
-        assert isinstance(tensor, list)
-        change = Change(int(str(row["remat"])), int(str(row["micro_batches"])))
-        return Plan(tuple(mesh.items()), tuple(tensor), change)
-
     def _load(self) -> None:
         path = self.folder / _PLANS
         if not path.is_file():
             return
         data = parse_json(path.read_text(encoding="utf-8"))
-        # What failed is tried again: a time limit may have been the reason.
-        known = {key: row for key, row in data["rows"].items() if not row["error"]}
-        if known and data["program"] != self.program.source.content_hash:
-            raise DatasetError(
-                "holds plans of another program", where=str(path), hint="give another folder"
-            )
-        self.rows |= known
-        told = data.get("stages", {}).items()
-        self.stages |= {key: row for key, row in told if not row["error"]}
+        for name, known in (("rows", self.rows), ("stages", self.stages)):
+            # What failed is tried again: a time limit may have been the reason.
+            told = {k: row for k, row in data.get(name, {}).items() if not row["error"]}
+            if told and data["program"] != self.program.source.content_hash:
+                raise DatasetError(
+                    "holds plans of another program", where=str(path), hint="give another folder"
+                )
+            known |= {key: CompiledPlan.from_dict(row) for key, row in told.items()}
 
     def _save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        data = {"program": self.program.source.content_hash, "rows": self.rows}
-        data |= {"stages": self.stages} if self.stages else {}
+        data: dict[str, object] = {"program": self.program.source.content_hash}
+        for name, known in (("rows", self.rows), ("stages", self.stages)):
+            if known or name == "rows":
+                data[name] = {key: row.to_dict() for key, row in known.items()}
         write_text(self.folder / _PLANS, json.dumps(data, indent=1))

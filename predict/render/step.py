@@ -13,7 +13,6 @@ from ...common.units import duration, energy, plain, quantity, size
 from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from ..plan.answer import PlanAnswer
-from ..plan.judge import Row
 from .parts import headline, interval_text, plain_table, print_notes, timed_headline, unfit
 
 #: Number of operators to list: those that fit the width of a table.
@@ -105,7 +104,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     # The table breaks long plans, and this one is to be copied.
     best = front.iloc[0]
     console.print(
-        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
+        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best.name}",
         soft_wrap=True,
     )
 
@@ -171,44 +170,31 @@ def _table(*names: str) -> Table:
 def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
     """Print the best plan, the front of time, memory, devices and energy, and the reasons."""
     best = answer.best
+    held = size(best.memory_bytes_per_device)
     console.print(
         timed_headline(
-            float(str(best["latency_us"])),
-            float(str(best["lo_us"])),
-            float(str(best["hi_us"])),
-            f"on {answer.cluster}, memory {_size(best)} a device",
+            best.latency_us, best.lo_us, best.hi_us, f"on {answer.cluster}, memory {held} a device"
         )
     )
-    console.print(Text(f"best plan: {best['plan']}"))
+    console.print(Text(f"best plan: {best.name}"))
     print_notes(console, answer.notes, loud=True)
     names = ("time", "memory", "devices", "energy", "plan")
     table = plain_table(*names, fold=names)
     for row in answer.front[:top]:
-        joules = row.get("energy_j")
         table.add_row(
-            _time(row, "latency_us"),
-            _size(row),
-            str(row["devices"]),
-            energy(joules) if isinstance(joules, float) else "",
-            Text(str(row["plan"])),
+            duration(row.latency_us),
+            size(row.memory_bytes_per_device),
+            str(row.devices),
+            "" if row.energy_j is None else energy(row.energy_j),
+            Text(row.name),
         )
     if answer.front:
         console.print(f"front of {len(answer.rows)} compiled of {answer.screened} screened plans:")
         console.print(table)
     for line in answer.reasons:
         console.print(line)
-    failed = [row for row in answer.rows if row["error"]]
+    failed = [row for row in answer.rows if row.error]
     if failed:
         one = failed[0]
-        console.print(f"{len(failed)} could not be compiled, such as {one['plan']}: {one['error']}")
+        console.print(f"{len(failed)} could not be compiled, such as {one.name}: {one.error}")
     print_notes(console, answer.notes, loud=False)
-
-
-def _time(row: Row, key: str) -> str:
-    value = row[key]
-    return duration(value) if isinstance(value, float) else ""
-
-
-def _size(row: Row) -> str:
-    value = row["memory_bytes_per_device"]
-    return size(value) if isinstance(value, int | float) else ""

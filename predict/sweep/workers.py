@@ -22,20 +22,21 @@ logger = logging.getLogger(__name__)
 Rows = list[dict[str, object]]
 J = TypeVar("J")
 C = TypeVar("C")
+R = TypeVar("R")
 #: Evaluates the candidates of a piece under the settings that all share; one row for each. It must
 #: be a function of a module, so that it can be sent to another process.
-Judge = Callable[[J, Sequence[C]], Rows]
+Judge = Callable[[J, Sequence[C]], list[R]]
 
 
-def run_here(judge: Judge[J, C], job: J, pieces: Sequence[list[C]]) -> Iterator[Rows]:
+def run_here(judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]]) -> Iterator[list[R]]:
     """Run one piece after the other in this process."""
     for piece in pieces:
         yield judge(job, piece)
 
 
 def run_processes(
-    judge: Judge[J, C], job: J, pieces: Sequence[list[C]], workers: int
-) -> Iterator[Rows]:
+    judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]], workers: int
+) -> Iterator[list[R]]:
     """Run pieces on processes of this machine; yields results in order of completion.
 
     If the caller stops iterating, no more pieces are started.
@@ -70,7 +71,7 @@ def run_processes(
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
+def _finished(running: dict[Future[list[R]], int]) -> Iterator[tuple[int, list[R]]]:
     waiting = set(running)
     while waiting:
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
@@ -79,12 +80,12 @@ def _finished(running: dict[Future[Rows], int]) -> Iterator[tuple[int, Rows]]:
 
 
 def run_ray(
-    judge: Judge[J, C],
+    judge: Judge[J, C, R],
     job: J,
     pieces: Sequence[list[C]],
     address: str,
     limit_s: float = float("inf"),
-) -> Iterator[Rows]:
+) -> Iterator[list[R]]:
     """Run pieces on a Ray cluster; yields results in order of completion.
 
     Args:

@@ -17,6 +17,7 @@ from opcast.models.steps.model import find_step_model
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
+from opcast.predict.plan.judge import CompiledPlan
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Change
@@ -77,13 +78,13 @@ def main() -> None:
             if (own.mesh, own.change, set(own.tensor)) == (mesh, Change(0, micro), set(cut))
         )
         (row,) = search.compile([plan])
-        if row["error"]:
-            print(f"{row['plan']} | {row['error']}")
+        if not isinstance(row, CompiledPlan):
+            print(f"{row.name} | {row.error}")
             continue
-        held = float(str(row["memory_bytes_per_device"])) / 2**30
+        held = row.memory_bytes_per_device / 2**30
         simulated = predictor.predict(work, parse_plan(text)).step.total
-        times = (known[plan] * 1e3, float(str(row["latency_us"])) / 1e3, simulated * 1e3)
-        print(" | ".join([str(row["plan"]), *(f"{ms:.1f}" for ms in times), f"{held:.1f}"]))
+        times = (known[plan] * 1e3, row.latency_us / 1e3, simulated * 1e3)
+        print(" | ".join([row.name, *(f"{ms:.1f}" for ms in times), f"{held:.1f}"]))
 
 
 if __name__ == "__main__":

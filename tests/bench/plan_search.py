@@ -19,7 +19,7 @@ import numpy as np
 
 from opcast.datagen.zoo.registry import build
 from opcast.predict.plan import space
-from opcast.predict.plan.judge import Row
+from opcast.predict.plan.judge import CompiledPlan
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.simulate.clusters.catalogue import find_cluster
@@ -80,25 +80,25 @@ def main() -> None:
         if search.left:
             print(f"{name}: {len(rows)} of {len(wanted)} plans are compiled", flush=True)
             continue
-        made = [row for row in rows if not row["error"]]
+        made = [row for row in rows if isinstance(row, CompiledPlan)]
         best = min(made, key=_time)
-        found = min((row for row in made if row["key"] in picked), key=_time)
+        found = min((row for row in made if row.key in picked), key=_time)
         hand = min((row for row in made if _by_hand(row, program.space)), key=_time)
-        screened = [float(str(row["screened_us"])) for row in made]
+        screened = [row.screened_us for row in made if row.screened_us is not None]
         line = {
             "program": name,
             "plans": len(rows),
             "failed": len(rows) - len(made),
             "read_and_screen_s": round(screening, 1),
-            "search_compile_s": round(sum(_seconds(r) for r in made if r["key"] in picked), 1),
+            "search_compile_s": round(sum(r.seconds for r in made if r.key in picked), 1),
             "search_cpu_s": cpu,
-            "all_compile_s": round(sum(map(_seconds, made)), 1),
-            "best": best["plan"],
+            "all_compile_s": round(sum(r.seconds for r in made), 1),
+            "best": best.name,
             "best_us": round(_time(best), 1),
-            "found": found["plan"],
+            "found": found.name,
             "found_us": round(_time(found), 1),
             "regret": round(_time(found) / _time(best) - 1, 4),
-            "hand": hand["plan"],
+            "hand": hand.name,
             "hand_us": round(_time(hand), 1),
             "rank_correlation": round(_spearman(screened, [_time(row) for row in made]), 3),
         }
@@ -111,29 +111,13 @@ def _cpu() -> float:
     return sum(sum(resource.getrusage(side)[:2]) for side in sides)
 
 
-def _by_hand(row: Row, known: space.Space) -> bool:
+def _by_hand(row: CompiledPlan, known: space.Space) -> bool:
     """Data parallel, FSDP, or Megatron inside one of them with everything that it cuts."""
-    return "tensor" not in dict(_mesh(row)) or len(list(_tensor(row))) == len(known.tensor)
+    return "tensor" not in row.plan.sizes or len(row.plan.tensor) == len(known.tensor)
 
 
-def _mesh(row: Row) -> dict[str, int]:
-    mesh = row["mesh"]
-    assert isinstance(mesh, dict)
-    return mesh
-
-
-def _tensor(row: Row) -> list[int]:
-    tensor = row["tensor"]
-    assert isinstance(tensor, list)
-    return tensor
-
-
-def _time(row: Row) -> float:
-    return float(str(row["latency_us"]))
-
-
-def _seconds(row: Row) -> float:
-    return float(str(row["seconds"]))
+def _time(row: CompiledPlan) -> float:
+    return row.latency_us
 
 
 def _spearman(left: list[float], right: list[float]) -> float:

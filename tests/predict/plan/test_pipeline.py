@@ -11,6 +11,7 @@ from opcast.common.errors import PlanError
 from opcast.features.ir.jax_compat import compile_module, execute, module_counts, parse_module
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
+from opcast.predict.plan.judge import CompiledPlan, PlanRow
 from opcast.predict.plan.pipeline import Sends, StageSeconds, compose
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
@@ -62,30 +63,29 @@ def judge(monkeypatch):
         for key, program in programs:
             asked[key] = program, job.cluster
             rows.append(
-                {
-                    "key": key,
-                    "latency_us": 100.0,
-                    "lo_us": 90.0,
-                    "hi_us": 120.0,
-                    "compute_us": 100.0,
-                    "communication_us": 0.0,
-                    "exposed_communication_us": 0.0,
-                    "memory_bytes_per_device": 2.0**30,
-                    "fits": True,
-                    "moved_bytes": 0.0,
-                    "lowering": "fused",
-                    "collectives": {},
-                    "energy_j": 1.0,
-                    "waits": [],
-                    "notes": [],
-                    "error": "",
-                    "seconds": 1.0,
-                }
+                CompiledPlan(
+                    key=key,
+                    latency_us=100.0,
+                    lo_us=90.0,
+                    hi_us=120.0,
+                    compute_us=100.0,
+                    communication_us=0.0,
+                    exposed_communication_us=0.0,
+                    memory_bytes_per_device=2.0**30,
+                    fits=True,
+                    moved_bytes=0.0,
+                    lowering="fused",
+                    collectives={},
+                    energy_j=1.0,
+                    waits=[],
+                    notes=[],
+                    seconds=1.0,
+                )
             )
         return rows
 
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
-    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: {"error": "none"})
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: PlanRow(error="none"))
     return asked
 
 
@@ -200,16 +200,16 @@ def test_screening_adds_stages_up(staged):
 
 def test_pipelines_are_searched_where_they_are_named(lowered, judge, tmp_path):
     found = plan(lowered, **OPTIONS, axes=("pipeline", "data"), out=tmp_path / "plans")
-    staged = [row for row in found.rows if "pipeline" in row["mesh"]]
+    staged = [row for row in found.rows if "pipeline" in row.plan.sizes]
     # At most a third of twelve.
     assert 1 <= len(staged) <= 4
-    row = next(row for row in staged if row["mesh"] == {"pipeline": 2, "data": 2})
-    micro = row["micro_batches"]
-    assert row["plan"] == f"pipeline=2,data=2,micro={micro}"
-    assert [own["layers"] for own in row["stages"]] == [2, 2]
-    for own in row["stages"]:
-        assert own["forward_us"] + own["backward_us"] + own["once_us"] == pytest.approx(100.0)
-    assert row["lo_us"] < row["latency_us"] < row["hi_us"]
+    row = next(row for row in staged if row.plan.sizes == {"pipeline": 2, "data": 2})
+    micro = row.plan.change.micro
+    assert row.name == f"pipeline=2,data=2,micro={micro}"
+    assert [own.layers for own in row.stages] == [2, 2]
+    for own in row.stages:
+        assert own.forward_us + own.backward_us + own.once_us == pytest.approx(100.0)
+    assert row.lo_us < row.latency_us < row.hi_us
     # Programs of stages over one device are for a cluster of one.
     assert {cluster.size for _, cluster in judge.values()} == {1, 4}
     before = len(judge)
@@ -237,7 +237,7 @@ def test_pipelines_are_searched_over_boxes_and_where_nothing_fits(
 
 def test_the_answer_of_a_pipeline(lowered, judge, tmp_path):
     found = plan(lowered, **OPTIONS, axes=("pipeline",), micro_batches=8)
-    assert found.best["plan"] == "pipeline=4,micro=8"
+    assert found.best.name == "pipeline=4,micro=8"
     assert "stage 3: layers 3 to 3 of 4, which begin at" in found.code
     assert "its stages have 1, 1, 1, 1 layers" in found.reasons[0]
     first = found.save(tmp_path / "best.mlir")

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.arguments import parse_batch_dims
+from opcast.predict.plan.judge import CompiledPlan, PlanRow, Wait
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Plan, assign
@@ -341,20 +343,24 @@ def test_the_dozen_has_several_meshes(program, tmp_path):
 
 def made(us, gib, joules=1.0, exposed=1.0, error=""):
     """A row as if its plan had been compiled."""
-    return {
-        "latency_us": us,
-        "lo_us": 0.9 * us,
-        "hi_us": 1.1 * us,
-        "compute_us": us - exposed,
-        "exposed_communication_us": exposed,
-        "memory_bytes_per_device": gib * 2**30,
-        "fits": True,
-        "moved_bytes": 1e6,
-        "energy_j": joules,
-        "waits": [{"collective": "all_reduce", "where": "f.py:3", "us": exposed, "bytes": 1e6}],
-        "notes": [],
-        "error": error,
-    }
+    if error:
+        return PlanRow(error=error)
+    return CompiledPlan(
+        latency_us=us,
+        lo_us=0.9 * us,
+        hi_us=1.1 * us,
+        compute_us=us - exposed,
+        communication_us=exposed,
+        exposed_communication_us=exposed,
+        memory_bytes_per_device=gib * 2**30,
+        fits=True,
+        lowering="fused",
+        collectives={},
+        moved_bytes=1e6,
+        energy_j=joules,
+        waits=[Wait("all_reduce", "f.py:3", exposed, 1e6)],
+        notes=[],
+    )
 
 
 @pytest.fixture
@@ -365,7 +371,7 @@ def judged(monkeypatch):
     def judge(job, programs):
         if not rows:
             raise KeyboardInterrupt
-        return [{"key": key, **rows.pop(0), "seconds": 1.0} for key, _ in programs]
+        return [replace(rows.pop(0), key=key, seconds=1.0) for key, _ in programs]
 
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judge)
     monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: made(300.0, 12))
@@ -378,10 +384,10 @@ OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline", "axes": ("data", "fsdp
 def test_the_best_plan_and_why(lowered, judged):
     judged += [made(90.0, 3), made(70.0, 9), made(100.0, 1, exposed=40.0), made(95.0, 4)]
     found = plan(lowered, **OPTIONS, compiles=4)
-    assert [row["latency_us"] for row in found.rows] == [70.0, 90.0, 95.0, 100.0]
+    assert [row.latency_us for row in found.rows] == [70.0, 90.0, 95.0, 100.0]
     assert found.best is found.rows[0]
     # The third has more time and more memory than the second, over as many or more devices.
-    assert {70.0, 90.0, 100.0} <= {row["latency_us"] for row in found.front}
+    assert {70.0, 90.0, 100.0} <= {row.latency_us for row in found.front}
     last = found.reasons[-1]
     assert "43% slower: 39 µs more waiting for collectives, 9 µs less computing" in last
     assert "all_reduce at f.py:3 (40 µs, 976.6 KiB)" in last
@@ -395,14 +401,14 @@ def test_one_device_is_the_baseline(lowered, judged, monkeypatch, tmp_path):
     judged += [made(90.0, 3), made(70.0, 9)]
     found = plan(lowered, **OPTIONS, compiles=2, out=tmp_path)
     # The best is still a plan, but it is said that it is no gain.
-    assert found.best["latency_us"] == 70.0
+    assert found.best.latency_us == 70.0
     assert found.to_dict()["one_device"]["latency_us"] == 60.0
-    assert next((row["plan"], row["devices"]) for row in found.front) == ("one device", 1)
+    assert next((row.name, row.devices) for row in found.front) == ("one device", 1)
     assert found.notes[0].startswith("warning: one device takes 60 µs, less than the best plan")
     # It is kept as plans are, and left out where it does not fit.
     assert plan(lowered, **OPTIONS, compiles=2, out=tmp_path).alone == found.alone
     small = plan(lowered, **OPTIONS, compiles=2, out=tmp_path, memory=10 * 2**30)
-    assert small.alone is None and "one device" not in {row["plan"] for row in small.front}
+    assert small.alone is None and "one device" not in {row.name for row in small.front}
     assert not any("one device" in note for note in small.notes)
     # Arguments of half a MiB and more: nothing is compiled that cannot fit.
     assert plan(lowered, **OPTIONS, compiles=2, memory=2**19, out=tmp_path).alone is None
@@ -417,10 +423,10 @@ def test_data_parallelism_is_always_compiled(program, tmp_path):
 
 def test_plans_that_do_not_fit_are_not_best(lowered, judged):
     judged += [made(90.0, 3), made(70.0, 9)]
-    assert plan(lowered, **OPTIONS, compiles=2, memory=4 * 2**30).best["latency_us"] == 90.0
+    assert plan(lowered, **OPTIONS, compiles=2, memory=4 * 2**30).best.latency_us == 90.0
     judged += [made(90.0, 3), made(70.0, 9)]
     found = plan(lowered, **OPTIONS, compiles=2, memory=2 * 2**30)
-    assert found.best["latency_us"] == 90.0 and not found.front
+    assert found.best.latency_us == 90.0 and not found.front
     assert "needs 3.00 GiB of 2.00 GiB, 1.00 GiB too much" in found.notes[0]
 
 
@@ -432,12 +438,12 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
         "2 of 4 chosen plans are not compiled yet: the search was stopped; the same command again "
         "(with the same folder of results) continues",
     )
-    assert [row["error"] for row in found.rows] == ["", "the compiler crashed"]
+    assert [row.error for row in found.rows] == ["", "the compiler crashed"]
     assert found.stopped
     # The failed plan is tried again, the one that is known is not.
     judged += [made(80.0, 3), made(81.0, 3), made(82.0, 3)]
     assert sorted(
-        row["latency_us"] for row in plan(lowered, **OPTIONS, compiles=4, out=tmp_path).rows
+        row.latency_us for row in plan(lowered, **OPTIONS, compiles=4, out=tmp_path).rows
     ) == [
         80.0,
         81.0,
@@ -448,8 +454,19 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
         plan(lowered, **OPTIONS, compiles=2, budget_s=0.0)
 
 
+def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
+    judged += [made(90.0, 3)]
+    plan(lowered, **OPTIONS, compiles=1, out=tmp_path)
+    data = json.loads((tmp_path / "plan.json").read_text())
+    for row in data["rows"].values():
+        del row["latency_us"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(DatasetError, match=r"the row of .* has no latency_us"):
+        plan(lowered, **OPTIONS, compiles=1, out=tmp_path)
+
+
 def test_activations_that_move_are_explained(lowered, judged):
-    judged += [{**made(90.0, 3), "moved_bytes": 1e8}]
+    judged += [replace(made(90.0, 3), moved_bytes=1e8)]
     (note,) = plan(lowered, **OPTIONS, compiles=1).notes
     assert "153 times the parameters: activations are moved, by all_reduce at f.py:3" in note
 
@@ -459,9 +476,9 @@ def test_a_search_is_compiled_and_resumed(lowered, tmp_path, monkeypatch):
     options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
     small = {"axes": ("data", "fsdp", "tensor"), "compiles": 2, "out": tmp_path / "plans"}
     first = plan(lowered, **options, **small)
-    assert first.best["plan"] in {row["plan"] for row in first.front}
-    assert first.best["latency_us"] == min(row["latency_us"] for row in first.rows)
-    assert not [row for row in first.rows if row["error"]]
+    assert first.best.name in {row.name for row in first.front}
+    assert first.best.latency_us == min(row.latency_us for row in first.rows)
+    assert not [row for row in first.rows if row.error]
     assert json.loads(json.dumps(first.to_dict()))["screened"] == first.screened
     # A second search reads what the first one found.
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", None)
@@ -475,7 +492,7 @@ def test_a_search_is_compiled_and_resumed(lowered, tmp_path, monkeypatch):
     from opcast.predict.cluster.partitioned import predict_partitioned
 
     found = predict_partitioned(saved, find_cluster("h100-sxm-x4"), loaded("roofline"))
-    assert found.devices == first.best["devices"]
+    assert found.devices == first.best.devices
     assert not any("donate" in note for note in first.notes)
     (jitted,) = [line for line in first.code.splitlines() if line.startswith("# jax.jit(step, ")]
     call = jitted[2:].partition(", donate_argnums")[0] + ")"
@@ -504,7 +521,7 @@ print(len(there["up"].sharding.device_set))
         check=False,
     )
     assert made.returncode == 0, made.stderr
-    assert int(made.stdout) == first.best["devices"]
+    assert int(made.stdout) == first.best.devices
 
 
 @pytest.mark.slow
@@ -513,5 +530,5 @@ def test_a_forward_pass_needs_no_collective():
     lowered = jax.jit(lambda w, x: jnp.tanh(x @ w["up"]) @ w["down"]).lower(WEIGHTS, X)
     options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
     found = plan(lowered, **options, axes=("data",), compiles=1)
-    assert found.best["plan"] == "data=4" and not found.best["collectives"]
-    assert found.best["moved_bytes"] == 0 and found.best["exposed_communication_us"] == 0
+    assert found.best.name == "data=4" and not found.best.collectives
+    assert found.best.moved_bytes == 0 and found.best.exposed_communication_us == 0

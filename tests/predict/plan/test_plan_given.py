@@ -25,7 +25,7 @@ def test_own_shardings_are_the_starting_point(tmp_path):
     options = {"cluster": "h100-sxm-x4", "lowering": "fused", "model": "roofline"}
     found = plan(given, **options, axes=("fsdp",), compiles=1)
     assert any("with its own shardings it takes" in note for note in found.notes)
-    assert found.best["plan"] == "fsdp=4"
+    assert found.best.name == "fsdp=4"
     assert AXES[0] == "data"
 
 

@@ -9,6 +9,7 @@ from opcast.cli import app
 from opcast.common.errors import PlanError
 from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.plan.answer import plan
+from opcast.predict.plan.judge import CompiledPlan, PlanRow
 
 BATCH, WIDTH, LAYERS = 512, 64, 4
 GIB = 2**30
@@ -56,32 +57,34 @@ def judge(monkeypatch):
             layers, loops = counts(program)
             us = 100.0 + 10.0 * layers + 10.0 * loops
             rows.append(
-                {
-                    "key": key,
-                    "latency_us": us,
-                    "lo_us": us,
-                    "hi_us": us,
-                    "compute_us": us,
-                    "exposed_communication_us": 0.0,
-                    "memory_bytes_per_device": (8 - layers) * GIB / (1 + loops),
-                    "fits": True,
-                    "moved_bytes": 0.0,
-                    "energy_j": 1.0,
-                    "waits": [],
-                    "notes": [],
-                    "error": "",
-                    "seconds": 1.0,
-                }
+                CompiledPlan(
+                    key=key,
+                    latency_us=us,
+                    lo_us=us,
+                    hi_us=us,
+                    compute_us=us,
+                    exposed_communication_us=0.0,
+                    memory_bytes_per_device=(8 - layers) * GIB / (1 + loops),
+                    communication_us=0.0,
+                    fits=True,
+                    lowering="fused",
+                    collectives={},
+                    moved_bytes=0.0,
+                    energy_j=1.0,
+                    waits=[],
+                    notes=[],
+                    seconds=1.0,
+                )
             )
         return rows
 
     monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
-    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: {"error": "none"})
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: PlanRow(error="none"))
     return asked
 
 
 def changes(answer):
-    return {(row["remat"], row["micro_batches"]) for row in answer.rows}
+    return {(row.plan.change.remat, row.plan.change.micro) for row in answer.rows}
 
 
 def test_what_fits_is_not_changed(lowered, judge):
@@ -116,8 +119,8 @@ def test_memory_makes_changed_plans_win(lowered, judge, monkeypatch, tmp_path):
     monkeypatch.setattr(f"{__name__}.GIB", limit / 6)
     found = plan(lowered, **OPTIONS, memory=limit, out=tmp_path)
     # Plain needs 8 of 6; with two of the layers it is 6 of 6 at 120 µs, in a loop 4 of 6 at 110 µs.
-    assert (found.best["remat"], found.best["micro_batches"]) == (0, 2)
-    assert found.best["plan"].endswith(", 2 micro-batches")
+    assert (found.best.plan.change.remat, found.best.plan.change.micro) == (0, 2)
+    assert found.best.name.endswith(", 2 micro-batches")
     assert {(0, 1), (2, 1), (0, 2)} <= changes(found)
     assert found.reasons[0].startswith("without 2 micro-batches the same mesh needs")
     assert counts(found.program) == (0, 1)
@@ -138,7 +141,7 @@ def test_changes_are_forbidden_and_asked_for(lowered, judge):
     assert counts(all_layers.program) == (LAYERS, 0)
     both = plan(lowered, **OPTIONS, remat=3, micro_batches=4)
     assert changes(both) == {(3, 4)}
-    assert both.best["plan"].endswith(", 3 layers rematerialised, 4 micro-batches")
+    assert both.best.name.endswith(", 3 layers rematerialised, 4 micro-batches")
     assert counts(both.program) == (3, 1)
 
 

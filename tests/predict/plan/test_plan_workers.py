@@ -149,7 +149,7 @@ def goes_on(command, folder, here):
     # To the last bit: with the time that compiling took then.
     assert all(row == kept[row["key"]] for row in second["rows"] if row["key"] in kept)
     times = [(row["key"], row["latency_us"]) for row in second["rows"]]
-    assert times == [(row["key"], row["latency_us"]) for row in here.rows]
+    assert times == [(row.key, row.latency_us) for row in here.rows]
     return kept
 
 
