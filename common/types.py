@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 #: An object of JSON or YAML, or values by name that are written as one.
 JsonObject = dict[str, Any]
@@ -13,3 +15,37 @@ JsonMapping = Mapping[str, Any]
 MlirObject = Any
 #: An object of JAX's own without a public type: lowered and compiled functions, jaxprs, devices.
 JaxObject = Any
+
+T = TypeVar("T")
+
+
+def typed(kind: type[T], value: Any, at: str) -> T:
+    """A value of JSON as an instance of a type.
+
+    Args:
+        kind: A dataclass, of which other keys are ignored, or a ``dict``, ``tuple``, number or
+            text, or ``None`` instead of one.
+        value: As the file has it.
+        at: Where it stands.
+
+    Raises:
+        ValueError: It is something else; the message says where.
+    """
+    chosen: Any = kind
+    if isinstance(chosen, UnionType):
+        chosen = get_args(chosen)[value is None]
+    origin: Any = get_origin(chosen) or chosen
+    parts, found = get_args(chosen), value
+    if isinstance(value, dict) and (origin is dict or is_dataclass(chosen)):
+        kinds = dict.fromkeys(value, parts[1]) if parts else get_type_hints(origin)
+        found = {k: typed(kinds[k], v, f"{at}: {k}") for k, v in value.items() if k in kinds}
+        found = origin(**found)
+    elif isinstance(value, list) and origin is tuple:
+        each = parts[:1] * len(value) if parts[-1] is ... else parts
+        if len(each) == len(value):
+            found = tuple(typed(k, v, at) for k, v in zip(each, value, strict=True))
+    elif isinstance(value, int) and origin is float:
+        found = float(value)
+    if not isinstance(found, origin):
+        raise ValueError(f"{at}: {value!r} is not of the type {chosen}")
+    return cast("T", found)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from ...common.paths import PACKAGE
-from ...common.types import JsonMapping
+from ...common.types import JsonMapping, typed
 from ..core.store import read_json_model, write_json_model
 from ..trust.calibrator import Calibrator
-from ..trust.conformal import COVERAGE
+from ..trust.conformal import COVERAGE, Ends
 from .effects import Context, ServingEffects
+from .ends import APART, TIERS, UNCALIBRATED, kind_of
 
 #: Format of the file that :meth:`ServingModel.save` writes.
 FORMAT = 1
@@ -27,22 +27,46 @@ METRICS = ("ttft", "tpot", "per_token")
 #: Time of a whole request of a closed loop. It is not learned but made of its two parts, whose
 #: errors partly make up for each other, so that it has ends of its own.
 REQUEST_TIME = "e2e"
-#: What is known of a row, most first: runs of its model, framework and chip generation; of both but
-#: not of the model; of the generation alone; not even of that; of no chip of the vendor.
-TIERS = ("model", "framework", "architecture", "new", "vendor")
-#: How much wider, as logarithms, intervals are on chips of a vendor without any run than on new
-#: ones of a known vendor; engineering estimate: operators there are priced by rooflines.
-FOREIGN = 1.5
-#: Ends on machines that nobody measured, by their source and device, have this appended to the key.
-ELSEWHERE = "/elsewhere"
-#: Value of the level ``spread`` of prompts that run on workers of their own.
-APART = "disaggregated"
-#: Share of waiting in a time to the first token from which its interval is another one.
-SATURATED = 0.5
-#: Ends of the interval where nothing was calibrated, as logarithms.
-UNCALIBRATED = (-1.0, 1.0)
-#: Fewest latencies that an interval is calibrated on.
-LEAST = 20
+
+
+@dataclass(frozen=True)
+class OwnStack:
+    """A stack that a model was adapted to.
+
+    Attributes:
+        memory: Share of the memory that its engines use; 0 where no run says it.
+        groups: Its runs, by :func:`group_key`.
+        ends: Of its intervals, by the text of :func:`~.ends.kind_of`.
+    """
+
+    memory: float = 0.0
+    groups: tuple[str, ...] = ()
+    ends: dict[str, Ends] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a model was learned from.
+
+    Attributes:
+        rows: Their number.
+        groups: Model groups by framework and chip: :func:`group_key`.
+        clusters: Machines by source and device.
+        shapes: Groups of models by their sizes.
+        sources: Of the runs.
+        devices: That they ran on.
+        vendors: Those of the chips; ``None`` where a file does not say.
+        own: Stacks that it was adapted to, by source and device.
+    """
+
+    rows: int = 0
+    groups: tuple[str, ...] = ()
+    clusters: tuple[str, ...] = ()
+    shapes: dict[str, str] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    vendors: tuple[str, ...] | None = None
+    own: dict[str, OwnStack] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,48 +75,37 @@ class ServingModel:
 
     Attributes:
         effects: On classes of cost.
-        ends: Ends of the interval as logarithms, by ``kind/tier`` (:func:`kind_of`), and for
-            machines that nobody measured by that and :data:`ELSEWHERE`.
-        provenance: What it was learned from: ``groups`` are model groups by framework and chip,
-            ``shapes`` the groups of models by their sizes, ``vendors`` those of the chips,
-            ``clusters`` the machines by source and device,
-            ``own`` the stacks it was adapted to: ``memory``, ``groups`` and ``ends`` of each.
+        ends: Ends of the interval as logarithms, by the text of an :class:`~.ends.EndKey`.
+        provenance: What it was learned from.
     """
 
     effects: ServingEffects = field(default_factory=ServingEffects)
-    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
-    provenance: dict[str, object] = field(default_factory=dict)
+    ends: dict[str, Ends] = field(default_factory=dict)
+    provenance: Known = Known()
 
     def tier(self, context: Context) -> str:
         """What is known of a row, one of :data:`TIERS`."""
-        groups = self.provenance.get("groups", ())
-        if isinstance(groups, list) and group_key(context) in groups:
-            return "model"
-        if self._own(context):
+        if group_key(context) in (*self.provenance.groups, *self._own(context).groups):
             return "model"
         if not self.effects.knows("architecture", context.get("architecture", "")):
-            vendors = self.provenance.get("vendors", ())
-            known = not isinstance(vendors, list) or context.get("vendor", "") in vendors
+            vendors = self.provenance.vendors
+            known = vendors is None or context.get("vendor", "") in vendors
             return "new" if known else "vendor"
         named = self.effects.knows("engine", context.get("engine", ""))
         return "framework" if named else "architecture"
 
     def measured_on(self, context: Context) -> bool:
         """Whether there are runs of a row's very machines: of its source, on its device."""
-        clusters = self.provenance.get("clusters", ())
-        return isinstance(clusters, list) and context.get("cluster", "") in clusters
+        return context.get("cluster", "") in self.provenance.clusters
 
-    def _own(self, context: Context) -> Mapping[str, object]:
+    def _own(self, context: Context) -> OwnStack:
         """The stack with runs of a row's model and engine that the model was adapted to, if any."""
-        own = self.provenance.get("own", {})
-        stack = own.get(context.get("cluster", "")) if isinstance(own, dict) else None
-        known = isinstance(stack, dict) and group_key(context) in stack.get("groups", ())
-        return stack if isinstance(stack, dict) and known else {}
+        stack = self.provenance.own.get(context.get("cluster", ""), OwnStack())
+        return stack if group_key(context) in stack.groups else OwnStack()
 
     def group_of(self, shape: str) -> str:
         """Model group of the measured runs whose model has a shape; without any, the shape."""
-        shapes = self.provenance.get("shapes", {})
-        return str(shapes.get(shape, shape)) if isinstance(shapes, dict) else shape
+        return self.provenance.shapes.get(shape, shape)
 
     def own_stack(self, device: str, source: str = "") -> tuple[str, float]:
         """Source of the runs on a device that the model was adapted to, and their memory's share.
@@ -104,11 +117,10 @@ class ServingModel:
         Returns:
             Empty and 0 where there are none.
         """
-        own = self.provenance.get("own", {})
-        for name, stack in own.items() if isinstance(own, dict) else ():
-            known, _, where = str(name).partition("|")
+        for name, stack in self.provenance.own.items():
+            known, _, where = name.partition("|")
             if where == device and source in ("", known):
-                return known, float(stack["memory"])
+                return known, stack.memory
         return source, 0.0
 
     def interval(
@@ -131,13 +143,14 @@ class ServingModel:
             context: Of the row.
             measured_on: Whether runs of its machines were measured; ``None`` to look it up.
         """
-        own = self._own(context).get("ends", {})
+        own = self._own(context).ends
         here = self.measured_on(context) if measured_on is None else measured_on
 
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
-            ends = self.ends_of(kind, tier, here)
-            return np.exp(own.get(shared_kind(kind), ends) if isinstance(own, dict) else ends)
+            keys = map(str, kind._replace(tier=tier, elsewhere=not here).fallbacks())
+            ends = Calibrator(self.ends).of(keys, UNCALIBRATED)
+            return np.exp(own.get(str(kind.shared), ends))
 
         low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
         return float(low), float(high)
@@ -178,27 +191,12 @@ class ServingModel:
             tied[metric] = (min(down, 1.0), max(up, 1.0))
         return tied
 
-    def ends_of(self, kind: str, tier: str, measured_on: bool) -> tuple[float, float]:
-        """Ends of the 90 % interval as logarithms.
-
-        Args:
-            kind: From :func:`kind_of`.
-            tier: What is known of the row, one of :data:`TIERS`.
-            measured_on: Whether runs of its machines were measured.
-        """
-        shared = shared_kind(kind)
-        names = dict.fromkeys((kind, shared, shared.removesuffix("-apart")))
-        near = [f"{name}/{tier}" for name in names]
-        if not measured_on:
-            near = [f"{name}{ELSEWHERE}" for name in near] + near
-        return Calibrator(self.ends).of(near, UNCALIBRATED)
-
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""
         data = {
             "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
-            "provenance": self.provenance,
+            "provenance": asdict(self.provenance),
         }
         write_json_model(path, FORMAT, data)
 
@@ -212,9 +210,9 @@ class ServingModel:
 
         def made(data: JsonMapping) -> ServingModel:
             return cls(
-                ServingEffects({str(k): float(v) for k, v in data["effects"].items()}),
-                {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
-                dict(data["provenance"]),
+                ServingEffects(typed(dict[str, float], data["effects"], "effects")),
+                typed(dict[str, Ends], data["ends"], "ends"),
+                typed(Known, data["provenance"], "provenance"),
             )
 
         return read_json_model(path, FORMAT, "serving", made)
@@ -240,35 +238,10 @@ def group_key(context: Context) -> str:
     return "|".join(context.get(name, "") for name in ("group", "engine", "architecture"))
 
 
-def kind_of(metric: str, queued: float, context: Context) -> str:
-    """Metric that an interval is of.
-
-    Waiting makes times to the first token another one, workers that run prompts alone all times.
-    How long these take to hand a request over is the framework's own: without a column that says
-    why, TensorRT-LLM takes seconds on some machines, which says nothing of the others.
-    """
-    if context.get("spread") != APART:
-        return "ttft-queued" if metric == "ttft" and queued > SATURATED else metric
-    if metric != "ttft":
-        return f"{metric}{_APART}"
-    named = context.get("framework", "")
-    first = "ttft-queued" if queued > SATURATED else metric
-    return f"{first}{_APART}" + (f"-{named}" if named else "")
-
-
-#: What kinds of workers that run prompts alone end with, but for the framework.
-_APART = "-apart"
-
-
-def shared_kind(kind: str) -> str:
-    """The kind that all frameworks have in common."""
-    return kind[: kind.index(_APART) + len(_APART)] if _APART in kind else kind
-
-
 def own_ends(
     model: ServingModel, tier: str, errors: Mapping[str, Sequence[float]]
-) -> dict[str, tuple[float, float]]:
-    """Ends of intervals of a stack that a model was adapted to, by :func:`kind_of`.
+) -> dict[str, Ends]:
+    """Ends of intervals of a stack that a model was adapted to, by the text of :func:`kind_of`.
 
     Args:
         model: Before it was adapted.
@@ -279,92 +252,14 @@ def own_ends(
     ends = {}
     cases = product((*METRICS, REQUEST_TIME), (0.0, 1.0), ("", APART))
     for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
-        left = errors.get(kind, ())
-        known = f"{kind}/{TIERS[0] if left else tier}"
-        low, high = model.ends.get(known, UNCALIBRATED)
-        if not left:
-            low, high = model.ends.get(known + ELSEWHERE, (low, high))
+        left = errors.get(str(kind), ())
+        key = kind._replace(tier=TIERS[0] if left else tier)
+        keys = (str(key._replace(elsewhere=not left)), str(key))
+        low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)
         if left:
             # The outer ones, since a few runs do not show how far others lie.
             outer = (1.0 - COVERAGE) / 2.0
             low = min(low, float(np.quantile(left, outer, method="lower")))
             high = max(high, float(np.quantile(left, 1.0 - outer, method="higher")))
-        ends[kind] = (round(low, 5), round(high, 5))
+        ends[str(kind)] = (round(low, 5), round(high, 5))
     return ends
-
-
-class Score(NamedTuple):
-    """Error of a latency that was left out.
-
-    Attributes:
-        kind: :func:`kind_of` it.
-        tier: What was known of its row.
-        measured_on: Whether runs of its machines were learned from.
-        context: Of its row.
-        group: Group of its row; groups count by the root of their size.
-        latency: Number of the latency, which may have been left out in several ways.
-        error: Logarithm of measured over predicted.
-    """
-
-    kind: str
-    tier: str
-    measured_on: bool
-    context: Context
-    group: str
-    latency: int
-    error: float
-
-
-def serving_ends(scores: Iterable[Score]) -> dict[str, tuple[float, float]]:
-    """Ends of intervals from errors of rows that were left out."""
-    parts: dict[tuple[str, str, bool], list[Score]] = {}
-    for score in scores:
-        for kind in {score.kind, shared_kind(score.kind)}:
-            parts.setdefault((kind, score.tier, score.measured_on), []).append(score)
-    found = Calibrator()
-    for (kind, tier, here), own in parts.items():
-        if len({score.latency for score in own}) >= LEAST:
-            _calibrate(found, f"{kind}/{tier}{'' if here else ELSEWHERE}", own, tier, here)
-    ends = found.ends
-    for kind in {kind for kind, _, _ in parts}:
-        for place in ("", ELSEWHERE):
-            for better, worse in pairwise(TIERS[:-1]):
-                # Who knows less is not surer.
-                found.widen(f"{kind}/{worse}{place}", f"{kind}/{better}{place}")
-            widest = ends.get(f"{kind}/new{place}")
-            if widest:
-                ends[f"{kind}/vendor{place}"] = (FOREIGN * widest[0], FOREIGN * widest[1])
-        for tier in TIERS:
-            found.widen(f"{kind}/{tier}{ELSEWHERE}", f"{kind}/{tier}")
-    for name, (low, high) in ends.items():
-        kind, _, rest = name.partition("/")
-        # One framework's runs are some of all, so that they do not tell of more that may be.
-        shared = ends.get(f"{shared_kind(kind)}/{rest}", (low, high))
-        ends[name] = (max(low, shared[0]), min(high, shared[1]))
-    return ends
-
-
-def _calibrate(found: Calibrator, key: str, scores: Sequence[Score], tier: str, here: bool) -> None:
-    """Take the ends of a key from the scores of a tier, on measured machines or others."""
-    groups = np.array([score.group for score in scores])
-    values = np.array([score.error for score in scores])
-    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    weight = counts[index] ** -0.5
-    # What was new of the rows: the next one is further off than any of n with a probability of
-    # about 1 / n.
-    novel = {"framework": ["group"], "architecture": ["engine"], "new": ["architecture"]}
-    new = novel.get(tier, [])
-    new += [] if here else ["cluster"]
-    kinds = [np.array([score.context.get(name, "") for score in scores]) for name in new]
-    wider = 1.0 + 1.0 / min((_number(kind, weight) for kind in kinds), default=np.inf)
-    if tier == "architecture":
-        # Of an engine that nobody measured, it is not known on which side of the others it lies.
-        values, weight = np.concatenate([values, -values]), np.tile(weight, 2)
-    found.add(key, values, weight, wider)
-
-
-def _number(kinds: np.ndarray, weight: np.ndarray) -> float:
-    """Effective number of kinds, of which a few may have most of the weight."""
-    _, index = np.unique(kinds, return_inverse=True)
-    shares = np.bincount(index, weight) / weight.sum()
-    return float(1.0 / (shares**2).sum())

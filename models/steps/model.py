@@ -167,7 +167,7 @@ def interval_ends(
         errors: By what :func:`calibrated_as` gives: group, and logarithm of measured over predicted
             seconds in deviations. Every group counts the same, however many runs it has.
     """
-    found = Calibrator()
+    found = Calibrator[str]()
     for tier, scores in errors.items():
         if scores:
             groups = np.array([group for group, _ in scores])

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from .conformal import COVERAGE, Ends, including_zero
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 @dataclass
-class Calibrator:
+class Calibrator(Generic[Key]):
     """Ends of 90 % intervals, in logarithms or in deviations, by key.
 
     Attributes:
         ends: Lower and upper end of each key.
     """
 
-    ends: dict[str, Ends] = field(default_factory=dict)
+    ends: dict[Key, Ends] = field(default_factory=dict)
 
-    def of(self, keys: Iterable[str], default: Ends) -> Ends:
+    def of(self, keys: Iterable[Key], default: Ends) -> Ends:
         """Ends of the first key that has some; keys come with the most special one first."""
         return next((self.ends[key] for key in keys if key in self.ends), default)
 
     def add(
         self,
-        key: str,
+        key: Key,
         scores: np.ndarray,
         weight: np.ndarray | None = None,
         wider: float = 1.0,
@@ -43,7 +46,7 @@ class Calibrator:
         low, high = (weighted_quantile(scores, own, (1 + side * COVERAGE) / 2) for side in (-1, 1))
         self.ends[key] = including_zero((wider * low, wider * high))
 
-    def widen(self, key: str, known: str) -> None:
+    def widen(self, key: Key, known: Key) -> None:
         """Make the ends of a key, of which less is known, no narrower than those of another one."""
         if known in self.ends:
             low, high = self.ends.get(key, self.ends[known])

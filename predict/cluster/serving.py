@@ -13,13 +13,9 @@ from ...common.interval import Interval, latency_fields
 from ...models.operators import OpModel
 from ...models.power.energy import energy_fields
 from ...models.serving.effects import Context
+from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
-from ...models.serving.model import (
-    REQUEST_TIME,
-    SATURATED,
-    ServingModel,
-    shipped_serving,
-)
+from ...models.serving.model import REQUEST_TIME, ServingModel, shipped_serving
 from ...simulate.serving.fleet import Station, run_fleet
 from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (

@@ -13,7 +13,8 @@ from ...common.errors import PlanError
 from ...features.devices.catalogue import read_device
 from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
-from ...models.serving.model import APART, ServingModel, group_key
+from ...models.serving.ends import APART
+from ...models.serving.model import ServingModel, group_key
 from ...simulate.serving.fleet import Station
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load

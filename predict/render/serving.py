@@ -26,7 +26,7 @@ _NAMES = {
 }
 
 
-#: What the interval rests on, by :data:`~opcast.models.serving.model.TIERS`.
+#: What the interval rests on, by :data:`~opcast.models.serving.ends.TIERS`.
 _KNOWN = {
     "model": "this model was measured under this framework on such chips",
     "framework": "this framework was measured on such chips, but not this model",

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
+from opcast.models.serving.ends import UNCALIBRATED
 from opcast.models.serving.model import (
-    UNCALIBRATED,
     ServingModel,
     own_ends,
     shipped_serving,

@@ -14,16 +14,15 @@ from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.effects import Context
+from ...models.serving.ends import TIERS, kind_of
 from ...models.serving.fit import Observed, adapt_serving, linear_errors, request_errors
 from ...models.serving.model import (
     REQUEST_TIME,
-    TIERS,
+    OwnStack,
     ServingModel,
     find_serving_model,
     group_key,
-    kind_of,
     own_ends,
-    shared_kind,
 )
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
@@ -72,9 +71,8 @@ def calibrate_serving(
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
         raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
-    old = model.provenance.get("shapes")
-    shapes = {row.deployment.model.shape(): row.group for row in own}
-    known = {**model.provenance, "shapes": shapes | (old if isinstance(old, dict) else {})}
+    shapes = {row.deployment.model.shape(): row.group for row in own} | model.provenance.shapes
+    known = replace(model.provenance, shapes=shapes)
     predictor = ServingPredictor(operators, replace(model, provenance=known))
     contexts = [predictor.context(row.deployment) for row in own]
     clusters = sorted({context["cluster"] for context in contexts})
@@ -104,36 +102,34 @@ def calibrate_serving(
     left = np.where(np.isfinite(left), left, before)
     whole = request_errors(seen, left, [row.closed_output() for row in own])
     stacks = {
-        cluster: {"memory": share, **_known(cluster, model, seen, contexts, left, whole)}
+        cluster: replace(_stack(cluster, model, seen, contexts, left, whole), memory=share)
         for cluster, share in zip(clusters, _memory(rows, table, predictor, clusters), strict=True)
     }
-    return replace(model, effects=effects, provenance={**known, "own": stacks}), figures
+    return replace(model, effects=effects, provenance=replace(known, own=stacks)), figures
 
 
-def _known(
+def _stack(
     cluster: str,
     model: ServingModel,
     seen: Observed,
     contexts: Sequence[Context],
     left: np.ndarray,
     whole: Mapping[int, float],
-) -> dict[str, object]:
+) -> OwnStack:
     """Model groups of a cluster's runs, and ends of their intervals."""
     errors: dict[str, list[float]] = {}
     mine = [at for at, row in enumerate(seen.rows) if contexts[row]["cluster"] == cluster]
     for at in mine:
         context, queued = contexts[seen.rows[at]], float(seen.queued[at])
-        kind = shared_kind(kind_of(str(seen.metrics[at]), queued, context))
-        errors.setdefault(kind, []).append(float(left[at]))
+        kind = kind_of(str(seen.metrics[at]), queued, context).shared
+        errors.setdefault(str(kind), []).append(float(left[at]))
         if at in whole:
             kind = kind_of(REQUEST_TIME, queued, context)
-            errors.setdefault(kind, []).append(whole[at])
+            errors.setdefault(str(kind), []).append(whole[at])
     runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
     tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])
-    return {
-        "groups": sorted({group_key(context) for context in runs}),
-        "ends": own_ends(model, tier, errors),
-    }
+    groups = tuple(sorted({group_key(context) for context in runs}))
+    return OwnStack(groups=groups, ends=own_ends(model, tier, errors))
 
 
 def _memory(
@@ -171,11 +167,9 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
             "and intervals of runs that were left out hold",
             soft_wrap=True,
         )
-    own = model.provenance["own"]
-    assert isinstance(own, dict)
-    for name, stack in own.items():
-        if stack["memory"]:
-            console.print(f"{name}: {stack['memory']:.1%} of the memory is used")
+    for name, stack in model.provenance.own.items():
+        if stack.memory:
+            console.print(f"{name}: {stack.memory:.1%} of the memory is used")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     wrote(settings.out, f"use it with --serving {settings.out}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.effects import Context, ServingEffects
+from ...models.serving.ends import LEAST, Score, kind_of, serving_ends
 from ...models.serving.fit import (
     Observed,
     fit_serving,
@@ -23,14 +25,11 @@ from ...models.serving.fit import (
     solve_serving,
 )
 from ...models.serving.model import (
-    LEAST,
     REQUEST_TIME,
-    Score,
+    Known,
     ServingModel,
     find_serving_model,
     group_key,
-    kind_of,
-    serving_ends,
 )
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving import ServingPredictor
@@ -103,9 +102,10 @@ def train_serving(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
         )
     rows = few_of_each(rows, seed)
+    measured = _measured(rows)
     predictor = ServingPredictor(
         operators,
-        ServingModel(start.effects if start else ServingEffects(), provenance=_measured(rows)),
+        ServingModel(start.effects if start else ServingEffects(), provenance=measured),
         tables=len(rows),
     )
     contexts = [predictor.context(row.deployment) for row in rows]
@@ -130,7 +130,7 @@ def train_serving(
         without = solve_serving(seen, contexts, groups, effects, learn, linear)
         errors = linear_errors(seen, contexts, effects, without, linear)
         np.copyto(left[part.name], errors, where=judge)
-        known = ServingModel(without, provenance=_learned(seen, contexts, learn))
+        known = ServingModel(without, provenance=_learned(measured, seen, contexts, learn))
         at = np.flatnonzero(judge).tolist()
         own = [_score(seen, contexts, groups, known, i, float(errors[i])) for i in at]
         scores.append((part.name, at, own))
@@ -143,12 +143,10 @@ def train_serving(
     left |= _inside(seen, scores)
     judged = (score for _, _, own in scores for score in own)
     model.ends = serving_ends([*judged, *requests])
-    model.provenance = {
-        "rows": len(rows),
-        **_learned(seen, contexts, np.ones(len(seen.rows), bool)),
-        **_measured(rows),
-        "vendors": sorted({context["vendor"] for context in contexts}),
-    }
+    model.provenance = replace(
+        _learned(measured, seen, contexts, np.ones(len(seen.rows), bool)),
+        vendors=tuple(sorted({context["vendor"] for context in contexts})),
+    )
     frame = pd.DataFrame(
         {
             "id": [rows[row].id for row in seen.rows],
@@ -174,15 +172,8 @@ def _score(
     row = seen.rows[at]
     context = contexts[row]
     kind = kind_of(metric or str(seen.metrics[at]), float(seen.queued[at]), context)
-    return Score(
-        kind,
-        known.tier(context),
-        known.measured_on(context),
-        context,
-        str(groups[row]),
-        at,
-        error,
-    )
+    key = kind._replace(tier=known.tier(context), elsewhere=not known.measured_on(context))
+    return Score(key, context, str(groups[row]), at, error)
 
 
 def _inside(
@@ -206,36 +197,39 @@ def _inside(
         column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
         for place, score in zip(at, own, strict=True):
             metric, queued = str(seen.metrics[place]), float(seen.queued[place])
-            low, high = ends.interval(metric, score.tier, queued, score.context, score.measured_on)
+            tier, here = score.key.tier, not score.key.elsewhere
+            low, high = ends.interval(metric, tier, queued, score.context, here)
             column[place] = low <= np.exp(score.error) <= high
     return found
 
 
-def _measured(rows: Sequence[ServingRow]) -> dict[str, object]:
+def _measured(rows: Sequence[ServingRow]) -> Known:
     """Sources and devices, and model groups by the sizes of their models: those of most rows."""
     counts = Counter((row.deployment.model.shape(), row.group) for row in rows)
-    return {
-        "shapes": dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1])),
-        "sources": sorted({row.deployment.source for row in rows}),
-        "devices": sorted({row.deployment.device for row in rows}),
-    }
+    return Known(
+        rows=len(rows),
+        shapes=dict(key for key, _ in sorted(counts.items(), key=lambda item: item[1])),
+        sources=tuple(sorted({row.deployment.source for row in rows})),
+        devices=tuple(sorted({row.deployment.device for row in rows})),
+    )
 
 
-def _learned(seen: Observed, contexts: Sequence[Context], learn: np.ndarray) -> dict[str, object]:
+def _learned(
+    measured: Known, seen: Observed, contexts: Sequence[Context], learn: np.ndarray
+) -> Known:
     """What was learned from: model groups with engines and chips, and machines.
 
     A handful of runs does not tell how others of its model or on its machines lie, so that they do
     not count.
     """
     own = [contexts[row] for row in np.unique(seen.rows[learn])]
-    names = {
-        "groups": Counter(group_key(context) for context in own),
-        "clusters": Counter(context["cluster"] for context in own if context["cluster"]),
-    }
-    return {
-        kind: sorted(name for name, rows in counts.items() if rows >= LEAST)
-        for kind, counts in names.items()
-    }
+    groups = Counter(map(group_key, own))
+    clusters = Counter(context["cluster"] for context in own if context["cluster"])
+    return replace(measured, groups=_often(groups), clusters=_often(clusters))
+
+
+def _often(counts: Counter[str]) -> tuple[str, ...]:
+    return tuple(sorted(name for name, rows in counts.items() if rows >= LEAST))
 
 
 def few_of_each(rows: Sequence[ServingRow], seed: int = 0) -> list[ServingRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from opcast.common.errors import ModelError
 from opcast.models.serving.effects import COSTS, PRIOR, ServingEffects
+from opcast.models.serving.ends import EndKey, Score, kind_of, serving_ends
 from opcast.models.serving.fit import (
     ROUNDS,
     Observed,
@@ -21,10 +23,9 @@ from opcast.models.serving.fit import (
 from opcast.models.serving.model import (
     METRICS,
     REQUEST_TIME,
-    Score,
+    Known,
+    OwnStack,
     ServingModel,
-    kind_of,
-    serving_ends,
     shipped_serving,
 )
 
@@ -126,9 +127,8 @@ def scores(
     kind: str, tier: str, errors: np.ndarray, new: str = "", here: bool = True
 ) -> list[Score]:
     names = {"group": new, "engine": new, "architecture": new, "cluster": new}
-    return [
-        Score(kind, tier, here, names, "g", at, float(error)) for at, error in enumerate(errors)
-    ]
+    key = EndKey(kind, tier=tier, elsewhere=not here)
+    return [Score(key, names, "g", at, float(error)) for at, error in enumerate(errors)]
 
 
 def test_intervals_widen_with_what_is_not_known() -> None:
@@ -162,7 +162,7 @@ def test_intervals_of_an_engine_that_nobody_measured_reach_to_both_sides() -> No
 def test_intervals_on_machines_that_nobody_measured() -> None:
     here = scores("tpot", "model", np.linspace(-0.1, 0.1, 41))
     there = scores("tpot", "model", np.linspace(0.0, 0.4, 41), "device h100", here=False)
-    model = ServingModel(ends=serving_ends(here + there), provenance={"clusters": ["a|hopper"]})
+    model = ServingModel(ends=serving_ends(here + there), provenance=Known(clusters=("a|hopper",)))
     known = model.interval("tpot", "model", 0.0, context("vllm"))
     assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
     for other in (context("vllm", source="b"), {}):
@@ -192,25 +192,25 @@ def test_errors_of_a_few_latencies_calibrate_nothing_however_often_they_were_lef
 def test_tiers() -> None:
     model = ServingModel(
         ServingEffects({"stream/architecture/hopper": 0.1, "host/engine/vllm now": 0.1}),
-        provenance={"groups": ["llama|vllm now|hopper"]},
+        provenance=Known(groups=("llama|vllm now|hopper",)),
     )
     assert model.tier(context("vllm")) == "model"
     assert model.tier({**context("vllm"), "group": "qwen"}) == "framework"
     assert model.tier(context("sglang")) == "architecture"
     assert model.tier(context("vllm", "cdna3")) == "new"
-    model.provenance["vendors"] = ["NVIDIA"]
+    model.provenance = Known(vendors=("NVIDIA",))
     assert model.tier({**context("vllm", "cdna3"), "vendor": "AMD"}) == "vendor"
     assert model.tier({**context("vllm", "blackwell"), "vendor": "NVIDIA"}) == "new"
 
 
 def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
     apart = {"spread": "disaggregated"}
-    assert kind_of("ttft", 0.9, {}) == "ttft-queued"
-    assert kind_of("ttft", 0.9, apart) == "ttft-queued-apart"
+    assert str(kind_of("ttft", 0.9, {})) == "ttft-queued"
+    assert str(kind_of("ttft", 0.9, apart)) == "ttft-queued-apart"
     # Handing a request over is the framework's own, as long as enough of its runs were measured.
     known = {**apart, "framework": "sglang"}
-    assert kind_of("ttft", 0.9, known) == "ttft-queued-apart-sglang"
-    assert kind_of("tpot", 0.9, known) == "tpot-apart"
+    assert str(kind_of("ttft", 0.9, known)) == "ttft-queued-apart-sglang"
+    assert str(kind_of("tpot", 0.9, known)) == "tpot-apart"
     first = ServingModel(ends={"ttft-apart/model": (-1.0, 5.0), "ttft-apart-sglang/model": (-1, 1)})
     assert first.interval("ttft", "model", 0.0, known)[1] == pytest.approx(np.exp(1.0))
     other = {**apart, "framework": "vllm"}
@@ -224,7 +224,7 @@ def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
 
 def test_the_file_of_a_model(tmp_path: Path) -> None:
     model = ServingModel(
-        ServingEffects({"host/all/gpu": 0.5}), {"tpot/model": (-0.1, 0.2)}, {"rows": 3}
+        ServingEffects({"host/all/gpu": 0.5}), {"tpot/model": (-0.1, 0.2)}, Known(rows=3)
     )
     model.save(tmp_path / "m.json")
     again = ServingModel.load(tmp_path / "m.json")
@@ -235,6 +235,29 @@ def test_the_file_of_a_model(tmp_path: Path) -> None:
         ServingModel.load(tmp_path / "bad.json")
     with pytest.raises(ModelError, match="train it again"):
         ServingModel.load(tmp_path / "none.json")
+
+
+def test_what_a_file_says_of_a_stack_is_checked(tmp_path: Path) -> None:
+    own = {"a|h100": OwnStack(0.5, ("g|vllm now|hopper",), {"tpot": (-0.1, 0.2)})}
+    model = ServingModel(provenance=Known(vendors=(), own=own))
+    file = tmp_path / "m.json"
+    model.save(file)
+    assert ServingModel.load(file) == model
+    good = json.loads(file.read_text())
+    # Older files say less, and may say what is no longer read.
+    file.write_text(json.dumps({**good, "provenance": {"own": {"a|h100": {}}, "seed": 0}}))
+    assert ServingModel.load(file).provenance == Known(own={"a|h100": OwnStack()})
+    for known, key in (
+        ({"groups": "llama"}, "provenance: groups"),
+        ({"vendors": [1]}, "provenance: vendors"),
+        ({"shapes": ["llama"]}, "provenance: shapes"),
+        ({"own": {"a|h100": {"ends": {"tpot": 1.0}}}}, r"own: a\|h100: ends: tpot"),
+        ([], "provenance"),
+    ):
+        file.write_text(json.dumps({**good, "provenance": known}))
+        with pytest.raises(ModelError, match=key) as raised:
+            ServingModel.load(file)
+        assert str(file) in str(raised.value)
 
 
 def test_the_shipped_model_knows_the_usual_frameworks() -> None:

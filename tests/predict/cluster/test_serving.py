@@ -12,7 +12,7 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.models.serving.effects import ServingEffects
-from opcast.models.serving.model import ServingModel
+from opcast.models.serving.model import Known, OwnStack, ServingModel
 from opcast.predict.cluster.deployment import Deployment, Workers, on_cluster
 from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPrediction, ServingPredictor, load_of
@@ -73,7 +73,7 @@ def test_decoding_is_bound_by_reading_weights(predictor: ServingPredictor) -> No
 
 def test_no_end_of_an_interval_is_below_the_data_sheet() -> None:
     ends = {f"{m}/vendor": (-4.0, 1.0) for m in ("ttft", "ttft-queued", "tpot", "per_token", "e2e")}
-    wide = ServingModel(ends=ends, provenance={"vendors": []})
+    wide = ServingModel(ends=ends, provenance=Known(vendors=()))
     # Runs that took a fiftieth of the time of these engines teach nothing beyond the data sheet.
     fast = replace(wide, effects=ServingEffects({"whole/engine/vllm now": -4.0}))
     lone = LoadSpec(prompt="512", output="65", concurrency=1, count=4)
@@ -121,7 +121,7 @@ def test_ends_of_a_closed_loop_keep_to_littles_law(predictor: ServingPredictor) 
     apart = {"ttft": (-0.6, 4.0), "ttft-queued": (-2.9, 2.3), "tpot": (-1.1, 1.9), "e2e": (-1, 1.5)}
     ends = {f"{kind}-apart/vendor": end for kind, end in apart.items()}
     shipped = ServingPredictor(None)
-    wide = ServingPredictor(None, ServingModel(ends=ends, provenance={"vendors": ["none"]}))
+    wide = ServingPredictor(None, ServingModel(ends=ends, provenance=Known(vendors=("none",))))
     two = replace(PLAIN, prefill=FOUR)
     for made in (wide.predict(two, SPEC), shipped.predict(two, SPEC), shipped.predict(PLAIN, SPEC)):
         rate, whole = made.requests_per_s, made.figures["e2e/mean"]
@@ -206,7 +206,7 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
 def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_does_not() -> None:
     # A small load of prompts of 1 to 8 blocks, a third of which begin alike, ten seconds apart.
     known = {f"{m}/vendor": (-0.3, 0.3) for m in ("ttft", "ttft-queued", "tpot", "per_token")}
-    model = ServingModel(ends=known, provenance={"vendors": []})
+    model = ServingModel(ends=known, provenance=Known(vendors=()))
     predictor = ServingPredictor(None, model)
     prompts = 512 * (1 + np.arange(60) % 8)
     blocks = [
@@ -230,7 +230,7 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:
     two = float(np.log(2.0))
     known = {f"{metric}/vendor": (-two, two) for metric in ("tpot", "per_token")}
     sure = {f"{metric}/vendor": (-0.1, 0.1) for metric in ("ttft", "ttft-queued")}
-    model = ServingModel(ends=known | sure, provenance={"vendors": []})
+    model = ServingModel(ends=known | sure, provenance=Known(vendors=()))
     predictor = ServingPredictor(None, model)
     own = replace(PLAIN, options=EngineOptions(max_batch=8))
     most = predictor.predict(own, LoadSpec(prompt="256", output="64", count=960)).requests_per_s
@@ -429,7 +429,7 @@ def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: Serving
 
 
 def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
-    model = ServingModel(provenance={"own": {"mine|h100-sxm": {"memory": 0.5}}})
+    model = ServingModel(provenance=Known(own={"mine|h100-sxm": OwnStack(0.5)}))
     predictor = ServingPredictor(None, model)
     own = predictor.own(PLAIN)
     assert (own.source, own.options.memory) == ("mine", 0.5)
