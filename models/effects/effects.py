@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import exp
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
-import yaml
+from ...common.files import parse_yaml
 
 #: Value of a level, and how strongly it applies where that is not wholly. An empty value has no
 #: effect; an empty one with a strength is one of all that could be.
@@ -55,10 +55,8 @@ class Level(NamedTuple):
 @lru_cache
 def read_levels(name: str) -> dict[str, dict[str, Any]]:
     """Data of a file of this folder."""
-    data: dict[str, dict[str, Any]] = yaml.safe_load(
-        (Path(__file__).parent / f"{name}.yaml").read_text("utf-8")
-    )
-    return data
+    text = (Path(__file__).parent / f"{name}.yaml").read_text("utf-8")
+    return cast("dict[str, dict[str, Any]]", parse_yaml(text))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import pandas as pd
 from rich.table import Table
 
 from ...common.units import duration, size
@@ -23,8 +22,8 @@ from .parts import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from ...models.operators.explain import OpExplanation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pandas as pd
 from rich.console import Console
@@ -12,8 +13,10 @@ from rich.text import Text
 from ...common.units import duration, energy, plain, quantity, size
 from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
-from ..plan.answer import PlanAnswer
 from .parts import headline, interval_text, plain_table, print_notes, timed_headline, unfit
+
+if TYPE_CHECKING:
+    from ..plan.answer import PlanAnswer
 
 #: Number of operators to list: those that fit the width of a table.
 TOP = 8

@@ -13,8 +13,10 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from ...common.errors import DeviceError
+from ...common.files import parse_yaml
 from ...common.paths import PACKAGE
 from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device, in_catalogue, typed_name
@@ -171,10 +173,7 @@ def _has(rule: Rule, device: str) -> bool:
 
 @cache
 def _rules(name: str) -> dict[str, Rule]:
-    import yaml
-
-    rules: dict[str, Rule] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text("utf-8"))
-    return rules
+    return cast("dict[str, Rule]", parse_yaml((_FOLDER / f"{name}.yaml").read_text("utf-8")))
 
 
 def _rule_of(device: str) -> tuple[str, Rule] | None:

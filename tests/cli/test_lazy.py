@@ -14,7 +14,7 @@ from opcast.cli import app
 from opcast.cli.lazy import Command, Group
 from opcast.cli.main import COMMANDS, PANELS
 
-#: Prints the modules of ``opcast.cli`` that a command line imports.
+#: Prints the modules of opcast and pandas that a command line imports.
 IMPORTED = """
 import sys
 from opcast.cli import app
@@ -22,7 +22,7 @@ try:
     app(sys.argv[1:], prog_name="opcast")
 except SystemExit:
     pass
-print("MODULES", *(name for name in sys.modules if name.startswith("opcast.cli.")))
+print("MODULES", *(name for name in sys.modules if name.startswith(("opcast.", "pandas"))))
 """
 ALWAYS = {"opcast.cli.main", "opcast.cli.guard", "opcast.cli.lazy", "opcast.cli.options"}
 
@@ -43,16 +43,29 @@ def imported(*arguments: str) -> set[str]:
     return set(done.stdout.split("MODULES")[1].split())
 
 
+def imported_of_cli(*arguments: str) -> set[str]:
+    return {name for name in imported(*arguments) if name.startswith("opcast.cli.")}
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("report", "--help"), ("no-such-command",)])
 def test_listing_commands_imports_none(arguments: tuple[str, ...]) -> None:
-    assert imported(*arguments) == ALWAYS
+    assert imported_of_cli(*arguments) == ALWAYS
 
 
 def test_a_command_imports_its_own_module_only() -> None:
-    assert imported("serve", "--help") == ALWAYS | {
+    assert imported_of_cli("serve", "--help") == ALWAYS | {
         "opcast.cli.from_dataclass",
         "opcast.cli.serve",
     }
+
+
+def test_what_takes_long_to_import_is_left_to_who_needs_it() -> None:
+    op = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
+    assert "pandas" not in imported("predict", "--op", op, "--device", "h100-sxm")
+    step = imported("simulate", "--workload", "llama", "--cluster", "h100-sxm-x4")
+    assert not any(
+        name.startswith(("opcast.predict.plan", "opcast.features.ir.mlir")) for name in step
+    )
 
 
 def test_the_help_of_each_command_is_the_first_line_of_its_own() -> None:
