@@ -107,7 +107,7 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     # The table breaks long plans, and this one is to be copied.
     best = front.iloc[0]
     console.print(
-        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best.name}",
+        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
         soft_wrap=True,
     )
 
