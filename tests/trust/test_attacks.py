@@ -369,6 +369,21 @@ def test_bytecode_that_crashes_its_parser_does_not_crash_us(monkeypatch):
     untrusted.reader.close()
 
 
+def test_a_name_that_is_not_text_is_damage() -> None:
+    """JAX's bindings end the process where one is read that is not UTF-8."""
+    from jaxlib.mlir import ir
+
+    with ir.Context() as context:
+        context.allow_unregistered_dialects = True
+        module = ir.Module.parse('"some.uncommon_name"() {other_name = 1 : i32} : () -> ()')
+        data = io.BytesIO()
+        module.operation.write_bytecode(data)
+    for name in (b"uncommon_name", b"other_name"):
+        assert name in data.getvalue()
+        with pytest.raises(OpcastError, match="bytecode is damaged"):
+            _ = read_program(data.getvalue().replace(name, b"\xa7" + name[1:])).program
+
+
 def test_traces_do_not_leave_their_folder(tmp_path):
     (tmp_path / "secret").write_bytes(TARGETS["Chakra trace"].seeds()[0])
     folder = tmp_path / "traces"

@@ -49,10 +49,16 @@ def check(data: bytes) -> bytes:
         return REFUSED
     with context:
         # Damage may show only here: bytecode is read lazily, and printing follows every attribute.
-        module.operation.walk(lambda op: ir.WalkResult.ADVANCE)
+        module.operation.walk(_names_read)
         module.operation.get_asm(enable_debug_info=True, large_elements_limit=16)
         module.operation.get_asm(print_generic_op_form=True, large_elements_limit=16)
     return READ
+
+
+def _names_read(op: ir.Operation) -> ir.WalkResult:
+    """Read the names of an op and of its attributes: one that is not UTF-8 ends the process."""
+    op.name, [getattr(attribute, "name", attribute) for attribute in op.attributes]
+    return ir.WalkResult.ADVANCE
 
 
 def main() -> None:
