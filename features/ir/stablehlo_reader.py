@@ -55,10 +55,11 @@ def parse(data: str | bytes, origin: str = "") -> ir.Module:
     try:
         return parse_module(data)
     except ValueError as error:
-        raise _parse_error(str(error), origin) from None
+        raise parse_error(str(error), origin) from None
 
 
-def _parse_error(message: str, origin: str) -> ProgramError:
+def parse_error(message: str, origin: str) -> ProgramError:
+    """The error for what MLIR's parser says of data that it refuses."""
     # MLIR names text without a file "-" and may wrap its positions in loc(…).
     match = re.search(r'"-":(\d+):(\d+)\)?:\s*(?:error:\s*)?([^\n]*)', message)
     what = match[3] if match else (message.splitlines() or ["unknown error"])[-1]

@@ -47,6 +47,8 @@ _ILL_FORMED = (
     MemoryError,
 )
 _PACKAGE = Path(__file__).parents[2]
+#: Answers of the worker, as in ``mlir/worker.py``, which imports MLIR.
+_READ, _REFUSED = b"read", b"refused"
 #: Most digests of modules that passed which are kept.
 _passed: set[bytes] = set()
 _REMEMBERED = 4096
@@ -128,28 +130,28 @@ class Reader:
         self._worker: WorkerProcess | None = None
         self._owner = 0
 
-    def outcome(self, data: bytes) -> str:
-        """Return how a module made the worker end; empty if it was read or refused in order."""
+    def outcome(self, data: bytes) -> tuple[str, str]:
+        """How a module made the worker end, and why the parser refuses it; empty if it does not."""
         with self._lock:
             used = self._worker is not None
             outcome = self._try(data)
-            # An idle worker may have been killed for other reasons.
-            return self._try(data) if outcome and used else outcome
+            # An idle worker may have been killed for other reasons, or by what it refused before.
+            return self._try(data) if outcome[0] and used else outcome
 
-    def _try(self, data: bytes) -> str:
+    def _try(self, data: bytes) -> tuple[str, str]:
         limit = TIMEOUT_S + TIMEOUT_S_PER_MB * len(data) / 1e6
         worker = self._started(limit)
         try:
             worker.send(data, limit)
-            worker.receive(limit)
-            return ""
+            reply = worker.receive(limit)
+            return "", reply.removeprefix(_REFUSED).decode() if reply != _READ else ""
         except WorkerTimeout:
             outcome = f"reading it did not end within {limit:.0f} s"
         except WorkerEnded:
             status, how = worker.ending()
             outcome = f"reading it {'crashes' if status < 0 else 'fails'}: {how}"
         self._stop()
-        return outcome
+        return outcome, ""
 
     def _started(self, limit: float) -> WorkerProcess:
         """Return the worker of this process; one that a fork inherited is its parent's."""
@@ -191,17 +193,23 @@ def _command() -> list[str]:
 def check_bytecode(data: bytes, origin: str = "") -> None:
     """Read MLIR bytecode in a separate process.
 
-    What the parser refuses passes: it is refused again where the message is made. The first takes a
-    third of a second, more of them milliseconds; what passed once passes again at once.
+    The first takes a third of a second, more of them milliseconds; what passed once passes again at
+    once. What the parser refuses is not read here: it may leave memory damaged while it refuses.
 
     Args:
         data: The bytecode.
         origin: File that it came from, for messages.
 
     Raises:
-        ProgramError: Reading it crashes, takes too much memory, or does not end.
+        ProgramError: The parser refuses it; or reading it crashes, takes too much memory, or does
+            not end.
     """
-    if outcome := _outcome(data):
+    outcome, refusal = _outcome(data)
+    if refusal:
+        from .stablehlo_reader import parse_error
+
+        raise parse_error(refusal, origin)
+    if outcome:
         raise ProgramError(
             f"cannot parse the program: the bytecode is damaged ({outcome})",
             where=origin,
@@ -218,7 +226,7 @@ def check_text(text: str, origin: str = "") -> None:
     depth = nesting(text)
     if depth <= PLAIN_DEPTH:
         return
-    if depth > MAX_DEPTH or _outcome(text.encode()):
+    if depth > MAX_DEPTH or _outcome(text.encode())[0]:
         raise ProgramError(
             f"cannot parse the program: it nests {depth} brackets deep", where=origin, hint=_HINT
         )
@@ -243,13 +251,13 @@ def nesting(text: str) -> int:
     return deepest
 
 
-def _outcome(data: bytes) -> str:
-    """Return how a module made its reader end; empty if it was read or refused in order."""
+def _outcome(data: bytes) -> tuple[str, str]:
+    """As :meth:`Reader.outcome`; modules that were read are not tried again."""
     digest = hashlib.sha256(data).digest()
     if digest in _passed:
-        return ""
+        return "", ""
     outcome = reader.outcome(data)
-    if not outcome:
+    if outcome == ("", ""):
         # A long-lived server must not grow without end; a module that is forgotten is tried again.
         if len(_passed) >= _REMEMBERED:
             _passed.clear()

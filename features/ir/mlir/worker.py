@@ -1,11 +1,14 @@
 """Reads untrusted MLIR modules in a worker process and reports whether that went well.
 
 A message comes for each module, and one goes back: :data:`READ` if it was read, walked and printed,
-:data:`REFUSED` if the parser refuses it. :data:`READY` precedes all of them. A crash ends the
-process. It imports MLIR alone, which takes a third of the time that importing JAX takes.
+:data:`REFUSED` with what the parser says if it refuses it. :data:`READY` precedes all of them. A
+crash ends the process. It imports MLIR alone, which takes a third of the time that importing JAX
+takes.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 from jaxlib.mlir import ir
 from jaxlib.mlir._mlir_libs import _jax_mlir_ext
@@ -36,8 +39,15 @@ def make_context() -> ir.Context:
 def check(data: bytes) -> bytes:
     """Do everything that the reader does in native code."""
     context = make_context()
-    # Diagnostics of damaged text may not be UTF-8, which would abort while printing them.
-    context.attach_diagnostic_handler(lambda diagnostic: True)
+    said: list[str] = []
+
+    def note(diagnostic: ir.Diagnostic) -> bool:
+        # Diagnostics of damaged text may not be UTF-8, which would abort while printing them.
+        with contextlib.suppress(Exception):
+            said.append(f"{diagnostic.location}: {diagnostic.message}")
+        return True
+
+    context.attach_diagnostic_handler(note)
     try:
         with context:
             if data.startswith(b"ML\xefR") and b"StableHLO_v" in data[:64]:
@@ -45,8 +55,10 @@ def check(data: bytes) -> bytes:
             else:
                 module = ir.Module.parse(data)
             module.operation.verify()
-    except Exception:  # the bindings raise several unrelated classes
-        return REFUSED
+    except Exception as error:  # the bindings raise several unrelated classes
+        return REFUSED + ("\n".join(said) or str(error) or "the data is damaged").encode(
+            "utf-8", "replace"
+        )
     with context:
         # Damage may show only here: bytecode is read lazily, and printing follows every attribute.
         module.operation.walk(_names_read)
