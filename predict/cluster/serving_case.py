@@ -6,14 +6,13 @@ request and what readers of tables fill in; empty texts and 0 are defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ...common.options import HfOpt, Option, Workload
 from ...simulate.serving.policies import ROUTERS
-from ...simulate.step.settings import sizes_of
+from ...simulate.step.settings import SizesOpt
 
 #: Requests, tokens and batches beyond any engine; as the largest batch of a step
 #: (simulate/step/workload.py). Larger figures are slips of the hand.
@@ -36,14 +35,7 @@ class ModelCase:
 
     workload: Workload = ""
     hf: HfOpt = None
-    settings: Annotated[
-        Mapping[str, object],
-        Option(
-            "Model sizes, such as layers=32,d_model=4096; may be given again.",
-            ("--set",),
-            collect=sizes_of,
-        ),
-    ] = field(default_factory=dict)
+    settings: SizesOpt = field(default_factory=dict)
     framework: Annotated[
         str,
         Option(

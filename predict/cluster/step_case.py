@@ -22,7 +22,7 @@ from ...common.options import (
     StepModelOpt,
 )
 from ...models.core.registry import OPERATOR_MODEL
-from ...simulate.step.settings import sizes_of
+from ...simulate.step.settings import SizesOpt
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
@@ -51,14 +51,7 @@ class PlannedStep:
     cluster: ClusterOpt
     workload: str = ""
     plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
-    settings: Annotated[
-        Mapping[str, object],
-        Option(
-            "Model sizes, such as layers=32,d_model=4096; may be given again.",
-            ("--set",),
-            collect=sizes_of,
-        ),
-    ] = field(default_factory=dict)
+    settings: SizesOpt = field(default_factory=dict)
     model: OperatorModelOpt = OPERATOR_MODEL
     framework: FrameworkOpt = ""
     compiled: CompiledOpt = False

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ...common.errors import PlanError
 from ...common.files import parse_yaml
+from ...common.options import Option
 from ...common.types import JsonObject
 
 T = TypeVar("T")
@@ -94,3 +95,14 @@ def _converted(key: str, value: Any, kind: str, what: str) -> Any:
         return float(value) if kind == "float" else str(value)
     except (ValueError, TypeError, OverflowError):
         raise PlanError(f"{key}={value!r} is not of type {kind}", where=what) from None
+
+
+#: Sizes by name, of a step's model or of a served one.
+SizesOpt = Annotated[
+    Mapping[str, object],
+    Option(
+        "Model sizes, such as layers=32,d_model=4096; may be given again.",
+        ("--set",),
+        collect=sizes_of,
+    ),
+]
