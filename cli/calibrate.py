@@ -25,7 +25,7 @@ from .options import (
     make_console,
     measured_device,
     named_out,
-    print_json,
+    print_answer,
     program_of,
     refuse,
     refuse_unused,
@@ -142,10 +142,7 @@ def check(
         options = CheckOptions(device, model, device_index)
         ran = None if program is None else program_of(program)
         found = check_trace(trace, ran, options, lambda what: typer.echo(what, err=True))
-        if json_output:
-            print_json(found.to_dict())
-        else:
-            print_trace_check(make_console(), found, top)
+        print_answer(json_output, found, print_trace_check, top)
         return
     refuse(context, "running the program here", {"device_index"})
     if device not in (None, "local"):
@@ -162,10 +159,7 @@ def check(
     measured_device("local", predictor.model.devices)
     with tempfile.TemporaryDirectory(prefix="opcast-function-") as scratch:
         (result,) = check_programs([_saved(program, Path(scratch))], predictor)
-    if json_output:
-        print_json(result.to_dict())
-    else:
-        print_check(make_console(), result, top)
+    print_answer(json_output, result, print_check, top)
 
 
 def _saved(program: Path, folder: Path) -> Path:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import TorchProgram
+
+
+class Answer(Protocol):
+    """What has plain data for ``--json``."""
+
+    def to_dict(self) -> Mapping[str, object]:
+        """Plain data."""
+
 
 #: Longest error line to print, in characters: native parsers quote whole programs.
 LONGEST = 2000
@@ -64,6 +72,23 @@ def one_line(error: Exception) -> str:
 def print_json(data: object) -> None:
     """Print plain data as one line of JSON."""
     sys.stdout.write(json.dumps(data) + "\n")
+
+
+def print_answer(
+    as_json: bool, answer: Answer, show: Callable[..., None], *settings: object
+) -> None:
+    """Print an answer as JSON, or in words.
+
+    Args:
+        as_json: Whether as JSON.
+        answer: What is printed.
+        show: Printer of ``predict/render`` that takes a console, the answer and its settings.
+        settings: What the printer takes besides.
+    """
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        show(make_console(), answer, *settings)
 
 
 def given(context: typer.Context) -> dict[str, str]:

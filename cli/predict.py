@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,6 @@ from ..common.options import (
     LossOpt,
     LoweringOpt,
     ModelOpt,
-    OpOpt,
     Option,
     PowerCapOpt,
     ProgramOrNone,
@@ -29,11 +28,14 @@ from ..common.options import (
     plot_file,
     table_file,
 )
+from ..predict.operator.case import OperatorCase
 from ..workflows.settings import Prices
+from .from_dataclass import names_of
 from .options import (
     WITHOUT_COMPILER,
     make_console,
     measured_device,
+    print_answer,
     print_json,
     program_of,
     refuse,
@@ -60,28 +62,45 @@ _OF_CASE = ("on_stream", "whole")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is predicted: programs on devices or a cluster, by a model."""
+class Modelled:
+    """By what programs are predicted or explained, and how they are made of what is given."""
+
+    device: DeviceOpt = "local"
+    model: ModelOpt = "default"
+    lowering: LoweringOpt = "auto"
+    trip_count: Trips = None
+    framework: TorchFrameworkOpt = "xla"
+    train: TrainOpt = ""
+    loss: LossOpt = ""
+
+    def opened(self, program: Path) -> Program:
+        """What a program's argument stands for."""
+        return torch_program_of(program_of(program), self.train, self.loss)
+
+    def options(self, device: DeviceSpec | str | None, fallback: str = "") -> LoweringOptions:
+        """How programs are lowered for a device."""
+        from ..features.lowering.options import LoweringOptions
+
+        return LoweringOptions(self.lowering, device, self.trip_count, fallback)
+
+
+@dataclass(frozen=True)
+class Asked(Modelled):
+    """What is predicted: programs on devices or a cluster."""
 
     programs: ProgramsOrNone = ()
     device: Annotated[
         str,
         Option("Name (opcast device --list), device file, or 'local'; several with commas."),
     ] = "local"
-    model: ModelOpt = "default"
-    lowering: LoweringOpt = "auto"
     strict: Annotated[bool, Option("Fail if a kernel has no learned estimate.", ("--strict",))] = (
         False
     )
-    trip_count: Trips = None
     fallback: Fallback = ""
     cluster: Annotated[
         str, Option("For a partitioned program: its cluster, such as h100-sxm-x4.")
     ] = ""
-    framework: TorchFrameworkOpt = "xla"
-    train: TrainOpt = ""
-    loss: LossOpt = ""
-    power_cap: PowerCapOpt = None
+    power_cap_w: PowerCapOpt = None
     on_stream: Annotated[
         bool, Option("Leave out the host's call: time on the stream.", ("--on-stream",))
     ] = False
@@ -94,22 +113,17 @@ class Asked:
         """The devices, one by one."""
         return self.device.split(",")
 
-    def opened(self, program: Path | None = None) -> Program:
-        """A program, or the only one."""
-        return torch_program_of(program_of(program or self.programs[0]), self.train, self.loss)
-
-    def options(self, device: DeviceSpec | str | None) -> LoweringOptions:
-        """How programs are lowered for a device."""
-        from ..features.lowering.options import LoweringOptions
-
-        return LoweringOptions(self.lowering, device, self.trip_count, self.fallback)
+    @property
+    def program(self) -> Program:
+        """The only program."""
+        return self.opened(self.programs[0])
 
     def case(self, program: object, device: DeviceSpec | str | None) -> ProgramCase:
         """A program on a device, as it is asked about."""
         from ..predict.program.case import ProgramCase
 
-        own = self.strict, self.power_cap, self.whole, self.on_stream
-        return ProgramCase(program, self.options(device), (), {}, *own)
+        own = self.strict, self.power_cap_w, self.whole, self.on_stream
+        return ProgramCase(program, self.options(device, self.fallback), (), {}, *own)
 
     def here(self, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
         """This machine as it was measured, and runs now; ``None`` if it was not asked for."""
@@ -198,15 +212,17 @@ class Shown:
             raise typer.Exit(1)
 
 
-def predict(context: typer.Context, asked: Asked, shown: Shown, op: OpOpt = None) -> None:
+def predict(context: typer.Context, asked: Asked, shown: Shown, operator: OperatorCase) -> None:
     """Predict a program's time and memory on a device or a cluster.
 
     Several models, comma-separated, are compared. Several programs or devices, or a device file
     with ranges, make a table. PyTorch's programs are predicted as XLA or PyTorch would run them.
     """
-    # Operators share few options with programs; any other is refused, not ignored.
-    if _one_of(asked.programs, op):
-        _predict_operator(context, asked, shown, str(op))
+    if _is_operator(context, operator, asked.programs, "json_output"):
+        from ..predict.operator.predict import predict_op
+        from ..predict.render.operator import print_op
+
+        print_answer(shown.json_output, predict_op(operator), print_op)
         return
     many = len(asked.programs) > 1 or "," in asked.device or bool(shown.out or shown.plot)
     if shown.json_output and not many:
@@ -232,22 +248,9 @@ def predict(context: typer.Context, asked: Asked, shown: Shown, op: OpOpt = None
         _predict_xla(asked, shown, many)
 
 
-def _predict_operator(context: typer.Context, asked: Asked, shown: Shown, op: str) -> None:
-    from ..predict.operator.predict import predict_op
-    from ..predict.render.operator import print_op
-
-    used = {"op", "device", "model", "json_output", "power_cap"}
-    refuse_unused(context, "an operator (--op)", used)
-    estimate = predict_op(op, asked.device, asked.model, asked.power_cap)
-    if shown.json_output:
-        print_json(asdict(estimate))
-    else:
-        print_op(make_console(), estimate)
-
-
 def _predict_torch(context: typer.Context, asked: Asked, shown: Shown, many: bool) -> None:
     framework = asked.framework
-    spare = {"lowering", "fallback", "trip_count", "cluster", "power_cap", *_OF_CASE}
+    spare = {"lowering", "fallback", "trip_count", "cluster", "power_cap_w", *_OF_CASE}
     refuse(context, f"--framework {framework}", spare)
     if "," in asked.model:
         raise typer.BadParameter(f"--framework {framework} takes a single --model")
@@ -261,7 +264,7 @@ def _predict_torch(context: typer.Context, asked: Asked, shown: Shown, many: boo
     if many:
         shown.table(asked, by_torch(pytorch, strict=asked.strict), pytorch.devices, here)
     else:
-        own = asked.opened()
+        own = asked.program
         shown.one(pytorch.predict(own, here or asked.device, strict=asked.strict))
 
 
@@ -269,14 +272,14 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
     refuse(
         context,
         "a partitioned program (--cluster)",
-        {"device", "strict", "out", "plot", "by", "price", "power_cap", *_OF_CASE},
+        {"device", "strict", "out", "plot", "by", "price", "power_cap_w", *_OF_CASE},
     )
     if many:
         raise typer.BadParameter("--cluster takes one program")
     from ..features.ir.torch.program import TorchProgram
     from .simulate import predict_on_cluster
 
-    program = asked.opened()
+    program = asked.program
     if isinstance(program, TorchProgram):
         from ..common.errors import ProgramError
         from ..predict.api import FOR_ONE_DEVICE
@@ -287,7 +290,7 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
         asked.cluster,
         asked.model,
         # A cluster names its device itself.
-        asked.options(None),
+        asked.options(None, asked.fallback),
         top=shown.top,
         timeline=shown.timeline,
         json_output=shown.json_output,
@@ -298,7 +301,7 @@ def _compare_models(context: typer.Context, asked: Asked, shown: Shown, many: bo
     refuse(
         context,
         "several models: give a single --model",
-        {"strict", "timeline", "out", "plot", "by", "price", "power_cap"},
+        {"strict", "timeline", "out", "plot", "by", "price", "power_cap_w"},
     )
     if many:
         raise typer.BadParameter("several programs or devices take a single --model")
@@ -306,11 +309,8 @@ def _compare_models(context: typer.Context, asked: Asked, shown: Shown, many: bo
     from ..predict.render.program import print_comparison
 
     names = [name.strip() for name in asked.model.split(",")]
-    comparison = compare_fidelities(asked.case(asked.opened(), asked.device), names)
-    if shown.json_output:
-        print_json(comparison.to_dict())
-    else:
-        print_comparison(make_console(), comparison, shown.top)
+    comparison = compare_fidelities(asked.case(asked.program, asked.device), names)
+    print_answer(shown.json_output, comparison, print_comparison, shown.top)
 
 
 def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
@@ -324,7 +324,7 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
         answers = by_xla(predictor, asked.case(None, None))
         shown.table(asked, answers, predictor.devices, here)
     else:
-        shown.one(predictor.answer(asked.case(asked.opened(), here or asked.device)))
+        shown.one(predictor.answer(asked.case(asked.program, here or asked.device)))
 
 
 def _has_ranges(device: str) -> bool:
@@ -336,82 +336,75 @@ def _has_ranges(device: str) -> bool:
     return len(load_designs(device)) > 1
 
 
-def explain(
-    context: typer.Context,
-    program: ProgramOrNone = None,
-    device: DeviceOpt = "local",
-    model: ModelOpt = "default",
-    lowering: LoweringOpt = "auto",
-    kernel: Annotated[str | None, Option("Explain the kernel of this name.")] = None,
-    top: Annotated[int, Option("Number of costliest kernels to explain.", least=1)] = 3,
+@dataclass(frozen=True)
+class Explained(Modelled):
+    """What is explained: a program's kernels or an operator."""
+
+    program: ProgramOrNone = None
+    kernel: Annotated[str | None, Option("Explain the kernel of this name.")] = None
+    top: Annotated[int, Option("Number of costliest kernels to explain.", least=1)] = 3
     neighbours: Annotated[
         int, Option("Number of measured neighbours to print for each.", least=0)
-    ] = 3,
-    trip_count: Trips = None,
-    json_output: Json = False,
-    op: OpOpt = None,
+    ] = 3
     data: Annotated[
         Sequence[Path],
         Option("With --op: dataset to search for measured neighbours."),
-    ] = (),
-    power_cap: PowerCapOpt = None,
-    framework: TorchFrameworkOpt = "xla",
-    train: TrainOpt = "",
-    loss: LossOpt = "",
+    ] = ()
+
+
+def explain(
+    context: typer.Context, asked: Explained, operator: OperatorCase, json_output: Json = False
 ) -> None:
     """Explain the predicted time of a program's kernels or an operator."""
-    if _one_of([program] if program is not None else [], op):
+    programs = [asked.program] if asked.program is not None else []
+    if _is_operator(context, operator, programs, "neighbours", "data", "json_output"):
         from ..predict.operator.predict import explain_operator
         from ..predict.render.operator import print_op_explanation
 
-        used = {"op", "device", "model", "neighbours", "data", "json_output", "power_cap"}
-        refuse_unused(context, "an operator (--op)", used)
-        if not data:
+        if not asked.data:
             refuse(context, "an operator without --data", {"neighbours"})
-        reasons = explain_operator(str(op), device, model, data, neighbours, power_cap)
-        print_json(reasons.to_dict()) if json_output else print_op_explanation(
-            make_console(), reasons
-        )
+        reasons = explain_operator(operator, asked.data, asked.neighbours)
+        print_answer(json_output, reasons, print_op_explanation)
         return
-    assert program is not None
-    refuse(context, "a program", {"data", "power_cap"})
-    if framework != "xla":
+    refuse(context, "a program", {"data", "power_cap_w"})
+    if asked.framework != "xla":
         spare = {"lowering", "kernel", "neighbours", "trip_count"}
-        refuse(context, f"--framework {framework}", spare)
+        refuse(context, f"--framework {asked.framework}", spare)
         from ..predict.operator.torch_explain import explain_torch
         from ..predict.operator.torch_framework import TorchPredictor
         from ..predict.render.operator import print_torch_explanation
 
-        pytorch = TorchPredictor(framework, model)
-        own = torch_program_of(program_of(program), train, loss)
-        found = explain_torch(pytorch, own, device, top)
-        if json_output:
-            print_json(found.to_dict())
-        else:
-            print_torch_explanation(make_console(), found)
+        pytorch = TorchPredictor(asked.framework, asked.model)
+        found = explain_torch(pytorch, asked.opened(programs[0]), asked.device, asked.top)
+        print_answer(json_output, found, print_torch_explanation)
         return
-    if kernel is not None:
+    if asked.kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
-    from ..features.lowering.options import LoweringOptions
     from ..predict.program.case import ProgramCase
     from ..predict.program.explain import explain as explain_program
     from ..predict.program.predictor import load_for_programs
-
-    predictor = load_for_programs(model)
-    place = measured_device(device, predictor.model.devices)
-    own = torch_program_of(program_of(program), train, loss)
-    case = ProgramCase(own, LoweringOptions(lowering, place, trip_count))
-    explanation = explain_program(predictor, case, kernel=kernel, top=top, neighbours=neighbours)
-    if json_output:
-        print_json(explanation.to_dict())
-        return
     from ..predict.render.explain import print_explanation
 
-    print_explanation(make_console(), explanation)
+    predictor = load_for_programs(asked.model)
+    place = measured_device(asked.device, predictor.model.devices)
+    case = ProgramCase(asked.opened(programs[0]), asked.options(place))
+    explained = explain_program(
+        predictor, case, kernel=asked.kernel, top=asked.top, neighbours=asked.neighbours
+    )
+    print_answer(json_output, explained, print_explanation)
 
 
-def _one_of(programs: Sequence[Path], op: str | None) -> bool:
-    """Whether an operator was given rather than a program; exactly one must be."""
-    if bool(programs) == (op is not None):
+def _is_operator(
+    context: typer.Context, operator: OperatorCase, programs: Sequence[Path], *used: str
+) -> bool:
+    """Whether an operator was given rather than a program, with none of a program's options.
+
+    Raises:
+        typer.BadParameter: Both or neither were given, or an option that does not apply.
+    """
+    if bool(programs) == bool(operator.op):
         raise typer.BadParameter("give either a PROGRAM or an operator with --op")
-    return op is not None
+    if operator.op:
+        # Operators share few options with programs; any other is refused, not ignored.
+        refuse_unused(context, "an operator (--op)", {*names_of(OperatorCase), *used})
+    return bool(operator.op)

@@ -26,7 +26,7 @@ from ..workflows.reports.settings import (
     OperatorReportSettings,
 )
 from ..workflows.settings import FidelitySettings
-from .options import make_console, measured_device, print_json, program_of, refuse, refuse_unused
+from .options import make_console, measured_device, print_answer, program_of, refuse, refuse_unused
 
 Html = Annotated[Path | None, Option("File for the page.", ("--html",), check=page_file)]
 
@@ -139,10 +139,7 @@ def fidelities(settings: FidelitySettings, json_output: Json = False) -> None:
     from ..workflows.reports.fidelities import print_report, run_fidelity_report
 
     report = run_fidelity_report(settings)
-    if json_output:
-        print_json(report.to_dict())
-    else:
-        print_report(make_console(), report)
+    print_answer(json_output, report, print_report)
 
 
 def _write(page: str, path: Path) -> None:

@@ -17,7 +17,7 @@ from ..common.options import (
 )
 from ..common.progress import wrote
 from ..predict.cluster.step_case import StepCase
-from .options import make_console, print_json, refuse, workload_of
+from .options import make_console, print_answer, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..features.lowering.options import LoweringOptions
@@ -88,13 +88,9 @@ def predict_on_cluster(
     if timeline is not None:
         write_trace(stream_trace(prediction), timeline)
         wrote(timeline, "Chrome trace")
-    if json_output:
-        print_json(prediction.to_dict())
-        return
-
     from ..predict.render.program import print_partitioned
 
-    print_partitioned(make_console(), prediction, top)
+    print_answer(json_output, prediction, print_partitioned, top)
 
 
 def kernels(model: str) -> Predictor | None:

@@ -197,7 +197,7 @@ ProgramsOrNone = Annotated[
     Option(_PROGRAM, metavar="PROGRAM...", argument=True, shows_default=False),
 ]
 OpOpt = Annotated[
-    str | None,
+    str,
     Option("Instead of a program, a library operator: 'linear m=1 n=4096 k=4096 dtype=bf16'."),
 ]
 TrainOpt = Annotated[

@@ -90,6 +90,7 @@ def latency(
 def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | Path) -> Latency:
     from .api import loaded
     from .devices import resolve_device
+    from .operator.case import OperatorCase
     from .operator.predict import predict_op
 
     if isinstance(what, str):
@@ -99,7 +100,7 @@ def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | P
                 where=device.name,
                 hint="give its name, or write the description to a file",
             )
-        found = predict_op(what, str(device), model)
+        found = predict_op(OperatorCase(what, str(device), str(model)))
         return Latency(found.latency_us, found.lo_us, found.hi_us, found.device, found.in_domain)
     predictor = loaded(model)
     spec = resolve_device(device, predictor.devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from ...models.core.store import read_manifest
 from ...models.power.law import Work, cap_share, capped
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained, model_stamp
+from .case import OperatorCase
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,31 +75,24 @@ class OpEstimate(InSeconds):
     libraries: tuple[Member, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return asdict(self)
 
-def predict_op(
-    text: str,
-    device: str,
-    model: str | Path = OPERATOR_MODEL,
-    power_cap_w: float | None = None,
-) -> OpEstimate:
+
+def predict_op(case: OperatorCase) -> OpEstimate:
     """Predict an operator.
-
-    Args:
-        text: Operator, as accepted by :func:`~opcast.features.operators.query.parse_op`.
-        device: Name, or path of a device file.
-        model: Name or folder of a model of operators; ``default`` is the shipped one.
-        power_cap_w: Sustained power of the device in watts, below its limit.
 
     Raises:
         ProgramError: The text does not describe an operator.
         DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
     """
-    row, bundle, spec = _asked(text, device, model)
+    row, bundle, spec = _asked(case)
     rows = OpRows.of_one({**row, "device": spec.name})
     prediction, libraries = bundle.with_members(rows, spec)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
-    cap = cap_share(power_cap_w, spec)
+    cap = cap_share(case.power_cap_w, spec)
     if cap < 1.0:
         times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap)
         libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]
@@ -121,20 +115,20 @@ def predict_op(
     )
 
 
-def _asked(text: str, device: str, model: str | Path) -> tuple[JsonObject, OpModel, DeviceSpec]:
+def _asked(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]:
     """The row that an operator is on a device, a model with its family, and the device."""
-    row = parse_op(text)
-    _check_named(device)
-    folder = _folder(model)
+    row = parse_op(case.op)
+    _check_named(case.device)
+    folder = _folder(case.model)
     bundle = _loaded(folder, row["key"])
     # The description that the model was trained with comes before the catalogue's.
-    spec = resolve_device(device, bundle.devices)
+    spec = resolve_device(case.device, bundle.devices)
     if spec.vendor in OTHER_LIBRARIES:
-        own = parse_op(text, spec.vendor)
+        own = parse_op(case.op, spec.vendor)
         other = _loaded(folder, own["key"])
         if own["key"] in other.families:
             row, bundle = own, other
-    _check_family(bundle, row["key"], model, folder)
+    _check_family(bundle, row["key"], case.model, folder)
     return row, bundle, spec
 
 
@@ -174,24 +168,13 @@ def _capped_member(member: Member, rows: OpRows, key: str, spec: DeviceSpec, cap
     return replace(member, latency_us=latency, lo_us=lo, hi_us=hi)
 
 
-def explain_operator(
-    text: str,
-    device: str,
-    model: str | Path = OPERATOR_MODEL,
-    data: Sequence[Path] = (),
-    k: int = 3,
-    power_cap_w: float | None = None,
-) -> OpExplanation:
-    """Explain the prediction of an operator; see :func:`predict_op`.
+def explain_operator(case: OperatorCase, data: Sequence[Path] = (), k: int = 3) -> OpExplanation:
+    """Explain the prediction of an operator; what a power cap costs is a contribution of its own.
 
     Args:
-        text: As for :func:`predict_op`.
-        device: Name, or path of a device file.
-        model: Name or folder of a model of operators.
+        case: As for :func:`predict_op`.
         data: Datasets of operators to look for measured neighbours in.
         k: Number of neighbours to list.
-        power_cap_w: Sustained power of the device in watts, below its limit. What it costs is a
-            contribution of its own.
 
     Raises:
         ProgramError: The text does not describe an operator.
@@ -201,8 +184,8 @@ def explain_operator(
     """
     from ...models.operators.explain import explain_op
 
-    row, bundle, spec = _asked(text, device, model)
-    cap = cap_share(power_cap_w, spec)
+    row, bundle, spec = _asked(case)
+    cap = cap_share(case.power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     found = explain_op(bundle.families[row["key"]], row, spec, measured, k)
     rows = OpRows.of_one({**row, "device": spec.name})

@@ -12,6 +12,7 @@ import time
 import pytest
 
 import opcast
+from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op
 from opcast.server import answers
 
@@ -58,7 +59,7 @@ def test_asking_for_a_device_does_not_make_it_a_learned_one(client, ask):
 def test_operators_of_other_vendors_are_of_their_libraries(ask):
     """Of a 16-bit product without a library only XLA's are measured on AMD's chips."""
     text = "linear m=64 n=4096 k=4096 dtype=bf16"
-    own = predict_op(text, "mi300x")
+    own = predict_op(OperatorCase(text, "mi300x"))
     assert own.family == "xla/linear"
     _, found = ask(KERNELS, {"device": "mi300x", "ops": [text]})
     assert found["latency_us"] == [pytest.approx(own.latency_us)]
@@ -72,7 +73,7 @@ def test_operators_are_answered_as_on_the_command_line(ask):
     status, found = ask(KERNELS, {"device": "h100-sxm", "ops": [*texts, texts[0]]})
     assert status == 200 and found["count"] == 3
     for row, text in enumerate(texts):
-        expected = predict_op(text, "h100-sxm")
+        expected = predict_op(OperatorCase(text, "h100-sxm"))
         for name in ("latency_us", "lo_us", "hi_us", "roofline_us"):
             assert found[name][row] == pytest.approx(getattr(expected, name), rel=1e-6)
         assert found["bound"][row] == expected.bound and found["scope"][row] == expected.scope

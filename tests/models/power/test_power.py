@@ -30,6 +30,7 @@ from opcast.models.power.model import PRETRAINED, PowerModel, shipped_power
 from opcast.models.power.rows import power_rows
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import find_model
+from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op
 from opcast.simulate.step.plan import Plan
 from opcast.simulate.step.workload import read_workload
@@ -175,13 +176,17 @@ def test_a_capped_board_uses_less_and_never_more_than_its_cap() -> None:
 
 def test_operators_and_steps_under_a_cap() -> None:
     text = "linear m=8192 n=8192 k=8192 dtype=bf16 backend=trtllm kernel=torch_flow"
-    free, limit, low = (predict_op(text, "h100-sxm", power_cap_w=w) for w in (None, 700.0, 400.0))
+    free, limit, low = (
+        predict_op(OperatorCase(text, "h100-sxm", power_cap_w=w)) for w in (None, 700.0, 400.0)
+    )
     assert limit == free
     assert 1.15 < low.latency_us / free.latency_us < 1.6
     assert low.hi_us / low.lo_us > free.hi_us / free.lo_us
     # Each library of a mixture is under the cap as well.
     bare = text.partition(" backend")[0]
-    mixed = [predict_op(bare, "h100-sxm", power_cap_w=watts) for watts in (None, 400.0)]
+    mixed = [
+        predict_op(OperatorCase(bare, "h100-sxm", power_cap_w=watts)) for watts in (None, 400.0)
+    ]
     pairs = list(zip(*([own.latency_us for own in m.libraries] for m in mixed), strict=True))
     assert len(pairs) > 1 and all(1.15 < slow / fast < 1.6 for fast, slow in pairs)
     size = read_workload("llama", ["layers=4,d_model=4096,heads=32,d_ff=14336,vocab=32000"])

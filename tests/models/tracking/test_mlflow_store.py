@@ -17,6 +17,7 @@ from opcast.features.kernels.extract import kernel_from_ir
 from opcast.models.cost_model import CostModel
 from opcast.models.tracking.mlflow_store import RunLog, log_run, runs, shown_metrics
 from opcast.predict.locate import OPERATOR_MODEL, find_model
+from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op
 
 pytest.importorskip("mlflow", reason="MLflow is not installed")
@@ -112,7 +113,7 @@ def test_a_registered_model_of_operators_is_loaded_by_mlflow(tmp_path):
     rows = pd.DataFrame({"op": [text] * 2, "device": ["h100-sxm", "b200"]})
     found = loaded.predict(rows)
     for place, name in enumerate(rows["device"]):
-        expected = predict_op(text, name)
+        expected = predict_op(OperatorCase(text, name))
         assert found["latency_us"][place] == pytest.approx(expected.latency_us, rel=1e-6)
         assert found["hi_us"][place] == pytest.approx(expected.hi_us, rel=1e-6)
         assert found["in_domain"][place] == expected.in_domain

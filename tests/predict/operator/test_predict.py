@@ -18,6 +18,7 @@ from opcast.models.operators.mixture import Member
 from opcast.models.operators.model import default_settings
 from opcast.predict.devices import resolve_device
 from opcast.predict.locate import OPERATOR_MODEL, find_model
+from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import OpEstimate, explain_operator, predict_op
 from opcast.predict.operator.serving_operators import ServingLatency
 from opcast.predict.operator.step_operators import OperatorLatency, load_step_model
@@ -61,7 +62,7 @@ def test_what_is_no_operator_or_not_known_is_named(predictor):
 def test_the_machine_at_hand_is_no_device_of_operators(ask):
     # Before a model is looked for: the device is refused whatever the model.
     with pytest.raises(DeviceError, match="an operator needs a device"):
-        ask(LINEAR, "local", model="/nowhere")
+        ask(OperatorCase(LINEAR, "local", model="/nowhere"))
 
 
 @pytest.fixture(scope="module")
@@ -88,21 +89,21 @@ OPEN = "linear m=64 n=4096 k=4096 dtype=bf16"
 
 
 def test_an_operator_without_a_library_names_those_it_is_predicted_over(two_libraries):
-    both = predict_op(OPEN, "h100-sxm", two_libraries)
+    both = predict_op(OperatorCase(OPEN, "h100-sxm", two_libraries))
     assert [own.backend for own in both.libraries] == ["trtllm", "vllm"]
     assert both.libraries[0].latency_us <= both.latency_us <= both.libraries[1].latency_us
     console = Console(width=200, file=io.StringIO())
     print_op(console, both)
     fast, slow = (duration(own.latency_us) for own in both.libraries)
     assert f"over 2 libraries: trtllm {fast}, vllm {slow};" in console.file.getvalue()
-    assert (
-        predict_op(f"{OPEN} backend=vllm kernel=torch", "h100-sxm", two_libraries).libraries == ()
-    )
+    named = OperatorCase(f"{OPEN} backend=vllm kernel=torch", "h100-sxm", two_libraries)
+    assert predict_op(named).libraries == ()
 
 
 def test_a_mixture_is_explained_by_its_typical_library(two_libraries):
-    found = explain_operator(OPEN, "h100-sxm", two_libraries)
-    assert found.latency_us == pytest.approx(predict_op(OPEN, "h100-sxm", two_libraries).latency_us)
+    case = OperatorCase(OPEN, "h100-sxm", two_libraries)
+    found = explain_operator(case)
+    assert found.latency_us == pytest.approx(predict_op(case).latency_us)
     assert len(found.libraries) == 2
     assert "no library is named" in found.notes[0]
     parts = {c.group: c.log_ratio for c in found.contributions}
@@ -133,30 +134,33 @@ def test_a_core_that_is_no_multiprocessor_is_not_one_slow_multiprocessor(
             "peak_tflops: {f32: 40, bf16: 400}\n"
         )
         device = str(path)
-    found = predict_op(operator, device)
+    found = predict_op(OperatorCase(operator, device))
     # Counted as one multiprocessor, they took 16 to 90 times their roofline.
     assert 1 <= found.latency_us / found.roofline_us < 3.5
 
 
 def test_tensorrt_llm_is_no_library_of_other_vendors():
     operator = "linear m=8192 n=50304 k=2048 dtype=bf16"
-    there = {member.backend for member in predict_op(operator, "h100-sxm").libraries}
-    here = {member.backend for member in predict_op(f"graph/{operator}", "mi300x").libraries}
+    there = {member.backend for member in predict_op(OperatorCase(operator, "h100-sxm")).libraries}
+    here = {
+        member.backend
+        for member in predict_op(OperatorCase(f"graph/{operator}", "mi300x")).libraries
+    }
     assert there - here == {"trtllm"} and here
-    named = predict_op(f"{operator} backend=trtllm", "mi300x")
+    named = predict_op(OperatorCase(f"{operator} backend=trtllm", "mi300x"))
     assert not named.in_domain and any("NVIDIA" in why for why in named.outside)
     assert named.hi_us / named.lo_us > 2
 
 
 def test_16_bit_products_of_amd_are_those_measured_on_amd() -> None:
     text = "linear m=8192 n=8192 k=8192 dtype=bf16"
-    found = predict_op(text, "mi300x")
+    found = predict_op(OperatorCase(text, "mi300x"))
     assert found.family == "xla/linear"
     # 1,307 TFLOP/s by the data sheet; the fastest of 1,376 published products reaches 577.
     assert 450e12 < 2 * 8192**3 / (found.latency_us * 1e-6) < 600e12
-    assert predict_op(text, "h100-sxm").family == "graph/linear"
+    assert predict_op(OperatorCase(text, "h100-sxm")).family == "graph/linear"
     # A method that is named stays.
-    assert predict_op(f"graph/{text}", "mi300x").family == "graph/linear"
+    assert predict_op(OperatorCase(f"graph/{text}", "mi300x")).family == "graph/linear"
 
 
 @pytest.mark.parametrize("library", ["backend=vllm kernel=vllm_default", "backend=trtllm", ""])
@@ -172,9 +176,9 @@ def test_operators_alone_are_predicted_as_they_are_together(library, device):
 
 def test_an_explanation_under_a_power_cap_is_that_of_the_prediction() -> None:
     text = "linear m=8192 n=8192 k=8192 dtype=bf16"
-    free = explain_operator(text, "h100-sxm")
-    found = explain_operator(text, "h100-sxm", power_cap_w=350.0)
-    said = predict_op(text, "h100-sxm", power_cap_w=350.0)
+    free = explain_operator(OperatorCase(text, "h100-sxm"))
+    found = explain_operator(OperatorCase(text, "h100-sxm", power_cap_w=350.0))
+    said = predict_op(OperatorCase(text, "h100-sxm", power_cap_w=350.0))
     assert (found.latency_us, found.lo_us, found.hi_us) == pytest.approx(
         (said.latency_us, said.lo_us, said.hi_us)
     )
@@ -186,7 +190,7 @@ def test_an_explanation_under_a_power_cap_is_that_of_the_prediction() -> None:
         [m.latency_us for m in explain_members(said)]
     )
     with pytest.raises(DeviceError, match="power cap of 900 W"):
-        explain_operator(text, "h100-sxm", power_cap_w=900.0)
+        explain_operator(OperatorCase(text, "h100-sxm", power_cap_w=900.0))
 
 
 def explain_members(said: OpEstimate) -> list[Member]:
@@ -197,7 +201,7 @@ def explain_members(said: OpEstimate) -> list[Member]:
 def test_no_end_of_a_product_is_below_the_peak_of_the_data_sheet(dtype: str) -> None:
     # H100 SXM: 66.9 TFLOP/s in f32, 989.4 in bf16.
     peak = {"fp32": 66.9e12, "bf16": 989.4e12}[dtype]
-    found = predict_op(f"linear m=4096 n=4096 k=4096 dtype={dtype}", "h100-sxm")
+    found = predict_op(OperatorCase(f"linear m=4096 n=4096 k=4096 dtype={dtype}", "h100-sxm"))
     least = 2 * 4096**3 / peak * 1e6
     assert least * (1 - 1e-3) < found.lo_us <= found.latency_us <= found.hi_us
 
@@ -222,7 +226,7 @@ def test_a_described_gpu_is_priced_alike_as_an_operator_of_a_step_and_of_serving
     spec = resolve_device(path, {})
     assert spec.vendor == "NVIDIA"
     text = "linear m=2048 n=4096 k=4096 dtype=bf16 backend=vllm"
-    asked = predict_op(f"{text} kernel=torch.nn.functional.linear", str(path))
+    asked = predict_op(OperatorCase(f"{text} kernel=torch.nn.functional.linear", str(path)))
     model = load_step_model(OPERATOR_MODEL)
     call = Op("linear", (2048, 4096, 4096), "bf16", name="product")
     step = OperatorLatency(spec, model)([call])[0, 0]
@@ -237,7 +241,7 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
         path = tmp_path / "own.yaml"
         path.write_text(f"name: own\n{extra}{OWN}")
         asked = "linear m=64 n=16384 k=8192 dtype=bf16"
-        return " ".join(predict_op(asked, str(path)).notes)
+        return " ".join(predict_op(OperatorCase(asked, str(path))).notes)
 
     assert "a GPU of NVIDIA of no known generation" in said("")
     assert "`architecture:`" in said("vendor: AMD\n") and "cdna4" in said("vendor: AMD\n")
@@ -245,15 +249,17 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
     assert said("architecture: hoper\n").endswith("(hopper)")
     assert "none of MyCo was measured" in said("vendor: MyCo\n")
     assert said("architecture: hopper\n") == ""
-    assert predict_op("linear m=64 n=4096 k=4096 dtype=bf16", "h100-sxm").notes == ()
+    assert predict_op(OperatorCase("linear m=64 n=4096 k=4096 dtype=bf16", "h100-sxm")).notes == ()
 
 
 def test_an_operator_that_the_cache_keeps_says_what_main_memory_would_take():
     """An addition of 1024 × 4096 in fp16 reads and writes 2 · 8 MiB: 5.01 µs at 3.35 TB/s."""
     asked = "kernel/elementwise op=add rows=1024 cols=4096 dtype=fp16"
-    found = predict_op(asked, "h100-sxm")
+    found = predict_op(OperatorCase(asked, "h100-sxm"))
     assert found.latency_us < 16 * 2**20 / 3.35e12 * 1e6
     assert "16.0 MiB" in found.notes[0] and "5.01 µs" in found.notes[0]
-    assert any("5.01 µs" in note for note in explain_operator(asked, "h100-sxm").notes)
+    assert any(
+        "5.01 µs" in note for note in explain_operator(OperatorCase(asked, "h100-sxm")).notes
+    )
     # Beyond the cache there is nothing to say.
-    assert predict_op(asked.replace("1024", "65536"), "h100-sxm").notes == ()
+    assert predict_op(OperatorCase(asked.replace("1024", "65536"), "h100-sxm")).notes == ()
