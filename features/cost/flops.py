@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-from ..ir.op_table import OPS
+from ..ir.op_table import OPS, by_op
 from ..ir.program import Computation, Op, Program
 from .bytes import FREE
 from .convolution import conv_flops
@@ -216,24 +216,24 @@ def _start(op: Op, comp: Computation, program: Program) -> Work:
     return op_work(Op(op.name, base, op.operands, results, op.attrs), comp, program)
 
 
-_RULES: dict[str, Callable[[Op, Computation, Program], Work]] = {
-    "dot": _dot,
-    "ragged-dot": _dot,
-    "scaled-dot": _dot,
-    "convolution": _convolution,
-    "reduce": _reduce,
-    "reduce-window": _reduce_window,
-    "scatter": _scatter,
-    "map": _map,
-    "select-and-scatter": _select_and_scatter,
-    "sort": _sort,
-    "all-reduce": _all_reduce,
-    "rng-bit-generator": _random_bits,
-    "cholesky": _cholesky,
-    "fft": _fft,
-    "triangular-solve": _triangular_solve,
-    "topk": _top_k,
-    "chlo.top_k": _top_k,
-    "chlo.ragged_dot": _dot,
-    "custom-call": _custom_call,
-}
+_Rule = Callable[[Op, Computation, Program], Work]
+_RULES: dict[str, _Rule] = by_op(
+    {
+        "dot": _dot,
+        "convolution": _convolution,
+        "reduce": _reduce,
+        "reduce-window": _reduce_window,
+        "scatter": _scatter,
+        "map": _map,
+        "select-and-scatter": _select_and_scatter,
+        "sort": _sort,
+        "all-reduce": _all_reduce,
+        "rng-bit-generator": _random_bits,
+        "cholesky": _cholesky,
+        "fft": _fft,
+        "triangular-solve": _triangular_solve,
+        "topk": _top_k,
+        "chlo.ragged_dot": _dot,
+        "custom-call": _custom_call,
+    }
+)

@@ -1,14 +1,16 @@
 """What each op is, by HLO opcode: class, kind, FLOPs, operands, and how it reads and fuses.
 
-Costs, kinds, checks and fusion rules take their own lists from it, so that a new op is one entry
-here, and a rule of its own only where its attributes, its FLOPs or its features do not follow from
-its result (ARCHITECTURE.md).
+Costs, kinds, checks, plans and fusion rules take their own lists from it, so that a new op is one
+entry here. Where its attributes, FLOPs, features or loop nest do not follow from its result, it is
+``like`` an op that has such rules, or has rules of its own (ARCHITECTURE.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class OpSpec(NamedTuple):
@@ -38,6 +40,13 @@ class OpSpec(NamedTuple):
             (HloOpProfiles); these are engineering estimates in their order of magnitude, tuned so
             that expensive producers are recomputed about as often as by the compiler
             (docs/fused.md).
+        in_place: Whether its result may take over the buffer of an operand that nothing reads
+            afterwards, as in XLA's buffer assignment.
+        root: What the op as a fusion's root says about the emitter that a compiler chooses;
+            empty for arithmetic.
+        like: Op whose rules it follows where it has none of its own (:func:`by_op`): attributes,
+            FLOPs, details of a row, dimensions that a plan may cut; graph networks, whose list of
+            opcodes is fixed, see that op instead.
         stablehlo: StableHLO names, separated by spaces, that are not the opcode with underscores.
     """
 
@@ -54,6 +63,9 @@ class OpSpec(NamedTuple):
     placed: bool = False
     expensive: bool = False
     cycles: float = 3.0
+    in_place: bool = True
+    root: str = ""
+    like: str = ""
     stablehlo: str = ""
 
 
@@ -79,21 +91,24 @@ _FAST, _POLYNOMIAL = _MATH._replace(weight=8.0), _MATH._replace(weight=16.0, exp
 _LONG_POLYNOMIAL = _POLYNOMIAL._replace(weight=20.0)
 # Of dialects and of newer HLO, which the fusion rules find by their prefix or leave alone.
 _CHLO = _MATH._replace(operands=0, elementwise=False)
-_COPY = OpSpec("n_copy", "work_move", 1.0, "copy", 0.0)
+_COPY = OpSpec("n_copy", "work_move", 1.0, "copy", 0.0, in_place=False, root="move")
 # Broadcasts and slices mostly fold into the addressing of what reads them; gathers and scatters
 # compute an address for each element, scatters also combine.
 _MOVE = _COPY._replace(column="n_transpose", operands=1, placed=True)
 _BROADCAST = _MOVE._replace(column="n_broadcast", weight=0.25, reads="grown", cycles=0.0)
 _INDEXED = _MOVE._replace(kind="gather_scatter")
-_UPDATE = _INDEXED._replace(reads="update", placed=False)
-_REDUCE = OpSpec("n_reduce", "work_reduce", 1.0, "reduce", None, operands=2, called=1)
+_UPDATE = _INDEXED._replace(reads="update", placed=False, in_place=True, root="update")
+_REDUCE = OpSpec(
+    "n_reduce", "work_reduce", 1.0, "reduce", None, operands=2, called=1, in_place=False
+)
 _WINDOW = _REDUCE._replace(column="n_reduce_window", weight=2.0, reads="all")
 # Products count as FLOPs of the matrix unit and have no other work.
-_DOT = OpSpec("n_dot", "work_basic", 0.0, "gemm", None, reads="all")
+_DOT = OpSpec("n_dot", "work_basic", 0.0, "gemm", None, reads="all", in_place=False)
 _RANDOM = OpSpec("n_random", "work_random", 20.0, flops=0.0)
 _SORT = OpSpec("n_sort", "work_select", 4.0, "sort", None, reads="all")
-_LIBRARY = OpSpec(kind="custom_call", flops=None, reads="all")
+_LIBRARY = OpSpec(kind="custom_call", flops=None, reads="all", in_place=False)
 _CALL = OpSpec(flops=None, called=1, reads="all")
+_COLLECTIVE = OpSpec(flops=0.0, operands=1, like="all-gather")
 
 #: Each row is what the named ops have in common.
 _ROWS: tuple[tuple[OpSpec, str], ...] = (
@@ -110,7 +125,7 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (_SELECT._replace(operands=3, weight=2.0), "clamp"),
     (_DIVIDE._replace(weight=8.0, expensive=True, cycles=48.0), "divide"),
     (_DIVIDE._replace(weight=24.0, cycles=90.0), "remainder"),
-    (_CONVERT, "convert"),
+    (_CONVERT._replace(root="convert"), "convert"),
     (_CONVERT._replace(kind="copy", cycles=0.0), "bitcast-convert"),
     (_FAST._replace(cycles=60.0), "sqrt"),
     (_FAST._replace(cycles=48.0), "rsqrt"),
@@ -146,17 +161,18 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (OpSpec(flops=24.0), "chlo.next_after"),
     (_OTHER, "chlo.is_neg_inf chlo.is_pos_inf chlo.square"),
     (_NOTHING, "chlo.constant chlo.constant_like"),
-    (OpSpec(flops=None), "chlo.top_k chlo.ragged_dot"),
+    (OpSpec(flops=None, like="topk"), "chlo.top_k"),
+    (OpSpec(flops=None), "chlo.ragged_dot"),
     (_COPY._replace(operands=1), "copy"),
-    (_COPY, "copy-start"),
-    (_COPY._replace(column="n_elementwise", work="work_basic"), "copy-done"),
+    (_COPY._replace(root="", like="copy"), "copy-start"),
+    (_COPY._replace(column="n_elementwise", work="work_basic", root=""), "copy-done"),
     (_MOVE._replace(cycles=0.0), "transpose"),
-    (_MOVE._replace(cycles=1.0), "reverse"),
+    (_MOVE._replace(cycles=1.0, root=""), "reverse"),
     (_BROADCAST._replace(stablehlo="broadcast_in_dim"), "broadcast"),
     (_MOVE._replace(column="n_slice", weight=0.5, reads="result", cycles=0.0), "slice"),
     (_MOVE._replace(column="n_concatenate", weight=2.0, cycles=2.0), "concatenate"),
     (_MOVE._replace(column="n_pad", weight=2.0, operands=2, reads="grown"), "pad"),
-    (_MOVE._replace(column="n_iota", weight=0.5, operands=0, cycles=1.0), "iota"),
+    (_MOVE._replace(column="n_iota", weight=0.5, operands=0, cycles=1.0, root=""), "iota"),
     (
         _INDEXED._replace(column="n_dynamic_slice", weight=0.5, reads="result", cycles=2.0),
         "dynamic-slice",
@@ -167,9 +183,7 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     ),
     (_UPDATE._replace(column="n_update_slice", operands=2), "dynamic-update-slice"),
     (
-        OpSpec(
-            "n_scatter", "work_move", 8.0, "gather_scatter", None, operands=3, called=1
-        )._replace(reads="update"),
+        _UPDATE._replace(column="n_scatter", weight=8.0, flops=None, operands=3, called=1),
         "scatter",
     ),
     (OpSpec(kind="copy", flops=0.0), "dynamic-reshape"),
@@ -177,14 +191,14 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     # Views have no work of their own.
     (OpSpec("n_reshape", kind="copy", flops=0.0, operands=1, cycles=0.0), "reshape"),
     (OpSpec("n_reshape", flops=0.0, operands=1), "bitcast"),
-    (_REDUCE._replace(expensive=True), "reduce"),
+    (_REDUCE._replace(expensive=True, root="reduce"), "reduce"),
     (_WINDOW._replace(expensive=True), "reduce-window"),
-    (_WINDOW._replace(operands=3, called=2), "select-and-scatter"),
+    (_WINDOW._replace(operands=3, called=2, like="reduce-window"), "select-and-scatter"),
     # XLA gives batch-norm ops no FLOPs: it expands them first.
     (OpSpec(kind="reduce", flops=0.0), "batch-norm-training batch-norm-grad"),
     (_NOTHING, "batch-norm-inference"),
     (_DOT._replace(operands=2, stablehlo="dot_general"), "dot"),
-    (_DOT, "ragged-dot scaled-dot"),
+    (_DOT._replace(like="dot"), "ragged-dot scaled-dot"),
     (_DOT._replace(column="n_convolution", kind="conv", operands=2), "convolution"),
     (_SORT._replace(operands=1, called=1), "sort"),
     (_SORT, "topk"),
@@ -193,19 +207,23 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (_RANDOM, "rng-get-and-update-state"),
     (_LIBRARY, "custom-call"),
     (_LIBRARY._replace(operands=1), "fft cholesky"),
-    (_LIBRARY._replace(operands=2), "triangular-solve"),
-    (OpSpec(kind="custom_call", flops=0.0), "infeed outfeed"),
+    (_LIBRARY._replace(operands=2, like="cholesky"), "triangular-solve"),
+    (OpSpec(kind="custom_call", flops=0.0, reads="all"), "infeed"),
+    (OpSpec(kind="custom_call", flops=0.0), "outfeed"),
     (_CALL, "fusion"),
     (_CALL._replace(stablehlo="composite"), "call"),
     (_CALL._replace(operands=1, elementwise=True), "map"),
     (_CALL._replace(kind="control", operands=1, called=2), "while"),
-    (_CALL._replace(kind="control", operands=1, stablehlo="case if"), "conditional"),
+    (_CALL._replace(kind="control", operands=1, like="while", stablehlo="case if"), "conditional"),
     # The additions of an all-reduce count; those of a reduce-scatter do not, as in XLA.
-    (OpSpec(flops=None, operands=1, stablehlo="cross-replica-sum"), "all-reduce"),
-    (_NOTHING._replace(operands=1), "all-gather all-to-all collective-permute reduce-scatter"),
-    (_NOTHING, "ragged-all-to-all collective-broadcast send recv"),
-    (_NOTHING._replace(operands=1), "get-tuple-element"),
+    (_COLLECTIVE._replace(flops=None, stablehlo="cross-replica-sum"), "all-reduce"),
+    (_COLLECTIVE, "all-to-all reduce-scatter"),
+    (_COLLECTIVE._replace(operands=0), "collective-broadcast"),
+    (_NOTHING, "ragged-all-to-all send"),
+    (_NOTHING._replace(like="send"), "recv"),
+    (_NOTHING._replace(operands=1), "get-tuple-element all-gather collective-permute"),
     (_NOTHING._replace(cycles=0.0), "parameter constant"),
+    (_NOTHING._replace(root="tuple"), "tuple"),
     (_NOTHING._replace(stablehlo="create_token"), "after-all"),
     (_OTHER._replace(stablehlo="optimization_barrier"), "opt-barrier"),
 )
@@ -215,6 +233,12 @@ OPS: dict[str, OpSpec] = {name: spec for spec, names in _ROWS for name in names.
 def ops_with(has: Callable[[OpSpec], bool]) -> frozenset[str]:
     """Return the opcodes whose facts fulfil a condition."""
     return frozenset(name for name, spec in OPS.items() if has(spec))
+
+
+def by_op(rules: Mapping[str, T]) -> dict[str, T]:
+    """Give the ops without a rule in a table the rule of the op that they are like."""
+    likened = {name: rules[s.like] for name, s in OPS.items() if s.like in rules}
+    return likened | dict(rules)
 
 
 #: Ops that act on each element alone, whose operands and result have one shape.

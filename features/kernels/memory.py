@@ -4,31 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..ir.op_table import UPDATES, ops_with
 from ..ir.program import Computation, Op, Program
 from .kinds import is_free
 
-#: Ops whose result cannot take over the buffer of an operand, since an element depends on others
-#: than its own. Any other op may, if nothing reads the operand afterwards, as in XLA's buffer
-#: assignment.
-_NOT_IN_PLACE = frozenset(
-    (
-        "dot",
-        "convolution",
-        "custom-call",
-        "transpose",
-        "gather",
-        "reduce-window",
-        "concatenate",
-        "copy",
-        "pad",
-        "reverse",
-        "slice",
-        "dynamic-slice",
-        "broadcast",
-        "reduce",
-        "fft",
-    )
-)
+#: Ops whose result cannot take over the buffer of an operand.
+_NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)
 #: Ops that name values made elsewhere.
 _VIEWS = frozenset(
     (
@@ -235,15 +216,15 @@ class _Lifetimes:
     def _in_place(self, op: Op) -> bool:
         """Return whether an element of the result depends on no other element of the operand."""
         if op.opcode != "fusion":
-            return op.opcode not in _NOT_IN_PLACE and op.opcode != "iota"
+            return op.opcode not in _NOT_IN_PLACE
         inner = self.program.computations[op.called[0]]
         root = inner.root_op
         if root.opcode == "bitcast":
             root = inner.ops[root.operands[0]]
         # XLA fuses an update only if it can run in place.
-        if root.opcode in ("dynamic-update-slice", "scatter"):
+        if root.opcode in UPDATES:
             return True
-        codes = {o.opcode for o in inner.ops} - {"broadcast"}
+        codes = {o.opcode for o in inner.ops} - {"broadcast", "iota"}
         return op.attrs.get("kind") == "kLoop" and not codes & _NOT_IN_PLACE
 
     @staticmethod

@@ -1,13 +1,17 @@
 """Columns of the device-independent row of a kernel (see :mod:`opcast.features.table.row`).
 
-``columns.toml`` lists them by what the feature table makes of them.
+``columns.toml`` lists them by what the feature table makes of them. Also the facts of types that
+rows and graphs of kernels enter.
 """
 
 from __future__ import annotations
 
 import tomllib
+from typing import NamedTuple
 
 from ...common.paths import PACKAGE
+from ..ir.dtypes import DTYPE_BITS, NONE, dtype_family
+from ..ir.program import BOOKKEEPING, TensorType
 from ..kernels.kernel import KINDS
 
 _READ = tomllib.loads((PACKAGE / "features" / "table" / "columns.toml").read_text("utf-8"))
@@ -37,3 +41,57 @@ COMMON = (*AMOUNTS, *CODES, *COMMON_COUNTS, *COMMON_FLAGS)
 RARE = (*RARE_COUNTS, *RARE_FLAGS)
 COLUMNS = (*COMMON, *RARE)
 INDEX = {name: i for i, name in enumerate(COLUMNS)}
+
+#: Opcodes that graphs of kernels tell apart.
+GRAPH_OPCODES: tuple[str, ...] = tuple(_READ["graph_opcodes"])
+#: Ops without code. Views (``bitcast``, ``reshape``) are counted, at no weight.
+FREE = BOOKKEEPING | {"opt-barrier"}
+
+
+class TypeFacts(NamedTuple):
+    """What rows and graphs need from a type.
+
+    Attributes:
+        size: Elements.
+        nbytes: Bytes.
+        minor: Dimension that is contiguous in memory, skipping those of size one; -1 for scalars.
+        minor_length: Its size; 1 for scalars.
+        bits: Bits per element.
+        family: See :func:`dtype_family`.
+        order: Physical order of the dimensions larger than one, minor to major.
+    """
+
+    size: int
+    nbytes: int
+    minor: int
+    minor_length: int
+    bits: int
+    family: int
+    order: tuple[int, ...]
+
+
+#: Facts of an op without a result.
+NO_FACTS = TypeFacts(0, 0, -1, 0, 0, NONE, ())
+#: Facts by type; for loops that cannot afford the call of :func:`type_facts`.
+FACTS: dict[TensorType, TypeFacts] = {}
+#: Most types that are remembered, so that a run over many programs does not grow without end.
+_MAX_FACTS = 1 << 16
+
+
+def type_facts(t: TensorType) -> TypeFacts:
+    """Return the facts of ``t``; remembered, since a program has few distinct types."""
+    known = FACTS.get(t)
+    if known is None:
+        if len(FACTS) >= _MAX_FACTS:
+            FACTS.clear()
+        known = FACTS[t] = _facts(t)
+    return known
+
+
+def _facts(t: TensorType) -> TypeFacts:
+    layout = t.layout if t.layout is not None else range(len(t.shape) - 1, -1, -1)
+    order = tuple(d for d in layout if t.shape[d] != 1)
+    minor = order[0] if order else -1
+    length = t.shape[minor] if order else 1
+    bits = DTYPE_BITS[t.dtype]
+    return TypeFacts(t.size, t.nbytes, minor, length, bits, dtype_family(t.dtype), order)

@@ -10,8 +10,8 @@ from math import log2
 
 import numpy as np
 
-from ..cost.op_classes import FREE, NO_FACTS, OP_CLASSES, OTHER, type_facts
 from ..ir.dtypes import FAMILIES
+from ..ir.op_table import OPS, OpSpec, by_op
 from ..ir.program import Op
 from ..kernels.kernel import Kernel
 from .columns import (
@@ -19,9 +19,13 @@ from .columns import (
     CODE_FLAGS,
     COMMON_COUNTS,
     COMMON_FLAGS,
+    FREE,
+    GRAPH_OPCODES,
     INDEX,
+    NO_FACTS,
     RARE_COUNTS,
     RARE_FLAGS,
+    type_facts,
 )
 from .row import code_flags, rows
 from .row_movement import HANDLERS
@@ -30,125 +34,11 @@ from .row_products import Row
 #: Raised whenever the meaning of a node or kernel feature changes.
 GRAPH_VERSION = 1
 
-#: Opcodes by id; new ones go before the last, which stands for unknown opcodes, with a new version.
-OPCODES = (
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "reshape",
-    "broadcast",
-    "iota",
-    "copy",
-    "transpose",
-    "reverse",
-    "slice",
-    "dynamic-slice",
-    "dynamic-update-slice",
-    "concatenate",
-    "pad",
-    "gather",
-    "scatter",
-    "select-and-scatter",
-    "sort",
-    "topk",
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "remainder",
-    "maximum",
-    "minimum",
-    "negate",
-    "abs",
-    "sign",
-    "floor",
-    "ceil",
-    "round-nearest-afz",
-    "round-nearest-even",
-    "clamp",
-    "compare",
-    "select",
-    "convert",
-    "bitcast-convert",
-    "reduce-precision",
-    "stochastic-convert",
-    "is-finite",
-    "and",
-    "or",
-    "xor",
-    "not",
-    "shift-left",
-    "shift-right-arithmetic",
-    "shift-right-logical",
-    "popcnt",
-    "count-leading-zeros",
-    "real",
-    "imag",
-    "complex",
-    "exponential",
-    "exponential-minus-one",
-    "log",
-    "log-plus-one",
-    "sqrt",
-    "rsqrt",
-    "cbrt",
-    "tanh",
-    "logistic",
-    "erf",
-    "sine",
-    "cosine",
-    "tan",
-    "atan2",
-    "power",
-    "reduce",
-    "reduce-window",
-    "map",
-    "dot",
-    "ragged-dot",
-    "scaled-dot",
-    "convolution",
-    "fft",
-    "cholesky",
-    "triangular-solve",
-    "rng",
-    "rng-bit-generator",
-    "rng-get-and-update-state",
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-    "recv",
-    "infeed",
-    "outfeed",
-    "fusion",
-    "call",
-    "while",
-    "conditional",
-    "custom-call",
-    "async-start",
-    "async-update",
-    "async-done",
-    "copy-start",
-    "copy-done",
-    "all-reduce-start",
-    "all-reduce-done",
-    "all-gather-start",
-    "all-gather-done",
-    "collective-permute-start",
-    "collective-permute-done",
-    "partition-id",
-    "replica-id",
-    "after-all",
-    "opt-barrier",
-    "<unknown>",
-)
-OPCODE_ID = {name: i for i, name in enumerate(OPCODES)}
-#: Code of opcodes that are not listed.
+_OTHER = OpSpec()
+#: Opcodes by id; the last stands for unknown ones.
+OPCODES = (*GRAPH_OPCODES, "<unknown>")
+OPCODE_ID = by_op({name: i for i, name in enumerate(OPCODES)})
+#: Code of opcodes that are neither listed nor like one that is.
 UNKNOWN = len(OPCODES) - 1
 
 #: Dimensions that a node lists, minor first; those above only show in its size.
@@ -250,7 +140,7 @@ def _work(kernel: Kernel) -> list[float]:
     work = []
     ops = kernel.inner.ops
     for op in ops:
-        weight = OP_CLASSES.get(op.opcode, OTHER).weight
+        weight = OPS.get(op.opcode, _OTHER).weight
         if op.opcode in FREE or not op.results:
             work.append(0.0)
             continue

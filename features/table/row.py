@@ -14,11 +14,22 @@ import numpy as np
 
 from ...common.types import JsonObject
 from ..cost.bytes import array_traffic, on_chip_bytes
-from ..cost.op_classes import FACTS, FREE, NO_FACTS, OP_CLASSES, OTHER, type_facts
 from ..ir.dtypes import DTYPE_CODE, FAMILIES, INTEGER
+from ..ir.op_table import OPS, OpSpec
 from ..ir.program import Computation, Op, Program, TensorType
 from ..kernels.kernel import Kernel
-from .columns import CODE, CODES, COLUMNS, COMMON, INDEX, RARE
+from .columns import (
+    CODE,
+    CODES,
+    COLUMNS,
+    COMMON,
+    FACTS,
+    FREE,
+    INDEX,
+    NO_FACTS,
+    RARE,
+    type_facts,
+)
 from .row_movement import HANDLERS, Handler
 from .row_products import Row
 
@@ -41,32 +52,18 @@ _Entry = tuple[str, str, float, Handler | None, bool]
 
 
 def _entry(opcode: str) -> _Entry:
-    return (*OP_CLASSES.get(opcode, OTHER), HANDLERS.get(opcode), opcode in _INLINE)
+    spec, handler = OPS.get(opcode, OpSpec()), HANDLERS.get(opcode)
+    return spec.column or "n_other", spec.work, spec.weight, handler, opcode in _INLINE
 
 
 #: How an opcode enters the row; ``None`` for ops that cost nothing.
 _TABLE: dict[str, _Entry | None] = {
-    **{opcode: _entry(opcode) for opcode in {*OP_CLASSES, *HANDLERS, *_INLINE}},
+    **{opcode: _entry(opcode) for opcode in {*OPS, *HANDLERS, *_INLINE}},
     **dict.fromkeys(FREE),
 }
 _OTHER_ENTRY = _entry("")
 # Hints of the root about the emitter that a compiler chooses; arithmetic roots are the default, 0.
-_ROOT = {
-    "reduce": "reduce",
-    "dynamic-update-slice": "update",
-    "scatter": "update",
-    "transpose": "move",
-    "copy": "move",
-    "broadcast": "move",
-    "concatenate": "move",
-    "pad": "move",
-    "slice": "move",
-    "gather": "move",
-    "dynamic-slice": "move",
-    "tuple": "tuple",
-    "convert": "convert",
-}
-_ROOT_CODE = {opcode: CODE["root"][choice] for opcode, choice in _ROOT.items()}
+_ROOT_CODE = {name: CODE["root"][spec.root] for name, spec in OPS.items() if spec.root}
 _KIND_CODE, _FUSION_CODE, _COLLECTIVE_CODE = CODE["kind"], CODE["fusion"], CODE["collective"]
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log2, prod
 
-from ..cost.op_classes import FREE, TypeFacts, type_facts
 from ..ir.dtypes import COMPLEX, FLOAT, HALF
+from ..ir.op_table import by_op
 from ..ir.program import Op, Program, TensorType
+from .columns import FREE, TypeFacts, type_facts
 from .row_products import Row, convolution_row, custom_call_row, dot_row, linalg_row
 
 Handler = Callable[[Row, Op, list[Op], Program], float]
@@ -244,12 +245,11 @@ def _while(row: Row, op: Op, ops: list[Op], program: Program) -> float:
 
 
 #: Handlers by opcode; ops without one work on as many elements as their result has.
-HANDLERS: dict[str, Handler] = {
+_HANDLERS: dict[str, Handler] = {
     "broadcast": _broadcast,
     "transpose": _transpose,
     "reverse": _reverse,
     "copy": _copy,
-    "copy-start": _copy,
     "slice": _slice,
     "dynamic-slice": _dynamic_slice,
     "dynamic-update-slice": _update_slice,
@@ -257,18 +257,14 @@ HANDLERS: dict[str, Handler] = {
     "pad": _pad,
     "reduce": _reduce,
     "reduce-window": _reduce_window,
-    "select-and-scatter": _reduce_window,
     "gather": _gather,
     "scatter": _scatter,
     "sort": _sort,
     "fft": _fft,
     "while": _while,
-    "conditional": _while,
     "dot": dot_row,
-    "ragged-dot": dot_row,
-    "scaled-dot": dot_row,
     "convolution": convolution_row,
     "custom-call": custom_call_row,
     "cholesky": linalg_row,
-    "triangular-solve": linalg_row,
 }
+HANDLERS = by_op(_HANDLERS)

@@ -10,10 +10,9 @@ from typing import Any
 
 from ..cost.convolution import read_dim_labels
 from ..cost.library_calls import CONV, EIGH, LU, QR
-from ..cost.op_classes import type_facts
 from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE, matrix_rate
 from ..ir.program import Op, Program, TensorType, WindowDim
-from .columns import CODE
+from .columns import CODE, type_facts
 
 Row = dict[str, float]
 Dims = Sequence[int]

@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...features.ir.mlir.attention_calls import attention_axes
+from ...features.ir.op_table import by_op, ops_with
 from ...features.ir.program import Op, TensorType
-
-#: Ops that mix all elements along dimensions that their types do not show. A call of a library is
-#: not cut by XLA's partitioner either, with few exceptions; attention is cut here.
-OPAQUE = frozenset(
-    ("fft", "cholesky", "triangular-solve", "custom-call", "rng-bit-generator", "rng", "infeed")
-)
 
 #: Where a dimension of an op occurs: number of the operand or result, number of its dimension.
 At = tuple[int, int]
@@ -228,23 +223,27 @@ def _scatter(op: Op, shapes: Shapes) -> list[Axis]:
     return axes
 
 
-_RULES: dict[str, Callable[[Op, Shapes], list[Axis]]] = {
-    "dot": _dot,
-    "convolution": _convolution,
-    "reduce": _reduce,
-    "reduce-window": _windowed,
-    "select-and-scatter": _windowed,
-    "broadcast": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "concatenate": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
-    "reverse": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
-    "sort": lambda op, shapes: _all_but(op, shapes, [op.attrs["dimension"]]),
-    "chlo.top_k": lambda op, shapes: _all_but(op, shapes, [len(op.type.shape) - 1]),
-    "slice": _slice,
-    "dynamic-slice": _slice,
-    "dynamic-update-slice": _update,
-    "pad": _pad,
-    "gather": _gather,
-    "scatter": _scatter,
-}
+_RULES: dict[str, Callable[[Op, Shapes], list[Axis]]] = by_op(
+    {
+        "dot": _dot,
+        "convolution": _convolution,
+        "reduce": _reduce,
+        "reduce-window": _windowed,
+        "broadcast": _broadcast,
+        "reshape": _reshape,
+        "transpose": _transpose,
+        "concatenate": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
+        "reverse": lambda op, shapes: _all_but(op, shapes, op.attrs["dimensions"]),
+        "sort": lambda op, shapes: _all_but(op, shapes, [op.attrs["dimension"]]),
+        "topk": lambda op, shapes: _all_but(op, shapes, [len(op.type.shape) - 1]),
+        "slice": _slice,
+        "dynamic-slice": _slice,
+        "dynamic-update-slice": _update,
+        "pad": _pad,
+        "gather": _gather,
+        "scatter": _scatter,
+    }
+)
+#: Ops that mix all elements along dimensions that their types do not show. A call of a library is
+#: not cut by XLA's partitioner either, with few exceptions; attention is cut here.
+OPAQUE = ops_with(lambda spec: spec.reads == "all" and not spec.elementwise) - {*_RULES}

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....common.types import JsonObject
 from ..hlo_attributes import read_backend_config
+from ..op_table import by_op
 from ..program import TensorType, WindowDim
 from .values import Raw
 
@@ -302,35 +303,32 @@ def _point_to_point(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     return {**_channel(attrs), **({"source_target_pairs": pairs} if pairs else {})}
 
 
-_RULES: dict[str, Callable[[Attrs, Types, Types], Attrs]] = {
-    "dot": _dot_general,
-    "convolution": _convolution,
-    "reduce-window": _reduce_window,
-    "select-and-scatter": _reduce_window,
-    "broadcast": _broadcast,
-    "reduce": _renamed(dimensions="dimensions"),
-    "map": _renamed(dimensions="dimensions"),
-    "reverse": _renamed(dimensions="dimensions"),
-    "transpose": _renamed(dimensions="permutation"),
-    "concatenate": _renamed(dimensions="dimension"),
-    "iota": _renamed(dimensions="iota_dimension"),
-    "dynamic-slice": _renamed(dynamic_slice_sizes="slice_sizes"),
-    "slice": _slice,
-    "pad": _pad,
-    "gather": _gather,
-    "scatter": _scatter,
-    "compare": _compare,
-    "custom-call": _custom_call,
-    "rng": _rng,
-    "rng-bit-generator": _rng_bits,
-    "fft": _fft,
-    "sort": _sort,
-    "all-reduce": _collective,
-    "all-gather": _collective,
-    "reduce-scatter": _collective,
-    "all-to-all": _collective,
-    "collective-broadcast": _collective,
-    "collective-permute": _permute,
-    "send": _point_to_point,
-    "recv": _point_to_point,
-}
+_Rule = Callable[[Attrs, Types, Types], Attrs]
+_RULES: dict[str, _Rule] = by_op(
+    {
+        "dot": _dot_general,
+        "convolution": _convolution,
+        "reduce-window": _reduce_window,
+        "broadcast": _broadcast,
+        "reduce": _renamed(dimensions="dimensions"),
+        "map": _renamed(dimensions="dimensions"),
+        "reverse": _renamed(dimensions="dimensions"),
+        "transpose": _renamed(dimensions="permutation"),
+        "concatenate": _renamed(dimensions="dimension"),
+        "iota": _renamed(dimensions="iota_dimension"),
+        "dynamic-slice": _renamed(dynamic_slice_sizes="slice_sizes"),
+        "slice": _slice,
+        "pad": _pad,
+        "gather": _gather,
+        "scatter": _scatter,
+        "compare": _compare,
+        "custom-call": _custom_call,
+        "rng": _rng,
+        "rng-bit-generator": _rng_bits,
+        "fft": _fft,
+        "sort": _sort,
+        "all-gather": _collective,
+        "collective-permute": _permute,
+        "send": _point_to_point,
+    }
+)

@@ -6,9 +6,9 @@ from collections import Counter
 
 from opcast.features.cost import flops
 from opcast.features.ir.mlir.opcodes import hlo_opcode
-from opcast.features.ir.op_table import _ROWS, OPS
+from opcast.features.ir.op_table import _ROWS, OPS, by_op
 from opcast.features.kernels.kernel import KINDS
-from opcast.features.table.columns import INDEX
+from opcast.features.table.columns import CODE, INDEX
 
 
 def test_every_op_stands_in_one_row() -> None:
@@ -30,3 +30,14 @@ def test_an_elementwise_op_needs_no_list_but_the_table() -> None:
     tanh = OPS["tanh"]
     assert (tanh.operands, tanh.flops, tanh.transcendentals, tanh.kind) == (1, 0.0, 1.0, "")
     assert tanh.elementwise and tanh.expensive and tanh.reads == "share"
+
+
+def test_an_op_follows_the_rules_of_the_op_that_it_is_like() -> None:
+    assert by_op({"dot": 1, "scaled-dot": 2, "own": 3}) == {
+        "dot": 1,
+        "ragged-dot": 1,
+        "scaled-dot": 2,
+        "own": 3,
+    }
+    assert all(spec.like in OPS for spec in OPS.values() if spec.like)
+    assert {spec.root for spec in OPS.values()} - {""} <= set(CODE["root"])

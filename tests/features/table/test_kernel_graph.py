@@ -89,7 +89,7 @@ def test_unknown_opcode_has_the_last_id() -> None:
 
 
 def test_vocabulary_has_no_repeats_and_keeps_its_order() -> None:
-    assert len(OPCODE_ID) == len(OPCODES)
+    assert [OPCODE_ID[name] for name in OPCODES] == list(range(len(OPCODES)))
     assert OPCODES[0] == "parameter"
     assert OPCODES[-1] == "<unknown>"
     assert len(graph_schema_hash()) == 16
