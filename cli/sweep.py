@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,19 +11,14 @@ import typer
 from ..common.options import (
     HfOpt,
     Json,
-    LoweringOpt,
-    ModelOpt,
     Option,
-    Ray,
     Workload,
-    bytes_of,
-    folder,
-    seconds_of,
     table_file,
 )
 from ..common.progress import wrote
+from ..predict.plan.case import PlanCase
 from ..workflows.settings import SweepSettings
-from .options import make_console, print_json, program_of, refuse, require_plots, workload_of
+from .options import make_console, print_answer, program_of, refuse, require_plots, workload_of
 
 
 def sweep(
@@ -50,63 +44,6 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _batch_dims(text: str) -> Mapping[str, int]:
-    from ..predict.plan.arguments import parse_batch_dims
-
-    return parse_batch_dims(text)
-
-
-def _axes(text: str) -> tuple[str, ...]:
-    return tuple(axis.strip() for axis in text.split(","))
-
-
-@dataclass(frozen=True)
-class PlanCase:
-    """What :func:`opcast.plan` is asked, beside the program."""
-
-    cluster: Annotated[str, Option("Cluster name or file, such as dgx-h100-x64.")]
-    batch_dims: Annotated[
-        Mapping[str, int] | None,
-        Option(
-            "Batch dimensions, argument:dimension, as 3:0,4:0; default: found.", parse=_batch_dims
-        ),
-    ] = None
-    budget_s: Annotated[
-        float,
-        Option(
-            "Time to compile plans, such as 90s, 10m or 1h.",
-            ("--budget",),
-            parse=seconds_of,
-            typed="10m",
-        ),
-    ] = 600.0
-    memory: Annotated[
-        float, Option("Memory that a device may use, such as 60GiB; default: all.", parse=bytes_of)
-    ] = 0.0
-    axes: Annotated[
-        Sequence[str] | None,
-        Option(
-            "Axes of the mesh: pipeline,data,fsdp,sequence,expert,tensor; default: all, pipeline "
-            "over several boxes or where nothing else fits.",
-            parse=_axes,
-        ),
-    ] = None
-    compiles: Annotated[int, Option("Most plans to compile.", least=1)] = 12
-    remat: Annotated[
-        str, Option("Layers to compute again in the backward pass: auto, all, a number.")
-    ] = "auto"
-    micro_batches: Annotated[
-        str, Option("Parts of the batch whose gradients are added up: auto, a number.")
-    ] = "auto"
-    model: ModelOpt = "default"
-    lowering: LoweringOpt = "auto"
-    out: Annotated[Path, Option("Results folder; a search resumes from it.", check=folder)] = Path(
-        "plan"
-    )
-    workers: Annotated[int, Option("Processes that compile.", least=1)] = 1
-    ray: Ray = ""
-
-
 def plan(
     context: typer.Context,
     program: Annotated[
@@ -130,21 +67,19 @@ def plan(
         refuse(context, "a search on a Ray cluster (--ray)", {"workers"})
     from ..common.files import write_text
     from ..common.progress import counting, wrote
-    from ..predict.plan.answer import plan as search
+    from ..predict.plan.answer import find_plan
     from ..predict.render.step import print_plan
 
     with counting("plans") as advance:
-        answer = search(program_of(program), **vars(case), progress=advance)
-    write_text(case.out / "shardings.py", answer.code)
-    wrote(case.out / "shardings.py", "the best plan as code of JAX")
+        answer = find_plan(program_of(program), case, advance)
+    code = (case.out or Path()) / "shardings.py"
+    write_text(code, answer.code)
+    wrote(code, "the best plan as code of JAX")
     if save_program is not None:
         written = answer.save(save_program)
         said = f"the first of {len(answer.stages)} stages" if answer.stages else "the program"
         wrote(written, f"{said} with its shardings")
-    if json_output:
-        print_json(answer.to_dict())
-    else:
-        print_plan(make_console(), answer, top)
+    print_answer(json_output, answer, print_plan, top)
     if answer.stopped:
         typer.echo("stopped: these are the plans that were compiled until then", err=True)
         raise typer.Exit(130)

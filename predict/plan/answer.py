@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
-from operator import attrgetter, le
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...common.errors import LoweringError, PlanError
 from ...common.files import write_bytes
@@ -17,16 +16,14 @@ from ...common.notes import WARNING
 from ...common.units import duration, size
 from ...features.ir.platforms import platform_of
 from ...simulate.clusters.catalogue import find_cluster
-from ...simulate.clusters.topology import Cluster
 from ..devices import cluster_device
+from ..sweep.workers import undominated
+from .case import PlanCase
 from .code import code_of, pipeline_code
 from .judge import CompiledPlan, PlanRow
 from .program import read_planned
-from .search import AS_GIVEN, COMPILES, PlanSearch
-from .space import AXES, PIPELINE, UNCHANGED, Plan
-
-if TYPE_CHECKING:
-    from ..program.predictor import Predictor
+from .search import AS_GIVEN, PlanSearch
+from .space import UNCHANGED, Plan
 
 #: What the front minimises.
 OBJECTIVES = ("latency_us", "memory_bytes_per_device", "devices", "energy_j")
@@ -115,21 +112,8 @@ class PlanAnswer:
 def plan(
     program: object,
     *args: object,
-    cluster: str | Path | Cluster,
-    batch_dims: Mapping[str, int] | None = None,
-    budget_s: float = float("inf"),
-    memory: float = 0.0,
-    axes: Sequence[str] | None = None,
-    compiles: int = COMPILES,
-    remat: int | str = "auto",
-    micro_batches: int | str = "auto",
-    out: str | Path | None = None,
-    model: str = "default",
-    lowering: str = "auto",
-    workers: int = 1,
-    ray: str = "",
     progress: Callable[[int, int], None] | None = None,
-    **kwargs: object,
+    **options: Any,
 ) -> PlanAnswer:
     """Search for the best way to run a program on a cluster.
 
@@ -138,83 +122,42 @@ def plan(
             bytes of StableHLO for one device or with shardings, or an exported or lowered function.
             Its batch is the global one.
         args: Example arguments of a function.
-        cluster: Name (``opcast cluster --list``), path of a YAML file, or description.
-        batch_dims: The batch dimension by name or number of an argument; by default the first one
-            of arguments that are neither donated nor parameters.
-        budget_s: Seconds after which no further plan is compiled.
-        memory: Bytes that a device may use; by default all that it has.
-        axes: Axes of the mesh to use, of :data:`~opcast.predict.plan.space.AXES` and ``pipeline``;
-            by default all, ``pipeline`` where there are several boxes or nothing else may fit.
-        compiles: Plans to compile, the best by our own reckoning.
-        remat: Layers of the forward pass that are computed again in the backward pass, the first
-            ones; ``all``, or ``auto`` to search where the fastest plan may not fit. 0 forbids it.
-        micro_batches: Parts of the batch whose gradients are added up before the optimiser;
-            ``auto`` as above. 1 forbids it.
-        out: Folder of results, from which a search resumes; by default none is kept.
-        model: Name or folder of the kernel model.
-        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
-        workers: Processes that compile.
-        ray: Address of a Ray cluster instead.
         progress: Called with the numbers of compiled and of all plans.
-        kwargs: Keyword arguments of a function.
+        options: Fields of :class:`~opcast.predict.plan.case.PlanCase`: ``cluster``, and others such
+            as ``memory`` and ``axes``; without ``budget_s`` the search takes its time, and without
+            ``out`` no results are kept. The rest are keyword arguments of a function.
 
     Raises:
         PlanError: Nothing can be cut, or an option is wrong.
         LoweringError: No plan could be compiled.
         OpcastError: The program, cluster or model is not usable.
     """
-    from ..api import _call, loaded
+    from ..api import _call
 
-    used = tuple(axes if axes is not None else AXES)
-    unknown = [axis for axis in used if axis not in (PIPELINE, *AXES)]
-    if unknown or not used:
-        raise PlanError(
-            f"{unknown[0] if unknown else ''!r} is no axis of a plan",
-            where="--axes",
-            hint=f"axes are {', '.join((PIPELINE, *AXES))}",
-        )
-    layers = _asked(remat, "--remat", 0, {"auto": None, "all": -1})
-    parts = _asked(micro_batches, "--micro-batches", 1, {"auto": None})
-    where = find_cluster(cluster)
+    asked = {f.name: options.pop(f.name) for f in fields(PlanCase) if f.name in options}
+    case = PlanCase(**{"budget_s": float("inf"), "out": None} | asked)
+    return find_plan(_call(program, args, options), case, progress)
+
+
+def find_plan(
+    program: object, case: PlanCase, progress: Callable[[int, int], None] | None = None
+) -> PlanAnswer:
+    """Search as :func:`plan` does, for a program or a function with its arguments."""
+    from ..api import loaded
+
+    where = find_cluster(case.cluster)
     if where.size < 2:
         raise PlanError(f"{where.name} is a single device", hint="opcast predict --device")
-    predictor: Predictor = loaded(model)
-    spec = cluster_device(where, predictor.devices)
-    read = read_planned(_call(program, args, kwargs), batch_dims, platform_of(spec))
-    with tempfile.TemporaryDirectory(prefix="opcast-plan-") as scratch:
-        folder = Path(out) if out is not None else Path(scratch)
-        search = PlanSearch(
-            read, where, folder, model, lowering, workers, ray, used, memory, layers, parts
-        )
-        search.pipelines = PIPELINE in used if axes is not None else None
-        search.screen()
-        started = time.monotonic()
-        alone = search.compile_alone(budget_s) if budget_s > 0 else None
-        left = budget_s - (time.monotonic() - started)
-        # One plan at least: without any there is no answer.
-        left = max(left, 1.0) if budget_s > 0 and not search.stopped else 0.0
-        rows = search.compile(search.chosen(compiles), left, progress)
-        return answer_of(search, rows, alone)
-
-
-def _asked(
-    value: int | str, option: str, least: int, words: Mapping[str, int | None]
-) -> int | None:
-    """Read a number or a word that stands for one.
-
-    Raises:
-        PlanError: It is neither.
-    """
-    text = str(value).strip()
-    if text in words:
-        return words[text]
-    if not text.isdecimal() or int(text) < least:
-        raise PlanError(
-            f"{text!r} is not understood",
-            where=option,
-            hint=f"{', '.join(words)} or a number from {least}",
-        )
-    return int(text)
+    spec = cluster_device(where, loaded(case.model).devices)
+    search = PlanSearch(read_planned(program, case.batch_dims, platform_of(spec)), case)
+    search.screen()
+    started = time.monotonic()
+    alone = search.compile_alone(case.budget_s) if case.budget_s > 0 else None
+    left = case.budget_s - (time.monotonic() - started)
+    # One plan at least: without any there is no answer.
+    left = max(left, 1.0) if case.budget_s > 0 and not search.stopped else 0.0
+    rows = search.compile(search.chosen(case.compiles), left, progress)
+    return answer_of(search, rows, alone)
 
 
 def answer_of(
@@ -277,10 +220,8 @@ def _front(rows: Sequence[CompiledPlan]) -> list[CompiledPlan]:
     used = [o for o in OBJECTIVES if all(getattr(row, o) is not None for row in rows)]
     points = [tuple(getattr(row, o) for o in used) for row in rows]
 
-    def beaten(own: tuple[float, ...]) -> bool:
-        return any(other != own and all(map(le, other, own)) for other in points)
-
-    return [row for row, own in zip(rows, points, strict=True) if not beaten(own)]
+    keep = undominated(points)
+    return [row for row, kept in zip(rows, keep, strict=True) if kept]
 
 
 def _why_changed(search: PlanSearch, best: CompiledPlan) -> list[str]:

@@ -17,6 +17,7 @@ from ...simulate.clusters.topology import Cluster, Dimension, Topology
 from ..api import loaded
 from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
 from ..program.energy import program_energy
+from .case import PlanCase
 from .space import Change, Plan
 
 #: Collectives of the critical path that a row keeps.
@@ -152,15 +153,13 @@ class PlanJob:
     """Settings that all plans share; can be sent to another process.
 
     Attributes:
+        case: What was asked.
         cluster: The cluster.
-        model: Name or folder of the kernel model.
-        lowering: Lowering of the partitioned programs.
         timeout_s: Limit of a compilation.
     """
 
+    case: PlanCase
     cluster: Cluster
-    model: str = "default"
-    lowering: str = "auto"
     timeout_s: float = 3600.0
 
 
@@ -198,8 +197,8 @@ def alone(cluster: Cluster) -> Cluster:
 
 def _judged(job: PlanJob, program: bytes) -> CompiledPlan:
     settings = CompileSettings(timeout_s=job.timeout_s, progress=False)
-    options = LoweringOptions(job.lowering, settings=settings)
-    made = predict_partitioned(program, job.cluster, loaded(job.model), options)
+    options = LoweringOptions(job.case.lowering, settings=settings)
+    made = predict_partitioned(program, job.cluster, loaded(job.case.model), options)
     own: JsonObject = made.to_dict() | {
         "fits": made.fits is not False,
         "moved_bytes": sum(n.collective.whole * n.times for n in made.nodes if n.collective),
@@ -216,7 +215,7 @@ def _energy(job: PlanJob, made: PartitionedPrediction) -> Interval | None:
     from ...features.table.roofline import roofline
     from ..devices import cluster_device
 
-    spec = cluster_device(job.cluster, loaded(job.model).devices)
+    spec = cluster_device(job.cluster, loaded(job.case.model).devices)
     kernels = [k for k in made.kernels if k.takes_time and k.kind != "collective"]
     if not kernels:
         return None

@@ -21,10 +21,11 @@ from ...simulate.step.schedules import FORWARD, Task, orders
 from ..cluster.network import xla_time
 from ..cluster.spread import COMPOSITION_ERROR
 from ..program.predictor import Predictor
+from .case import PIPELINE
 from .cost import Screened, Sheet
 from .judge import CompiledPlan, PlanRow, StageFigures
 from .program import PlannedProgram
-from .space import PIPELINE, UNCHANGED, Change, Plan
+from .space import UNCHANGED, Change, Plan
 from .stages import SCHEDULE, StagedProgram, staged_program
 
 #: Micro-batches for each stage. Engineering choice: with four the bubble is a fifth of the time at

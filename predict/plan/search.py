@@ -15,23 +15,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from math import inf, prod
-from pathlib import Path
 
 from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json, write_text
 from ...features.ir.partitioning import header_counts
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..api import loaded
-from ..sweep.workers import run_here, run_processes, run_ray
+from ..sweep.workers import run_pieces
+from .case import PlanCase
 from .cost import Screened, Sheet
 from .judge import Annotated, CompiledPlan, PlanJob, PlanRow, alone, judge_alone, judge_plans
 from .pipeline import Pipelines, pipeline_row
 from .program import PlannedProgram
-from .space import AXES, Change, Plan
+from .space import Change, Plan
 
-#: Plans that are compiled, by default. Engineering choice: a dozen compile in minutes.
-COMPILES = 12
-#: Of these, plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
+#: Compiled plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
 _SAME_MESH = 3
 #: The screening overstates memory, by up to 1.7 times for two decoders: plans up to this many
 #: times the device's may fit. At most half of what is compiled are such plans.
@@ -57,18 +56,11 @@ class PlanSearch:
 
     Attributes:
         program: The program.
+        case: What was asked.
         cluster: Its cluster.
-        folder: Folder of results.
-        model: Name or folder of the kernel model.
-        lowering: Lowering of the partitioned programs.
-        workers: Processes that compile.
-        ray: Address of a Ray cluster; empty for none.
-        axes: Axes to use.
-        memory: Bytes that a device may use; 0 for the device's own.
-        remat: Layers to rematerialise, -1 for all; ``None`` to search.
-        micro: Number of micro-batches; ``None`` to search.
         pipelines: Whether to search pipelines; ``None`` where there are several boxes, or nothing
             else may fit.
+        memory: Bytes that a device may use; before the screening 0 for the device's own.
         screened: All plans by our own reckoning, the fastest first.
         rows: What was compiled, by key.
         stages: What was compiled of stages of pipelines, by key.
@@ -78,17 +70,10 @@ class PlanSearch:
     """
 
     program: PlannedProgram
-    cluster: Cluster
-    folder: Path
-    model: str = "default"
-    lowering: str = "auto"
-    workers: int = 1
-    ray: str = ""
-    axes: tuple[str, ...] = AXES
-    memory: float = 0.0
-    remat: int | None = None
-    micro: int | None = None
-    pipelines: bool | None = None
+    case: PlanCase
+    cluster: Cluster = field(init=False)
+    pipelines: bool | None = field(init=False)
+    memory: float = field(init=False)
     screened: list[Screened] = field(default_factory=list)
     rows: dict[str, PlanRow] = field(default_factory=dict)
     stages: dict[str, PlanRow] = field(default_factory=dict)
@@ -96,6 +81,12 @@ class PlanSearch:
     wanted: int = 0
     stopped: bool = False
     refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Take what was asked where the search finds it otherwise."""
+        self.cluster = find_cluster(self.case.cluster)
+        self.memory = self.case.memory
+        self.pipelines = self.case.pipelines
 
     def screen(self) -> Sheet:
         """Reckon the cost of all plans over the cluster's devices and over fewer of them.
@@ -110,11 +101,11 @@ class PlanSearch:
             PlanError: No mesh of two devices divides the program's sizes, or the program cannot be
                 changed as was asked for.
         """
-        remat = self.remat or 0
+        remat = self.case.layers or 0
         if remat < 0:
             # One, if there are none: the refusal says why.
             remat = self.program.layers.count if self.program.layers else 1
-        first = Change(remat, self.micro or 1)
+        first = Change(remat, self.case.parts or 1)
         sheet = self._screen(first)
         if not self._fits(self.screened):
             self._screen_changes(first)
@@ -130,10 +121,10 @@ class PlanSearch:
         """Look at stages of layers, with micro-batches of ever fewer rows."""
         own = self.pipelines_of
         try:
-            self._add(own.screened(remat, self.micro, self.axes))
+            self._add(own.screened(remat, self.case.parts, self.case.used_axes))
             layers = self.program.layers
-            if layers and self.remat is None and not self._fits(self.screened):
-                self._add(own.screened(layers.count, self.micro, self.axes))
+            if layers and self.case.layers is None and not self._fits(self.screened):
+                self._add(own.screened(layers.count, self.case.parts, self.case.used_axes))
         except PlanError as error:
             self.refused.append(str(error))
 
@@ -143,7 +134,7 @@ class PlanSearch:
     @cached_property
     def pipelines_of(self) -> Pipelines:
         """The program in stages."""
-        return Pipelines(self.program, self.cluster, loaded(self.model))
+        return Pipelines(self.program, self.cluster, loaded(self.case.model))
 
     def planned(self, plan: Plan) -> PlannedProgram:
         """The program that a plan's other axes cut: of a pipeline, a micro-batch."""
@@ -154,7 +145,7 @@ class PlanSearch:
     def _screen_changes(self, first: Change) -> None:
         """Look for changes that need less memory: layers again, then ever smaller micro-batches."""
         remats = [first.remat]
-        if self.remat is None:
+        if self.case.layers is None:
             layers = self.program.layers
             remats += sorted({layers.count // 2, layers.count} - {0}) if layers else []
             if not layers:
@@ -174,7 +165,7 @@ class PlanSearch:
                     if len(self.screened) == before:
                         return
             own = [s for s in self.screened if s.plan.change.micro == micro]
-            if self.micro is not None or self._fits(own) or micro >= _MOST_MICRO:
+            if self.case.parts is not None or self._fits(own) or micro >= _MOST_MICRO:
                 return
             micro *= 2
 
@@ -186,13 +177,13 @@ class PlanSearch:
     def _screen(self, change: Change) -> Sheet:
         program = self.program.changed(change)
         plain = self.program.changed(Change(0, change.micro)) if change.remat else None
-        sheet = program.sheet(self.cluster, loaded(self.model), plain)
+        sheet = program.sheet(self.cluster, loaded(self.case.model), plain)
         self.memory = self.memory or sheet.device.memory_bytes
         inside = self.cluster.box or self.cluster.size
         plans: list[Plan] = []
         count = self.cluster.size
         while count > 1:
-            plans += program.space.plans(count, self.axes, inside)
+            plans += program.space.plans(count, self.case.used_axes, inside)
             # Halves: boxes have powers of two devices, or few odd ones.
             count = count // 2 if count % 2 == 0 else 1
         if not plans and not self.screened and self.pipelines is False:
@@ -209,7 +200,7 @@ class PlanSearch:
             hint=f"its axes are {known}; a larger batch, fewer devices or other --axes may fit",
         )
 
-    def chosen(self, most: int = COMPILES) -> list[Plan]:
+    def chosen(self, most: int) -> list[Plan]:
         """Plans that are worth compiling: the fastest, and the best over fewer devices."""
         most_memory = _MEMORY_SLACK * self.memory or inf
         fit = [s for s in self.screened if s.memory <= most_memory]
@@ -253,7 +244,7 @@ class PlanSearch:
         return self._named(f"{self.program.source.content_hash} {plan}")
 
     def _named(self, text: str) -> str:
-        own = f"{text} {self.cluster} {self.model} {self.lowering}"
+        own = f"{text} {self.cluster} {self.case.model} {self.case.lowering}"
         return hashlib.sha256(own.encode()).hexdigest()[:16]
 
     def compile_alone(self, budget_s: float = float("inf")) -> CompiledPlan | None:
@@ -325,7 +316,7 @@ class PlanSearch:
 
     def _job(self, cluster: Cluster, left_s: float) -> PlanJob:
         limit = min(max(left_s, _LEAST_S), 3600.0)
-        return PlanJob(cluster, self.model, self.lowering, limit)
+        return PlanJob(self.case, cluster, limit)
 
     def _made(
         self, plans: Mapping[str, Plan], started: float, budget_s: float
@@ -380,25 +371,21 @@ class PlanSearch:
         self, programs: Sequence[Annotated], started: float, budget_s: float, cluster: Cluster
     ) -> Iterator[PlanRow]:
         """Rows as they come; pieces are handed out as long as there is time."""
-        size = len(programs) if self.ray or budget_s == float("inf") else max(self.workers, 1)
+        at_once = self.case.ray or budget_s == float("inf")
+        size = len(programs) if at_once else max(self.case.workers, 1)
         for first in range(0, len(programs), size or 1):
             left = budget_s - (time.monotonic() - started)
             if left <= 0:
                 return
             job = self._job(cluster, left)
             pieces = [[own] for own in programs[first : first + size]]
-            if self.ray:
-                made = run_ray(judge_plans, job, pieces, self.ray, left)
-            elif self.workers > 1 and len(pieces) > 1:
-                made = run_processes(judge_plans, job, pieces, self.workers)
-            else:
-                made = run_here(judge_plans, job, pieces)
-            for rows in made:
+            for rows in run_pieces(
+                judge_plans, job, pieces, self.case.workers, self.case.ray, left
+            ):
                 yield from rows
 
     def _load(self) -> None:
-        path = self.folder / _PLANS
-        if not path.is_file():
+        if self.case.out is None or not (path := self.case.out / _PLANS).is_file():
             return
         data = parse_json(path.read_text(encoding="utf-8"))
         for name, known in (("rows", self.rows), ("stages", self.stages)):
@@ -411,9 +398,11 @@ class PlanSearch:
             known |= {key: CompiledPlan.from_dict(row) for key, row in told.items()}
 
     def _save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.case.out is None:
+            return
+        self.case.out.mkdir(parents=True, exist_ok=True)
         data: dict[str, object] = {"program": self.program.source.content_hash}
         for name, known in (("rows", self.rows), ("stages", self.stages)):
             if known or name == "rows":
                 data[name] = {key: row.to_dict() for key, row in known.items()}
-        write_text(self.folder / _PLANS, json.dumps(data, indent=1))
+        write_text(self.case.out / _PLANS, json.dumps(data, indent=1))

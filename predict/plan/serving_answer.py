@@ -13,6 +13,7 @@ from ...simulate.serving.latencies import Slo
 from ..cluster.deployment import Deployment
 from ..cluster.serving import RATE_TIE, ServingPrediction
 from ..cluster.serving_launch import Launch, launches
+from ..sweep.workers import undominated
 
 #: Percentile of the latencies that has to keep the SLO.
 PERCENTILE = 90
@@ -169,15 +170,10 @@ class ServingPlans:
 
     def front(self) -> list[Planned]:
         """Those that no other beats in throughput a device and both latencies."""
-
-        def beaten(one: Planned) -> bool:
-            own = (-one.tokens_per_s_per_device, one.ttft, one.tpot)
-            return any(
-                all(b <= a for a, b in zip(own, other, strict=True)) and other != own
-                for other in ((-o.tokens_per_s_per_device, o.ttft, o.tpot) for o in self.judged)
-            )
-
-        front = [one for one in self.judged if not beaten(one)]
+        keep = undominated(
+            [(-one.tokens_per_s_per_device, one.ttft, one.tpot) for one in self.judged]
+        )
+        front = [one for one, kept in zip(self.judged, keep, strict=True) if kept]
         return sorted(
             front, key=lambda one: (not one.keeps(self.slo), -one.tokens_per_s_per_device)
         )

@@ -19,13 +19,9 @@ from typing import NamedTuple
 
 from ...common.errors import PlanError
 from .arguments import Argument
+from .case import AXES, PIPELINE
 from .dimensions import Dimensions
 
-#: Axes of a mesh in rank order, outermost first: what communicates most often is innermost, where
-#: links are fastest.
-AXES = ("data", "fsdp", "sequence", "expert", "tensor")
-#: The axis of stages, outside of all others: what communicates least.
-PIPELINE = "pipeline"
 #: Classes of dimensions that ``tensor`` may cut, in all combinations. Engineering choice: a
 #: decoder has heads, feed-forward, embedding and projection to the vocabulary.
 MOST_CLASSES = 4

@@ -7,7 +7,7 @@ evaluates only what is missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
 from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates
-from .workers import Rows, run_here, run_processes, run_ray
+from .workers import Rows, run_pieces, undominated
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
 #: Engineering estimate.
@@ -68,7 +68,8 @@ class Sweep:
         done = set(known["key"]) if len(known) else set()
         left = [item for item in items if item.key not in done]
         count = len(items) - len(left)
-        for rows in self._rows(list(chunks(left, PIECE))):
+        pieces = list(chunks(left, PIECE))
+        for rows in run_pieces(judge, self.job, pieces, self.workers, self.ray):
             self._write(rows)
             count += len(rows)
             if progress is not None:
@@ -118,13 +119,6 @@ class Sweep:
         rows = rows.assign(latency_us=rows["step_us"])
         # Tables from before plans could fail have no such column.
         return rows.assign(error=rows["error"].fillna("") if "error" in rows else "")
-
-    def _rows(self, pieces: Sequence[list[Candidate]]) -> Iterator[Rows]:
-        if self.ray:
-            return run_ray(judge, self.job, pieces, self.ray)
-        if self.workers > 1 and len(pieces) > 1:
-            return run_processes(judge, self.job, pieces, min(self.workers, len(pieces)))
-        return run_here(judge, self.job, pieces)
 
     def _write(self, rows: Rows) -> None:
         if rows:
@@ -239,12 +233,7 @@ def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.Da
     # order them.
     has = [o for o in objectives if o in fitting]
     used = [o for o in has if len(fitting) and fitting[o].notna().all()]
-    values = fitting[used].to_numpy(float)
-    keep = np.ones(len(fitting), bool)
-    for i, row in enumerate(values):
-        # Quadratic in the number of rows, yet negligible beside evaluating them.
-        beaten = (values <= row).all(axis=1) & (values < row).any(axis=1)
-        keep[i] = not beaten.any()
+    keep = undominated(fitting[used].to_numpy(float))
     return fitting[keep].sort_values("step_us").reset_index(drop=True)
 
 

@@ -13,6 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from ...common.child_process import die_with_parent
 from ...common.errors import OpcastError
 from ...common.ray_tasks import MOST_LOSSES, run_tasks
@@ -28,22 +31,43 @@ R = TypeVar("R")
 Judge = Callable[[J, Sequence[C]], list[R]]
 
 
-def run_here(judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]]) -> Iterator[list[R]]:
-    """Run one piece after the other in this process."""
-    for piece in pieces:
-        yield judge(job, piece)
-
-
-def run_processes(
-    judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]], workers: int
+def run_pieces(
+    judge: Judge[J, C, R],
+    job: J,
+    pieces: Sequence[list[C]],
+    workers: int = 1,
+    ray: str = "",
+    limit_s: float = float("inf"),
 ) -> Iterator[list[R]]:
-    """Run pieces on processes of this machine; yields results in order of completion.
+    """Run pieces; yields results in order of completion, without workers in that of the pieces.
 
-    If the caller stops iterating, no more pieces are started.
+    Args:
+        judge: Evaluates a piece.
+        job: Settings that all candidates share.
+        pieces: Pieces of candidates.
+        workers: Processes; 1 for this one.
+        ray: Address of a Ray cluster instead, such as ``auto`` or ``ray://host:10001``; ``local``
+            starts one.
+        limit_s: Seconds after which a Ray cluster gives up pieces that have not ended.
 
     Raises:
-        OpcastError: Workers die again and again.
+        OpcastError: Workers die again and again; or Ray is not installed, or the cluster cannot be
+            reached.
     """
+    if ray:
+        for _, rows in run_tasks(judge, job, pieces, ray, limit_s):
+            yield rows
+    elif workers > 1 and len(pieces) > 1:
+        yield from _in_processes(judge, job, pieces, min(workers, len(pieces)))
+    else:
+        for piece in pieces:
+            yield judge(job, piece)
+
+
+def _in_processes(
+    judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]], workers: int
+) -> Iterator[list[R]]:
+    """Run pieces on processes; if the caller stops iterating, no more pieces are started."""
     left = dict(enumerate(pieces))
     losses = 0
     while left:
@@ -79,24 +103,16 @@ def _finished(running: dict[Future[list[R]], int]) -> Iterator[tuple[int, list[R
             yield running[future], future.result()
 
 
-def run_ray(
-    judge: Judge[J, C, R],
-    job: J,
-    pieces: Sequence[list[C]],
-    address: str,
-    limit_s: float = float("inf"),
-) -> Iterator[list[R]]:
-    """Run pieces on a Ray cluster; yields results in order of completion.
+def undominated(points: ArrayLike) -> np.ndarray:
+    """Whether each point is on the Pareto front: no other is as small in all and smaller in some.
 
     Args:
-        judge: Evaluates a piece.
-        job: Settings that all candidates share.
-        pieces: Pieces of candidates.
-        address: Cluster address, such as ``auto`` or ``ray://host:10001``; ``local`` starts one.
-        limit_s: Seconds after which pieces that have not ended are given up.
+        points: What is minimised, of shape (number of points, number of objectives).
 
-    Raises:
-        OpcastError: Ray is not installed, or the cluster cannot be reached.
+    Returns:
+        Of shape (number of points,).
     """
-    for _, rows in run_tasks(judge, job, pieces, address, limit_s):
-        yield rows
+    values = np.asarray(points, float)
+    # Quadratic in the number of points, yet negligible beside evaluating them.
+    beaten = [((values <= own).all(axis=1) & (values < own).any(axis=1)).any() for own in values]
+    return ~np.array(beaten, bool)

@@ -17,6 +17,7 @@ from opcast.models.steps.model import find_step_model
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
+from opcast.predict.plan.case import PlanCase
 from opcast.predict.plan.judge import CompiledPlan
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
@@ -53,7 +54,8 @@ def main() -> None:
     program = read_planned(
         build("llama", dtype="bf16", mode="train", **SIZES).mlir(platform="cuda")
     )
-    search = PlanSearch(program, cluster, given.out, lowering=given.lowering, pipelines=True)
+    search = PlanSearch(program, PlanCase(CLUSTER, lowering=given.lowering, out=given.out))
+    search.pipelines = True
     started = time.process_time()
     search.screen()
     staged = sum(own.plan.stages > 1 for own in search.screened)

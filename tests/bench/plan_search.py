@@ -19,6 +19,7 @@ import numpy as np
 
 from opcast.datagen.zoo.registry import build
 from opcast.predict.plan import space
+from opcast.predict.plan.case import PlanCase
 from opcast.predict.plan.judge import CompiledPlan
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
@@ -64,8 +65,9 @@ def main() -> None:
         program = read_planned(own.mlir(platform="cuda"))
         cluster = find_cluster(given.cluster)
         axes = tuple(given.axes.split(","))
-        search = PlanSearch(program, cluster, given.out / name, "default", given.lowering)
-        search.axes = axes
+        case = PlanCase(given.cluster, axes=axes, lowering=given.lowering, out=given.out / name)
+        search = PlanSearch(program, case)
+        search.pipelines = None
         search.screen()
         screening = time.monotonic() - started
         chosen = search.chosen(given.compiles)

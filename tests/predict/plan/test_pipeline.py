@@ -11,6 +11,7 @@ from opcast.common.errors import PlanError
 from opcast.features.ir.jax_compat import compile_module, execute, module_counts, parse_module
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
+from opcast.predict.plan.case import PlanCase
 from opcast.predict.plan.judge import CompiledPlan, PlanRow
 from opcast.predict.plan.pipeline import Sends, StageSeconds, compose
 from opcast.predict.plan.program import read_planned
@@ -224,9 +225,8 @@ def test_pipelines_are_searched_where_they_are_named(lowered, judge, tmp_path):
 def test_pipelines_are_searched_over_boxes_and_where_nothing_fits(
     lowered, cluster, memory, searched, tmp_path
 ):
-    search = PlanSearch(
-        read_planned(lowered), find_cluster(cluster), tmp_path, model="roofline", memory=memory
-    )
+    case = PlanCase(cluster, model="roofline", memory=memory, out=tmp_path)
+    search = PlanSearch(read_planned(lowered), case)
     search.screen()
     staged = [own.plan for own in search.screened if own.plan.stages > 1]
     assert bool(staged) == searched

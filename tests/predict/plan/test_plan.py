@@ -16,6 +16,7 @@ from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.arguments import parse_batch_dims
+from opcast.predict.plan.case import PlanCase
 from opcast.predict.plan.judge import CompiledPlan, PlanRow, Wait
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
@@ -332,7 +333,7 @@ def test_what_cannot_be_planned(lowered, program):
 
 
 def test_the_dozen_has_several_meshes(program, tmp_path):
-    search = PlanSearch(program, find_cluster("h100-sxm-x8"), tmp_path, model="roofline")
+    search = PlanSearch(program, PlanCase("h100-sxm-x8", model="roofline", out=tmp_path))
     search.screen()
     chosen = search.chosen(6)
     assert len(chosen) == len(set(chosen)) == 6
@@ -415,7 +416,7 @@ def test_one_device_is_the_baseline(lowered, judged, monkeypatch, tmp_path):
 
 
 def test_data_parallelism_is_always_compiled(program, tmp_path):
-    search = PlanSearch(program, find_cluster("h100-sxm-x8"), tmp_path, model="roofline")
+    search = PlanSearch(program, PlanCase("h100-sxm-x8", model="roofline", out=tmp_path))
     search.screen()
     for count in (2, 4, 12):
         assert Plan((("data", 8),)) in search.chosen(count)

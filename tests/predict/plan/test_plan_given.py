@@ -3,8 +3,8 @@
 import pytest
 
 from opcast.predict.plan.answer import plan
+from opcast.predict.plan.case import AXES
 from opcast.predict.plan.program import read_planned
-from opcast.predict.plan.space import AXES
 
 
 @pytest.mark.slow

@@ -95,19 +95,12 @@ def test_what_fits_is_not_changed(lowered, judge):
 
 def screened_peak(lowered):
     """What the screening thinks that the fastest plan needs."""
-    from pathlib import Path
-
+    from opcast.predict.plan.case import PlanCase
     from opcast.predict.plan.program import read_planned
     from opcast.predict.plan.search import PlanSearch
-    from opcast.simulate.clusters.catalogue import find_cluster
 
-    search = PlanSearch(
-        read_planned(lowered),
-        find_cluster("h100-sxm-x4"),
-        Path(),
-        model="roofline",
-        axes=("data", "fsdp"),
-    )
+    case = PlanCase("h100-sxm-x4", model="roofline", axes=("data", "fsdp"), out=None)
+    search = PlanSearch(read_planned(lowered), case)
     search.screen()
     return search.screened[0].memory
 

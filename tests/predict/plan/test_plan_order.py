@@ -7,6 +7,7 @@ from opcast.models.steps.model import find_step_model
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
+from opcast.predict.plan.case import PlanCase
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Plan
@@ -41,7 +42,7 @@ MESHES = {
 def test_the_order_of_plans_is_that_of_simulate(tmp_path):
     cluster = find_cluster("h100-sxm-x8")
     program = read_planned(build("llama", dtype="bf16", mode="train", **ZOO).mlir(platform="cuda"))
-    sheet = PlanSearch(program, cluster, tmp_path).screen()
+    sheet = PlanSearch(program, PlanCase("h100-sxm-x8", out=tmp_path)).screen()
     # Megatron's cuts: feed-forward, heads and both ends of the vocabulary.
     tensor = program.space.tensor
     screened = {
@@ -77,8 +78,7 @@ def test_plans_that_people_make_by_hand_are_found_or_beaten(tmp_path):
     program = read_planned(
         build("llama", dtype="bf16", mode="train", **sizes).mlir(platform="cuda")
     )
-    cluster = find_cluster("h100-sxm-x4")
-    search = PlanSearch(program, cluster, tmp_path, lowering="fused")
+    search = PlanSearch(program, PlanCase("h100-sxm-x4", lowering="fused", out=tmp_path))
     search.screen()
     # Data parallel, FSDP, Megatron, and Megatron inside of FSDP.
     cut = program.space.tensor
@@ -113,7 +113,7 @@ def test_the_order_of_pipelines_is_that_of_simulate(tmp_path):
     program = read_planned(
         build("llama", dtype="bf16", mode="train", **sizes).mlir(platform="cuda")
     )
-    search = PlanSearch(program, cluster, tmp_path)
+    search = PlanSearch(program, PlanCase("dgx-h100-x16", out=tmp_path))
     search.screen()
     cut = set(program.space.tensor)
     screened = {
