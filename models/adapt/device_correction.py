@@ -17,9 +17,9 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
-from ..trust.conformal import Ends, conformal_size, ends, including_zero
+from ..trust.calibrator import Ends, few_or_ends
 from .covariance import Sites, scaled_params, start_params
-from .gaussian_process import MAX_SAMPLES, MIN_OWN, ErrorPosterior, left_out_errors
+from .gaussian_process import MAX_SAMPLES, ErrorPosterior, left_out_errors
 
 #: Features that show how close two kernels are, with their typical spread over the kernels of
 #: models, which makes distances dimensionless. The spreads are engineering estimates.
@@ -78,7 +78,7 @@ class DeviceCorrection:
         sites, errors, half = sites.take(order), errors[order], half[order]
         groups = None if groups is None else groups[order]
         own = ErrorPosterior.fit(prior_params(), sites, errors, groups=groups, gain=GAIN)
-        return cls(own, _stretch(own, half, groups))
+        return cls(own, few_or_ends(left_out_errors(own.inverse, own.weights, groups) / half))
 
     @property
     def count(self) -> int:
@@ -158,13 +158,3 @@ def _dtypes(table: KernelTable) -> np.ndarray:
     distinct_rows, code = np.unique(values, axis=0, return_inverse=True)
     texts = np.array([",".join(f"{v:g}" for v in row) for row in distinct_rows], object)
     return np.asarray(texts[code.reshape(-1)], object)
-
-
-def _stretch(own: ErrorPosterior, half: np.ndarray, programs: np.ndarray | None) -> Ends:
-    """Conformal ends of left-out errors over the model's half-widths."""
-    scores = left_out_errors(own.inverse, own.weights, programs) / half
-    if own.count < MIN_OWN:
-        # Too few for both tails: by their size alone, and never narrower than the model's.
-        size = max(1.0, conformal_size(scores))
-        return -size, size
-    return including_zero(ends(scores))

@@ -24,7 +24,7 @@ from itertools import product
 
 import numpy as np
 
-from ..trust.conformal import COVERAGE, conformal_size, ends
+from ..trust.calibrator import NORMAL_90, few_or_ends
 from .covariance import (
     AMPLITUDES,
     LEAST_NOISE,
@@ -40,9 +40,6 @@ from .covariance import (
     weakened,
 )
 
-#: Fewest samples for an interval from the device's own errors: with 39 or fewer, 5 % tails would be
-#: the extremes.
-MIN_OWN = 50
 #: How far fitted parameters may lie from :func:`start_params`, in log space (a factor of 150):
 #: keeps the covariance well conditioned where the errors do not determine a parameter.
 FARTHEST = 5.0
@@ -59,8 +56,6 @@ SMALLEST = 0.05
 #: Fewest samples for that choice, and most that it looks at: each of its 27 variants inverts their
 #: covariance.
 LEAST_CHOICE, MAX_CHOICE = 8, 400
-#: Half-width of the central 90 % of a normal distribution, in standard deviations.
-_NORMAL_90 = 1.645
 
 
 def fit_params(tasks: Sequence[tuple[Sites, np.ndarray]], iterations: int = 15) -> np.ndarray:
@@ -265,24 +260,13 @@ class ErrorPosterior:
         inverse = np.linalg.inv(matrix)
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
         if len(errors) >= LEAST_CHOICE:
-            posterior.scale = posterior._own_scale(bounded)
+            # Left-out mean and variance in closed form: Rasmussen and Williams, equations 5.12.
+            left_out = left_out_errors(inverse, posterior.weights) * np.sqrt(np.diag(inverse))
+            low, high = few_or_ends(left_out, NORMAL_90)
+            # One factor for both ends, the larger one: the process is symmetric. Above zero, even
+            # where all samples are exact.
+            posterior.scale = max(-low, high, 1e-6)
         return posterior
-
-    def _own_scale(self, errors: np.ndarray) -> float:
-        """Conformal factor on the standard deviation, from left-out errors of the samples.
-
-        Left-out mean and variance of a Gaussian process in closed form: Rasmussen and Williams,
-        equations 5.12.
-        """
-        left_out = left_out_errors(self.inverse, self.weights)
-        deviation = left_out * np.sqrt(np.diag(self.inverse))
-        if len(errors) < MIN_OWN:
-            # Too few for tails of their own: by their size alone, and never narrower than what the
-            # process says.
-            return max(1.0, conformal_size(deviation) / _NORMAL_90)
-        lo, hi = ends(deviation, COVERAGE)
-        # One factor for both ends, the larger one: the process is symmetric.
-        return float(max(-lo, hi) / _NORMAL_90)
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays to save: the samples, from which the matrices are computed again."""
@@ -325,5 +309,5 @@ class ErrorPosterior:
             # Variance that the samples explain (Rasmussen and Williams, equation 2.26).
             known = np.einsum("ij,jk,ik->i", cross, self.inverse, cross, optimize=True)
             spread = np.sqrt(np.maximum(own - known, 0.0) + noise_variance(self.params))
-            half[start : start + 4096] = _NORMAL_90 * self.scale * spread
+            half[start : start + 4096] = NORMAL_90 * self.scale * spread
         return mean, half

@@ -12,12 +12,10 @@ enough scores, and of more of them together where there are not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..trust.calibrator import Calibrator
-from ..trust.conformal import ends
 from .table import CUSTOM_BACKENDS, CollectiveTable
 
 #: Fewest scores with ends of their own; 19 is the least for two 5 % tails.
@@ -31,21 +29,12 @@ UNKNOWN = (-float(np.log(3.0)), float(np.log(3.0)))
 SIZE_EDGES = (32768.0, 2097152.0)
 
 
-@dataclass
-class Intervals:
+class Intervals(Calibrator[str]):
     """Interval ends in log space, by prefixes of ``scope/fabric/library/size``."""
 
-    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def add(self, scope: str, table: CollectiveTable, scores: np.ndarray) -> None:
+    def learn(self, scope: str, table: CollectiveTable, scores: np.ndarray) -> None:
         """Set the ends of ``scope`` from scores of shape ``(n,)``, wherever there are enough."""
-        pools: dict[str, list[float]] = {}
-        for chain, score in zip(_chains(scope, table), scores, strict=True):
-            for key in chain:
-                pools.setdefault(key, []).append(float(score))
-        for key, pool in pools.items():
-            if len(pool) >= MIN_SCORES:
-                self.ends[key] = ends(np.array(pool))
+        self.pool(scores, *zip(*_chains(scope, table), strict=True), least=MIN_SCORES)
 
     def find(self, scopes: np.ndarray, table: CollectiveTable) -> tuple[np.ndarray, np.ndarray]:
         """Lower and upper ends in log space, shape ``(n,)`` each, at most and at least 0."""
@@ -55,7 +44,7 @@ class Intervals:
                 if scopes[i] == scope:
                     # A scope without scores of its own, such as machines calibrated with few rows,
                     # takes the ends of machines that were never measured.
-                    lower[i], upper[i] = Calibrator(self.ends).of((*chain, "new"), UNKNOWN)
+                    lower[i], upper[i] = self.of((*chain, "new"), UNKNOWN)
         # Few libraries were left out wholly, so their scores may happen to be narrow.
         apart = scopes == "foreign"
         lower[apart] = np.minimum(lower[apart], UNKNOWN[0])

@@ -105,7 +105,7 @@ class CollectiveModel:
             lambda t, y: refine_tree(self.tree, t, y, depths=(4,)), table, latency
         )
         intervals = Intervals(dict(self.intervals.ends))
-        intervals.add("calibrated", table, scores)
+        intervals.learn("calibrated", table, scores)
         machines = tuple(sorted({*self.calibrated_machines, *map(str, table.machine)}))
         return CollectiveModel(tree, intervals, machines, self.provenance)
 
@@ -141,13 +141,13 @@ class CollectiveModel:
 
         fresh = Intervals()
         folds = _fold_scores(fit, table, latency)
-        fresh.add("known", table, folds)
+        fresh.learn("known", table, folds)
         left_out, related = leave_one_out(table, latency, group, fit)
         # Groups count alike: a machine with many rows must not decide what holds for a new one.
         even = _even(group, np.isfinite(left_out))
         for scope, of_scope in (("new", even & related), ("foreign", even & ~related)):
             scores = np.log(latency[of_scope] / left_out[of_scope])
-            fresh.add(scope, table.take(of_scope), scores)
+            fresh.learn(scope, table.take(of_scope), scores)
         # Ends that name a library; wider pools stay those of the first fit.
         own = {key: ends for key, ends in fresh.ends.items() if key.count("/") >= LIBRARY_DEPTH}
         errors = _errors(table, group, np.log(latency / left_out), folds, fresh, related)
@@ -234,13 +234,13 @@ def fit_collectives(
     """
     table, latency = measured_table(rows, find)
     intervals = Intervals()
-    intervals.add("known", table, _fold_scores(fit_tree, table, latency))
+    intervals.learn("known", table, _fold_scores(fit_tree, table, latency))
     left_out, related = leave_one_out(table, latency)
     # Rows whose library's operation no other architecture has on that fabric show a worse case than
     # a new machine does.
     for scope, of_scope in (("new", related), ("foreign", ~related & np.isfinite(left_out))):
         scores = np.log(latency[of_scope] / left_out[of_scope])
-        intervals.add(scope, table.take(of_scope), scores)
+        intervals.learn(scope, table.take(of_scope), scores)
     return CollectiveModel(fit_tree(table, latency), intervals, provenance=provenance or {})
 
 

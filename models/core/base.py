@@ -48,11 +48,32 @@ class KernelPrediction:
         columns = ((name, getattr(self, name)) for name in self.__slots__)
         return replace(self, **{name: c[index] for name, c in columns if c is not None})
 
+    def put(self, at: np.ndarray, other: KernelPrediction) -> None:
+        """Enter the predictions of some positions."""
+        for name in self.__slots__:
+            if getattr(other, name) is not None:
+                getattr(self, name)[at] = getattr(other, name)
+
     @classmethod
-    def none(cls) -> KernelPrediction:
-        """The prediction of no kernels."""
-        empty, names = np.zeros(0), np.zeros(0, object)
-        return cls(empty, empty, empty, names, names, np.zeros(0, bool))
+    def empty(cls, n: int) -> KernelPrediction:
+        """Room for the predictions of ``n`` kernels."""
+        latency, lo, hi = np.empty((3, n))
+        bound, source = np.full((2, n), "", object)
+        return cls(latency, lo, hi, bound, source, np.zeros(n, bool))
+
+    @classmethod
+    def around(
+        cls,
+        latency: np.ndarray,
+        ends: tuple[np.ndarray, np.ndarray] | tuple[float, float],
+        source: str | np.ndarray,
+        in_domain: np.ndarray | bool = False,
+    ) -> KernelPrediction:
+        """Latencies with the ends of their intervals as logarithms of factors, bounds unknown."""
+        found = cls.empty(len(latency))
+        found.latency[:], found.source[:], found.in_domain[:] = latency, source, in_domain
+        found.lo[:], found.hi[:] = (latency * np.exp(end) for end in ends)
+        return found
 
     def scaled(self, factor: np.ndarray | float) -> KernelPrediction:
         """Latencies and both ends of their intervals times a factor."""

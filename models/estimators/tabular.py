@@ -32,7 +32,7 @@ from ..core.store import (
     unpack,
     write_folder,
 )
-from ..trust.conformal import UNCALIBRATED, Conformal, ends
+from ..trust.calibrator import UNCALIBRATED, Conformal, ends
 from ..trust.domain import Domain
 
 #: What a ratio is, for the manifest.
@@ -215,7 +215,7 @@ class TabularEstimator(ABC):
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; equal kernels are computed once."""
         if not kernels:
-            return KernelPrediction.none()
+            return KernelPrediction.empty(0)
         # A program repeats its layers: most of its kernels are equal.
         unique, index = distinct(kernels)
         prediction = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))

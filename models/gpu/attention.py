@@ -15,8 +15,9 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...features.operators import op_features
 from ...features.operators.attention.kernels import GENERATED
+from ..core.base import KernelPrediction
 from ..operators.prediction import FamilyPrediction
-from .route_answer import Answer, spread
+from .operator_library import widened
 
 #: Kernels of TensorRT-LLM, which stand for cuDNN's on Blackwell: both are made for it, unlike
 #: FlashAttention 2, which vLLM's rows are there.
@@ -114,7 +115,7 @@ class Families(Protocol):
 
 def attention_answer(
     calls: Sequence[Mapping[str, int]], operators: Families, device: DeviceSpec
-) -> Answer:
+) -> KernelPrediction:
     """Predict fused attention calls.
 
     Args:
@@ -126,7 +127,7 @@ def attention_answer(
         Latencies in seconds with 90 % intervals, one for each call.
     """
     rows = pd.DataFrame([{**call, **fused_attention(call, device)} for call in calls])
-    answer = Answer.empty(len(rows))
+    answer = KernelPrediction.empty(len(rows))
     key = np.array([attention_key(call) for call in calls], object)
     for family in dict.fromkeys(key.tolist()):
         at = np.flatnonzero(key == family)
@@ -137,10 +138,9 @@ def attention_answer(
         back = rows["backward"].to_numpy(bool)[at]
         wide = rows["head_dim"].to_numpy()[at] > BACKWARD_WIDTH
         half = np.where(back, np.where(wide, OTHER_WIDE, OTHER_PASS), OTHER_LIBRARY)
-        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, half)
         ratio = backward_ratio(rows["head_dim"].to_numpy()[at])
         latency = alone * np.where(back, ratio, 1.0)
         # Two kernels of one chip are no domain: a backward pass never counts as inside one.
         inside = prediction.in_domain & ~back
-        answer.put(at, Answer.around(latency, lower, upper, f"learned:{family}", inside))
+        answer.put(at, widened(prediction, latency, half, f"learned:{family}", inside))
     return answer

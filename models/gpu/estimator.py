@@ -19,14 +19,21 @@ from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import KernelTable, kernel_table
 from ..core.store import check_estimator, contents_of, read_files, read_manifest, write_folder
 from ..program.schedule_cost import Overhead
+from ..trust.calibrator import UNCALIBRATED, with_error
 from .attention import attention_answer
 from .correction import Correction
-from .depthwise import LOWER, UPPER, depthwise_seconds
-from .memory_passes import Constants, MemoryParams, launch_seconds, pass_seconds, shipped_constants
-from .notes import limit_notes, route_notes
+from .memory_passes import (
+    LOWER,
+    UPPER,
+    Constants,
+    MemoryParams,
+    depthwise_seconds,
+    launch_seconds,
+    pass_seconds,
+    shipped_constants,
+)
 from .operator_library import SHIPPED, Operators, canonical
 from .products import Products
-from .route_answer import ROOFLINE, Answer, unknown
 from .routes import (
     ATTENTION,
     CONV,
@@ -38,7 +45,9 @@ from .routes import (
     describe,
     filter_gradients,
     irregular,
+    limit_notes,
     products,
+    route_notes,
     traffic,
 )
 
@@ -52,6 +61,8 @@ SORT_PASSES = 5.0
 #: Footprint of 16 GiB beyond which a pass counts as outside the domain of the published rows.
 #: Engineering estimate; not fitted.
 LARGEST = 2.0**34
+#: Source of a kernel that no published row resembles.
+ROOFLINE = "roofline"
 _CORRECTION = "correction"
 
 
@@ -150,7 +161,7 @@ class GpuEstimator:
         """Predict every kernel on the device; equal kernels are computed once."""
         unique, index = distinct(kernels)
         if not unique:
-            return KernelPrediction.none()
+            return KernelPrediction.empty(0)
         table = kernel_table(unique, device)
         prediction = self._predict(unique, canonical(device), table)
         if self.correction is not None:
@@ -161,20 +172,13 @@ class GpuEstimator:
         self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable
     ) -> KernelPrediction:
         described = describe(kernels, device)
-        answer = Answer.empty(len(kernels))
+        answer = KernelPrediction.empty(len(kernels))
         # One call for each route: the operator models are vectorised, and a call has a fixed cost.
         for route in (PRODUCT, CONV, DEPTHWISE, ATTENTION, PASS, OTHER):
             at = np.flatnonzero(described.route == route)
             if len(at):
                 answer.put(at, self._route(route, described, at, device, table))
-        return KernelPrediction(
-            answer.latency,
-            answer.lo,
-            answer.hi,
-            table.bound.copy(),
-            answer.source,
-            answer.in_domain,
-        )
+        return replace(answer, bound=table.bound.copy())
 
     def _route(
         self,
@@ -183,7 +187,7 @@ class GpuEstimator:
         at: np.ndarray,
         device: DeviceSpec,
         table: KernelTable,
-    ) -> Answer:
+    ) -> KernelPrediction:
         if route == PRODUCT:
             return Products(self.operators, device, self.memory).gemms(products(described, at))
         if route == CONV:
@@ -197,22 +201,24 @@ class GpuEstimator:
             return self._passes(described.row[at], device)
         return self._others(described.row[at], device, table.base_s[at])
 
-    def _passes(self, row: np.ndarray, device: DeviceSpec) -> Answer:
+    def _passes(self, row: np.ndarray, device: DeviceSpec) -> KernelPrediction:
         passes = traffic(row)
         # Two independent errors add in quadrature: one of the fitted passes, and one of XLA's
         # fusion or of irregular access.
         times = pass_seconds(passes, device, self.memory)
         known = device.name in self.memory.device_log
         # A device without samples takes the widest ends of the devices that were left out in turn.
-        lo, hi = self.constants.known if known else self.constants.unseen
+        ends = self.constants.known if known else self.constants.unseen
         odd = irregular(row)
         extra = np.where(odd, IRREGULAR, FUSED)
         inside = ~odd & (passes.moved < LARGEST)
-        return Answer.around(
-            times.total, np.hypot(-lo, extra), np.hypot(hi, extra), "learned:memory-bound", inside
-        )
+        low, high = (np.full(len(odd), end) for end in ends)
+        both = with_error((low, high), (extra, extra))
+        return KernelPrediction.around(times.total, both, "learned:memory-bound", inside)
 
-    def _depthwise(self, described: Described, at: np.ndarray, device: DeviceSpec) -> Answer:
+    def _depthwise(
+        self, described: Described, at: np.ndarray, device: DeviceSpec
+    ) -> KernelPrediction:
         sizes = products(described, at)
         moved = sizes["moved"].to_numpy(np.float64)
         multiplied = sizes[["b", "m", "n", "k"]].prod(axis=1).to_numpy(np.float64)
@@ -225,10 +231,9 @@ class GpuEstimator:
             self.memory,
         )
         latency = launch_seconds(device, self.memory) + seconds
-        ends = np.full(len(at), LOWER), np.full(len(at), UPPER)
-        return Answer.around(latency, *ends, ROOFLINE, np.zeros(len(at), bool))
+        return KernelPrediction.around(latency, (-LOWER, UPPER), ROOFLINE)
 
-    def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> Answer:
+    def _others(self, row: np.ndarray, device: DeviceSpec, base_s: np.ndarray) -> KernelPrediction:
         from ...features.table.columns import INDEX
 
         launch = launch_seconds(device, self.memory)
@@ -303,6 +308,17 @@ class GpuEstimator:
         if manifest["correction"] is not None:
             model.correction = Correction.load(path / _CORRECTION, manifest["correction"], schema)
         return model
+
+
+def unknown(latency: np.ndarray) -> KernelPrediction:
+    """Roofline answers, whose intervals reach from a quarter of the latency to sixteen times it.
+
+    A roofline is a lower bound, so the interval is twice as far upwards (docs/gpu.md).
+
+    Args:
+        latency: Roofline plus launch in seconds, shape ``(n,)``.
+    """
+    return KernelPrediction.around(latency, (-UNCALIBRATED, 2 * UNCALIBRATED), ROOFLINE)
 
 
 def _guarded(

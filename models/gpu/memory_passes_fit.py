@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,7 @@ from ..operators.family_tables import chip_of
 from ..operators.intervals import twins
 from ..operators.rows import rows_of_dataset
 from ..program.program_model import ProgramModel
-from ..trust.conformal import Ends, ends
+from ..trust.calibrator import Ends, ends, widest
 from .estimator import GpuEstimator
 from .memory_passes import Constants, MemoryParams, Traffic, pass_seconds
 
@@ -144,10 +144,9 @@ def fit_memory(rows: pd.DataFrame, devices: Mapping[str, DeviceSpec], seed: int 
             "mape": float(ape.mean()),
             "rows": float(len(ape)),
         }
-    # With fewer than 20 scores the 5 % tails are not determined. The outermost ends count because a
-    # new device is one more draw of a device, and few have been drawn.
-    every = [ends(s) for s in scores.values() if len(s) >= 20]
-    left_out = (min(lo for lo, _ in every), max(hi for _, hi in every))
+    # The outermost ends count because a new device is one more draw of a device, and few have been
+    # drawn.
+    left_out = widest(scores.values()) or Constants.unseen
     return MemoryFit(params, left_out, ends(inside), errors, shared_variance(list(scores.values())))
 
 
@@ -195,11 +194,9 @@ def _fit(
     traffic = traffic_of_rows(rows)
     # Natural logarithm of seconds, as the predictions are.
     log_us = np.log(rows["latency_us"].to_numpy(np.float64) * 1e-6)
-    place = {d: np.flatnonzero(rows["device"].to_numpy() == d) for d in names}
-    weight = np.empty(len(rows))
-    for own in place.values():
-        # The squares of a device's residuals add up to its mean, whatever the number of its rows.
-        weight[own] = 1 / np.sqrt(len(own))
+    device = rows["device"].to_numpy()
+    # The squares of a device's residuals add up to its mean, whatever the number of its rows.
+    weight = 1 / np.sqrt(rows.groupby("device")["device"].transform("size").to_numpy(np.float64))
     number = {key: i for i, key in enumerate(keys)}
     launch_code = _launch_keys(rows).map(number).fillna(-1).to_numpy(np.int64)
     first = np.array([_EAGER_S[k.split(" ")[1]] for k in keys])
@@ -213,15 +210,9 @@ def _fit(
 
     def residual(x: np.ndarray) -> np.ndarray:
         params, launches = unpack(x)
-        predicted = np.empty(len(rows))
-        for name, own in place.items():
-            times = pass_seconds(traffic.take(own), devices[name], params)
-            code = launch_code[own]
-            extra = np.where(code >= 0, launches[code] if len(keys) else 0.0, 0.0)
-            # Rows timed eagerly have the host's launch instead of the device's, not on top of it:
-            # the host is slower, so the device waits for it.
-            launch = np.where(code >= 0, extra, times.launch)
-            predicted[own] = launch + times.total - times.launch
+        # The last one is of rows that were not timed eagerly.
+        host = np.append(launches, 0.0)[launch_code]
+        predicted, _ = _seconds(device, traffic, devices, params, host)
         # Only factors of single devices and hosts are pulled; the shared constants are free within
         # bounds.
         prior = PRIOR * x[len(_START) :]
@@ -238,6 +229,27 @@ def _fit(
     return params, dict(zip(keys, launches.tolist(), strict=True))
 
 
+def _seconds(
+    device: np.ndarray,
+    traffic: Traffic,
+    devices: Mapping[str, DeviceSpec],
+    params: MemoryParams,
+    host: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of rows, and of the launch in each, shape ``(n,)``.
+
+    Rows timed eagerly have the launch of the ``host`` (0 for others) instead of the device's, not
+    on top of it: the host is slower, so the device waits for it.
+    """
+    predicted, launch = np.empty(len(device)), np.empty(len(device))
+    for name in sorted(set(device)):
+        own = np.flatnonzero(device == name)
+        times = pass_seconds(traffic.take(own), devices[name], params)
+        launch[own] = np.where(host[own] > 0, host[own], times.launch)
+        predicted[own] = launch[own] + times.total - times.launch
+    return predicted, launch
+
+
 def _scores(
     rows: pd.DataFrame,
     devices: Mapping[str, DeviceSpec],
@@ -248,24 +260,12 @@ def _scores(
 
     A row that is mostly launch does not depend on the device, so it is not judged.
     """
-    eager = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
-    predicted = np.empty(len(rows))
-    own_launch = np.empty(len(rows))
+    host = _launch_keys(rows).map(launches).fillna(0.0).to_numpy(np.float64)
     traffic = traffic_of_rows(rows)
-    for name in sorted(set(rows["device"])):
-        own = np.flatnonzero(rows["device"].to_numpy() == name)
-        times = pass_seconds(traffic.take(own), devices[name], params)
-        own_launch[own] = np.where(eager[own] > 0, eager[own], times.launch)
-        predicted[own] = own_launch[own] + times.total - times.launch
+    predicted, launch = _seconds(rows["device"].to_numpy(), traffic, devices, params, host)
     measured = rows["latency_us"].to_numpy(np.float64) * 1e-6
-    telling = own_launch < LAUNCH_SHARE * predicted
+    telling = launch < LAUNCH_SHARE * predicted
     return np.asarray(np.log(measured[telling] / predicted[telling]))
-
-
-def without(params: MemoryParams, device: str) -> MemoryParams:
-    """Constants without a device's own factor, as if there were no samples of it."""
-    kept = {name: value for name, value in params.device_log.items() if name != device}
-    return replace(params, device_log=kept)
 
 
 #: Least correlation of kernel errors in a program. 0.21 was measured between passes of a device,

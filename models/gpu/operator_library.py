@@ -1,4 +1,4 @@
-"""Loads published operator families on first use, and poses queries to them."""
+"""Loads published operator families on first use, poses queries to them, and widens answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from ...common.types import JsonMapping
 from ...features.devices.catalogue import find_device, in_catalogue, same_figures
 from ...features.devices.device import DeviceSpec, MemoryLevel
 from ...features.operators import OpFeatures, op_features
+from ..core.base import KernelPrediction
 from ..core.registry import OPERATOR_MODEL, PRETRAINED
 from ..core.store import predicts_operators, read_manifest
 from ..operators.family import FamilyModel
 from ..operators.prediction import FamilyPrediction
+from ..trust.calibrator import with_error
 
 #: The operator model that comes with the package.
 SHIPPED = PRETRAINED / OPERATOR_MODEL
@@ -123,3 +125,25 @@ def without_memory(device: DeviceSpec) -> DeviceSpec:
     """The device with endless bandwidth, so that only arithmetic and launch are left to price."""
     levels = tuple(MemoryLevel(x.capacity, x.bandwidth * _ENDLESS) for x in device.levels)
     return replace(device, levels=levels)
+
+
+def widened(
+    found: FamilyPrediction | KernelPrediction,
+    latency: np.ndarray,
+    half: float | np.ndarray,
+    source: str | np.ndarray,
+    in_domain: np.ndarray | bool | None = None,
+) -> KernelPrediction:
+    """Answer from a prediction, with another error that is independent of its own.
+
+    Args:
+        found: The prediction.
+        latency: Seconds that are made of it, shape ``(n,)``.
+        half: Half-width of the other error in log space, one or ``n``.
+        source: Of the answer.
+        in_domain: Whether published rows lie near; as predicted by default.
+    """
+    below, above = (np.log(end / found.latency) for end in (found.lo, found.hi))
+    own = np.minimum(below, 0.0), np.maximum(above, 0.0)
+    inside = found.in_domain if in_domain is None else in_domain
+    return KernelPrediction.around(latency, with_error(own, (half, half)), source, inside)

@@ -19,14 +19,10 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.dtypes import DTYPE_BITS
+from ..core.base import KernelPrediction
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
-from .operator_library import (
-    Operators,
-    physics_of,
-    with_rate,
-    without_memory,
-)
-from .route_answer import Answer, spread
+from .operator_library import Operators, physics_of, widened, with_rate, without_memory
 
 #: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which like XLA
 #: call cuBLAS and cuBLASLt. bf16 GEMMs differ by only 1 to 5 % between backends
@@ -54,7 +50,7 @@ SMALL_FLOPS = 2e8
 #: The device has fp8 units if its fp8 rate is this factor above bf16 (usual data sheets: twice);
 #: the margin is for rounded or measured peaks.
 _NARROW = 1.2
-_FP8 = ("f8e4m3fn", "f8e5m2", "f8e4m3", "f8e4m3fnuz", "f8e5m2fnuz", "f8e4m3b11fnuz")
+_FP8 = tuple(name for name in DTYPE_BITS if name.startswith(("f8e4", "f8e5")))
 #: Types that are computed in f32 where the device has nothing faster (bf16 before Ampere, f16 and
 #: fp8 on chips without matrix units for them).
 _BY_F32 = ("tf32", "bf16", "f16", *_FP8)
@@ -80,7 +76,7 @@ class Products:
         self.operators, self.device, self.params = operators, device, params
         self.launch = launch_seconds(device, params)
 
-    def gemms(self, rows: pd.DataFrame) -> Answer:
+    def gemms(self, rows: pd.DataFrame) -> KernelPrediction:
         """Latencies of products, with the operands and results of fused epilogues.
 
         Args:
@@ -94,9 +90,10 @@ class Products:
         # Operands of a fused epilogue are read on top of the product, which does not hide them.
         extra = self._stream(rows["extra"].to_numpy(np.float64))
         times = rows["times"].to_numpy(np.float64)
-        return _scaled(answer, np.maximum(answer.latency * times, least) + extra)
+        latency = np.maximum(answer.latency * times, least) + extra
+        return answer.scaled(latency / answer.latency)
 
-    def products(self, rows: pd.DataFrame, *, grouped: bool = False) -> Answer:
+    def products(self, rows: pd.DataFrame, *, grouped: bool = False) -> KernelPrediction:
         """Latencies of the products alone, each at least as long as any product of half its size.
 
         Args:
@@ -107,22 +104,22 @@ class Products:
         products in two kernels, so the halves are predicted too and the longest time is taken
         (docs/gpu.md).
         """
-        slowest = Answer.empty(len(rows))
+        slowest = KernelPrediction.empty(len(rows))
         way = self._ways(rows, grouped=grouped)
         for name in dict.fromkeys(way):
             at = np.flatnonzero(way == name)
             chains, owner = _chains(rows.iloc[at])
             # The chains of a program's products overlap a lot: each size is predicted once.
             code, first_of = _distinct(chains)
-            answer = _taken(self._ask(name, chains.iloc[first_of], grouped=grouped), code)
+            answer = self._ask(name, chains.iloc[first_of], grouped=grouped).take(code)
             highest = np.full(len(at), 0.0)
             np.maximum.at(highest, owner, answer.latency)
             # A chain begins with the product itself, whose interval and source are kept.
-            first = np.searchsorted(owner, np.arange(len(at)))
-            slowest.put(at, _scaled(_taken(answer, first), highest))
+            first = answer.take(np.searchsorted(owner, np.arange(len(at))))
+            slowest.put(at, first.scaled(highest / first.latency))
         return slowest
 
-    def convs(self, rows: pd.DataFrame) -> Answer:
+    def convs(self, rows: pd.DataFrame) -> KernelPrediction:
         """Latencies of convolutions as implicit GEMMs with their own memory traffic.
 
         The ratio of the operator model's prediction to its physics for such a product is applied to
@@ -142,15 +139,9 @@ class Products:
             tiles = tiles * GATHERING_ELSEWHERE
         arithmetic = tiles * np.clip(ratio, 0.8, 3.0)
         latency = self.launch + soft_maximum(arithmetic, streamed, self._gathered(rows))
-        lower, upper = spread(product.latency, product.lo, product.hi, IMPLICIT)
         names = np.array([f"{s} (implicit)" for s in product.source], object)
-        return Answer.around(
-            latency * rows["times"].to_numpy(np.float64),
-            lower,
-            upper,
-            names,
-            np.zeros(len(rows), bool),
-        )
+        latency = latency * rows["times"].to_numpy(np.float64)
+        return widened(product, latency, IMPLICIT, names, in_domain=False)
 
     def _gathered(self, rows: pd.DataFrame) -> np.ndarray:
         """Seconds in which inputs with short runs of channels are gathered; 0 for others."""
@@ -181,11 +172,12 @@ class Products:
         peak = self.device.matrix_peak
         return "f32" if name in _BY_F32 and peak(name) <= peak("f32") else name
 
-    def _ask(self, way: str, rows: pd.DataFrame, *, grouped: bool) -> Answer:
+    def _ask(self, way: str, rows: pd.DataFrame, *, grouped: bool) -> KernelPrediction:
         rate, shape = way.split("/")
         table = "linear" if shape == "linear" else "bmm"
         if not grouped and self._autotuned(rate, table):
-            answer = self._by_xla(f"xla/{table}", rate, rows)
+            named = rows[list(_DIMS)].assign(op=table, dtype=_XLA_FORMATS[rate])
+            answer = self._restarted(f"xla/{table}", named, LIBRARY)
             beyond = np.flatnonzero(rows[["m", "n", "k"]].max(axis=1) > _XLA_LONGEST)
             # By architecture: a design with other cores or memory is priced as its base is.
             known = self.operators.knows_architecture("graph/linear", self.device)
@@ -194,18 +186,15 @@ class Products:
                 answer.put(beyond, self._as_bf16(shape, rate, rows.iloc[beyond]))
             return answer
         eager = f"eager/{table}"
-        if rate == "f32" and self._eager(eager):
-            return self._timed_eagerly(eager, rows)
+        # True f32 products use the eagerly timed tables where the operator model has them.
+        if rate == "f32" and eager in self.operators.families:
+            return self._restarted(eager, rows[list(_DIMS)].assign(dtype="fp32"), MOVED)
         # Batched fp8 products have no table that separates the quantisation: they go by physics, as
         # do fp8 products on chips without fp8 units.
         narrow = self.device.matrix_peak(rate) > _NARROW * self.device.matrix_peak("bf16")
         if rate in _FP8 and shape == "linear" and narrow:
             return self._quantised(rows)
         return self._as_bf16(shape, rate, rows)
-
-    def _eager(self, key: str) -> bool:
-        """Whether the operator model has the eagerly timed tables that true f32 products use."""
-        return key in self.operators.families
 
     def _autotuned(self, rate: str, shape: str) -> bool:
         """Whether XLA's own table of products is the closest to a type on this device."""
@@ -222,31 +211,28 @@ class Products:
         measured = self.operators.knows(f"graph/{shape}", self.device.name)
         return not measured or self.operators.knows_chip(key, self.device)
 
-    def _by_xla(self, key: str, rate: str, rows: pd.DataFrame) -> Answer:
-        asked = rows[list(_DIMS)].assign(op=key.split("/")[1], dtype=_XLA_FORMATS[rate])
-        prediction = self.operators.predict(key, asked, self.device)
-        physics = physics_of(key, asked, self.device)
-        # In a program kernels follow each other: a start from a replayed graph replaces the cold
-        # one, and the ratio of prediction to physics is kept.
-        # Of a split reduction the table holds the mean of its two kernels.
-        started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
-        latency = prediction.latency * started * physics.kernels
-        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, LIBRARY)
-        return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
+    def _restarted(self, key: str, asked: pd.DataFrame, half: float) -> KernelPrediction:
+        """Products of a table that were timed one by one, or from the host, as in a program.
 
-    def _as_bf16(self, shape: str, rate: str, rows: pd.DataFrame) -> Answer:
+        There kernels follow each other: a start from a replayed graph replaces the table's (a cold
+        one, or 26 to 47 µs of the host), and the ratio of prediction to physics is kept.
+        """
+        found = self.operators.predict(key, asked, self.device)
+        physics = physics_of(key, asked, self.device)
+        started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
+        # Of a split reduction the table holds the mean of its two kernels.
+        latency = found.latency * started * physics.kernels
+        return widened(found, latency, half, f"learned:{key}")
+
+    def _as_bf16(self, shape: str, rate: str, rows: pd.DataFrame) -> KernelPrediction:
         key = "graph/bmm" if shape == "bmm" else "graph/linear"
         asked, device = self._alike(shape, rate, rows)
         prediction = self.operators.predict(key, asked, device)
         # f16 runs at the rate of bf16 with the same bytes: the table's own product, but for the
         # version of the library.
         same = rate in ("bf16", "f16") and device is self.device and shape != "rows"
-        lower, upper = spread(
-            prediction.latency, prediction.lo, prediction.hi, LIBRARY if same else MOVED
-        )
-        return Answer.around(
-            prediction.latency, lower, upper, f"learned:{key}", prediction.in_domain
-        )
+        half = LIBRARY if same else MOVED
+        return widened(prediction, prediction.latency, half, f"learned:{key}")
 
     def _alike(self, shape: str, rate: str, rows: pd.DataFrame) -> tuple[pd.DataFrame, DeviceSpec]:
         """Rows and device of bf16 products with the same bytes and the same arithmetic time.
@@ -267,18 +253,7 @@ class Products:
         factor = float(scale[0]) if len(scale) else 1.0
         return asked, with_rate(self.device, self.device.matrix_peak(rate) * factor)
 
-    def _timed_eagerly(self, key: str, rows: pd.DataFrame) -> Answer:
-        asked = rows[list(_DIMS)].assign(dtype="fp32")
-        prediction = self.operators.predict(key, asked, self.device)
-        # The ratio of prediction to physics is kept; in the physics a graph-replayed launch takes
-        # the place of the host's 26 to 47 µs.
-        physics = physics_of(key, asked, self.device)
-        started = (physics.base_s - physics.floor_s + self.launch) / physics.base_s
-        latency = prediction.latency * started
-        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
-        return Answer.around(latency, lower, upper, f"learned:{key}", prediction.in_domain)
-
-    def _quantised(self, rows: pd.DataFrame) -> Answer:
+    def _quantised(self, rows: pd.DataFrame) -> KernelPrediction:
         asked = rows[list(_DIMS)].assign(dtype="fp8", backend="trtllm", kernel="torch_flow")
         prediction = self.operators.predict("graph/linear", asked, self.device)
         # Published fp8 times include the quantisation of the activations (docs/operators.md), which
@@ -286,9 +261,8 @@ class Products:
         whole = physics_of("graph/linear", asked, self.device).base_s
         # Kernel timing has the same physics without the quantisation.
         alone = physics_of("kernel/linear", asked, self.device).base_s
-        lower, upper = spread(prediction.latency, prediction.lo, prediction.hi, MOVED)
         latency = prediction.latency * alone / whole
-        return Answer.around(latency, lower, upper, "learned:graph/linear", prediction.in_domain)
+        return widened(prediction, latency, MOVED, "learned:graph/linear")
 
     def _tiles(self, rows: pd.DataFrame, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Latency of products over their physics, and the arithmetic in that physics, seconds."""
@@ -350,13 +324,3 @@ def _distinct(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     sizes = rows[[*_DIMS, "width"]].to_numpy(np.float64)
     _, first, code = np.unique(sizes, axis=0, return_index=True, return_inverse=True)
     return code.reshape(-1), first
-
-
-def _taken(answer: Answer, at: np.ndarray) -> Answer:
-    return Answer(*(getattr(answer, name)[at] for name in Answer.__slots__))
-
-
-def _scaled(answer: Answer, latency: np.ndarray) -> Answer:
-    """The answer at other latencies, with its interval scaled in proportion."""
-    factor = latency / answer.latency
-    return Answer(latency, answer.lo * factor, answer.hi * factor, answer.source, answer.in_domain)

@@ -1,11 +1,12 @@
 """Decides how a GPU kernel is priced: product, convolution, attention, or pass over memory.
 
-Depthwise convolutions have a route of their own (:mod:`.depthwise`).
+Depthwise convolutions have a route of their own (:func:`.memory_passes.depthwise_seconds`). Notes
+describe the route of each kernel, and the model's limits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,7 +19,7 @@ from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 from ...features.table.row import rows
 from ...features.table.row_products import attention_numbers
-from .memory_passes import Traffic
+from .memory_passes import COLUMN_BYTES, MemoryParams, Traffic, pass_seconds
 
 PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
 DEPTHWISE = "depthwise"
@@ -35,12 +36,6 @@ SECTOR = 32.0
 # transpose through shared memory loses some of the bandwidth; elements read with a stride drag
 # whole sectors along; indexed rows hit DRAM pages at random; atomic updates read what they write.
 TRANSPOSED, STRIDED, GATHERED, SCATTERED = 0.25, 1.0, 0.3, 1.0
-#: Bytes that an element of a reduction over the slow dimension costs on top of those moved: each
-#: thread loads one element at a time, so few bytes are in flight. Batch-norm statistics of 16-bit
-#: arrays take 1.9 times (A100) a stream's time in the forward pass, which reads one array, and 1.5
-#: times in the backward pass, which reads two (published-regions pack; left out, the H100's: 2.4
-#: and 1.5).
-COLUMN_BYTES = 2.0
 #: Length of rows from which their reductions, and the softmax over them, are long: a warp holds no
 #: more of them in one vector register a thread (32 threads of 8 elements).
 LONG_ROW = 256
@@ -56,6 +51,10 @@ LONG_ROWS = 1.3
 #: the MI300X (published-kernels pack, MIOpen of 2023 and 2024) is 85 % so and 97 % as direct
 #: kernels; on MI100 to MI250X it is 340 to 440 % so and 44 to 52 % as direct kernels.
 _FILTERS_AS_PRODUCTS = ("cdna3", "cdna4")
+
+#: Share of the bytes of passes over long rows from which a note mentions them.
+_MUCH = 0.2
+_PRODUCTS = {PRODUCT: "a product", CONV: "a convolution, a product of"}
 
 
 @dataclass(slots=True)
@@ -279,3 +278,71 @@ def _drag(run: np.ndarray, width: np.ndarray) -> np.ndarray:
     """Bytes moved in vain for each byte wanted, where contiguous runs are shorter than a sector."""
     length = np.maximum(run, 1.0) * width
     return np.asarray(np.maximum(SECTOR / length, 1.0) - 1.0)
+
+
+def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryParams) -> list[str]:
+    """Describe, one sentence a kernel, the published operator it is predicted from."""
+    described = describe(kernels, device)
+    moves = traffic(described.row)
+    times = pass_seconds(moves, device, params)
+    notes = []
+    for i, kernel in enumerate(kernels):
+        route = str(described.route[i])
+        if route in _PRODUCTS:
+            row = products(described, np.array([i])).iloc[0]
+            sizes = f"b={row.b} m={row.m} n={row.n} k={row.k}"
+            text = f"estimated as {_PRODUCTS[route]} {sizes} at the rate of {row.rate}"
+        elif route == ATTENTION:
+            own = described.attention[i].items()
+            text = "estimated as attention " + " ".join(f"{name}={value}" for name, value in own)
+        elif route == DEPTHWISE:
+            text = "estimated by the loads and the traffic of a direct kernel"
+        elif route == PASS:
+            parts = {"launch": times.launch, "memory": times.memory, "arithmetic": times.vector}
+            text = "estimated as a memory-bound kernel: " + ", ".join(
+                f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
+            )
+            if moves.again[i] > 0:
+                text += f"; of long rows, at up to {1 + LONG_ROWS:.1f} times a stream's traffic"
+        else:
+            text = "no published operator is like it: roofline"
+        notes.append(f"{kernel.name}: {text}")
+    return notes
+
+
+def limit_notes(
+    kernels: Sequence[Kernel], device: DeviceSpec, known: Collection[str]
+) -> tuple[str, ...]:
+    """Limits of the predictions on a device, for the user.
+
+    Args:
+        kernels: The kernels.
+        device: Device they run on.
+        known: Names of the devices with published rows.
+    """
+    notes = ["kernels are predicted from published library operators, not from XLA's own"]
+    if device.name not in known:
+        notes.append(
+            f"no published rows of {device.name}, so intervals are wider: errors on devices that "
+            f"were left out in turn (rows exist of {', '.join(sorted(known))})"
+        )
+    described = describe(kernels, device)
+    moves = traffic(described.row)
+    runs = np.array([k.multiplicity for k in kernels], float)
+    passes = runs * (described.route == PASS)
+    if (passes * moves.again).sum() > _MUCH * LONG_ROWS * (passes * moves.moved).sum():
+        notes.append(
+            f"softmax over long rows, its gradient and reductions of such rows take up to "
+            f"{1 + LONG_ROWS:.1f} times the time of other passes of equal bytes, as whole training "
+            "steps took; no such kernel was measured alone"
+        )
+    sized = described.column("gemm_m") > 0
+    # Devices before Ampere have no TF32: their "tf32" rate is the f32 rate, and the note would be
+    # wrong.
+    has_unit = device.matrix_peak("tf32") > device.matrix_peak("f32")
+    if has_unit and bool((described.rate[sized] == "tf32").any()):
+        notes.append(
+            "f32 products at default precision run as TF32 on this device, as XLA does; ask for "
+            "precision 'highest' for true FP32"
+        )
+    return tuple(notes)

@@ -13,15 +13,16 @@ import numpy as np
 
 from ...common.types import JsonMapping
 from ...features.operators.columns import OpRows, texts_of
-from ..trust.conformal import (
+from ..trust.calibrator import (
     MIN_SCORES,
     UNCALIBRATED,
+    Calibrator,
     Ends,
     ends,
-    ends_or,
     including_zero,
     size_bins,
     widest,
+    with_error,
 )
 from .family_tables import constants
 from .prediction import FamilyPrediction
@@ -71,8 +72,9 @@ class DeviceIntervals:
         # By prediction, not by measurement: only the prediction is known when an interval is asked
         # for.
         edges, place = size_bins(np.log(predicted_s), bins)
-        every = ends(scores)
-        by_bin = [including_zero(ends_or(scores[place == b], every)) for b in range(len(edges) + 1)]
+        own = Calibrator[int]().pool(scores, place.tolist())
+        every = including_zero(ends(scores))
+        by_bin = [own.of((b,), every) for b in range(len(edges) + 1)]
         self.edges[device] = edges.tolist()
         self.lower[device] = [lo for lo, _ in by_bin]
         self.upper[device] = [hi for _, hi in by_bin]
@@ -210,6 +212,6 @@ def widen_unknown(
         release[rows.where("key", family.__eq__)] = own_release
     release = release[other]
     latency = prediction.latency[other]
-    below, above = (np.log(end[other] / latency) for end in (prediction.lo, prediction.hi))
-    prediction.lo[other] = latency * np.exp(-np.hypot(below, release))
-    prediction.hi[other] = latency * np.exp(np.hypot(above, release))
+    now = np.log(prediction.lo[other] / latency), np.log(prediction.hi[other] / latency)
+    below, above = with_error(now, (release, release))
+    prediction.lo[other], prediction.hi[other] = latency * np.exp(below), latency * np.exp(above)

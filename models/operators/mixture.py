@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...features.operators.columns import OpRows, texts_of
+from ..trust.calibrator import NORMAL_90
 from .family_tables import constants
 from .prediction import FamilyPrediction, joined
 
@@ -28,8 +29,6 @@ FORMAT = ("op", "dtype", "kv_dtype")
 #: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which
 #: would cost as much time as a common one. Engineering estimate.
 LEAST_SHARE = 0.02
-#: Half-width of the central 90 % of a normal distribution, in standard deviations.
-_NORMAL_90 = 1.645
 #: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
 _HALVINGS = 20
 
@@ -254,8 +253,8 @@ def _quantile(
     from scipy.special import ndtr
 
     middle = np.log(members.latency)
-    below = np.maximum((middle - np.log(members.lo)) / _NORMAL_90, 1e-6)
-    above = np.maximum((np.log(members.hi) - middle) / _NORMAL_90, 1e-6)
+    below = np.maximum((middle - np.log(members.lo)) / NORMAL_90, 1e-6)
+    above = np.maximum((np.log(members.hi) - middle) / NORMAL_90, 1e-6)
     first = np.searchsorted(origin, np.arange(count))
     # Beyond four standard deviations of the outermost member nothing is left of the mixture.
     low = np.minimum.reduceat(middle - 4 * below, first)

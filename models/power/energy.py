@@ -8,6 +8,7 @@ import numpy as np
 
 from ...common.interval import Interval
 from ...features.devices.device import DeviceSpec
+from ..trust.calibrator import with_error
 from .law import Work, held, shipped_law
 
 
@@ -46,14 +47,12 @@ def energy(
     busy = min(busy, total.value)
     used = share * busy + waiting * (total.value - busy)
     joules = devices * spec.power_w * used
-    below, above = (
-        math.hypot(math.log(max(end, 1e-30) / total.value), power)
-        for end, power in zip((total.lo, total.hi), law.ends, strict=True)
-    )
+    low, high = (math.log(max(end, 1e-30) / total.value) for end in (total.lo, total.hi))
+    below, above = with_error((low, high), law.ends)
     # A board never draws more than its limit, however long it takes.
     most = devices * cap * spec.power_w * total.hi
     return Interval(
-        joules, joules * math.exp(-below), max(joules, min(joules * math.exp(above), most))
+        joules, joules * math.exp(below), max(joules, min(joules * math.exp(above), most))
     )
 
 

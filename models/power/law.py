@@ -19,6 +19,7 @@ from ...common.files import parse_json
 from ...common.paths import PACKAGE
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
+from ..trust.calibrator import with_error
 
 #: Model that ships with the package.
 PRETRAINED = PACKAGE / "models" / "pretrained" / "power.json"
@@ -320,6 +321,5 @@ def under_cap(
     low: float, high: float, cap: float, law: PowerLaw | None = None
 ) -> tuple[float, float]:
     """Ends of an interval over its middle, with the law's error under a cap as well."""
-    down, up = (law or shipped_law()).error(cap)
-    below, above = np.hypot(np.log(low), down), np.hypot(np.log(high), up)
-    return float(np.exp(-below)), float(np.exp(above))
+    below, above = with_error((np.log(low), np.log(high)), (law or shipped_law()).error(cap))
+    return float(np.exp(below)), float(np.exp(above))

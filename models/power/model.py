@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
 from ..estimators.small_trees import SavedTrees, applied, grow
-from ..trust.conformal import ends, including_zero, size_bins
+from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
 from .law import PRETRAINED, PowerLaw, fit_law, left_out_errors, pair
 from .rows import PowerRows
-
-if TYPE_CHECKING:
-    pass
 
 #: Format of the file that :meth:`PowerModel.save` writes.
 FORMAT = 1
@@ -31,8 +28,6 @@ SUSTAINED = 10
 LEAST = 4
 #: Bins of the time in which errors of power are kept apart: short kernels' readings are noisier.
 _BINS = 5
-
-Ends = tuple[float, float]
 
 
 class PowerAnswer(NamedTuple):
@@ -124,9 +119,9 @@ class PowerModel:
         time_left = np.log(seconds / said)[judge]
         left = np.log(share / power)[judge]
         self.edges, bins = size_bins(said[judge], _BINS)
-        self.power_ends = [
-            including_zero(ends(left[bins == b])) for b in range(len(self.edges) + 1)
-        ]
+        by_bin = Calibrator[int]().pool(left, bins.tolist())
+        every = including_zero(ends(left))
+        self.power_ends = [by_bin.of((b,), every) for b in range(len(self.edges) + 1)]
         low, high = including_zero(ends(time_left))
         # Another chip's times are off by what the operators' model errs there, twice as much as on
         # chips that it knows (docs/operators.md); its power by what the law errs on classes of

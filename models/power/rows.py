@@ -26,10 +26,9 @@ SHAPES = (
 )  # fmt: skip
 #: Columns that name a class of kernels.
 _CLASS = ("family", "op", "dtype", "kv_dtype", "kernel")
-#: Device whose rates times of operators without a model are scaled by: that of the table's rows.
-_REFERENCE = "h200-sxm"
-#: Starting point of such a time, in seconds; the trees learn the rest.
-_START_S = 1e-4
+#: Work of an operator without a model, the root of its FLOPs times its bytes, as the start of its
+#: time: 100 µs on the board of the table's rows, an H200. The trees learn the rest.
+_START_WORK = 6.891385927e9
 
 
 @dataclass
@@ -107,42 +106,29 @@ def power_rows(table: pd.DataFrame, operators: OpModel) -> PowerRows:
         key=family_keys(rows), device=rows["device"].map({n: s.name for n, s in specs.items()})
     )
     devices = {spec.name: spec for spec in specs.values()}
-    n = len(rows)
     known = rows["key"].isin(list(operators.families)).to_numpy(bool)
-    zero = np.zeros(n)
-    start = rows["device"].map({d: _start(s) for d, s in devices.items()}).to_numpy(float)
+    figures = {
+        d: (s.bandwidth, s.power_w or np.nan, s.matrix_peak("bf16")) for d, s in devices.items()
+    }
+    bandwidth, limit, matrix = np.reshape([figures[d] for d in rows["device"]], (-1, 3)).T
+    start = _START_WORK / np.sqrt(matrix * bandwidth)
+    # One array a field: those of operators with a model are filled in below.
+    start, base, roofline = (start.copy() for _ in range(3))
+    flops, moved, fixed = np.zeros((3, len(rows)))
     peak = np.array(
         [_peak(devices[d], t) for d, t in zip(rows["device"], rows["dtype"], strict=True)]
     )
-    made = PowerRows(
-        _names(rows),
-        start.copy(),
-        known,
-        zero,
-        zero.copy(),
-        zero.copy(),
-        start.copy(),
-        start.copy(),
-        peak,
-        rows["device"].map({d: s.bandwidth for d, s in devices.items()}).to_numpy(float),
-        rows["device"].map({d: s.power_w or np.nan for d, s in devices.items()}).to_numpy(float),
-        _shapes(rows),
-    )
     if known.any():
-        made.seconds[known] = operators.predict(rows[known].reset_index(drop=True)).latency
+        start[known] = operators.predict(rows[known].reset_index(drop=True)).latency
     for key in dict.fromkeys(rows["key"][known]):
         at = np.flatnonzero((rows["key"] == key).to_numpy())
         found = op_features(rows.iloc[at], str(key), devices)
-        made.flops[at], made.moved[at], made.fixed[at] = found.flops, found.moved, found.floor_s
-        made.base[at], made.roofline[at] = found.base_s, found.roofline_s
-    return made
-
-
-def _start(spec: DeviceSpec) -> float:
-    """Start of a time: slower and faster chips by their peak and bandwidth alike."""
-    other = find_device(_REFERENCE)
-    rates = spec.matrix_peak("bf16") * spec.bandwidth
-    return float(_START_S * np.sqrt(other.matrix_peak("bf16") * other.bandwidth / rates))
+        flops[at], moved[at], fixed[at] = found.flops, found.moved, found.floor_s
+        base[at], roofline[at] = found.base_s, found.roofline_s
+    return PowerRows(
+        _names(rows), start, known, flops, moved, fixed, base, roofline, peak, bandwidth, limit,
+        _shapes(rows),
+    )  # fmt: skip
 
 
 def _peak(spec: DeviceSpec, dtype: object) -> float:

@@ -32,7 +32,7 @@ from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, LoweredProgram
 from ..estimators.linear import huber_ridge
-from ..trust.conformal import UNCALIBRATED, Conformal
+from ..trust.calibrator import UNCALIBRATED, Conformal
 from .schedule_cost import SMALLEST, Overhead, ScheduleCost, schedule_cost
 
 #: Features of the second stage, all dimensionless or logarithms.
@@ -62,7 +62,7 @@ MAX_CORRECTION = float(np.log(3.0))
 #: another draw of the folds changes. Engineering estimate; not fitted.
 GAIN = 0.02
 #: Programs of similar size whose errors make one interval: enough for 5 % tails that are not the
-#: extremes (see ``MIN_SCORES`` in :mod:`opcast.models.trust.conformal`).
+#: extremes (see ``MIN_SCORES`` in :mod:`opcast.models.trust.calibrator`).
 PER_BIN = 50
 #: Folds over families; more than elsewhere, since no kernel model is trained for them.
 _FOLDS = 10

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..trust.calibrator import Calibrator
-from ..trust.conformal import Ends
+from ..trust.calibrator import Calibrator, Ends
 from .effects import Context
 
 #: What is known of a row, most first: runs of its model, framework and chip generation; of both but

@@ -13,8 +13,7 @@ import numpy as np
 from ...common.paths import PACKAGE
 from ...common.types import JsonMapping, typed
 from ..core.store import read_json_model, write_json_model
-from ..trust.calibrator import Calibrator
-from ..trust.conformal import COVERAGE, Ends
+from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import Context, ServingEffects
 from .ends import APART, TIERS, UNCALIBRATED, kind_of
 

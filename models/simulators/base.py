@@ -31,7 +31,7 @@ from ...features.table.row import rows
 from ..core.base import KernelPrediction, distinct
 from ..core.kernel_table import SMALLEST, kernel_table
 from ..core.store import check_estimator, read_manifest, write_folder
-from ..trust.conformal import UNCALIBRATED
+from ..trust.calibrator import UNCALIBRATED
 
 #: Seconds that a tool may take to be imported, on top of the limit of its first job. Engineering
 #: estimate for a cold disk.
@@ -166,7 +166,7 @@ class AnsweringEstimator(ABC):
         """
         answers = self.answers(kernels, device)
         if not kernels:
-            return KernelPrediction.none()
+            return KernelPrediction.empty(0)
         table = kernel_table(kernels, device)
         covered = np.array([answer.covered for answer in answers], bool)
         simulated = np.array([answer.seconds for answer in answers])

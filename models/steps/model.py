@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import hypot
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from ...common.paths import PACKAGE
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
 from ..effects.effects import CLUSTER
-from ..trust.calibrator import Calibrator
+from ..trust.calibrator import NORMAL_90, Calibrator, with_error
 from .context import StepContext
 from .effects import EffectTable
 from .memory import MemoryLaw
@@ -34,7 +33,7 @@ ELSEWHERE = "elsewhere"
 #: models and 66 % of those with experts).
 OF_EXPERTS = "/experts"
 #: Ends of the interval where nothing was calibrated, in deviations: 90 % of a normal distribution.
-UNCALIBRATED = (-1.645, 1.645)
+UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 #: Pairs of keys of ends of which the second knows less.
 _LESS_SURE = (
     (CLUSTER, ELSEWHERE),
@@ -97,7 +96,7 @@ class StepModel:
         keys = (context.cluster, known) if known == CLUSTER else (known,)
         low, high = Calibrator(self.ends).of(keys, UNCALIBRATED)
         spread = self.table.spread(context, slopes)
-        return -hypot(low * spread, operators[0]), hypot(high * spread, operators[1])
+        return with_error((low * spread, high * spread), operators)
 
     def save(self, path: Path) -> None:
         """Write the model as one JSON file."""

@@ -17,7 +17,7 @@ from ...common.paths import PACKAGE
 from ...features.operators.sources import faulty
 from ..core.store import read_json_model, write_json_model
 from ..estimators.small_trees import SavedTrees, applied, grow
-from ..trust.conformal import ends, including_zero
+from ..trust.calibrator import ends, including_zero
 from .rows import TileRows, keys_of
 
 if TYPE_CHECKING:

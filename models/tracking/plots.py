@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: Panels side by side in the plot of a calibration.
 _PANELS = 4
-#: Nominal coverage of the intervals, as ``COVERAGE`` in :mod:`opcast.models.trust.conformal`.
+#: Nominal coverage of the intervals, as ``COVERAGE`` in :mod:`opcast.models.trust.calibrator`.
 NOMINAL = 0.9
 
 

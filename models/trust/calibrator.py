@@ -1,16 +1,38 @@
-"""Ends of intervals by key: what steps, serving and collectives calibrate."""
+"""Ends of intervals from errors of what was left out: conformal quantiles, by a hierarchy of keys.
+
+The score of a sample is ``log(measured / predicted)`` by a model that did not see it. An interval
+reaches from the 5 % to the 95 % quantile of the scores of its key, with the finite-sample
+correction of Mondrian split-conformal prediction (Vovk et al., Algorithmic Learning in a Random
+World, 2005): with ``n`` scores the ``ceil((n + 1) (1 - a))``-th smallest bounds a share ``1 - a``
+of new samples. A key with too few scores falls back to a more general one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 
-from .conformal import COVERAGE, Ends, including_zero
+from ...common.types import JsonMapping
+from ..core.kernel_table import CELLS, by_cell
 
+#: Nominal coverage of all intervals.
+COVERAGE = 0.9
+#: Deviations of a normal distribution within which that share of it lies.
+NORMAL_90 = 1.645
+#: Keys with fewer scores than this fall back. 19 is the least for two 5 % tails, where the ends are
+#: the extremes and vary a lot between samples; twice that lets the second ones decide.
+MIN_SCORES = 40
+#: Half-width in log space without any calibration: a factor of 4 either way. Engineering estimate
+#: of what a roofline with launch cost is rarely off by; not fitted.
+UNCALIBRATED = float(np.log(4.0))
+
+Ends = tuple[float, float]
 Key = TypeVar("Key", bound=Hashable)
+#: A logarithm, or one for each of several predictions, shape ``(n,)``.
+Logs = TypeVar("Logs", float, np.ndarray)
 
 
 @dataclass
@@ -26,6 +48,27 @@ class Calibrator(Generic[Key]):
     def of(self, keys: Iterable[Key], default: Ends) -> Ends:
         """Ends of the first key that has some; keys come with the most special one first."""
         return next((self.ends[key] for key in keys if key in self.ends), default)
+
+    def pool(
+        self, scores: np.ndarray, *levels: Iterable[Key], least: int = MIN_SCORES
+    ) -> Calibrator[Key]:
+        """Take conformal ends of every key with enough scores, so that 0 lies inside.
+
+        Args:
+            scores: Errors of what was left out, shape ``(n,)``.
+            levels: Keys of the ``n`` scores, special ones and general ones.
+            least: Fewest scores of a key.
+
+        Returns:
+            The calibrator itself.
+        """
+        for keys in levels:
+            pools: dict[Key, list[float]] = {}
+            for key, score in zip(keys, scores.tolist(), strict=True):
+                pools.setdefault(key, []).append(score)
+            enough = {key: own for key, own in pools.items() if len(own) >= least}
+            self.ends |= {key: including_zero(ends(np.array(own))) for key, own in enough.items()}
+        return self
 
     def add(
         self,
@@ -58,3 +101,139 @@ def weighted_quantile(values: np.ndarray, weight: np.ndarray, level: float) -> f
     order = np.argsort(values)
     share = (np.cumsum(weight[order]) - weight[order] / 2) / weight.sum()
     return float(np.interp(level, share, values[order]))
+
+
+def ends(scores: np.ndarray, level: float = COVERAGE) -> Ends:
+    """Split-conformal quantiles that leave half of ``1 - level`` on each side.
+
+    The ``ceil((n + 1) (1 + level) / 2)``-th smallest score is the upper end, the same rank counted
+    from the largest the lower one (Lei et al., Journal of the American Statistical Association
+    113, 2018). With fewer than ``2 / (1 - level) - 1`` scores the extreme ones are the ends.
+
+    Args:
+        scores: Shape ``(n,)``, at least one.
+        level: Share of new scores that lie between the ends.
+    """
+    ordered = np.sort(scores)
+    n = len(ordered)
+    # Without the 1e-9, (99 + 1) * 0.95 in floating point would round up to the 96th score.
+    rank = min(int(np.ceil((n + 1) * (1 + level) / 2 - 1e-9)), n)
+    return float(ordered[n - rank]), float(ordered[rank - 1])
+
+
+def few_or_ends(scores: np.ndarray, unit: float = 1.0) -> Ends:
+    """:func:`ends` of scores in units of an interval, which hold 0; of few scores never below 1.
+
+    With fewer than :data:`MIN_SCORES`, both ends are the split-conformal quantile of their sizes,
+    the ``ceil((n + 1) level)``-th smallest (Lei et al., 2018, as for :func:`ends`).
+
+    Args:
+        scores: Errors over the half-width that is to be scaled, shape ``(n,)``, at least one.
+        unit: Scores of one half-width.
+    """
+    if len(scores) >= MIN_SCORES:
+        low, high = including_zero(ends(scores))
+        return low / unit, high / unit
+    place = min(int(np.ceil((len(scores) + 1) * COVERAGE)), len(scores))
+    size = max(1.0, float(np.sort(np.abs(scores))[place - 1]) / unit)
+    return -size, size
+
+
+def including_zero(interval: Ends) -> Ends:
+    """Ends widened so that the prediction itself (a log-ratio of 0) lies between them."""
+    return min(interval[0], 0.0), max(interval[1], 0.0)
+
+
+def with_error(first: tuple[Logs, Logs], other: tuple[Logs, Logs]) -> tuple[Logs, Logs]:
+    """Ends of an error, in logarithms, with another one that is independent of it."""
+    below, above = (np.hypot(one, two) for one, two in zip(first, other, strict=True))
+    return -below, above
+
+
+def widest(scores: Iterable[np.ndarray]) -> Ends | None:
+    """Outermost ends over several sets of scores, such as those of devices left out in turn.
+
+    Returns:
+        ``None`` if no set has :data:`MIN_SCORES` scores.
+    """
+    each = [ends(values) for values in scores if len(values) >= MIN_SCORES]
+    if not each:
+        return None
+    return including_zero((min(lo for lo, _ in each), max(hi for _, hi in each)))
+
+
+def size_bins(size: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Edges between bins of equal counts, shape ``(bins - 1,)`` or fewer, and each value's bin."""
+    edges = np.unique(np.quantile(size, np.linspace(0, 1, bins + 1)[1:-1]))
+    return edges, np.searchsorted(edges, size, side="right")
+
+
+@dataclass
+class Conformal:
+    """Interval ends in log space for every cell (platform × kind) and size bin.
+
+    Attributes:
+        edges: Ascending predicted latencies (s) between the size bins, shape ``(bins - 1,)``.
+        lower: Lower ends, at most 0, shape ``(cells, bins)``.
+        upper: Upper ends, at least 0, shape ``(cells, bins)``.
+        count: Total number of calibration scores.
+    """
+
+    edges: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    lower: np.ndarray = field(default_factory=lambda: np.full((len(CELLS), 1), -UNCALIBRATED))
+    upper: np.ndarray = field(default_factory=lambda: np.full((len(CELLS), 1), UNCALIBRATED))
+    count: int = 0
+
+    @classmethod
+    def fit(
+        cls, measured: np.ndarray, predicted: np.ndarray, cell: np.ndarray, bins: int = 5
+    ) -> Self:
+        """Calibrate on samples that the model was not fitted to.
+
+        Args:
+            measured: Latencies in seconds, shape ``(n,)``.
+            predicted: In seconds, shape ``(n,)``.
+            cell: Cell of each sample, shape ``(n,)``.
+            bins: Size bins, of equal counts.
+        """
+        scores = np.log(measured / predicted)
+        # By predicted size, because the measured one is unknown when an interval is asked for.
+        edges, place = size_bins(predicted, bins) if len(scores) else (np.zeros(0), scores)
+        # Too few scores for a quantile: none of those that are known may lie outside.
+        reach = max(UNCALIBRATED, float(np.abs(scores).max(initial=0.0)))
+        where = list(zip(cell.tolist(), place.tolist(), strict=True))
+        found = Calibrator[tuple[int, ...]]()
+        found.pool(scores, where, [key[:1] for key in where], [()] * len(where))
+        dense = [
+            [found.of(((c, b), (c,), ()), (-reach, reach)) for b in range(len(edges) + 1)]
+            for c in range(len(CELLS))
+        ]
+        lower, upper = np.moveaxis(np.array(dense), -1, 0)
+        return cls(edges, lower, upper, len(scores))
+
+    def interval(self, predicted: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Lower and upper ends in seconds, shape ``(n,)`` each; the prediction lies between."""
+        place = np.searchsorted(self.edges, predicted, side="right")
+        lo = predicted * np.exp(self.lower[cell, place])
+        hi = predicted * np.exp(self.upper[cell, place])
+        return np.minimum(lo, predicted), np.maximum(hi, predicted)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for the manifest."""
+        return {
+            "coverage": COVERAGE,
+            "edges_s": self.edges.tolist(),
+            "cells": list(CELLS),
+            "lower_log": self.lower.tolist(),
+            "upper_log": self.upper.tolist(),
+            "count": self.count,
+        }
+
+    @classmethod
+    def from_dict(cls, data: JsonMapping) -> Self:
+        """Read :meth:`to_dict`'s data; cells that it does not list get its widest ends."""
+        low = np.asarray(data["lower_log"], np.float64)
+        high = np.asarray(data["upper_log"], np.float64)
+        lower = by_cell(data["cells"], low, low.min(axis=0))
+        upper = by_cell(data["cells"], high, high.max(axis=0))
+        return cls(np.asarray(data["edges_s"], np.float64), lower, upper, int(data["count"]))

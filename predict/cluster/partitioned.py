@@ -34,6 +34,7 @@ from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
 from ...models.steps.context import device_context
 from ...models.steps.model import shipped_steps
+from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.program.collective_passes import combine_all
@@ -44,7 +45,7 @@ from ..program.notes import model_notes
 from ..program.predictor import Predictor, roofline_predictor
 from .network import CollectiveTime, xla_time
 from .program_seconds import ProgramSeconds, program_seconds
-from .spread import COMPOSITION_ERROR, NINETY
+from .spread import COMPOSITION_ERROR
 
 #: Framework whose steps partitioned programs are: XLA's.
 _COMPILED = "jax"
@@ -274,7 +275,7 @@ class _Load:
             if kernel.kind in ("gemm", "conv"):
                 context = narrow if _NARROW.search(kernel.ir) else wide
                 factor[place] = table.effects(context).product
-                width[place] = NINETY * table.log_deviations(context)["product"]
+                width[place] = NORMAL_90 * table.log_deviations(context)["product"]
         effects = table.effects(wide)
         ends = np.exp(np.stack([-width, width]))
         return cls(factor, ends, effects.inside, effects.between)

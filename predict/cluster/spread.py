@@ -26,10 +26,6 @@ RHO = 0.45
 COMPOSITION_ERROR = 0.08
 
 
-#: Deviations of a normal distribution within which 90 % of it lie.
-NINETY = 1.645
-
-
 def combined_spread(ends: np.ndarray, rho: float) -> tuple[float, float]:
     """Half-widths of a sum whose terms have errors with pairwise correlation ``rho``.
 

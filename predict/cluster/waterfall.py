@@ -13,11 +13,12 @@ from ...features.operators.op import Op
 from ...models.effects.effects import WHOLE
 from ...models.steps.context import StepContext
 from ...models.steps.effects import FIELDS, PRIOR, EffectTable
+from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
-from .spread import NINETY, RHO, combined_spread
+from .spread import RHO, combined_spread
 
 #: Name of each term; the first four are the classes of operators.
 NAMES = {
@@ -135,7 +136,7 @@ class Waterfall:
         now = float(getattr(self.costs.effects, field))
         found = []
         for side, sign in enumerate((-1.0, 1.0)):
-            width = hypot(NINETY * sure[name], self._measured(name, side))
+            width = hypot(NORMAL_90 * sure[name], self._measured(name, side))
             found.append(
                 self._total(replace(self.costs.effects, **{field: now * exp(sign * width)}))
             )

@@ -16,14 +16,13 @@ import pandas as pd
 from ...common.errors import PlanError
 from ...common.files import write_text
 from ...features.operators.op import Op
+from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.calls import OpLatency
 from ...simulate.step.plan import Group
 from ...simulate.step.workload import Workload
 from ..cluster.network import ClusterNetwork
 
-#: Standard deviations from the mean to either end of a normal distribution's 90 % interval.
-_Z90 = 1.645
 #: Sizes per octave of the token grid; all sizes below that number. Engineering estimate.
 _PER_OCTAVE = 16
 #: Batch sizes of decoding, and the largest message in bytes (256 MiB: beyond, bandwidth alone
@@ -293,4 +292,4 @@ def _statistics(name: str, times: np.ndarray) -> pd.DataFrame:
     # Milliseconds, Vidur's unit.
     middle, lo, hi = times.T * 1e3
     table = {f"time_stats.{name}.{s}": middle for s in ("min", "max", "mean", "median")}
-    return pd.DataFrame({**table, f"time_stats.{name}.std": (hi - lo) / (2 * _Z90)})
+    return pd.DataFrame({**table, f"time_stats.{name}.std": (hi - lo) / (2 * NORMAL_90)})

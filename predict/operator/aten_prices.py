@@ -15,8 +15,13 @@ from ...features.ir.torch.record import AttentionUse
 from ...features.operators.op import Op
 from ...features.operators.physics import resident_share
 from ...models.gpu.attention import attention_answer, lacks_bf16
-from ...models.gpu.depthwise import LOWER, UPPER, depthwise_seconds
-from ...models.gpu.memory_passes import shipped_constants, soft_maximum
+from ...models.gpu.memory_passes import (
+    LOWER,
+    UPPER,
+    depthwise_seconds,
+    shipped_constants,
+    soft_maximum,
+)
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from .aten_reuse import Stream, streams

@@ -31,7 +31,7 @@ from ...models.adapt.active import choose
 from ...models.operators import OpModel
 from ...models.operators.report import predictions
 from ...models.operators.rows import group_draw
-from ...models.trust.conformal import COVERAGE
+from ...models.trust.calibrator import COVERAGE
 from ...predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model
 from ...predict.published.answers import read_blocks
 from ...predict.published.tables import with_source

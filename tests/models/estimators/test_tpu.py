@@ -23,7 +23,7 @@ from opcast.features.table.table import feature_names, schema_hash
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
 from opcast.models.program.schedule_cost import Overhead, schedule_cost
-from opcast.models.trust.conformal import UNCALIBRATED
+from opcast.models.trust.calibrator import UNCALIBRATED
 
 DATA = Path(__file__).parents[2] / "features" / "data" / "absent"
 V5E = find_device("tpu-v5e")

@@ -13,9 +13,13 @@ import pytest
 from opcast.features.devices.catalogue import find_device
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.kernels.kernel import Kernel
-from opcast.models.gpu.depthwise import depthwise_seconds
 from opcast.models.gpu.estimator import GpuEstimator
-from opcast.models.gpu.memory_passes import Constants, launch_seconds, shipped_constants
+from opcast.models.gpu.memory_passes import (
+    Constants,
+    depthwise_seconds,
+    launch_seconds,
+    shipped_constants,
+)
 from opcast.models.gpu.routes import CONV, DEPTHWISE, describe, filter_gradients
 
 MEASURED = (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.models.operators.intervals import BINS, DeviceIntervals, twins
-from opcast.models.trust.conformal import MIN_SCORES, UNCALIBRATED, ends
+from opcast.models.trust.calibrator import MIN_SCORES, UNCALIBRATED, ends
 
 
 def scored(n, seed=0, spread=0.1):

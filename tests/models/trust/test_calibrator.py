@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from opcast.models.core.kernel_table import CELLS
-from opcast.models.trust.conformal import (
+from opcast.models.trust.calibrator import (
     MIN_SCORES,
     UNCALIBRATED,
+    Calibrator,
     Conformal,
     ends,
-    ends_or,
+    few_or_ends,
     including_zero,
     size_bins,
     widest,
+    with_error,
 )
 
 
@@ -37,8 +39,26 @@ def test_finite_sample_quantiles() -> None:
 
 def test_few_scores_take_the_fallback() -> None:
     scores = np.arange(1.0, MIN_SCORES + 1)
-    assert ends_or(scores, (-9.0, 9.0)) == ends(scores)
-    assert ends_or(scores[1:], (-9.0, 9.0)) == (-9.0, 9.0)
+    found = Calibrator[str]().pool(
+        np.r_[scores, -scores[1:]], ["many"] * MIN_SCORES + ["few"] * (MIN_SCORES - 1)
+    )
+    assert found.of(("many",), (-9.0, 9.0)) == (0.0, ends(scores)[1])
+    assert found.of(("few",), (-9.0, 9.0)) == (-9.0, 9.0)
+    # A more special key comes first, one without scores not at all.
+    assert found.of(("few", "many"), (-9.0, 9.0)) == found.ends["many"]
+
+
+def test_few_scores_scale_an_interval_by_their_size_and_never_narrow_it() -> None:
+    scores = np.linspace(-1.0, 2.0, MIN_SCORES)
+    low, high = ends(scores)
+    assert few_or_ends(scores, 2.0) == (low / 2.0, high / 2.0)
+    # ceil(4 · 0.9) = the fourth smallest of three, the largest size, is 3; 0.5 would narrow.
+    assert few_or_ends(np.array([1.0, -3.0, 2.0])) == (-3.0, 3.0)
+    assert few_or_ends(np.array([0.5, -0.2])) == (-1.0, 1.0)
+
+
+def test_independent_errors_add_in_squares() -> None:
+    assert with_error((-0.3, 0.3), (0.4, 0.4)) == pytest.approx((-0.5, 0.5))
 
 
 def test_the_widest_ends_are_of_sets_with_enough_scores_and_hold_the_prediction() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opcast.models.gpu.route_answer import Answer, spread, unknown
+from opcast.models.core.base import KernelPrediction
+from opcast.models.gpu.estimator import unknown
+from opcast.models.gpu.operator_library import widened
 from opcast.models.program.program_model import ProgramModel
 from opcast.models.program.schedule_cost import Overhead, ScheduleCost
 
@@ -19,9 +21,9 @@ def cost(total: float, concentration: float) -> ScheduleCost:
 
 def test_independent_errors_add_in_squares() -> None:
     one = np.ones(1)
-    lower, upper = spread(one, one * np.exp(-0.3), one * np.exp(0.3), 0.4)
-    assert lower[0] == pytest.approx(0.5) and upper[0] == pytest.approx(0.5)
-    found = Answer.around(2 * one, lower, upper, "learned:x", one > 0)
+    found = KernelPrediction.around(one, (-0.3, 0.3), "roofline", one > 0)
+    found = widened(found, 2 * one, 0.4, "learned:x")
+    assert found.source[0] == "learned:x" and found.in_domain[0]
     assert found.lo[0] == pytest.approx(2 * np.exp(-0.5))
     assert found.hi[0] == pytest.approx(2 * np.exp(0.5))
 
