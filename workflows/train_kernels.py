@@ -98,7 +98,7 @@ def _run_of(result: TrainResult, folder: Path, model: str, settings: TrainSettin
     digest = info.get("dataset_hash")
     params = {
         # Defaults, too: all of them are needed to repeat a run.
-        **getattr(result.model.estimator, "params", {}),
+        **getattr(result.model.estimator, "settings", {}),
         "model": model,
         "split": split,
         "seed": settings.seed,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 
-from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -95,9 +94,9 @@ def distinct(kernels: Sequence[Kernel]) -> tuple[list[Kernel], np.ndarray]:
     return [by_hash[h] for h in first], index
 
 
-def own_params(given: Mapping[str, object]) -> JsonObject:
-    """The keywords of a constructor, from its ``locals()``."""
-    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
+@dataclass(frozen=True)
+class Params:
+    """Keywords of an estimator with their defaults: the base of those of each."""
 
 
 class ModelBundle(Protocol):

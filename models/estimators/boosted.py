@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import ModelError
-from ..core.base import own_params
+from ..core.base import Params
 from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
 from ..training_data.splits import stop_rows
@@ -41,14 +42,11 @@ _MAP_FILE = "score-map.npz"
 _COLUMNS_FILE = "columns.npz"
 
 
-class XGBoostEstimator(TabularEstimator):
-    """Histogram-grown boosted trees with a robust loss and early stopping.
+@dataclass(frozen=True)
+class BoostedParams(Params):
+    """Parameters of boosted trees.
 
-    The default loss is the absolute error of the log-ratio: its minimiser is the median, which
-    suits absolute percentage errors, and outliers among the labels (interrupts, other jobs on the
-    machine) do not pull it.
-
-    Args:
+    Attributes:
         rounds: Most boosting rounds; early stopping ends sooner.
         max_depth: Depth of a tree.
         learning_rate: Shrinkage.
@@ -72,28 +70,38 @@ class XGBoostEstimator(TabularEstimator):
         compact: Whether to save compressed, without what only training and TreeSHAP need.
     """
 
+    rounds: int = 600
+    max_depth: int = 8
+    learning_rate: float = 0.05
+    min_child_weight: float = 8.0
+    subsample: float = 0.8
+    colsample: float = 0.4
+    reg_lambda: float = 1.0
+    max_bin: int = 64
+    objective: str = "absolute"
+    per_cell: bool = False
+    monotone: Mapping[str, int] = field(default_factory=dict)
+    stop_rounds: int = 60
+    seed: int = 0
+    n_jobs: int = 1
+    compact: bool = False
+
+
+class XGBoostEstimator(TabularEstimator):
+    """Histogram-grown boosted trees with a robust loss and early stopping.
+
+    The default loss is the absolute error of the log-ratio: its minimiser is the median, which
+    suits absolute percentage errors, and outliers among the labels (interrupts, other jobs on the
+    machine) do not pull it.
+    """
+
     name = "xgboost"
 
-    def __init__(
-        self,
-        rounds: int = 600,
-        max_depth: int = 8,
-        learning_rate: float = 0.05,
-        min_child_weight: float = 8.0,
-        subsample: float = 0.8,
-        colsample: float = 0.4,
-        reg_lambda: float = 1.0,
-        max_bin: int = 64,
-        objective: str = "absolute",
-        per_cell: bool = False,
-        monotone: Mapping[str, int] | None = None,
-        stop_rounds: int = 60,
-        seed: int = 0,
-        n_jobs: int = 1,
-        compact: bool = False,
-    ) -> None:
-        monotone = dict(monotone or {})
-        super().__init__(**own_params(locals()))
+    keywords = BoostedParams
+    params: BoostedParams
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)
         self._trees: dict[str, BoostedTrees] = {}
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None
@@ -102,7 +110,7 @@ class XGBoostEstimator(TabularEstimator):
     @property
     def ranks(self) -> bool:
         """Whether it learns an order, within queries."""
-        return bool(self.params["objective"] == "pairwise")
+        return bool(self.params.objective == "pairwise")
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         # Constant columns (other devices, unused libraries) would only cost time and dilute the
@@ -114,7 +122,7 @@ class XGBoostEstimator(TabularEstimator):
             self._fit_order(table, target, groups)
             return
         self._trees = {"joint": BoostedTrees(self._grow(table, target, groups))}
-        if not self.params["per_cell"]:
+        if not self.params.per_cell:
             return
         for cell in np.unique(table.cell):
             own = table.cell == cell
@@ -123,7 +131,7 @@ class XGBoostEstimator(TabularEstimator):
                 self._trees[_file_stem(int(cell))] = BoostedTrees(booster)
 
     def _fit_order(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
-        if self.params["per_cell"]:
+        if self.params.per_cell:
             raise ModelError("per_cell does not go with objective='pairwise'")
         queries = device_queries(table) if self._queries is None else self._queries
         stop = self._held_back(groups)
@@ -135,8 +143,8 @@ class XGBoostEstimator(TabularEstimator):
             queries,
             stop if stopping else None,
             self._settings(table),
-            self.params["rounds"],
-            self.params["stop_rounds"],
+            self.params.rounds,
+            self.params.stop_rounds,
         )
         self._trees = {"joint": BoostedTrees(booster)}
         # Scores of rows that the trees were grown on are too good; the map needs honest ones.
@@ -161,52 +169,52 @@ class XGBoostEstimator(TabularEstimator):
 
         values = np.take(table.X, self._columns, axis=1)
         stop = self._held_back(groups)
-        options = {"max_bin": self.params["max_bin"], "nthread": self._n_jobs}
+        options = {"max_bin": self.params.max_bin, "nthread": self._n_jobs}
         train = xgb.QuantileDMatrix(values[~stop], target[~stop], **options)
         held = None
         if stop.any():
             held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
-        limits = self.params["rounds"], self.params["stop_rounds"]
+        limits = self.params.rounds, self.params.stop_rounds
         return grown(self._settings(table), train, held, *limits)
 
     def _held_back(self, groups: np.ndarray) -> np.ndarray:
         """Rows for early stopping; none if it is off or there are too few."""
-        if not self.params["stop_rounds"]:
+        if not self.params.stop_rounds:
             return np.zeros(len(groups), bool)
-        return stop_rows(groups, self.params["seed"])
+        return stop_rows(groups, self.params.seed)
 
     def _settings(self, table: KernelTable) -> dict[str, object]:
         p = self.params
-        if p["objective"] not in OBJECTIVES:
+        if p.objective not in OBJECTIVES:
             raise ModelError(
-                f"no objective {p['objective']!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
+                f"no objective {p.objective!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
             )
-        if p["monotone"] and p["objective"] != "squared":
+        if p.monotone and p.objective != "squared":
             raise ModelError("monotone constraints need objective='squared'")
         names = [table.names[column] for column in self._columns]
         # In the order of the kept columns, since XGBoost sees no names.
-        constraint = tuple(int(p["monotone"].get(name, 0)) for name in names)
+        constraint = tuple(int(p.monotone.get(name, 0)) for name in names)
         return {
-            "objective": OBJECTIVES[p["objective"]],
+            "objective": OBJECTIVES[p.objective],
             **({"monotone_constraints": constraint} if any(constraint) else {}),
             # Early stopping looks at the absolute error whatever the loss: it is what is reported.
             "eval_metric": "mae",
             "tree_method": "hist",
-            "max_depth": p["max_depth"],
-            "learning_rate": p["learning_rate"],
-            "min_child_weight": p["min_child_weight"],
-            "subsample": p["subsample"],
-            "colsample_bytree": p["colsample"],
-            "lambda": p["reg_lambda"],
-            "max_bin": p["max_bin"],
-            "seed": p["seed"],
+            "max_depth": p.max_depth,
+            "learning_rate": p.learning_rate,
+            "min_child_weight": p.min_child_weight,
+            "subsample": p.subsample,
+            "colsample_bytree": p.colsample,
+            "lambda": p.reg_lambda,
+            "max_bin": p.max_bin,
+            "seed": p.seed,
             "nthread": self._n_jobs,
             "verbosity": 0,
         }
 
     @property
     def _n_jobs(self) -> int:
-        return int(self.params["n_jobs"])
+        return int(self.params.n_jobs)
 
     def _ratio(self, table: KernelTable) -> np.ndarray:
         if self._score_map is not None:
@@ -259,7 +267,7 @@ class XGBoostEstimator(TabularEstimator):
         return shap
 
     def _weights(self) -> dict[str, bytes]:
-        if self.params["compact"]:
+        if self.params.compact:
             trees = {f"{k}{SUFFIX}": compact(t.booster) for k, t in self._trees.items()}
         else:
             trees = {f"{k}.ubj": bytes(t.booster.save_raw("ubj")) for k, t in self._trees.items()}

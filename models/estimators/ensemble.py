@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ..core.base import Params
 from ..core.kernel_table import CELLS, KernelTable, by_cell
 from ..core.registry import estimator_class, make_estimator
 from ..core.store import contents_of, pack, unpack
@@ -92,6 +94,31 @@ _FILE = "weights.npz"
 _FOLDER = "members"
 
 
+@dataclass(frozen=True)
+class EnsembleParams(Params):
+    """Parameters of the ensemble.
+
+    Attributes:
+        members: Names of estimators that work on the feature table.
+        member_params: Parameters by member.
+        inner_folds: Folds behind the weights.
+        shrinkage: Weight of the equal weights, in rows; more keeps closer to them.
+        seed: Seed of the folds and of members that take one.
+        n_jobs: Threads of members that take them.
+    """
+
+    members: Sequence[str] = MEMBERS
+    member_params: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    inner_folds: int = 3
+    shrinkage: float = 200.0
+    seed: int = 0
+    n_jobs: int = 1
+
+    def __post_init__(self) -> None:
+        # Comparable with what a model folder holds, which is a list.
+        object.__setattr__(self, "members", tuple(self.members))
+
+
 class EnsembleEstimator(TabularEstimator):
     """Weighted mean of the members' log-ratios (stacking; Wolpert, Neural Networks 5, 1992).
 
@@ -101,12 +128,7 @@ class EnsembleEstimator(TabularEstimator):
     rows takes the weights of all cells together.
 
     Args:
-        members: Names of estimators that work on the feature table.
-        member_params: Parameters by member.
-        inner_folds: Folds behind the weights.
-        shrinkage: Weight of the equal weights, in rows; more keeps closer to them.
-        seed: Seed of the folds and of members that take one.
-        n_jobs: Threads of members that take them.
+        params: Fields of :class:`EnsembleParams`.
 
     Raises:
         ModelError: Fewer than two members, or one that does not work on the feature table.
@@ -114,25 +136,13 @@ class EnsembleEstimator(TabularEstimator):
 
     name = "ensemble"
 
-    def __init__(
-        self,
-        members: Sequence[str] = MEMBERS,
-        member_params: Mapping[str, Mapping[str, object]] | None = None,
-        inner_folds: int = 3,
-        shrinkage: float = 200.0,
-        seed: int = 0,
-        n_jobs: int = 1,
-    ) -> None:
-        own = {name: dict(values) for name, values in (member_params or {}).items()}
-        _check(members, own)
-        super().__init__(
-            members=list(members),
-            member_params=own,
-            inner_folds=inner_folds,
-            shrinkage=shrinkage,
-            seed=seed,
-            n_jobs=n_jobs,
-        )
+    keywords = EnsembleParams
+    params: EnsembleParams
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)
+        _check(self.params)
+        members = self.params.members
         self.members: dict[str, TabularEstimator] = {}
         self.weights = np.full((len(CELLS), len(members)), 1.0 / len(members))
 
@@ -143,14 +153,14 @@ class EnsembleEstimator(TabularEstimator):
     def member_params(self, name: str) -> dict[str, object]:
         """What a member is made with: seed and threads if it takes them, and its own parameters."""
         accepted = _accepted(name)
-        general = {k: self.params[k] for k in ("seed", "n_jobs") if k in accepted}
-        return {**general, **self.params["member_params"].get(name, {})}
+        general = {k: v for k, v in self.settings.items() if k in accepted & {"seed", "n_jobs"}}
+        return {**general, **self.params.member_params.get(name, {})}
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         held = self._held_out(table, target, groups)
         known = np.isfinite(held).all(axis=1)
         self.weights = blend_weights(
-            held[known], target[known], table.cell[known], self.params["shrinkage"]
+            held[known], target[known], table.cell[known], self.params.shrinkage
         )
         self.members = self._fitted(table, target, groups)
 
@@ -160,16 +170,16 @@ class EnsembleEstimator(TabularEstimator):
         """Members fitted to all rows of a table; intervals and domain are the ensemble's alone."""
         latency = table.base_s * np.exp(target)
         made = {}
-        for name in self.params["members"]:
+        for name in self.params.members:
             made[name] = self.make_member(name).fit_table(table, latency, groups)
             made[name].domain = None
         return made
 
     def _held_out(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Log-ratios by members that did not see the row, shape ``(n, members)``; nan if none."""
-        held = np.full((len(table), len(self.params["members"])), np.nan)
+        held = np.full((len(table), len(self.params.members)), np.nan)
         fold, same = (
-            balanced_folds(groups, self.params["inner_folds"], self.params["seed"]),
+            balanced_folds(groups, self.params.inner_folds, self.params.seed),
             _twins(table),
         )
         for number in np.unique(fold):
@@ -187,7 +197,7 @@ class EnsembleEstimator(TabularEstimator):
 
     def _manifest(self) -> dict[str, object]:
         shown = {
-            cell: dict(zip(self.params["members"], row.round(4).tolist(), strict=True))
+            cell: dict(zip(self.params.members, row.round(4).tolist(), strict=True))
             for cell, row, on in zip(CELLS, self.weights, self.trained, strict=True)
             if on
         }
@@ -204,7 +214,7 @@ class EnsembleEstimator(TabularEstimator):
     def _restore(self, files: Mapping[str, bytes]) -> None:
         arrays = unpack(files[_FILE])
         # Cells that a former version did not have take equal weights.
-        equal = np.full(len(self.params["members"]), 1.0 / len(self.params["members"]))
+        equal = np.full(len(self.params.members), 1.0 / len(self.params.members))
         self.weights = by_cell(arrays["cells"], arrays["weights"], equal)
 
     @classmethod
@@ -212,12 +222,13 @@ class EnsembleEstimator(TabularEstimator):
         cls, path: Path, manifest: Mapping[str, object], files: dict[str, bytes], schema: str | None
     ) -> Self:
         model = super()._from_parts(path, manifest, files, schema)
-        for name in model.params["members"]:
+        for name in model.params.members:
             model.members[name] = _table_class(name).load(path / _FOLDER / name, schema)
         return model
 
 
-def _check(members: Sequence[str], params: Mapping[str, object]) -> None:
+def _check(params: EnsembleParams) -> None:
+    members = params.members
     if len(set(members)) < 2 or len(set(members)) != len(members):
         raise ModelError(
             f"an ensemble needs two or more different members, not {', '.join(members) or 'none'}",
@@ -225,7 +236,7 @@ def _check(members: Sequence[str], params: Mapping[str, object]) -> None:
         )
     for name in members:
         _table_class(name)
-    stray = sorted(set(params) - set(members))
+    stray = sorted(set(params.member_params) - set(members))
     if stray:
         raise ModelError(f"parameters for {stray[0]!r}, which is not a member of the ensemble")
 

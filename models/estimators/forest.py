@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..core.base import own_params
+from ..core.base import Params
 from ..core.kernel_table import KernelTable
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
@@ -17,15 +18,11 @@ CHUNK = 16_384
 _FILE = "forest.npz"
 
 
-class ForestEstimator(TabularEstimator):
-    """Forest of extremely randomised trees (Geurts et al., Machine Learning 63, 2006).
+@dataclass(frozen=True)
+class ForestParams(Params):
+    """Parameters of the forest.
 
-    Thresholds are drawn at random and the best of the drawn splits is taken: several times faster
-    to grow on hundreds of features than a classic random forest, and about as accurate. The trees
-    are exported to arrays right after fitting and predictions always come from those, so that a
-    loaded forest predicts bit for bit what the fitted one did.
-
-    Args:
+    Attributes:
         trees: Number of trees.
         min_samples_leaf: Fewest training rows in a leaf.
         max_features: Share of the features tried at every split.
@@ -34,30 +31,42 @@ class ForestEstimator(TabularEstimator):
         n_jobs: Threads for fitting.
     """
 
+    trees: int = 48
+    min_samples_leaf: int = 2
+    max_features: float = 0.3
+    max_depth: int = 24
+    seed: int = 0
+    n_jobs: int = 1
+
+
+class ForestEstimator(TabularEstimator):
+    """Forest of extremely randomised trees (Geurts et al., Machine Learning 63, 2006).
+
+    Thresholds are drawn at random and the best of the drawn splits is taken: several times faster
+    to grow on hundreds of features than a classic random forest, and about as accurate. The trees
+    are exported to arrays right after fitting and predictions always come from those, so that a
+    loaded forest predicts bit for bit what the fitted one did.
+    """
+
     name = "forest"
 
-    def __init__(
-        self,
-        trees: int = 48,
-        min_samples_leaf: int = 2,
-        max_features: float = 0.3,
-        max_depth: int = 24,
-        seed: int = 0,
-        n_jobs: int = 1,
-    ) -> None:
-        super().__init__(**own_params(locals()))
+    keywords = ForestParams
+    params: ForestParams
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)
         self._trees: dict[str, np.ndarray] = {}
 
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         from sklearn.ensemble import ExtraTreesRegressor
 
         forest = ExtraTreesRegressor(
-            n_estimators=self.params["trees"],
-            min_samples_leaf=self.params["min_samples_leaf"],
-            max_features=self.params["max_features"],
-            max_depth=self.params["max_depth"],
-            random_state=self.params["seed"],
-            n_jobs=self.params["n_jobs"],
+            n_estimators=self.params.trees,
+            min_samples_leaf=self.params.min_samples_leaf,
+            max_features=self.params.max_features,
+            max_depth=self.params.max_depth,
+            random_state=self.params.seed,
+            n_jobs=self.params.n_jobs,
         )
         forest.fit(np.nan_to_num(table.X), target)
         self._trees = export_trees([tree.tree_ for tree in forest.estimators_])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..core.base import Params
 from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
 from .tabular import TabularEstimator
@@ -54,9 +56,6 @@ class RooflineEstimator(TabularEstimator):
     name = "roofline"
     learned = False
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def _fit(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
         return
 
@@ -82,18 +81,28 @@ CLIP = 4.0
 _FILE = "ridge.npz"
 
 
-class RidgeEstimator(TabularEstimator):
-    """Linear in the standardised features, with an intercept for every cell.
+@dataclass(frozen=True)
+class RidgeParams(Params):
+    """Parameters of the ridge regression.
 
-    Args:
+    Attributes:
         alpha: Strength of the penalty per row, on standardised features.
         huber: Residuals beyond this many log units count linearly.
     """
 
-    name = "ridge"
+    alpha: float = 1e-3
+    huber: float = 0.3
 
-    def __init__(self, alpha: float = 1e-3, huber: float = 0.3) -> None:
-        super().__init__(alpha=alpha, huber=huber)
+
+class RidgeEstimator(TabularEstimator):
+    """Linear in the standardised features, with an intercept for every cell."""
+
+    name = "ridge"
+    keywords = RidgeParams
+    params: RidgeParams
+
+    def __init__(self, **params: object) -> None:
+        super().__init__(**params)
         self._mean = np.zeros(0)
         self._scale = np.zeros(0)
         self._coef = np.zeros(0)
@@ -104,7 +113,7 @@ class RidgeEstimator(TabularEstimator):
         # A constant feature gets scale 0, and with it no effect.
         self._scale = np.where(spread > 1e-9, 1.0 / np.maximum(spread, 1e-9), 0.0)
         design = self._design(table)
-        self._coef = huber_ridge(design, target, self.params["alpha"], self.params["huber"])
+        self._coef = huber_ridge(design, target, self.params.alpha, self.params.huber)
 
     def _ratio(self, table: KernelTable) -> np.ndarray:
         return np.asarray(self._design(table) @ self._coef)

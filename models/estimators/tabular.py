@@ -6,11 +6,12 @@ roofline for kinds that were never trained, and the model folder are the same fo
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import scalar_convolution_seconds
-from ..core.base import KernelPrediction, distinct
+from ..core.base import KernelPrediction, Params, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
 from ..core.store import (
     MANIFEST,
@@ -50,10 +51,12 @@ class TabularEstimator(ABC):
     """An estimator on the feature table.
 
     Args:
-        params: Keywords of the constructor; saved with the estimator.
+        params: Fields of :attr:`keywords`.
 
     Attributes:
         name: Name in the registry.
+        keywords: Dataclass of the keywords of the constructor, which are saved with the estimator.
+        params: Their values.
         learned: Whether predictions count as learned; false for the bare roofline.
         needs_graphs: Whether it also reads ``KernelTable.graphs``.
         schema: Digest of the features that it was fitted to; empty before fitting.
@@ -65,11 +68,17 @@ class TabularEstimator(ABC):
     """
 
     name: str = ""
+    keywords: ClassVar[type[Params]] = Params
     learned: ClassVar[bool] = True
     needs_graphs: ClassVar[bool] = False
 
-    def __init__(self, **params: Any) -> None:
-        self.params = params
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # What callers may ask for: whether it takes a seed, or threads.
+        cls.__signature__ = inspect.signature(cls.keywords)  # type: ignore[attr-defined]
+
+    def __init__(self, **params: object) -> None:
+        self.params = self.keywords(**params)
         self.schema = ""
         self.feature_names: tuple[str, ...] = ()
         self.conformal = Conformal()
@@ -112,9 +121,14 @@ class TabularEstimator(ABC):
     def _restore(self, files: Mapping[str, bytes]) -> None:
         """Restore the state from what :meth:`_weights` returned."""
 
+    @property
+    def settings(self) -> dict[str, object]:
+        """Keywords that construct the same estimator again."""
+        return asdict(self.params)
+
     def clone(self) -> Self:
         """An unfitted estimator with the same parameters."""
-        return type(self)(**self.params)
+        return type(self)(**self.settings)
 
     def fit(self, dataset: Dataset) -> Self:
         """Learn from the dataset's kernel rows and calibrate by cross-fitting over kernels.
@@ -232,7 +246,7 @@ class TabularEstimator(ABC):
     def _manifest(self) -> dict[str, object]:
         return {
             "estimator": self.name,
-            "params": self.params,
+            "params": self.settings,
             "units": {"latency": "s", "features": "see feature_names"},
             "target": TARGET,
             "schema_hash": self.schema,

@@ -7,8 +7,8 @@ For kernels that the compiler has just made, its estimates are an estimator of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import least_seconds, roofline
-from ..core.base import KernelPrediction, own_params
+from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
 from ..simulators.base import Answer, AnsweringEstimator
-from .boosted import XGBoostEstimator
+from .boosted import BoostedParams, XGBoostEstimator
 
 #: Opcodes for which libtpu writes no ``estimated_cycles`` (docs/tpu.md).
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
@@ -109,6 +109,20 @@ def _within_roofline(
     )
 
 
+@dataclass(frozen=True)
+class TpuParams(BoostedParams):
+    """Parameters of boosted trees for estimates of a compiler.
+
+    The labels have no noise (equal kernels always have equal estimates, docs/tpu.md), which allows
+    smaller leaves and a faster learning rate than the defaults of :class:`.boosted.BoostedParams`.
+    """
+
+    rounds: int = 400
+    learning_rate: float = 0.08
+    min_child_weight: float = 3.0
+    compact: bool = True
+
+
 class TpuEstimator(XGBoostEstimator):
     """Boosted trees fitted to the compiler's estimates; the roofline for kernels without any.
 
@@ -116,37 +130,12 @@ class TpuEstimator(XGBoostEstimator):
     ``roofline`` and out of domain, with a wide interval. Kinds of kernel with too few estimates are
     left to the roofline as well. No kernel is faster than
     :func:`~opcast.features.table.roofline.least_seconds`, whatever the trees predict.
-
-    The labels have no noise (equal kernels always have equal estimates, docs/tpu.md), which allows
-    smaller leaves and a faster learning rate than the defaults of :class:`XGBoostEstimator`.
-
-    Args:
-        rounds: Most boosting rounds.
-        max_depth: Depth of a tree.
-        learning_rate: Shrinkage.
-        min_child_weight: Least sum of weights in a leaf.
-        compact: Whether to save compressed, without training statistics.
-        seed: Random state.
-        n_jobs: Threads.
-        params: Further parameters of :class:`XGBoostEstimator`.
     """
 
     name = "tpu-xgboost"
     overheads: ClassVar[Mapping[str, Overhead]] = UNMEASURED
-
-    def __init__(
-        self,
-        rounds: int = 400,
-        max_depth: int = 8,
-        learning_rate: float = 0.08,
-        min_child_weight: float = 3.0,
-        compact: bool = True,
-        seed: int = 0,
-        n_jobs: int = 1,
-        **params: Any,
-    ) -> None:
-        own = own_params(locals())
-        super().__init__(**own.pop("params"), **own)
+    keywords = TpuParams
+    params: TpuParams
 
     def predict(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict every kernel on the device; those that no compiler estimates by the roofline."""

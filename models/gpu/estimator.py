@@ -91,7 +91,7 @@ class GpuEstimator:
     ) -> None:
         self.operators_path = Path(operators) if operators else SHIPPED
         self.constants = constants or shipped_constants()
-        self.params = params
+        self.settings = params
         self.correction: Correction | None = None
 
     @property
@@ -147,12 +147,12 @@ class GpuEstimator:
         groups = np.unique(fold_groups(frame, "unseen_family").astype(str), return_inverse=True)[1]
         table = data.table.take(entries)
         self.correction = Correction.fit(
-            table, predicted, data.latency_s[rows], groups, sorted(set(devices)), **self.params
+            table, predicted, data.latency_s[rows], groups, sorted(set(devices)), **self.settings
         )
         return self
 
     def _clone_without_correction(self) -> GpuEstimator:
-        other = GpuEstimator(self.operators_path, self.constants, **self.params)
+        other = GpuEstimator(self.operators_path, self.constants, **self.settings)
         # Fills the cached property: the operator model takes seconds to read.
         other.__dict__["operators"] = self.operators
         return other
@@ -274,7 +274,7 @@ class GpuEstimator:
                 "estimator": self.name,
                 "units": {"latency": "s"},
                 "operators": None if shipped else str(self.operators_path.resolve()),
-                "params": self.params,
+                "params": self.settings,
                 "constants": self.constants.to_dict(),
                 "correction": None if self.correction is None else self.correction.stored(),
             },

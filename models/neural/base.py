@@ -9,11 +9,12 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ..core.base import Params
 from ..core.kernel_table import KernelTable
 from ..core.store import pack_tensors, unpack_tensors
 from ..estimators.tabular import TabularEstimator
@@ -21,7 +22,9 @@ from ..training_data.splits import stop_rows
 
 logger = logging.getLogger(__name__)
 
-Weights = TypeVar("Weights")
+W = TypeVar("W")
+#: Weights of a network by name.
+Weights = dict[str, np.ndarray]
 
 #: Share of the steps in which the learning rate rises: Adam's estimates of the second moment vary
 #: too much in the first ones (Liu et al., On the Variance of the Adaptive Learning Rate and Beyond,
@@ -58,9 +61,7 @@ def shuffled(rows: int, batch: int, rng: np.random.Generator) -> np.ndarray:
     return rng.permutation(rows)[: steps * size].reshape(steps, size)
 
 
-def best_epoch(
-    epochs: Iterator[Weights], error: Callable[[Weights], float] | None, patience: int
-) -> Weights:
+def best_epoch(epochs: Iterator[W], error: Callable[[W], float] | None, patience: int) -> W:
     """Weights of the epoch with the least error on held-back rows.
 
     Args:
@@ -68,7 +69,7 @@ def best_epoch(
         error: Error of weights on the held-back rows; ``None`` takes the last weights.
         patience: Epochs without improvement before stopping.
     """
-    best: Weights | None = None
+    best: W | None = None
     least, since = np.inf, 0
     for number, weights in enumerate(epochs):
         # Falls with every epoch, so that the last one wins and nothing stops early.
@@ -224,6 +225,75 @@ class Bound:
 _FILE = "network.safetensors"
 
 
+@dataclass(frozen=True)
+class NetworkParams(Params):
+    """Parameters of a network and its training.
+
+    Attributes:
+        hidden: Width of a layer, of a graph network of a node.
+        layers: Number of hidden layers, of a graph network those of the perceptron.
+        epochs: Most passes over the rows; early stopping may end sooner.
+        batch: Rows of a step.
+        learning_rate: Peak of the learning rate.
+        weight_decay: Weight decay of AdamW.
+        delta: Errors of the log-ratio below this count quadratically.
+        stop_epochs: Epochs without improvement before stopping.
+        seed: Seed of weights, order and held-back groups.
+    """
+
+    hidden: int = 256
+    layers: int = 3
+    epochs: int = 30
+    batch: int = 256
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    delta: float = 0.1
+    stop_epochs: int = 10
+    seed: int = 0
+
+
+class Batch(Protocol):
+    """Rows that a network takes at a time, padded: kernels' features, or their graphs as well."""
+
+    @property
+    def y(self) -> np.ndarray:
+        """Log-ratios, float32, shape ``(rows,)``; zero if there are none."""
+
+    @property
+    def weight(self) -> np.ndarray:
+        """1 for a kernel and 0 for padding, float32, shape ``(rows,)``."""
+
+
+class Rows(Protocol):
+    """Kernels before they are cut into batches."""
+
+    @property
+    def y(self) -> np.ndarray:
+        """Log-ratios, float32, shape ``(rows,)``."""
+
+    def take(self, rows: np.ndarray) -> Self:
+        """The given rows, by position or mask."""
+
+    def batches(self, most: int) -> Iterator[Batch]:
+        """All rows in their order, at most ``most`` to a batch."""
+
+    def training_batches(self, order: np.ndarray) -> Iterator[tuple[int, Batch]]:
+        """Number of the step, and a batch of it, for rows of every step, ``(steps, rows)``."""
+
+
+class Network(Protocol):
+    """The layers in one library, with their weights."""
+
+    def step(self, batch: Any, rate: np.float32) -> None:
+        """Move the weights against the gradient of the loss, by AdamW at a learning rate."""
+
+    def ratio(self, batch: Any) -> np.ndarray:
+        """Log-ratios of the batch's rows, padding included, shape ``(rows,)``."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the weights by name."""
+
+
 class NeuralEstimator(TabularEstimator):
     """A network on the standardised feature table, with a bounded log-ratio.
 
@@ -231,36 +301,27 @@ class NeuralEstimator(TabularEstimator):
     (pseudo-Huber). Training is AdamW with a cosine schedule on mini-batches; the weights of the
     best epoch on held-back groups are kept. Equal seeds give equal models on the same machine.
 
-    A subclass may fit more inputs in ``_look_at``; it trains in ``_train`` and predicts in
-    ``_network_ratio``. Weights live in :attr:`weights` as plain arrays by name.
+    A subclass gives the layers in ``_network`` and their input in ``_rows``; it may fit more inputs
+    in ``_look_at``. Weights live in :attr:`weights` as plain arrays by name.
     """
+
+    keywords = NetworkParams
+    params: NetworkParams
 
     def __init__(self, **params: object) -> None:
         super().__init__(**params)
         self.inputs: Scaling | None = None
         # A placeholder until the targets are known.
         self.bound = Bound(-1.0, 1.0, 1.0, 0.0)
-        self.weights: dict[str, np.ndarray] = {}
+        self.weights: Weights = {}
 
     @abstractmethod
-    def _train(
-        self, table: KernelTable, target: np.ndarray, stop: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Weights fitted to the rows that are not held back.
-
-        Args:
-            table: ``n`` kernels.
-            target: Log-ratios, float32, shape ``(n,)``.
-            stop: Rows that are held back, bool, shape ``(n,)``; perhaps none.
-        """
+    def _network(self, weights: Weights | None = None) -> Network:
+        """A network with the given weights, or with new ones that are drawn by the seed."""
 
     @abstractmethod
-    def _network_ratio(self, table: KernelTable) -> np.ndarray:
-        """Log-ratios by the network with :attr:`weights`, shape ``(n,)``, for at least one row."""
-
-    @abstractmethod
-    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every array that :attr:`weights` must hold."""
+    def _rows(self, table: KernelTable, target: np.ndarray | None = None) -> Rows:
+        """The table in the form of a network's input; missing targets are zero."""
 
     def _look_at(self, table: KernelTable) -> None:
         """Fit the standardisation of the inputs."""
@@ -270,11 +331,41 @@ class NeuralEstimator(TabularEstimator):
         self._look_at(table)
         # The bounds come from all rows, held-back ones included: they limit predictions, no more.
         self.bound = Bound.fit(target)
-        stop = stop_rows(groups, self.params["seed"])
-        self.weights = self._train(table, target.astype(np.float32), stop)
+        p, rows = self.params, self._rows(table, target.astype(np.float32))
+        stop = stop_rows(groups, p.seed)
+        held = list(rows.take(stop).batches(p.batch))
+        self.weights = best_epoch(
+            self._epochs(rows.take(~stop)),
+            (lambda weights: self._error(weights, held)) if held else None,
+            p.stop_epochs,
+        )
+
+    def _epochs(self, rows: Rows) -> Iterator[Weights]:
+        """Weights after every epoch over the rows."""
+        p, network = self.params, self._network()
+        rng = np.random.default_rng(p.seed)
+        for epoch in range(p.epochs):
+            order = shuffled(len(rows.y), p.batch, rng)
+            rates = learning_rates(p.epochs * len(order), p.learning_rate)
+            for step, batch in rows.training_batches(order):
+                network.step(batch, rates[epoch * len(order) + step])
+            yield network.arrays()
+
+    def _error(self, weights: Weights, held: list[Batch]) -> float:
+        """Mean absolute error of the log-ratio."""
+        network = self._network(weights)
+        total, count = 0.0, 0.0
+        for batch in held:
+            total += float((np.abs(network.ratio(batch) - batch.y) * batch.weight).sum())
+            count += float(batch.weight.sum())
+        return total / count
 
     def _ratio(self, table: KernelTable) -> np.ndarray:
-        return self._network_ratio(table) if len(table) else np.zeros(0)
+        if not len(table):
+            return np.zeros(0)
+        network = self._network(self.weights)
+        batches = self._rows(table).batches(self.params.batch)
+        return np.concatenate([network.ratio(batch)[batch.weight > 0] for batch in batches])
 
     def _scaled(self, table: KernelTable) -> np.ndarray:
         return self._known(self.inputs)(table.X)
@@ -307,8 +398,11 @@ class NeuralEstimator(TabularEstimator):
         own = {n: a for n, a in arrays.items() if n.startswith("network/")}
         self.weights = {name.removeprefix("network/"): array for name, array in own.items()}
         # A network with arrays of other shapes would fail late, or broadcast silently.
-        shapes = {name: array.shape for name, array in self.weights.items()}
-        if shapes != self._expected_shapes():
+        shapes, expected = (
+            {name: array.shape for name, array in own.items()}
+            for own in (self.weights, self._network().arrays())
+        )
+        if shapes != expected:
             raise ValueError("arrays of the network do not fit its parameters")
 
     def _weights(self) -> dict[str, bytes]:

@@ -44,6 +44,44 @@ class GraphBatch(NamedTuple):
     weight: np.ndarray
 
 
+class TableBatch(NamedTuple):
+    """``rows`` kernels, padded.
+
+    Attributes:
+        x: Standardised features, float32, shape ``(rows, c)``.
+        y: Log-ratios, float32, shape ``(rows,)``; zero if there are none.
+        weight: 1 for a kernel and 0 for padding, float32, shape ``(rows,)``.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    weight: np.ndarray
+
+
+class TableRows(NamedTuple):
+    """Kernels before they are cut into batches: ``x`` and ``y`` of :class:`TableBatch`."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def take(self, rows: np.ndarray) -> TableRows:
+        """The given rows, by position or mask."""
+        return TableRows(self.x[rows], self.y[rows])
+
+    def batches(self, most: int) -> Iterator[TableBatch]:
+        """All rows in their order, at most ``most`` to a batch."""
+        for start in range(0, len(self.y), most):
+            x, y = self.x[start : start + most], self.y[start : start + most]
+            # A power of two of rows: a handful of compiled shapes serve any number.
+            columns = (x, y, np.ones(len(y), np.float32))
+            yield TableBatch(*(_padded(own, row_bucket(len(y), most), 0) for own in columns))
+
+    def training_batches(self, order: np.ndarray) -> Iterator[tuple[int, TableBatch]]:
+        """Batches of the rows of every step, with the number of the step."""
+        for step, at in enumerate(order):
+            yield step, TableBatch(self.x[at], self.y[at], np.ones(len(at), np.float32))
+
+
 class GraphRows(NamedTuple):
     """Kernels before they are cut into batches.
 

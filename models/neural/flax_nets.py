@@ -6,9 +6,8 @@ Imported only where a network is trained or evaluated, since Flax takes a second
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ...features.table.kernel_graph import OPCODES
-from .base import CLIP_NORM, Bound
-from .batches import GraphBatch
+from .base import CLIP_NORM, Bound, NetworkParams
+from .batches import GraphBatch, TableBatch
 
 Array = jax.Array | np.ndarray
 #: Inputs of a network: rows of a table, or a batch of graphs.
@@ -115,14 +114,11 @@ class CompiledNetwork(NamedTuple):
     Attributes:
         init: Seed and an example input to a :class:`State`.
         step: One batch: state, input, targets, row weights, learning rate, bound to a state.
-        epoch: Many batches of a table in one call: state, ``x``, ``y``, rows ``(steps, batch)``,
-            learning rates ``(steps,)``, bound to a state.
         ratio: Weights, input, bound to log-ratios.
     """
 
     init: Callable[[int, Inputs], State]
     step: Callable[..., State]
-    epoch: Callable[..., State]
     ratio: Callable[..., jax.Array]
 
 
@@ -159,22 +155,11 @@ def compiled(network: nn.Module, delta: float, weight_decay: float) -> CompiledN
         moved = jax.tree.map(lambda w, u: w - rate * u, state.weights, update)
         return State(moved, known)
 
-    def epoch(
-        state: State, x: Array, y: Array, rows: Array, rates: Array, bound: np.ndarray
-    ) -> State:
-        def one(state: State, batch: tuple[Array, Array]) -> tuple[State, None]:
-            at, rate = batch
-            return step(state, x[at], y[at], jnp.ones(at.shape), rate, bound), None
-
-        # One call an epoch: with small batches, dispatching each step would take longer than
-        # computing it.
-        return jax.lax.scan(one, state, (rows, rates))[0]
-
     def init(seed: int, example: Inputs) -> State:
         weights = initial_weights(network, seed, example)
         return State(weights, optimiser.init(weights))
 
-    return CompiledNetwork(init, jax.jit(step), jax.jit(epoch), jax.jit(ratio))
+    return CompiledNetwork(init, jax.jit(step), jax.jit(ratio))
 
 
 def initial_weights(network: nn.Module, seed: int, example: Inputs) -> Weights:
@@ -211,38 +196,50 @@ def from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
     return {"params": unflatten_dict(dict(arrays), sep="/")}
 
 
-@dataclass
-class TrainedNetwork:
-    """A graph network with its weights: a :class:`.gnn.GraphNetwork`.
+class FlaxNetwork:
+    """Layers in Flax with their weights and optimiser: a :class:`.base.Network`.
 
-    Attributes:
-        functions: The network's functions.
-        state: Its weights and optimiser.
-        bound: Of the log-ratios, as :meth:`.base.Bound.to_array` gives it.
+    Args:
+        layers: The network.
+        example: An input, to make weights for.
+        params: Of the training.
+        bound: Of the log-ratios.
+        weights: As :meth:`arrays` gives them, to predict with; ``None`` draws new ones to train.
     """
 
-    functions: CompiledNetwork
-    state: State
-    bound: np.ndarray
+    def __init__(
+        self,
+        layers: nn.Module,
+        example: Inputs,
+        params: NetworkParams,
+        bound: Bound,
+        weights: Mapping[str, np.ndarray] | None,
+    ) -> None:
+        self._functions = compiled(layers, params.delta, params.weight_decay)
+        self._bound = bound.to_array()
+        self._state = (
+            self._functions.init(params.seed, example)
+            if weights is None
+            else State(from_arrays(weights), optax.EmptyState())
+        )
 
-    @classmethod
-    def restored(
-        cls, functions: CompiledNetwork, arrays: Mapping[str, np.ndarray], bound: np.ndarray
-    ) -> Self:
-        """A network that predicts with the weights of :meth:`arrays`, and is not trained."""
-        return cls(functions, State(from_arrays(arrays), optax.EmptyState()), bound)
-
-    def step(self, batch: GraphBatch, rate: np.float32) -> None:
+    def step(self, batch: TableBatch | GraphBatch, rate: np.float32) -> None:
         """Train on one batch."""
-        self.state = self.functions.step(self.state, batch, batch.y, batch.weight, rate, self.bound)
+        self._state = self._functions.step(
+            self._state, _inputs(batch), batch.y, batch.weight, rate, self._bound
+        )
 
-    def ratio(self, batch: GraphBatch) -> np.ndarray:
+    def ratio(self, batch: TableBatch | GraphBatch) -> np.ndarray:
         """Log-ratios of the batch's rows, shape ``(rows,)``."""
-        return np.asarray(self.functions.ratio(self.state.weights, batch, self.bound))
+        return np.asarray(self._functions.ratio(self._state.weights, _inputs(batch), self._bound))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The weights by name."""
-        return to_arrays(self.state.weights)
+        return to_arrays(self._state.weights)
+
+
+def _inputs(batch: TableBatch | GraphBatch) -> Inputs:
+    return batch if isinstance(batch, GraphBatch) else batch.x
 
 
 def example_batch(columns: int, node_columns: int) -> GraphBatch:

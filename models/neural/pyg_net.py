@@ -67,8 +67,8 @@ class PygGraphNet(nn.Module):
         return out
 
 
-class TrainedNetwork:
-    """A graph network with its weights and optimiser: a :class:`.gnn.GraphNetwork`.
+class PygNetwork:
+    """A graph network with its weights and optimiser: a :class:`.base.Network`.
 
     Args:
         layers: The network.

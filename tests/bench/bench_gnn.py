@@ -25,7 +25,7 @@ from opcast.features.dataset import Dataset
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.core.registry import estimator_class
 from opcast.models.neural.batches import assemble
-from opcast.models.neural.gnn import GraphEstimator, PygGraphEstimator
+from opcast.models.neural.estimators import GraphEstimator, PygGraphEstimator
 from opcast.models.training_data.prepared import PreparedDataset, prepare
 from opcast.workflows.reports.accuracy import COMMITTED
 

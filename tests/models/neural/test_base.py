@@ -10,7 +10,7 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.neural.base import NeuralEstimator
-from opcast.models.neural.mlp import MLPEstimator
+from opcast.models.neural.estimators import MLPEstimator
 
 
 def test_an_unfitted_network_says_so() -> None:

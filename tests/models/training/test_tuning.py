@@ -44,7 +44,7 @@ def test_spaces_draw_what_the_estimator_takes(model: str) -> None:
     params = search_space(model)(Middle())
     assert params
     made = make_estimator(model, **params)
-    assert {k: made.params[k] for k in params} == params  # type: ignore[attr-defined]
+    assert {k: made.settings[k] for k in params} == params  # type: ignore[attr-defined]
 
 
 def test_an_estimator_may_declare_its_own_space(monkeypatch: pytest.MonkeyPatch) -> None:
