@@ -9,8 +9,7 @@ from opcast.common.errors import DatasetError
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.operators import FAMILIES, op_features
-from opcast.features.operators.hlo import op_frame, op_ir, read_op
-from opcast.features.operators.hlo_templates import TARGET
+from opcast.features.operators.hlo import TARGET, op_frame, op_ir, read_op
 
 ROWS, COLS = 6, 10
 N = ROWS * COLS
