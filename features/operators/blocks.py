@@ -14,28 +14,27 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import ROWS, visible_pairs
-from .columns import Machine, OpTable
-from .fitted import fitted
+from .columns import OpTable
 from .op import attention_flops
 from .physics import (
     Physics,
     combine,
     fill,
+    fitted,
     least_seconds,
     log2,
+    logs,
     quantised,
     resident_share,
     stream_seconds,
 )
-from .schema import BLOCK_FLAGS
+from .schema import BLOCK_FLAGS, DTYPES
+from .tiles import grouped_tiles
 
 FIT = fitted("blocks")
 
 #: Method whose time holds the host's launches.
 HOST = "cuda_event"
-#: Output tiles of products with the share of the peak that they reach, and least depth of a split
-#: of the reduction: those of grouped products (moe.py).
-TILES, SPLIT_DEPTH = ((16, 128, 0.25), (64, 128, 0.7), (128, 128, 0.9), (128, 256, 1.0)), 512
 #: Width of an indexer's key (DeepSeek-V3.2, 2025).
 INDEX_WIDTH = 128.0
 #: Kernels, and passes over the tensor, of PyTorch's RMS norm (in f32, operator by operator) and
@@ -44,7 +43,6 @@ INDEX_WIDTH = 128.0
 #: of Llama take 25 to 28 µs for few tokens and 8 to 12 passes for many, LayerNorm of Phi 8 µs and
 #: 1.2 passes.
 RMS_NORM, ROPE = (6.0, 8.5), (8.0, 6.0)
-DTYPES = ("bf16", "fp16", "fp8", "fp8_block", "int8")
 
 
 class _Stage(NamedTuple):
@@ -76,29 +74,33 @@ def _staged(
     # Stages follow each other, so that limits of different ones add up.
     busy = [combine(s.tiles, stream_seconds(s.moved, resident, mc), s.serial) for s in stages]
     base = floor + np.asarray(sum(busy))
-    compute, least = flops / peak, least_seconds(moved, resident, mc)
+    compute = flops / peak
     features = {
         f"{column}_{word}": table.says(column, word) * 1.0
         for column, words in BLOCK_FLAGS.items()
         for word in words
     }
-    features |= {f"dtype_{name}": table.is_("dtype", name) * 1.0 for name in DTYPES}
+    features |= {f"dtype_{name}": table.is_("dtype", name) * 1.0 for name in DTYPES["blocks"]}
     features |= {
-        "log_tiles_base": log2(tiles / base),
-        "log_memory_base": log2(memory / base),
-        "log_serial_base": log2(serial / base),
-        "log_compute_base": log2(compute / base),
+        **logs(
+            tiles_base=tiles / base,
+            memory_base=memory / base,
+            serial_base=serial / base,
+            compute_base=compute / base,
+        ),
         "floor_base": floor / base,
-        "log_cycles": log2(base * mc.clock),
+        **logs(cycles=base * mc.clock),
         "log_intensity": np.clip(log2(compute / memory), -20, 12),
-        "log_waves": log2(waves / mc.cores),
+        **logs(waves=waves / mc.cores),
         "wave_fill": fill(waves / mc.cores),
         "resident": resident,
         "log_footprint_cache": np.clip(log2(moved / mc.cache), -12, 12),
         # Balance of the chip: matrix work for each byte, and bytes for each cycle of a core.
-        "log_ridge": log2(peak / mc.bandwidth),
-        "log_core_bandwidth": log2(mc.bandwidth / mc.cores / mc.clock),
-        "log_core_peak": log2(peak / mc.cores / mc.clock),
+        **logs(
+            ridge=peak / mc.bandwidth,
+            core_bandwidth=mc.bandwidth / mc.cores / mc.clock,
+            core_peak=peak / mc.cores / mc.clock,
+        ),
     }
     features |= {f"log_{name}": log2(1 + value) for name, value in sizes.items()}
     features |= {
@@ -106,8 +108,8 @@ def _staged(
     }
     return Physics(
         base,
-        np.minimum(np.maximum(compute, least), base),
-        compute > least,
+        np.minimum(compute, base),
+        least_seconds(moved, resident, mc),
         floor,
         flops,
         moved,
@@ -117,28 +119,11 @@ def _staged(
     )
 
 
-def _grouped(
-    groups: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, table: OpTable, mc: Machine
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds and tiles of ``groups`` products ``(m, k) × (k, n)`` by the best tile."""
-    rate = table.matrix_peak() / mc.cores
-    best, tiles = np.full(len(m), np.inf), np.ones(len(m))
-    for rows, columns, share in TILES:
-        count = groups * np.ceil(m / rows) * np.ceil(n / columns)
-        own = count / mc.cores
-        split = np.clip(np.floor(1 / np.maximum(own, 1e-9)), 1, np.maximum(1, k / SPLIT_DEPTH))
-        runs = np.where(own < 1, 1 / split, quantised(own))
-        seconds = runs * rows * columns * k * 2 / rate / share
-        tiles = np.where(seconds < best, count, tiles)
-        best = np.minimum(best, seconds)
-    return best, tiles
-
-
 def _product(table: OpTable) -> Physics:
     """Estimate ``m`` tokens through a layer of ``n × k`` weights."""
     m, n, k = table.numbers("m", "n", "k")
     mc, none = table.machine(), np.zeros(len(table))
-    seconds, tiles = _grouped(np.ones(len(m)), m, n, k, table, mc)
+    seconds, tiles, _ = grouped_tiles([(np.ones(len(m)), m, n, k)], table.matrix_peak(), mc)
     moved = n * k * table.weight_bytes + m * k * table.activation_bytes + m * n * 2
     stage = _Stage(2 * m * n * k, moved, seconds, none)
     return _staged(table, [stage], 1.0, tiles, {"m": m, "n": n, "k": k}, ("m", "n", "k"))
@@ -153,8 +138,8 @@ def _pass(table: OpTable) -> Physics:
     kinds = [own_norm, table.says("op", "rope"), table.says("op", "emb")]
     kernels = np.where(torch, 2 * np.select(kinds, [RMS_NORM[0], ROPE[0], 1.0], 1.0), 1.0)
     # Kernels of a TPU's program follow each other without a launch.
-    on_tpu = table.of_device([float(d.platform == "tpu") for d in table.devices])
-    kernels = np.where(on_tpu > 0, FIT.tpu_kernel, kernels)
+    on_tpu = table.is_on(lambda device: device.platform == "tpu")
+    kernels = np.where(on_tpu, FIT.tpu_kernel, kernels)
     passes = np.where(torch, np.select(kinds, [RMS_NORM[1], ROPE[1], FIT.embedding], 1.0), 1.0)
     passes = np.where(table.says("op", "act"), FIT.gated, passes)
     moved = rows * cols * 4 * passes
@@ -168,7 +153,8 @@ def _streams(table: OpTable) -> Physics:
     mc, none = table.machine(), np.zeros(len(table))
     # Copies in, their mix out, and a small product that gives the weights of the mix.
     width = copies * (copies + 2)
-    seconds, _ = _grouped(np.ones(len(rows)), rows, width, copies * cols, table, mc)
+    one = np.ones(len(rows))
+    seconds, *_ = grouped_tiles([(one, rows, width, copies * cols)], table.matrix_peak(), mc)
     moved = rows * cols * (2 * copies + 2) * 2 + copies * cols * width * 4
     stage = _Stage(2 * rows * width * copies * cols, moved, seconds, none)
     return _staged(table, [stage], 2.0, rows, {"rows": rows, "cols": cols}, ("rows", "cols"))
@@ -184,8 +170,9 @@ def _experts(table: OpTable) -> Physics:
     # Experts that get a row when rows fall on them at random.
     active = np.maximum(local * -np.expm1(-rows / local), np.minimum(rows, 1))
     depth = np.ceil(rows / active)
-    up, tiles = _grouped(active, depth, 2 * inter, hidden, table, mc)
-    down, _ = _grouped(active, depth, hidden, inter, table, mc)
+    peak = table.matrix_peak()
+    up, tiles, _ = grouped_tiles([(active, depth, 2 * inter, hidden)], peak, mc)
+    down, *_ = grouped_tiles([(active, depth, hidden, inter)], peak, mc)
     streams = rows * (hidden * 4 + inter * 6) + tokens * hidden * 4
     moved = active * 3 * hidden * inter * table.weight_bytes + streams
     stage = _Stage(6 * rows * hidden * inter, moved, up + down, none)
@@ -268,7 +255,8 @@ def _sparse(table: OpTable) -> Physics:
     narrow = table.mapped("distribution", {"fp8_block": 1.0, "nvfp4": 0.56}, 2.0)
     # Projections as one product of the same weights, 4096 deep.
     deep = np.full(len(tokens), 4096.0)
-    seconds, tiles = _grouped(np.ones(len(tokens)), tokens, weights / deep, deep, table, mc)
+    products = [(np.ones(len(tokens)), tokens, weights / deep, deep)]
+    seconds, tiles, _ = grouped_tiles(products, peak, mc)
     first = _Stage(
         2 * tokens * weights,
         np.where(weights > 0, weights * narrow + tokens * 4096 * 8, 0),

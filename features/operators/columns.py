@@ -217,10 +217,14 @@ class OpTable:
         """Return parameter columns, float64, shape ``(n,)`` each."""
         return [self.columns[c] for c in wanted]
 
-    def of_device(self, values: list[float]) -> np.ndarray:
-        """Spread a figure for each of ``devices`` over the rows, shape ``(n,)``."""
-        figures: np.ndarray = np.asarray(values, np.float64)
+    def of_device(self, figure: Callable[[DeviceSpec], float]) -> np.ndarray:
+        """Return a figure of each row's device, float64, shape ``(n,)``."""
+        figures: np.ndarray = np.array([figure(device) for device in self.devices], np.float64)
         return np.asarray(figures[self.code])
+
+    def is_on(self, holds: Callable[[DeviceSpec], bool]) -> np.ndarray:
+        """Return whether a condition holds for each row's device, bool, shape ``(n,)``."""
+        return np.asarray(np.array([holds(device) for device in self.devices], bool)[self.code])
 
     def mapped(self, column: str, table: Mapping[str, float], default: float) -> np.ndarray:
         """Look up a figure by a text column."""
@@ -294,17 +298,16 @@ class OpTable:
                 are those of one mean nothing for the core of a TPU, or of a device that is
                 described without a count.
         """
-        d = self.devices
-        cores = [_multiprocessors(x) if multiprocessors else x.core_count for x in d]
+        cores = _multiprocessors if multiprocessors else lambda device: float(device.core_count)
         return Machine(
             cores=self.of_device(cores),
             # A usual boost clock, for devices described without one: fixed costs are in cycles.
-            clock=self.of_device([x.clock_hz or 1.5e9 for x in d]),
+            clock=self.of_device(lambda d: d.clock_hz or 1.5e9),
             # Never zero: it divides footprints. One byte means that nothing is resident.
-            cache=self.of_device([max(x.cache_bytes, 1.0) for x in d]),
-            cache_bandwidth=self.of_device([x.levels[0].bandwidth for x in d]),
-            bandwidth=self.of_device([x.bandwidth for x in d]),
-            vector=self.of_device([x.vector_peak("f32") for x in d]),
+            cache=self.of_device(lambda d: max(d.cache_bytes, 1.0)),
+            cache_bandwidth=self.of_device(lambda d: d.levels[0].bandwidth),
+            bandwidth=self.of_device(lambda d: d.bandwidth),
+            vector=self.of_device(lambda d: d.vector_peak("f32")),
         )
 
 

@@ -1,21 +1,49 @@
-"""Physics of convolutions, as the matrix products that libraries make of them."""
+"""Physics of convolutions: of eager calls as products, of tuned libraries by algorithm.
+
+A library of convolutions in one to three dimensions, forward and both gradients, times several
+algorithms and keeps the fastest. Each is estimated on its own, their soft minimum is the estimate,
+and their ratios to it are features, so that a regressor learns when a library has an algorithm and
+how well it runs.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from .columns import OpTable
-from .fitted import fitted
-from .gemm import _waves, tile_seconds
+from .columns import Machine, OpTable
+from .gemm import SHOWN
 from .physics import (
     Physics,
     combine,
     fill,
+    fills,
+    fitted,
     least_seconds,
     log2,
+    logs,
+    multiples,
     resident_share,
     stream_seconds,
 )
+from .schema import DTYPES
+from .tiles import tile_seconds, tile_waves
+
+FIT = fitted("convolutions")
+_COSTS = FIT.tables["costs"]
+#: Directions, by the column ``op``: the result, the gradient of the input, that of the weights.
+DIRECTIONS = ("fwd", "bwd_data", "bwd_weights")
+#: Products that a Winograd transform with 3 × 3 filters saves at best (Lavin and Gray, Fast
+#: Algorithms for Convolutional Neural Networks, 2016); kernels of larger tiles save 4.
+WINOGRAD_SAVING = 4.0
+#: Architectures for which MIOpen's kernels, written for earlier chips, are not made: they form no
+#: pairs of instructions of the vector unit, multiply 16-bit numbers at half the rate of the matrix
+#: units' newest instructions (CDNA 3 instruction set), and none is an implicit product in one
+#: kernel, which wins no row of MI300X and a third of those of MI250X.
+LATER = ("cdna3", "cdna4")
+#: Power of the soft minimum over algorithms: a sharp one, since only one runs.
+_SHARPNESS = 6.0
 
 
 def conv(table: OpTable) -> Physics:
@@ -34,10 +62,10 @@ def conv(table: OpTable) -> Physics:
     )
     out = np.maximum(np.floor((inside + 2 * pad - size) / stride) + 1, 1)
     m, n, k = batch * out**2, cout, cin * size**2
-    one = np.ones(len(m))
+    product = (np.ones(len(m)), m, n, k)
     # All published convolutions are in fp32, four bytes an element.
     moved = 4 * (batch * cin * inside**2 + cin * cout * size**2 + m * n)
-    t_tiles, waves, tile_use = tile_seconds(one, m, n, k, peak, mc)
+    t_tiles, waves, tile_use = tile_seconds(product, peak, mc)
     t_compute = 2 * m * n * k / peak
     winograd = (size == 3) & (stride == 1)
     # F(2 × 2, 3 × 3) saves 2.25 times the products, but its transforms cost vector work, and
@@ -49,50 +77,273 @@ def conv(table: OpTable) -> Physics:
     base = floor + combine(t_tiles, t_memory)
     features = {
         # Shares of the parts in the estimate, as for products (gemm.py).
-        "log_tiles_base": log2(t_tiles / base),
-        "log_memory_base": log2(t_memory / base),
+        **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
         "floor_base": floor / base,
-        "log_cycles": log2(base * mc.clock),
-        "log_intensity": log2(t_compute / t_memory),
-        "log_waves": log2(waves),
+        **logs(cycles=base * mc.clock, intensity=t_compute / t_memory, waves=waves),
         "wave_fill": fill(waves),
         "tile_use": tile_use,
         "resident": resident,
         # Sizes as a product, then as a convolution: libraries choose the algorithm by both.
-        "log_m": log2(m),
-        "log_n": log2(n),
-        "log_k": log2(k),
-        "log_batch": log2(batch),
-        "log_cin": log2(cin),
-        "log_size": log2(inside),
-        "log_out": log2(out),
+        **logs(m=m, n=n, k=k, batch=batch, cin=cin, size=inside, out=out),
         "ksize": size,
         "stride": stride,
         "pad": pad,
         "winograd": winograd * 1.0,
         # Alignments that vectorised loads and tiles of output channels ask for.
-        "cin_of_4": (cin % 4 == 0) * 1.0,
-        "cin_of_32": (cin % 32 == 0) * 1.0,
-        "cout_of_32": (cout % 32 == 0) * 1.0,
-        "out_of_8": (out % 8 == 0) * 1.0,
+        **multiples(cin=(cin, (4, 32)), cout=(cout, (32,)), out=(out, (8,))),
         "cout_fill": cout / (np.ceil(cout / 64) * 64),
-        **_waves(one, m, n, mc),
+        **tile_waves(product, mc, SHOWN),
         "log_moved_cache": np.clip(log2(moved / mc.cache), -10, 10),
-        "log_balance": log2(peak / mc.bandwidth),
-        "log_cores": log2(mc.cores),
+        **logs(balance=peak / mc.bandwidth, cores=mc.cores),
     }
     # The bound has to hold for whichever algorithm the library chose.
-    t_least = least_seconds(moved, resident, mc)
     t_peak = 2 * m * n * k / table.matrix_peak() / np.where(winograd, 2.25, 1.0)
-    roofline = np.maximum(t_peak, t_least)
     return Physics(
         base,
-        roofline,
-        t_peak > t_least,
+        t_peak,
+        least_seconds(moved, resident, mc),
         floor,
         2 * m * n * k,
         moved,
         features,
         specific=("log_moved_cache", "log_balance", "log_cores"),
         keys=("log_tiles_base", "log_memory_base", "log_m", "log_n", "log_k", "ksize", "stride"),
+    )
+
+
+@dataclass(slots=True)
+class _Problem:
+    """Sizes of ``n`` convolutions; shape ``(n,)`` each.
+
+    Attributes:
+        batch: Images.
+        groups: Groups.
+        cin: Input channels of a group.
+        cout: Output channels of a group.
+        inside: Input positions of an image.
+        outside: Output positions of an image.
+        taps: Weights of a filter, per pair of channels.
+        steps: Product of the strides.
+    """
+
+    batch: np.ndarray
+    groups: np.ndarray
+    cin: np.ndarray
+    cout: np.ndarray
+    inside: np.ndarray
+    outside: np.ndarray
+    taps: np.ndarray
+    steps: np.ndarray
+
+
+def library_conv(table: OpTable) -> Physics:
+    """Estimate a convolution of :data:`DIRECTIONS` as the fastest of a library's algorithms.
+
+    The algorithms: an implicit product on matrix units (Chetlur et al., cuDNN: Efficient Primitives
+    for Deep Learning, 2014), the same on transposed tensors, a product of each image's unfolded
+    columns, Winograd's transform, and direct sums on the vector unit.
+    """
+    one = _problem(table)
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
+    width = table.activation_bytes
+    vector = _vector_rate(table)
+    last = table.columns["channels_last"] > 0
+    direction = {name: table.is_("op", name) for name in DIRECTIONS}
+    m, n, k = _product(one, direction)
+    flops = 2 * one.batch * one.outside * one.cout * one.groups * one.cin * one.taps
+    x = width * one.batch * one.groups * one.cin * one.inside
+    y = width * one.batch * one.groups * one.cout * one.outside
+    w = width * one.groups * one.cin * one.cout * one.taps
+    moved = x + w + y
+    resident = resident_share(moved, mc.cache, 1.0, 0.5)
+    t_memory = stream_seconds(moved, resident, mc)
+    t_tiles, waves, use = tile_seconds((one.groups, m, n, k), peak, mc)
+    t_sums = flops / vector
+    ways = _ways(table, one, direction, (t_tiles, t_memory, t_sums, x + y), mc)
+    stacked = np.stack(list(ways.values()))
+    base = np.asarray((stacked**-_SHARPNESS).sum(axis=0) ** (-1 / _SHARPNESS))
+    launches = np.array([_COSTS[name][0] for name in ways])[stacked.argmin(axis=0)] * 1e-6
+    # The soft minimum lies below the fastest; the share of launches is the latter's.
+    floor = launches * base / stacked.min(axis=0)
+    numbers = table.columns
+    features = {
+        # Shares of the parts in the estimate, as for products (gemm.py).
+        **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
+        "floor_base": floor / base,
+        **logs(sums_base=t_sums / base),
+        # How much slower than the estimate each algorithm is; absent ones are far slower.
+        **{f"log_{name}_base": np.minimum(log2(way / base), 20.0) for name, way in ways.items()},
+        **logs(
+            cycles=base * mc.clock,
+            flop_cycles=flops / peak * mc.clock,
+            intensity=flops / peak / t_memory,
+            waves=waves,
+        ),
+        "wave_fill": fill(waves),
+        "tile_use": use,
+        "resident": resident,
+        **{f"is_{name}": values * 1.0 for name, values in direction.items()},
+        **{f"dtype_{d}": table.is_("dtype", d) * 1.0 for d in DTYPES["conv_nd"]},
+        # The product that it is, then the convolution: libraries choose the algorithm by both.
+        **logs(m=m, n=n, k=k, batch=one.batch, groups=one.groups),
+        "depthwise": ((one.cin == 1) & (one.groups > 1)) * 1.0,
+        **logs(cin=one.cin, cout=one.cout, inside=one.inside, outside=one.outside),
+        **logs(col=one.taps * one.outside / one.inside),
+        "width_in": log2(numbers["w"]),
+        **{name: numbers[name] for name in _SHOWN},
+        "dilated": (numbers["dil_h"] * numbers["dil_w"] * numbers["dil_d"] > 1) * 1.0,
+        "spatial": numbers["ndim"],
+        "channels_last": last * 1.0,
+        **_alignment(one, m, n, k),
+        "log_moved_cache": np.clip(log2(moved / mc.cache), -10, 10),
+        **logs(balance=peak / mc.bandwidth, matrix_vector=peak / vector, cores=mc.cores),
+    }
+    # The bound has to hold for whichever algorithm the library chose.
+    t_peak = flops / np.maximum(peak, vector) / np.where(_has_winograd(table), WINOGRAD_SAVING, 1.0)
+    return Physics(
+        base,
+        t_peak,
+        least_seconds(moved, resident, mc),
+        floor,
+        flops,
+        moved,
+        features,
+        specific=("log_moved_cache", "log_balance", "log_cores"),
+        keys=("log_tiles_base", "log_memory_base", "log_m", "log_n", "log_k"),
+    )
+
+
+#: Columns that are features as they are.
+_SHOWN = ("kh", "kw", "kd", "stride_h", "stride_w", "stride_d", "pad_h", "pad_w")
+
+
+def _problem(table: OpTable) -> _Problem:
+    numbers = table.columns
+    inside, outside = np.ones(len(table)), np.ones(len(table))
+    taps, steps = np.ones(len(table)), np.ones(len(table))
+    for axis in "dhw":
+        size, filters, stride, pad, hole = (
+            numbers[name]
+            for name in (axis, f"k{axis}", f"stride_{axis}", f"pad_{axis}", f"dil_{axis}")
+        )
+        reach = (filters - 1) * hole + 1
+        outside = outside * np.maximum(np.floor((size + 2 * pad - reach) / stride) + 1, 1)
+        inside, taps, steps = inside * size, taps * filters, steps * stride
+    groups = numbers["groups"]
+    return _Problem(
+        numbers["n"],
+        groups,
+        numbers["c"] / groups,
+        numbers["k"] / groups,
+        inside,
+        outside,
+        taps,
+        steps,
+    )
+
+
+def _product(
+    one: _Problem, direction: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return ``m``, ``n`` and ``k`` of one group's implicit product, shape ``(n,)`` each."""
+    pixels = one.batch * one.outside
+    m, n, k = pixels, one.cout, one.cin * one.taps
+    data, weights = direction["bwd_data"], direction["bwd_weights"]
+    # Each input position meets only the taps that its place within the stride lets it.
+    m = np.where(data, one.batch * one.inside, m)
+    n = np.where(data, one.cin, n)
+    k = np.where(data, one.cout * np.maximum(one.taps / one.steps, 1), k)
+    m = np.where(weights, one.cout, m)
+    n = np.where(weights, one.cin * one.taps, n)
+    return m, n, np.where(weights, pixels, k)
+
+
+def _ways(
+    table: OpTable,
+    one: _Problem,
+    direction: dict[str, np.ndarray],
+    times: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    mc: Machine,
+) -> dict[str, np.ndarray]:
+    """Return the seconds of each algorithm, infinite where there is none, shape ``(n,)`` each.
+
+    Args:
+        table: The convolutions.
+        one: Their sizes.
+        direction: Which of :data:`DIRECTIONS` each is.
+        times: Seconds of the tiles, of the traffic and of the sums on the vector unit, and bytes of
+            input and output.
+        mc: Their devices.
+    """
+    tiles, memory, sums, images = times
+    numbers = table.columns
+    last = numbers["channels_last"] > 0
+    matrix = table.matrix_peak() > 1.5 * _vector_rate(table)
+    flat = numbers["ndim"] < 3
+    dense = one.groups == 1
+    plain = (one.taps == 1) & (one.steps == 1)
+    early = table.is_on(lambda device: device.architecture not in LATER)
+    turn = 2 * images / mc.bandwidth
+    columns = table.activation_bytes * one.groups * one.cin * one.taps * one.outside * one.batch
+    summing = direction["bwd_weights"]
+    never = np.full(len(table), np.inf)
+
+    def only(where: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        return np.where(where, seconds, never)
+
+    def cost(way: tuple[float, ...], work: np.ndarray) -> np.ndarray:
+        return np.asarray(way[0] * 1e-6 + way[1] * work + way[2] * memory)
+
+    # The product at the rate of the instructions that these kernels use.
+    wider = np.where(early, 1.0, 2.0)
+    slow = tiles * np.where(table.activation_bytes < 4, wider, 1.0)
+    padded = sums * np.maximum(FIT.group_channels / one.cout, 1.0)
+    alone = np.where(matrix, cost(_COSTS["single"], tiles), cost(_COSTS["single_vector"], tiles))
+    images_us = one.batch * np.where(summing, FIT.each_sum, FIT.each_image)
+    unfolded = _COSTS["unfolded"][0] + FIT.each_unfolded * one.batch
+    return {
+        "turned": only(
+            matrix & flat & dense & ~last,
+            cost(_COSTS["turned"][:3], slow) + _COSTS["turned"][3] * turn,
+        ),
+        "straight": only(matrix & flat & dense & last, cost(_COSTS["straight"], slow)),
+        "single": only(flat & early, alone),
+        "batched": only(plain, cost(_COSTS["batched"], tiles) + images_us * 1e-6),
+        "unfolded": unfolded * 1e-6
+        + combine(_COSTS["unfolded"][1] * tiles, _COSTS["unfolded"][2] * columns / mc.bandwidth),
+        "winograd": only(_has_winograd(table), cost(_COSTS["winograd"], sums)),
+        "grouped": only(
+            flat & ~dense & ~table.is_("dtype", "bf16"), cost(_COSTS["grouped"], padded)
+        ),
+        "direct": only(flat & dense & early, cost(_COSTS["direct"], sums)),
+        "general": only(flat & early, cost(_COSTS["general"], sums)),
+        "naive": cost(_COSTS["naive"], sums),
+    }
+
+
+def _vector_rate(table: OpTable) -> np.ndarray:
+    """Return the FLOP/s of the vector unit without pairs of instructions, shape ``(n,)``."""
+    paired = table.is_on(lambda device: device.architecture in LATER)
+    return np.asarray(table.vector_peak() / (1 + paired))
+
+
+def _has_winograd(table: OpTable) -> np.ndarray:
+    numbers = table.columns
+    square = (numbers["kh"] == 3) & (numbers["kw"] == 3) & (numbers["kd"] == 1)
+    near = (numbers["stride_h"] <= 2) & (numbers["stride_w"] <= 2)
+    dense = (numbers["groups"] == 1) & (numbers["dil_h"] == 1) & (numbers["dil_w"] == 1)
+    return np.asarray(square & near & dense & ~table.is_("dtype", "bf16"))
+
+
+def _alignment(one: _Problem, m: np.ndarray, n: np.ndarray, k: np.ndarray) -> dict[str, np.ndarray]:
+    """Alignments that vectorised loads and tiles of channels ask for."""
+    features: dict[str, np.ndarray] = {}
+    for name, size in (("cin", one.cin), ("cout", one.cout)):
+        features |= multiples(**{name: (size, (4, 8, 32))})
+        features[f"{name}_fill"] = size / (np.ceil(size / 64) * 64)
+    tiles = (64, 128, 256)
+    return (
+        features
+        | fills(m=(m, tiles), n=(n, tiles), k=(k, tiles))
+        | multiples(inside=(one.inside, (4,)), outside=(one.outside, (4,)))
     )

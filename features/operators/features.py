@@ -15,15 +15,13 @@ from ..devices.device import DeviceSpec, MemoryLevel
 from .attention import attention
 from .blocks import PHYSICS
 from .columns import OpRows, OpTable
-from .conv import conv
-from .gemm import gemm
+from .conv import conv, library_conv
+from .gemm import gemm, tuned_gemm
 from .hlo import op_texts
-from .library_conv import library_conv
 from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
 from .schema import BLOCKS, FAMILIES, MAY_BE_ZERO, OPTIONAL, parameters_of
-from .tuned_gemm import tuned_gemm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,12 +112,12 @@ def op_features(
     for place, values in enumerate(physics.features.values()):
         X[:, place] = values
     general, keys = _positions(names, physics.specific, physics.keys)
-    limited = np.where(physics.compute_bound, "compute", "memory")
+    limited = np.where(physics.compute_s > physics.least_s, "compute", "memory")
     return OpFeatures(
         X=X,
         names=names,
         base_s=physics.base_s,
-        roofline_s=physics.roofline_s,
+        roofline_s=np.maximum(physics.compute_s, physics.least_s),
         floor_s=physics.fixed_s,
         flops=physics.flops,
         moved=physics.moved,

@@ -4,53 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from .autotuned_gemm import autotuned_tiles
+from ..devices.device import DeviceSpec
 from .columns import Machine, OpTable
-from .fitted import fitted
 from .library_tiles import library_tiles
 from .op import product_bytes
 from .physics import (
     Physics,
     combine,
     fill,
+    fills,
+    fitted,
     flags,
     least_seconds,
     log2,
-    non_nvidia,
-    quantised,
+    logs,
+    multiples,
+    other_vendor,
     resident_share,
     stream_seconds,
 )
+from .schema import DTYPES
+from .tiles import autotuned_tiles, tile_seconds, tile_waves, tuned_tiles
 
-FIT = fitted("products")
+FIT, TUNED = fitted("products"), fitted("tuned_products")
 
-#: Output tiles (rows, columns) that GEMM libraries choose from, with the share of the matrix peak
-#: that their inner loops reach. Small tiles reload operands from shared memory more often for each
-#: product. Sizes are CUTLASS's usual ones; shares are engineering estimates.
-TILES = (
-    (256, 128, 1.0),
-    (128, 256, 1.0),
-    (128, 128, 0.94),
-    (64, 128, 0.8),
-    (128, 64, 0.8),
-    (64, 64, 0.65),
-    (32, 64, 0.4),
-    (64, 32, 0.4),
-    (16, 64, 0.25),
-    (16, 32, 0.15),
-)
-#: Tiles whose waves are features, whichever of :data:`TILES` is fastest, so that a model can learn
-#: that a library chose another one.
+#: Tiles whose waves are features, of products in general and of tuned libraries.
 SHOWN = ((128, 128), (256, 128), (64, 64), (64, 128), (128, 64), (32, 32))
-_SHOWN_ROWS, _SHOWN_COLUMNS = (
-    np.array(sides, float)[:, None] for sides in zip(*SHOWN, strict=True)
-)
-#: Heights of tiles that few rows are padded to.
-_PADDED = (16, 64, 128, 256)
-_PADDED_ROWS = np.array(_PADDED, float)[:, None]
-#: Least depth of one split of the reduction: shallower ones spend their time on the prologue and on
-#: adding up partial results. Engineering estimate.
-SPLIT_DEPTH = 256
+TUNED_SHOWN = ((256, 128), (128, 128), (64, 128), (64, 64), (16, 64))
 #: Products that nothing precedes.
 _NOTHING = (0.0, 0.0, 0.0, 0.0)
 _QUANTISED = {
@@ -60,13 +40,11 @@ _QUANTISED = {
 FLOOR_CYCLES = FIT.numbers("floor_cycles")
 #: Methods whose products are those of library_tiles.py; eager ones are in fp32, on vector units.
 LIBRARY = ("graph/", "kernel/")
-#: Dtypes of the published GEMM tables, one flag each.
-DTYPES = ("bf16", "fp8", "fp8_block", "nvfp4", "int8_sq", "int8_wo", "int4_wo")
 
 
 def gemm(table: OpTable) -> Physics:
     """Estimate ``out[b, m, n] = sum_k A[b, m, k] B[b, k, n]``."""
-    b, m, n, k = table.numbers("b", "m", "n", "k")
+    b, m, n, k = size = table.numbers("b", "m", "n", "k")
     mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
     sizes = product_bytes(b, m, n, k, table.weight_bytes, table.activation_bytes)
     weights, activations, out = sizes
@@ -81,21 +59,22 @@ def gemm(table: OpTable) -> Physics:
     # The tiles of an autotuned product and of a library know the latency of a step themselves.
     t_depth, kernels, chosen = np.zeros(len(table)), np.ones(len(table)), {}
     if autotuned:
-        tuned = autotuned_tiles(table, (b, m, n, k), peak, mc, floor, t_memory)
+        tuned = autotuned_tiles(table, size, peak, mc, floor, t_memory)
         t_tiles, waves, tile_use, kernels = tuned
     elif table.family.startswith(LIBRARY):
-        tiling = library_tiles(table, (b, m, n, k), peak, mc)
+        tiling = library_tiles(table, size, peak, mc)
         t_tiles, waves, tile_use = tiling.seconds, tiling.waves, tiling.use
         t_depth = tiling.step_s
         chosen = {"log_split": log2(tiling.split), "log_side": tiling.side}
     else:
-        t_tiles, waves, tile_use = tile_seconds(b, m, n, k, peak, mc)
+        t_tiles, waves, tile_use = tile_seconds(size, peak, mc)
         t_depth = k * FIT.depth / mc.clock
     # Apart from the tiles: what stalls a kernel at its boost clock (tiles, latencies) leaves power
     # unused, so a chip at its power limit is not slower by both, but by the larger one. XLA's tool
     # times single kernels, too short for the limit.
-    t_power = np.zeros(len(table)) if autotuned else 2 * b * m * n * k / table.power_rate()
-    t_peak = 2 * b * m * n * k / peak
+    flops = 2 * b * m * n * k
+    t_power = np.zeros(len(table)) if autotuned else flops / table.power_rate()
+    t_peak = flops / peak
     t_compute = np.maximum(t_peak, t_power)
     t_quant = _quantisation(table, b * m, k, small, mc)
     # Arithmetic and transfers overlap almost completely in pipelined GEMMs, hence a sharper maximum
@@ -106,87 +85,54 @@ def gemm(table: OpTable) -> Physics:
     # At data-sheet rates, each operand once, from where it lies. Quantisation is left out, and so
     # is the power limit, which holds for seconds but not for a single call.
     t_least = least_seconds(weights, resident, mc) + least_seconds(activations + out, small, mc)
-    # Of the same mean of kernels as the estimate.
-    roofline = np.maximum(t_peak, t_least) / kernels
-    logs = _logs(
-        tiles_base=t_tiles / base,
-        memory_base=t_memory / base,
-        compute_base=t_compute / base,
-        cycles=base * mc.clock,
-        intensity=t_compute / t_memory,
-        waves=waves,
-        footprint=footprint / mc.cache,
-        m=m,
-        n=n,
-        k=k,
-        b=b,
-        weights=weights / mc.cache,
-        activations=(activations + out) / mc.cache,
-        tile_cycles=k * 2 * 128 * 128 * mc.cores / peak * mc.clock,
-        n_cores=n / mc.cores,
-    )
     features = {
-        **flags(table, DTYPES),
+        **flags(table, DTYPES["gemm"]),
         # Shares of the parts in the estimate: where one limit takes all the time, the learned ratio
         # is a property of that part (docs/operator-learning.md, Slopes).
-        "log_tiles_base": logs["tiles_base"],
-        "log_memory_base": logs["memory_base"],
-        "log_compute_base": logs["compute_base"],
+        **logs(
+            tiles_base=t_tiles / base, memory_base=t_memory / base, compute_base=t_compute / base
+        ),
         "quant_base": t_quant / base,
         "depth_base": t_depth / base,
         "floor_base": floor / base,
         "weights_base": t_weights / base,
-        # Time in cycles, not seconds: overheads in cycles are alike on chips of unlike clocks.
-        "log_cycles": logs["cycles"],
-        "log_intensity": logs["intensity"],
-        # How the best tiling of TILES fits the device.
-        "log_waves": logs["waves"],
+        # Time in cycles, not seconds: overheads in cycles are alike on chips of unlike clocks. And
+        # how the best tiling fits the device.
+        **logs(cycles=base * mc.clock, intensity=t_compute / t_memory, waves=waves),
         "wave_fill": fill(waves),
         "tile_use": tile_use,
         **chosen,
         # Where operands lie when the kernel starts.
         "resident": resident,
         "activations_resident": small,
-        "log_footprint_cache": np.clip(logs["footprint"], -6, 6),
+        "log_footprint_cache": np.clip(log2(footprint / mc.cache), -6, 6),
         # Sizes themselves, for the dispatch rules of libraries.
-        "log_m": logs["m"],
-        "log_n": logs["n"],
-        "log_k": logs["k"],
-        "log_b": logs["b"],
-        **_waves(b, m, n, mc),
+        **logs(m=m, n=n, k=k, b=b),
+        **tile_waves(size, mc, SHOWN),
         # Alignments that kernels ask for, and the padding of few rows to a tile.
-        **_padding(m),
-        "m_of_8": (m % 8 == 0) * 1.0,
-        "n_of_128": (n % 128 == 0) * 1.0,
-        "n_of_256": (n % 256 == 0) * 1.0,
-        "k_of_128": (k % 128 == 0) * 1.0,
-        "k_of_32": (k % 32 == 0) * 1.0,
-        "n_of_32": (n % 32 == 0) * 1.0,
+        **fills(m=(m, (16, 64, 128, 256))),
+        **multiples(m=(m, (8,)), n=(n, (128, 256)), k=(k, (128, 32))),
+        **multiples(n=(n, (32,))),
         "copies": copies,
         # Ratios that combine a size with one property of the chip let trees recognise the device:
         # they are `specific` below and withheld from models for unseen devices.
-        "log_weights_cache": np.clip(logs["weights"], -8, 8),
-        "log_activations_cache": np.clip(logs["activations"], -10, 8),
-        "log_tile_cycles": logs["tile_cycles"],
-        "log_n_cores": logs["n_cores"],
+        "log_weights_cache": np.clip(log2(weights / mc.cache), -8, 8),
+        "log_activations_cache": np.clip(log2((activations + out) / mc.cache), -10, 8),
+        **logs(tile_cycles=k * 2 * 128 * 128 * mc.cores / peak * mc.clock, n_cores=n / mc.cores),
     }
     return Physics(
         base,
-        roofline,
-        t_peak > t_least,
+        # Of the same mean of kernels as the estimate.
+        t_peak / kernels,
+        t_least / kernels,
         floor,
-        2 * b * m * n * k,
+        flops,
         weights + activations + out,
         features,
         specific=("log_weights_cache", "log_activations_cache", "log_tile_cycles", "log_n_cores"),
         keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
         kernels=kernels,
     )
-
-
-def _logs(**values: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the logarithms of columns by name, which takes as long as one for a few rows."""
-    return dict(zip(values, log2(np.array(list(values.values()))), strict=True))
 
 
 def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
@@ -196,7 +142,7 @@ def floor_s(table: OpTable, machine: Machine) -> np.ndarray:
         return np.full(len(table), FIT.eager_floor_s)
     # Intel's Arc B60 is the only device of another vendor with replayed graphs: one rough factor
     # for it. XLA's kernels start within the same cycles on MI300X as on H100.
-    other = np.where((non_nvidia(table) > 0) & (method != "xla"), 10.0, 1.0)
+    other = other_vendor(table, 1.0 if method == "xla" else 10.0)
     return np.asarray(FLOOR_CYCLES[method] / machine.clock * other)
 
 
@@ -225,30 +171,6 @@ def _residence(
     return np.where(copies == 1, same, rotating), footprint, copies
 
 
-def tile_seconds(
-    b: np.ndarray, m: np.ndarray, n: np.ndarray, k: np.ndarray, peak: np.ndarray, mc: Machine
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the time of the fastest tiling in seconds, its waves, and the used share of its tiles.
-
-    All have shape ``(n,)``. Tiles that do not fill the device split the reduction among idle cores.
-    """
-    time = np.full(len(m), np.inf)
-    waves, use = np.ones(len(m)), np.ones(len(m))
-    for rows, columns, efficiency in TILES:
-        tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
-        own = tiles / mc.cores
-        deepest = np.maximum(1, np.floor(k / SPLIT_DEPTH))
-        split = np.clip(np.floor(mc.cores / tiles), 1, deepest)
-        # Below one wave, splitting shortens the only wave; a tile is never faster than its split.
-        runs = np.where(own < 1, 1 / split, quantised(own))
-        seconds = runs * mc.cores * rows * columns * k * 2 / peak / efficiency
-        faster = seconds < time
-        time = np.where(faster, seconds, time)
-        waves = np.where(faster, own, waves)
-        use = np.where(faster, b * m * n / (tiles * rows * columns), use)
-    return time, waves, use
-
-
 def _quantisation(
     table: OpTable, rows: np.ndarray, k: np.ndarray, resident: np.ndarray, mc: Machine
 ) -> np.ndarray:
@@ -259,21 +181,67 @@ def _quantisation(
     cycles = launch + row * np.ceil(rows / mc.cores) + element * rows * k / mc.cores
     seconds = cycles / mc.clock + stream_seconds(rows * k * moved, resident, mc)
     # Without units of its format, a chip widens the weights and leaves activations as they are.
-    own = table.matrix_peak() > table.of_device([d.matrix_peak("bf16") for d in table.devices])
+    own = table.matrix_peak() > table.of_device(lambda device: device.matrix_peak("bf16"))
     wide = table.activation_bytes >= 2
     return np.where(own | wide, seconds, 0.0)
 
 
-def _waves(b: np.ndarray, m: np.ndarray, n: np.ndarray, mc: Machine) -> dict[str, np.ndarray]:
-    # All tiles at once, shape (tiles, n): of a single product each call takes as long as a number.
-    waves = b * np.ceil(m / _SHOWN_ROWS) * np.ceil(n / _SHOWN_COLUMNS) / mc.cores
-    features = {}
-    for (rows, columns), log, full in zip(SHOWN, log2(waves), fill(waves), strict=True):
-        features[f"log_waves_{rows}x{columns}"] = log
-        features[f"wave_fill_{rows}x{columns}"] = full
-    return features
+def tuned_gemm(table: OpTable) -> Physics:
+    """Estimate the fastest of a library's hundreds of kernels for one product.
+
+    Tables of tuned libraries list the least time over all kernels, with operands quantised already.
+    """
+    b, m, n, k = size = table.numbers("b", "m", "n", "k")
+    mc, peak = table.machine(multiprocessors=True), table.matrix_peak()
+    out = np.maximum(table.activation_bytes, 2.0) * b * m * n
+    operands = table.weight_bytes * b * n * k + table.activation_bytes * b * m * k
+    moved = operands + out
+    # Operands that the benchmark rotates are in no cache (README of the kernel pack).
+    rotated = table.columns["rotated"] > 0
+    resident = np.where(rotated, 0.0, resident_share(moved, mc.cache, 1.0, 0.5))
+    cold = moved / (mc.bandwidth * TUNED.cold)
+    t_memory = np.where(rotated, cold, stream_seconds(moved, resident, mc))
+    share = table.of_device(_clock_share)
+    rate = peak * _matrix_share(table) * share
+    t_tiles, waves, use, split = tuned_tiles(table, size, rate, mc)
+    floor = TUNED.floor_cycles / mc.clock
+    base = floor + combine(t_tiles, t_memory, power=4.0)
+    flops = 2 * b * m * n * k
+    features = {
+        **{f"dtype_{d}": table.is_("dtype", d) * 1.0 for d in DTYPES["tuned_gemm"]},
+        **{c: table.columns[c] for c in ("trans_a", "trans_b", "preshuffled", "rotated")},
+        **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
+        "floor_base": floor / base,
+        **logs(cycles=base * mc.clock, intensity=flops / rate / t_memory, waves=waves),
+        "wave_fill": fill(waves),
+        "tile_use": use,
+        **logs(split=split, m=m, n=n, k=k, b=b),
+        **fills(m=(m, (16, 32, 64, 128, 256)), n=(n, (64, 128, 256))),
+        **multiples(k=(k, (64, 128, 512))),
+        **tile_waves(size, mc, TUNED_SHOWN),
+        "clock_share": share,
+        "log_operands_cache": np.clip(log2(operands / mc.cache), -10, 8),
+        **logs(balance=peak / mc.bandwidth, n_cores=n / mc.cores),
+    }
+    return Physics(
+        base,
+        flops / peak,
+        least_seconds(moved, resident, mc),
+        floor,
+        flops,
+        moved,
+        features,
+        specific=("clock_share", "log_operands_cache", "log_balance", "log_n_cores"),
+        keys=("log_tiles_base", "log_memory_base", "floor_base", "log_m", "log_n", "log_k"),
+    )
 
 
-def _padding(m: np.ndarray) -> dict[str, np.ndarray]:
-    wanted = m / (np.ceil(m / _PADDED_ROWS) * _PADDED_ROWS)
-    return {f"m_fill_{rows}": own for rows, own in zip(_PADDED, wanted, strict=True)}
+def _matrix_share(table: OpTable) -> np.ndarray:
+    other = table.mapped("dtype", TUNED.numbers("share"), TUNED.other_share)
+    return np.where(table.is_on(lambda device: device.runs_cuda), TUNED.nvidia_share, other)
+
+
+def _clock_share(device: DeviceSpec) -> float:
+    """Share of the clock that the power limit leaves full matrix units, up to 1."""
+    joules = TUNED.numbers("joules").get(device.architecture, 0.0) * device.matrix_peak("bf16")
+    return min(device.power_w / joules, 1.0) if joules and device.power_w else 1.0

@@ -1,13 +1,18 @@
-"""What the families share: cache residence, wave quantisation, the combination of limits."""
+"""What the families share: cache residence, wave quantisation, the combination of limits.
+
+Constants that were fitted to measurements or read off them are in ``fitted.yaml``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
+from ...common.files import parse_yaml
+from ...common.paths import PACKAGE
 from .columns import Machine, OpTable
 from .schema import FLAGS
 
@@ -18,14 +23,68 @@ STREAM = 0.85
 BACKENDS, KERNEL_WORDS = FLAGS["backends"], FLAGS["kernel_words"]
 
 
+#: Numbers by key.
+Table = dict[str, tuple[float, ...]]
+
+
+class Fitted:
+    """Constants of one section of the file, as attributes, and its tables.
+
+    Attributes:
+        values: Constants by name.
+        tables: Tables by name.
+    """
+
+    def __init__(self, section: dict[str, object]) -> None:
+        self.values: dict[str, float] = {}
+        self.tables: dict[str, Table] = {}
+        for name, own in section.items():
+            if isinstance(own, dict):
+                self.tables[name] = {
+                    str(k): tuple(map(float, str(v).split())) for k, v in own.items()
+                }
+            elif name != "rests_on":
+                # A number and its unit.
+                self.values[name] = float(str(own).split()[0])
+
+    def __getattr__(self, name: str) -> float:
+        """A constant."""
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(f"no constant {name!r} in fitted.yaml") from None
+
+    def numbers(self, table: str) -> dict[str, float]:
+        """A table of one number a key."""
+        return {key: own[0] for key, own in self.tables[table].items()}
+
+    def rows(self, table: str) -> dict[tuple[str, ...], tuple[float, ...]]:
+        """A table by the words of its keys."""
+        return {tuple(key.split()): own for key, own in self.tables[table].items()}
+
+
+@cache
+def fitted(section: str) -> Fitted:
+    """Read a section of the file, which is parsed once."""
+    return _sections()[section]
+
+
+@cache
+def _sections() -> dict[str, Fitted]:
+    text = (PACKAGE / "features" / "operators" / "fitted.yaml").read_text(encoding="utf-8")
+    read = parse_yaml(text)
+    assert isinstance(read, dict)
+    return {str(name): Fitted(own) for name, own in read.items() if isinstance(own, dict)}
+
+
 @dataclass(slots=True)
 class Physics:
     """Analytical estimate of ``n`` operators.
 
     Attributes:
         base_s: Estimate that learning corrects, seconds, shape ``(n,)``.
-        roofline_s: Lower bound from FLOPs and bytes, seconds.
-        compute_bound: Whether the matrix unit limits the roofline, bool.
+        compute_s: Least seconds of the arithmetic, shape ``(n,)``.
+        least_s: Least seconds of the traffic, shape ``(n,)``.
         features: Dimensionless columns by name, shape ``(n,)`` each.
         specific: Names of columns that identify a device rather than describe a kernel on it; left
             out where a model has to serve devices that it never saw.
@@ -37,8 +96,8 @@ class Physics:
     """
 
     base_s: np.ndarray
-    roofline_s: np.ndarray
-    compute_bound: np.ndarray
+    compute_s: np.ndarray
+    least_s: np.ndarray
     fixed_s: np.ndarray
     flops: np.ndarray
     moved: np.ndarray
@@ -52,6 +111,15 @@ def log2(values: np.ndarray) -> np.ndarray:
     """Return the base-2 logarithm, clamped below at 1e-9 so that zero stays finite."""
     # Times over a base and sizes over a cache are shares; 1e-9 (-30) lies below any real one.
     return np.asarray(np.log2(np.maximum(values, 1e-9)))
+
+
+def logs(**values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return base-2 logarithms as features ``log_…``, all in one call.
+
+    For few rows that takes as long as a single one.
+    """
+    names = (f"log_{name}" for name in values)
+    return dict(zip(names, log2(np.array(list(values.values()))), strict=True))
 
 
 def stream_seconds(size: np.ndarray, resident: np.ndarray, machine: Machine) -> np.ndarray:
@@ -131,6 +199,28 @@ def _words_of(kernel: str) -> tuple[bool, ...]:
     return tuple(word in name for word in KERNEL_WORDS)
 
 
-def non_nvidia(table: OpTable) -> np.ndarray:
-    """Return 1 where the device does not run NVIDIA's libraries, else 0."""
-    return table.of_device([float(not d.runs_cuda) for d in table.devices])
+def other_vendor(table: OpTable, factor: float) -> np.ndarray:
+    """Return ``factor`` where the device does not run NVIDIA's libraries, else 1, ``(n,)``."""
+    return table.of_device(lambda device: 1.0 if device.runs_cuda else factor)
+
+
+def fills(**values: tuple[np.ndarray, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the shares of whole tiles that sizes fill, as features ``…_fill_…``.
+
+    Args:
+        values: Sizes, shape ``(n,)``, and tiles, by name.
+    """
+    return {
+        f"{name}_fill_{tile}": size / (np.ceil(size / tile) * tile)
+        for name, (size, tiles) in values.items()
+        for tile in tiles
+    }
+
+
+def multiples(**values: tuple[np.ndarray, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return whether sizes are multiples, as features ``…_of_…``; arguments as of :func:`fills`."""
+    return {
+        f"{name}_of_{step}": (size % step == 0) * 1.0
+        for name, (size, steps) in values.items()
+        for step in steps
+    }

@@ -5,15 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from .columns import Machine, OpTable
-from .fitted import fitted
 from .gemm import FLOOR_CYCLES
 from .physics import (
     Physics,
     combine,
     fill,
+    fitted,
     least_seconds,
     log2,
-    non_nvidia,
+    logs,
+    multiples,
+    other_vendor,
     resident_share,
     stream_seconds,
 )
@@ -58,31 +60,28 @@ def pointwise(table: OpTable) -> Physics:
         **{f"op_{name}": table.is_("op", name) * 1.0 for name in OPS},
         **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in ("sglang", "trtllm", "vllm")},
         # Shares of the parts in the estimate, as for products (gemm.py).
-        "log_memory_base": log2(t_memory / base),
-        "log_vector_base": log2(t_vector / base),
+        **logs(memory_base=t_memory / base, vector_base=t_vector / base),
         "floor_base": floor / base,
-        "log_cycles": log2(base * mc.clock),
+        **logs(cycles=base * mc.clock),
         "resident": resident,
-        "log_rows": log2(rows),
-        "log_cols": log2(cols),
+        **logs(rows=rows, cols=cols),
         "n_in": operands,
-        "log_row_waves": log2(row_waves),
+        **logs(row_waves=row_waves),
         "row_fill": fill(row_waves),
-        "log_waves": log2(element_waves),
+        **logs(waves=element_waves),
         "wave_fill": fill(element_waves),
         # Alignments that vectorised loads ask for.
-        "cols_of_4": (cols % 4 == 0) * 1.0,
-        "cols_of_128": (cols % 128 == 0) * 1.0,
+        **multiples(cols=(cols, (4, 128))),
         "row_block_fill": cols / (np.ceil(cols / BLOCK) * BLOCK),
         "log_in_flight_cache": np.clip(log2(in_flight / mc.cache), -6, 4),
         "again": again / moved,
         "log_moved_cache": np.clip(log2(moved / mc.cache), -10, 10),
-        "log_core_bandwidth": log2(mc.bandwidth / mc.cores / mc.clock),
+        **logs(core_bandwidth=mc.bandwidth / mc.cores / mc.clock),
     }
     return Physics(
         base,
+        np.zeros(len(table)),
         least_seconds(moved, resident, mc),
-        np.zeros(len(table), bool),
         floor,
         # FLOPs: one an element, whatever the op, as XLA counts elementwise ops.
         rows * cols,
@@ -125,6 +124,6 @@ def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     if method == "eager":
         return np.full(len(table), EAGER_FLOOR_S[family])
     # As for products, see gemm.floor_s.
-    other = np.where(non_nvidia(table) > 0, 10.0, 1.0)
+    other = other_vendor(table, 10.0)
     # Half of a GEMM's fixed cost, read off the same tables (docs/operators.md).
     return np.asarray(FLOOR_CYCLES[method] / 2 / mc.clock * other)

@@ -11,7 +11,7 @@ from ...common.errors import ProgramError
 from ...common.types import JsonObject
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from ..ir.dtypes import NUMPY_NAMES
-from .library_conv import DIRECTIONS
+from .conv import DIRECTIONS
 from .physics import BACKENDS
 from .schema import DEFAULTS, FAMILIES, MAY_BE_ZERO, NAMES, OPTIONAL, PARAMETERS, SEVERAL, TRACED
 

@@ -42,7 +42,9 @@ TRACED: tuple[str, ...] = tuple(_FILE["traced"])
 SEVERAL = frozenset(_FILE["several"])
 #: Families of whole layers and blocks, with their parameters, any of which may be zero.
 BLOCKS = _lists(_FILE["blocks"])
-#: Names that are features, one flag each: of backends, kernels and passes; and of blocks by column.
+#: Names that are features, one flag each: of formats by group; of backends, kernels and passes; and
+#: of blocks by column.
+DTYPES = _lists(_FILE["dtypes"])
 FLAGS, BLOCK_FLAGS = _lists(_FILE["flags"]), _lists(_FILE["block_flags"])
 
 

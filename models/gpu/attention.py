@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from ...features.operators import op_features
-from ...features.operators.attention.kernels import GENERATED
+from ...features.operators.attention_kernels import GENERATED
 from ..core.base import KernelPrediction
 from ..operators.prediction import FamilyPrediction
 from .operator_library import widened
@@ -97,7 +97,7 @@ def without_cache(
     if family != _PREFILL:
         return latency
     found = op_features(rows.assign(device=device.name), family, {device.name: device})
-    # As a share of the estimate (features/operators/attention/estimate.py).
+    # As a share of the estimate (features/operators/attention.py).
     return np.asarray(latency * (1.0 - found.X[:, found.names.index("extra_base")]))
 
 

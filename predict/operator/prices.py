@@ -18,8 +18,8 @@ import pandas as pd
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.operators.fitted import fitted
 from ...features.operators.op import Op, least_seconds
+from ...features.operators.physics import fitted
 from ...models.operators import OpModel
 from ...models.power.law import Work
 from .eager import PROBE, eager_row, kernel_us

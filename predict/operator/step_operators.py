@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.operators.fitted import fitted
 from ...features.operators.op import QUANTIZED, Op
+from ...features.operators.physics import fitted
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
 from ...models.power.law import capped

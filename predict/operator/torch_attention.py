@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
-from ...features.operators.attention.kernels import MADE_FOR
+from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import lacks_bf16
 
 CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"

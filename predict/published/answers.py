@@ -18,7 +18,7 @@ from ...datagen.published.pack_rows import CONV_SIZES, conv_rows, product_rows
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.operators import family_keys
-from ...features.operators.library_conv import DIRECTIONS
+from ...features.operators.conv import DIRECTIONS
 from ...features.operators.schema import BLOCKS
 from ...features.operators.sources import methods, sources
 from ...models.collectives.links import Links

@@ -12,8 +12,8 @@ from ...common.errors import DatasetError
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import OpTable
+from ...features.operators.conv import WINOGRAD_SAVING
 from ...features.operators.features import op_features
-from ...features.operators.library_conv import WINOGRAD_SAVING
 from ...features.operators.schema import BLOCKS, FAMILIES, NAMES, parameters_of
 from .audit_tables import COLLECTIVE, KERNEL
 
@@ -151,7 +151,7 @@ def _operators(
         # Some libraries compute in the format of the cache (tensor-core pack).
         narrow = rows["kv_dtype"].astype(str).str.contains("fp8").to_numpy()
         rate = TABLE_FORMATS["fp8"].rate
-        fast = table.of_device([d.matrix_peak(rate) for d in table.devices])
+        fast = table.of_device(lambda device: device.matrix_peak(rate))
         peak = np.where(narrow, np.maximum(peak, fast), peak)
     figures = {
         "flops": features.flops,

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from opcast.common.paths import PACKAGE
-from opcast.features.operators.fitted import fitted
+from opcast.features.operators.physics import fitted
 
 
 def test_every_constant_has_a_unit_and_every_section_its_rows() -> None:

@@ -10,7 +10,7 @@ from opcast.features.devices.catalogue import device_names, find_device
 from opcast.features.devices.rules import IDLE_W, rules_of
 from opcast.features.operators import FAMILIES, gemm, op_features
 from opcast.features.operators.attention import visible_pairs, visited_keys
-from opcast.features.operators.attention.kernels import RowKernels
+from opcast.features.operators.attention_kernels import RowKernels
 from opcast.features.operators.columns import OpTable
 from opcast.features.operators.op import busy_rank
 from opcast.features.operators.physics import combine, fill, quantised, resident_share

@@ -12,9 +12,9 @@ from opcast.common.errors import ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.operators import OpFeatures, op_features
+from opcast.features.operators.gemm import TUNED as FIT
 from opcast.features.operators.hlo import op_ir, read_op
 from opcast.features.operators.query import parse_op
-from opcast.features.operators.tuned_gemm import FIT
 
 #: ResNet-50's 3 × 3 layer of 28 × 28 positions.
 CONV = {

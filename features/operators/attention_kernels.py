@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..columns import Machine, OpTable
-from ..fitted import fitted
-from ..physics import non_nvidia
+from .columns import Machine, OpTable
+from .physics import fitted
 
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix
 #: instructions of the data-centre chips from Hopper on.
@@ -67,13 +66,13 @@ class RowKernels:
         """Tell the classes of a table's rows."""
         heads, groups = table.numbers("q_heads", "kv_heads")
         repeat = heads / groups
-        made = table.of_device([float(d.architecture in MADE_FOR) for d in table.devices]) > 0
+        made = table.is_on(lambda d: d.architecture in MADE_FOR)
         names_made = table.says("kernel", "trtllm")
         flashinfer = table.says("kernel", "flashinfer", "fiprefill", "fidecode")
         # vLLM's FlashInfer calls the kernels that TensorRT-LLM has for data-centre Blackwell on its
         # own accord (use_trtllm_attention in its source), unless the name says which it took.
         vllm = table.is_("backend", "vllm")
-        blackwell = table.of_device([float(d.architecture in GENERATED) for d in table.devices]) > 0
+        blackwell = table.is_on(lambda d: d.architecture in GENERATED)
         said = table.says("kernel", "fiprefill", "fidecode")
         names_made |= vllm & flashinfer & blackwell & ~said
         # TensorRT-LLM can call FlashInfer's kernels, and names them then.
@@ -85,7 +84,7 @@ class RowKernels:
         third &= ~sglang | made
         # vLLM takes the third on Hopper alone where it is told no other (get_flash_attn_version in
         # its source); releases before 0.24 do not name it.
-        hopper = table.of_device([float(d.architecture == "hopper") for d in table.devices]) > 0
+        hopper = table.is_on(lambda d: d.architecture == "hopper")
         third |= flash & hopper & vllm & ~table.says("kernel", "fa2")
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
@@ -102,9 +101,8 @@ class RowKernels:
         codes = [_ORDER.index(name) for name, _ in rules]
         self.code = np.select(conditions, codes, _ORDER.index("other"))
         self.made = made
-        whole = [d.architecture in WHOLE_KEYS for d in table.devices]
-        self.whole_keys = table.of_device([float(own) for own in whole]) > 0
-        self.foreign = non_nvidia(table) > 0
+        self.whole_keys = table.is_on(lambda d: d.architecture in WHOLE_KEYS)
+        self.foreign = table.is_on(lambda d: not d.runs_cuda)
 
     def __call__(self, cost: str) -> np.ndarray:
         """Return one of the costs of :class:`AttentionKernel` by row, shape ``(n,)``."""
@@ -130,7 +128,7 @@ class RowKernels:
 
 
 @dataclass(slots=True)
-class Work:
+class Attention:
     """Attention of ``n`` rows as arrays of shape ``(n,)``; times in seconds."""
 
     table: OpTable

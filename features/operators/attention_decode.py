@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ..columns import Machine, OpTable
-from ..fitted import fitted
-from ..physics import combine, quantised, resident_share, stream_seconds
-from .kernels import RowKernels, Tiles, Work
+from ..devices.device import DeviceSpec
+from .attention_kernels import Attention, RowKernels, Tiles
+from .columns import Machine, OpTable
+from .physics import combine, fitted, quantised, resident_share, stream_seconds
 
 FIT = fitted("decode")
 
@@ -36,7 +37,7 @@ class _Kinds(NamedTuple):
     latent: bool
 
     @classmethod
-    def of(cls, work: Work, latent: bool) -> _Kinds:
+    def of(cls, work: Attention, latent: bool) -> _Kinds:
         """Tell the kernels of rows."""
         none = np.zeros(len(work.table), bool)
         if latent:
@@ -58,7 +59,7 @@ class _Kinds(NamedTuple):
         return np.asarray(self.many | (self.second & ~self.swapped))
 
 
-def decode(work: Work, latent: bool) -> Tiles:
+def decode(work: Attention, latent: bool) -> Tiles:
     """Cut decode into blocks of up to 64 query heads; split the keys for idle cores if it pays.
 
     Args:
@@ -124,7 +125,7 @@ def decode(work: Work, latent: bool) -> Tiles:
     )
 
 
-def _streamed(work: Work, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
+def _streamed(work: Attention, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
     """Return the cycles to stream all keys of a block, and where they are not split, ``(n,)``."""
     w, mc, kernel = work, work.mc, work.kernel
     # On chips with more memory bandwidth for each core than that, a core streams more than its even
@@ -148,7 +149,7 @@ def _streamed(work: Work, kinds: _Kinds) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _splits(
-    work: Work, kinds: _Kinds, blocks: np.ndarray, unsplit: np.ndarray
+    work: Attention, kinds: _Kinds, blocks: np.ndarray, unsplit: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the splits that idle cores allow, and the seconds to merge their results, ``(n,)``."""
     w, mc, kernel = work, work.mc, work.kernel
@@ -170,7 +171,7 @@ def _splits(
     )
 
 
-def _floor(work: Work, kinds: _Kinds) -> np.ndarray:
+def _floor(work: Attention, kinds: _Kinds) -> np.ndarray:
     """Return the seconds of a decode without work, shape ``(n,)``."""
     w, clock, kernel = work, work.mc.clock, work.kernel
     floor = FIT.decode_s * kernel("decode_floor") + FIT.decode_floor / clock
@@ -187,7 +188,7 @@ def _floor(work: Work, kinds: _Kinds) -> np.ndarray:
     return np.where(kinds.second, FIT.second_s + FIT.second_floor / clock, floor)
 
 
-def _copies(work: Work, kinds: _Kinds) -> np.ndarray:
+def _copies(work: Attention, kinds: _Kinds) -> np.ndarray:
     """Return the seconds to transpose queries and results of FlashAttention 2, shape ``(n,)``.
 
     With one group, or one sequence, a view of them is enough.
@@ -205,12 +206,12 @@ def _tile(width: np.ndarray) -> np.ndarray:
     return np.where(width <= 64, 256.0, np.where(width <= 128, 128.0, 64.0))
 
 
-def _together(work: Work) -> np.ndarray:
+def _together(work: Attention) -> np.ndarray:
     """Return the blocks of FlashAttention 2 that a core has memory for, shape ``(n,)``.
 
     Each keeps 64 queries and a tile of keys and values.
     """
-    shared = work.table.of_device([d.shared_bytes_per_core for d in work.table.devices])
+    shared = work.table.of_device(lambda device: device.shared_bytes_per_core)
     taken = (64 + 2 * _tile(work.d_key)) * work.d_key * 2
     return np.asarray(np.maximum(np.floor(shared / taken), 1.0))
 
@@ -265,7 +266,7 @@ def _whole_keys(
 ) -> np.ndarray:
     """Return the cycles of blocks that walk all keys of their sequence, shape ``(n,)``."""
     wide, narrow = (
-        table.of_device([d.matrix_peak(kind) for d in table.devices])
+        table.of_device(partial(DeviceSpec.matrix_peak, dtype=kind))
         for kind in ("bf16", "f8e4m3fn")
     )
     # An fp8 cache is computed with as it is, where there are units for it.
@@ -276,6 +277,6 @@ def _whole_keys(
     block = FIT.whole_block + np.ceil(keys / FIT.whole_tile) * FIT.whole_tile * key
     waves = np.ceil(2 * batch * np.ceil(heads / FIT.whole_heads) / machine.cores)
     # Both blocks keep their 64 queries in the memory of the core.
-    room = table.of_device([d.shared_bytes_per_core for d in table.devices])
+    room = table.of_device(lambda device: device.shared_bytes_per_core)
     together = room >= 2 * FIT.whole_heads * FIT.latent_keys * 2
     return np.asarray(block * np.maximum(waves * np.where(together, FIT.paired, 1.0), 1.0))

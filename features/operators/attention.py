@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..columns import OpTable
-from ..fitted import fitted
-from ..op import attention_flops
-from ..physics import (
+from .attention_decode import decode
+from .attention_kernels import Attention, RowKernels, Tiles
+from .columns import OpTable
+from .op import attention_flops
+from .physics import (
     Physics,
     combine,
     fill,
+    fitted,
     flags,
     least_seconds,
     log2,
-    non_nvidia,
+    logs,
+    other_vendor,
     quantised,
     resident_share,
     stream_seconds,
 )
-from .decode import decode
-from .kernels import RowKernels, Tiles, Work
+from .schema import DTYPES
 
 FIT = fitted("prefill")
 
@@ -30,8 +32,6 @@ ROWS, KEYS = 128.0, 32.0
 #: Latent keys and values of an absorbed head, 512 and 64 rotary ones (DeepSeek-V2, 2024), of which
 #: the values are the 512.
 LATENT_WIDTH = 512 + 64 + 512
-#: Dtypes of queries and of the arithmetic, one flag each.
-DTYPES = ("bf16", "fp8")
 
 
 def visible_pairs(q_len: np.ndarray, kv_len: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -70,7 +70,7 @@ def attention(table: OpTable) -> Physics:
     # The benchmarks reuse the same buffers, so a small cache of keys stays in L2 from call to call.
     resident = resident_share(moved, mc.cache, 1.15, 0.15)
     t_memory = stream_seconds(moved, resident, mc)
-    work = Work(
+    work = Attention(
         table,
         mc,
         peak,
@@ -95,41 +95,31 @@ def attention(table: OpTable) -> Physics:
         decode(work, latent) if one else _prefill(work, causal)
     )
     # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
-    floor = floor * np.where(non_nvidia(table) > 0, 3.0, 1.0)
+    floor = floor * other_vendor(table, 3.0)
     base = floor + t_extra + t_both
     repeat = work.repeat
     t_compute = flops / peak
-    t_least = least_seconds(moved, resident, mc)
     waves = blocks * split / mc.cores
     features = {
-        **flags(table, DTYPES),
+        **flags(table, DTYPES["attention"]),
         "kv_fp8": (kv_width == 1) * 1.0,
         # Shares of the parts in the estimate, as for products (gemm.py).
-        "log_tiles_base": log2(t_tiles / base),
-        "log_memory_base": log2(t_memory / base),
+        **logs(tiles_base=t_tiles / base, memory_base=t_memory / base),
         "extra_base": t_extra / base,
-        "log_compute_base": log2(t_compute / base),
-        "log_blocks_base": log2(t_blocks / base),
+        **logs(compute_base=t_compute / base, blocks_base=t_blocks / base),
         "floor_base": floor / base,
-        "log_cycles": log2(base * mc.clock),
-        "log_intensity": log2(t_compute / t_memory),
         # How blocks and splits occupy the device.
-        "log_waves": log2(waves),
+        **logs(cycles=base * mc.clock, intensity=t_compute / t_memory, waves=waves),
         "wave_fill": fill(waves),
         "log_split": log2(split),
         "resident": resident,
         "log_footprint_cache": np.clip(log2(moved / mc.cache), -8, 6),
         # Sizes, for the dispatch rules of libraries: many switch kernels at a number of heads or
         # keys.
-        "log_batch": log2(batch),
-        "log_heads": log2(heads),
-        "log_groups": log2(groups),
-        "log_q_len": log2(q_len),
-        "log_kv_len": log2(kv_len),
-        "log_keys": log2(keys),
-        "log_repeat": log2(repeat),
+        **logs(batch=batch, heads=heads, groups=groups, q_len=q_len, kv_len=kv_len),
+        **logs(keys=keys, repeat=repeat),
         "repeat": repeat,
-        "log_sequences": log2(batch * groups),
+        **logs(sequences=batch * groups),
         "head_dim": d_key / 64,
         "v_head_dim": d_value / 64,
         "window": log2(1 + window),
@@ -137,30 +127,22 @@ def attention(table: OpTable) -> Physics:
         "seen_share": keys / kv_len,
         "pair_share": pairs / (q_len * kv_len),
         "q_fill": q_len / (np.ceil(q_len / ROWS) * ROWS),
-        "log_tokens": log2(batch * q_len),
-        "log_pairs": log2(batch * heads * pairs),
-        "log_steps": log2(np.ceil(keys / KEYS)),
+        **logs(tokens=batch * q_len, pairs=batch * heads * pairs, steps=np.ceil(keys / KEYS)),
         **_waves(batch, heads, groups, q_len, mc.cores),
         "log_kv_cache": np.clip(log2(kv_bytes / mc.cache), -10, 8),
     }
     return Physics(
         base,
-        np.maximum(t_compute, t_least),
-        t_compute > t_least,
+        t_compute,
+        least_seconds(moved, resident, mc),
         floor,
         flops,
         moved,
         features,
         specific=("log_kv_cache",),
         keys=(
-            "log_tiles_base",
-            "log_memory_base",
-            "floor_base",
-            "log_keys",
-            "log_q_len",
-            "log_repeat",
-            "log_sequences",
-            "head_dim",
+            *("log_tiles_base", "log_memory_base", "floor_base", "log_keys", "log_q_len"),
+            *("log_repeat", "log_sequences", "head_dim"),
         ),
     )
 
@@ -181,7 +163,7 @@ def _waves(
     return columns | {"sequence_fill": fill(batch * groups / cores)}
 
 
-def _prefill(work: Work, causal: np.ndarray) -> Tiles:
+def _prefill(work: Attention, causal: np.ndarray) -> Tiles:
     """Cut prefill into tiles of 128 query rows, in waves over the cores.
 
     Keys and values are written to the cache before.
@@ -213,12 +195,12 @@ def _prefill(work: Work, causal: np.ndarray) -> Tiles:
     return Tiles(blocks, split, t_tiles, t_blocks, t_both, _cache_write(work), floor)
 
 
-def _longest(work: Work, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _longest(work: Attention, causal: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return the keys that the longest tile reads, shape ``(n,)``."""
     return np.where(causal, np.maximum(seen, work.keys + KEYS / 2), seen)
 
 
-def _width(work: Work) -> np.ndarray:
+def _width(work: Attention) -> np.ndarray:
     """Return the multiply-adds of a (query, key) pair; SGLang prefills with latent keys, too.
 
     Not so by TensorRT-LLM's kernels on data-centre Blackwell (``trtllm_mla``), which get the keys
@@ -232,11 +214,11 @@ def _width(work: Work) -> np.ndarray:
 
 def _lanes(table: OpTable) -> np.ndarray:
     """Return the special-function lanes of a core, shape ``(n,)``."""
-    ultra = [d.architecture == "blackwell-ultra" for d in table.devices]
-    return table.of_device([FIT.exponentials_ultra if u else FIT.exponentials for u in ultra])
+    ultra = table.is_on(lambda device: device.architecture == "blackwell-ultra")
+    return np.where(ultra, FIT.exponentials_ultra, FIT.exponentials)
 
 
-def _packs_heads(work: Work) -> np.ndarray:
+def _packs_heads(work: Attention) -> np.ndarray:
     """Return where query heads that share keys are rows of one tile, bool, shape ``(n,)``.
 
     FlashAttention 2 packs them only for a single query.
@@ -267,7 +249,7 @@ def visited_keys(
     return np.asarray(np.maximum(mean + edge, KEYS))
 
 
-def _cache_write(work: Work) -> np.ndarray:
+def _cache_write(work: Attention) -> np.ndarray:
     """Return the seconds to write keys and values to the cache, shape ``(n,)``.
 
     TensorRT-LLM rewrites the queries, too.
