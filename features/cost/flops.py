@@ -9,7 +9,7 @@ known library calls are not free.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 
 from ..ir.op_table import OPS, by_op
@@ -52,7 +52,7 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
     rule = _RULES.get(opcode)
     if rule is not None:
         return rule(op, comp, program)
-    if opcode in _CONTROL:
+    if opcode in CONTROL:
         return _control(op, program, loops)
     # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair was
     # counted at its start.
@@ -76,18 +76,32 @@ def computation_work(comp: Computation, program: Program, loops: bool = True) ->
     return flops, transcendentals
 
 
-_CONTROL = frozenset(("fusion", "call", "while", "conditional", "async-start"))
+#: Ops whose work is that of the computations they call.
+CONTROL = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 
 
 def _control(op: Op, program: Program, loops: bool) -> Work:
     inside = [computation_work(program.computations[n], program, loops) for n in op.called]
+    return of_called(op, inside, loops)
+
+
+def of_called(op: Op, inside: Sequence[Work], loops: bool) -> Work:
+    """Combine two figures of each computation that an op calls to those of the op.
+
+    Args:
+        op: A loop, branch, call, fusion or asynchronous start.
+        inside: FLOPs and transcendentals, or bytes read and written, by called computation.
+        loops: Whether a loop counts as often as it runs.
+    """
     if not inside:
         return _NONE
+    first, second = zip(*inside, strict=True)
     if op.opcode == "conditional":
-        return max(w[0] for w in inside), max(w[1] for w in inside)
-    # Body and condition alike; XLA's own analysis counts a loop once.
+        # One by one: the branch with most FLOPs need not be the one that moves most.
+        return max(first), max(second)
+    # Body and condition alike, without the condition's last test; XLA counts a loop once.
     times = trip_count(op) if loops and op.opcode == "while" else 1
-    return times * sum(w[0] for w in inside), times * sum(w[1] for w in inside)
+    return times * sum(first), times * sum(second)
 
 
 def trip_count(op: Op) -> int:

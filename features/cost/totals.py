@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from ..ir.program import Computation, Op, Program
 from .bytes import FREE, fusion_bytes, op_bytes
-from .flops import computation_work, op_work, trip_count
+from .flops import CONTROL, computation_work, of_called, op_work
 from .library_calls import is_annotation
 
 
@@ -31,26 +31,6 @@ class Cost:
         """Bytes read and written."""
         return self.bytes_in + self.bytes_out
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops,
-            self.transcendentals + other.transcendentals,
-            self.bytes_in + other.bytes_in,
-            self.bytes_out + other.bytes_out,
-        )
-
-    def scale(self, factor: float) -> Cost:
-        """Return the cost of ``factor`` executions."""
-        return Cost(
-            factor * self.flops,
-            factor * self.transcendentals,
-            factor * self.bytes_in,
-            factor * self.bytes_out,
-        )
-
-
-_ZERO = Cost()
-
 
 def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) -> Cost:
     """Compute the cost of one op, everything that it calls included.
@@ -66,41 +46,25 @@ def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) 
         FLOPs, transcendentals and touched bytes. For a ``conditional``, each of the four comes from
         the branch with most of it, as XLA counts; a fusion has the bytes of operands and results.
     """
-    opcode = op.opcode
-    if opcode in FREE:
-        return _ZERO
+    return Cost(*op_work(op, comp, program, loops), *_traffic(op, comp, program, loops))
+
+
+def _traffic(op: Op, comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
+    """Count the bytes that an op reads and writes, those of what it calls included."""
     # Inside a fusion values stay in registers: only its boundary has traffic.
-    if opcode == "fusion" and op.called:
-        inner = program.computations[op.called[0]]
-        moved = fusion_bytes(inner, program.computations)
-        return Cost(*computation_work(inner, program, loops), *moved)
-    if opcode in _CONTROL and op.called:
-        return _control_cost(op, program, loops)
-    if opcode == "custom-call" and is_annotation(op):
-        return _ZERO
-    return Cost(*op_work(op, comp, program, loops), *op_bytes(op, comp))
+    if op.opcode == "fusion" and op.called:
+        return fusion_bytes(program.computations[op.called[0]], program.computations)
+    if op.opcode in CONTROL and op.called:
+        called = (program.computations[name] for name in op.called)
+        return of_called(op, [_computation_traffic(c, program, loops) for c in called], loops)
+    if op.opcode == "custom-call" and is_annotation(op):
+        return 0.0, 0.0
+    return op_bytes(op, comp)
 
 
-#: Ops whose work is the work of the computations they call.
-_CONTROL = frozenset(("call", "while", "conditional", "async-start"))
-
-
-def _control_cost(op: Op, program: Program, loops: bool) -> Cost:
-    inside = [_computation_cost(program.computations[n], program, loops) for n in op.called]
-    if op.opcode == "conditional":
-        # Element by element: the costliest branch for FLOPs need not be the one that moves most.
-        return Cost(*map(max, *(astuple(cost) for cost in inside), (0.0,) * 4))
-    # Condition and body together; the condition's last test is left out, as it hardly costs.
-    once = sum(inside, _ZERO)
-    return once.scale(trip_count(op)) if loops and op.opcode == "while" else once
-
-
-def _computation_cost(comp: Computation, program: Program, loops: bool) -> Cost:
-    total = _ZERO
-    for op in comp.ops:
-        if op.opcode not in FREE:
-            total += op_cost(op, comp, program, loops=loops)
-    return total
+def _computation_traffic(comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
+    moved = [_traffic(op, comp, program, loops) for op in comp.ops if op.opcode not in FREE]
+    return sum(m[0] for m in moved), sum(m[1] for m in moved)
 
 
 def program_cost(program: Program, *, loops: bool = True) -> Cost:
@@ -112,7 +76,9 @@ def program_cost(program: Program, *, loops: bool = True) -> Cost:
         loops: Whether loop bodies count as often as they run, as in :func:`op_cost`. XLA's own
             cost analysis counts them once.
     """
-    return _computation_cost(program.entry_computation, program, loops)
+    entry = program.entry_computation
+    work = computation_work(entry, program, loops)
+    return Cost(*work, *_computation_traffic(entry, program, loops))
 
 
 def kernel_cost(body: Program) -> Cost:

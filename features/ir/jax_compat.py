@@ -86,16 +86,19 @@ def parse_module(data: str | bytes, context: ir.Context | None = None) -> ir.Mod
         handler.detach()
 
 
-def walk_ops(module: ir.Module) -> list[ir.Operation]:
-    """All operations of a module, itself included, in pre-order: what ``Source.index`` counts."""
+def walk_ops(root: ir.Module | ir.Operation) -> list[ir.Operation]:
+    """All operations of a module or op, itself included, in pre-order.
+
+    In this order :attr:`opcast.features.ir.program.Source.index` counts the ops of a module.
+    """
     ops: list[ir.Operation] = []
 
     def visit(op: ir.Operation) -> ir.WalkResult:
         ops.append(op)
         return ir.WalkResult.ADVANCE
 
-    with module.context:
-        module.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
+    with root.context:
+        root.operation.walk(visit, ir.WalkOrder.PRE_ORDER)
     return ops
 
 

@@ -355,7 +355,7 @@ def _from_export(
         return source
 
     def taken(other: Platform) -> SourceProgram:
-        from .mlir.platforms import for_platform
+        from .platforms import for_platform
 
         # Code for the other GPUs is nearer to a GPU's than that for a CPU.
         twin = {"cuda": "rocm", "rocm": "cuda"}.get(other.name, "")

@@ -103,7 +103,7 @@ def _fault_of(source: SourceProgram | None) -> tuple[str, str]:
 
 def _raised_at(error: BaseException) -> tuple[str, str]:
     """Find the file, line and function of opcast that raised an error, and the op concerned."""
-    from ..lowering.fused.dataflow.graph import Node
+    from ..lowering.fused.graph import Node
     from .program import Op
 
     place, name = "an unknown place", ""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..ir.mlir.locations import MAX_CALLS, SourceOps, function_of
 from ..ir.program import Source
 from ..ir.reader import SourceProgram
-from ..ir.source_ops import MAX_CALLS, SourceOps, function_of
 from .kernel import Kernel
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ModulePaths:
     """
 
     def __init__(self, source: SourceProgram) -> None:
-        self._ops = SourceOps(source) if source.kind == "stablehlo" else None
+        self._ops = SourceOps(source.module, source.origin) if source.kind == "stablehlo" else None
         self._known: dict[int, ModulePath | None] = {}
         self._callers: dict[str, ModulePath] = {}
 

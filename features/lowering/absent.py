@@ -19,11 +19,10 @@ from ..ir.jax_compat import (
     walk_ops,
     write_bytecode,
 )
+from ..ir.mlir.locations import SourceOps
 from ..ir.reader import SourceProgram, TripCounts
-from ..ir.source_ops import SourceOps
 from ..kernels.kernel import LoweredProgram
-from .cache import LoweringCache, from_data, to_data
-from .local_target import LocalTarget
+from .cache import LocalTarget, LoweringCache, from_data, to_data
 from .op import lower_op, work_notes
 from .repeated_layers.lower import MIN_LAYERS, extrapolate, shorten
 from .target_compiler.process import CompileSettings, compile_programs
@@ -80,7 +79,8 @@ def lower_absent(
     cached = cache.get(key) if cache else None
     job = _Job(stablehlo, target, settings, trip_counts)
     if cached is not None:
-        stored = from_data(cached.meta.get("kernels", {}), SourceOps(stablehlo), cached.hlo)
+        ops = SourceOps(stablehlo.module, stablehlo.origin)
+        stored = from_data(cached.meta.get("kernels", {}), ops, cached.hlo)
         if stored is None:
             # Data of another version: the module is read again, which needs no compiler.
             stored = job.read(CachedHlo(cached.hlo, cached.meta))

@@ -15,7 +15,7 @@ from ..ir.platforms import platform_note, platform_of
 from ..ir.reader import SourceProgram, TripCounts, read_program
 from ..ir.untrusted import well_formed
 from ..kernels.kernel import LoweredProgram
-from .cache import LoweringCache
+from .cache import LoweringCache, local_target
 from .options import AUTO, LoweringOptions, check_lowering
 from .target_compiler.install import PLATFORMS, find_compiler
 
@@ -125,7 +125,7 @@ def _lower(
 
         return lower_op(program)
     if choice.lowering == "fused":
-        from .fused_lowering import lower_fused
+        from .fused.lower import lower_fused
 
         lowered = lower_fused(program, device, horizontal=options.horizontal)
         if choice.note:
@@ -156,7 +156,6 @@ def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
     """Return whether a device is a GPU or TPU other than JAX's default: cross-compile for it."""
     if device.platform not in ("gpu", "tpu") or _is_compiled(program):
         return False
-    from .local_target import local_target
 
     # Without a device file there is no GPU or TPU here, so JAX need not be started to find out.
     if not device_files():

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import LoweringError
 from ...common.types import JsonMapping
 from ..ir.hlo_reader import parse_hlo
+from ..ir.mlir.locations import SourceOps
 from ..ir.partitioning import header_counts
 from ..ir.program import Op, Program, TensorType
 from ..ir.reader import SourceProgram, TripCounts, read_program
-from ..ir.source_ops import SourceOps
 from ..ir.trip_counts import loop_names
 from ..kernels.extract import extract_kernels, tagged_ops
 from ..kernels.kernel import LoweredProgram
 from ..kernels.memory import peak_memory
 from ..kernels.provenance import infer_sources
-from .cache import LoweringCache, from_data, to_data
-from .local_target import LocalTarget, environment_hash, local_target
+from .cache import LocalTarget, LoweringCache, environment_hash, from_data, local_target, to_data
 from .op import uncosted_notes
 
 if TYPE_CHECKING:
@@ -159,7 +158,8 @@ def lower_xla(
     cached = cache.get(key)
     if cached is not None:
         stablehlo = _as_stablehlo(source)
-        stored = from_data(cached.meta.get("kernels", {}), SourceOps(stablehlo), cached.hlo)
+        ops = SourceOps(stablehlo.module, stablehlo.origin)
+        stored = from_data(cached.meta.get("kernels", {}), ops, cached.hlo)
         if stored is not None:
             return stored
         program = _parsed(cached.hlo, source.origin)
@@ -195,7 +195,7 @@ def lower_compiled(
         meta: ``peak_memory_bytes`` and ``compiler``, if known.
         trip_counts: The user's, for loops where none is found.
     """
-    ops = SourceOps(source) if source.kind == "stablehlo" else None
+    ops = SourceOps(source.module, source.origin) if source.kind == "stablehlo" else None
     _set_trip_counts(program, source, trip_counts)
     kernels, notes = extract_kernels(program, ops)
     if ops is not None:

@@ -12,8 +12,9 @@ from ...datagen.published.clones import version_numbers
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES
 from ...features.operators.schema import NAMES, PARAMETERS
-from .devices import chip_of, twins
-from .report import Part
+from .family_tables import chip_of
+from .intervals import twins
+from .parts import Part
 
 #: Estimators that are put side by side, cheap ones first.
 ESTIMATORS = ("roofline", "ridge", "forest", "xgboost", "mlp", "gnn-flax", "gnn-pyg", "ensemble")

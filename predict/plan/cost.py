@@ -22,7 +22,7 @@ import numpy as np
 from ...common.errors import OpcastError
 from ...features.ir.reader import SourceProgram
 from ...features.kernels.memory import memory_over_time
-from ...features.lowering.fused_lowering import lower_fused
+from ...features.lowering.fused.lower import lower_fused
 from ...features.lowering.op import lower_op
 from ...models.cost_model import CostModel
 from ...simulate.clusters.topology import Cluster

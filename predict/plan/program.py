@@ -337,9 +337,9 @@ def read_planned(
         ProgramError: The program has collectives already, or its batch is unknown.
         PlanError: ``batch`` is wrong, or nothing can be cut.
     """
-    from ...features.ir.mlir.inline import inline_calls
     from ...features.ir.mlir.shardings import (
         argument_names,
+        inline_calls,
         with_donations,
         without_empty_meshes,
         without_shardings,

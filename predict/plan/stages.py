@@ -165,7 +165,6 @@ class StagedProgram:
     def _renumbered(self, stage: Stage, module: ir.Module) -> dict[int, int]:
         """Numbers of a stage's ops, those of regions included, by those in the whole step."""
         from ...features.ir.jax_compat import walk_ops
-        from ...features.ir.mlir.inline import nested_ops
         from ...features.lowering.repeated_layers.mlir_excise import main_function
 
         main = main_function(module)
@@ -174,7 +173,7 @@ class StagedProgram:
         old = {position: number for number, position in self.numbers.items()}
         found = {}
         for op, position in zip(main.regions[0].blocks[0].operations, stage.ops, strict=False):
-            for offset in range(len(nested_ops(op.operation))):
+            for offset in range(len(walk_ops(op.operation))):
                 found[old[position] + offset] = places[op.operation] + offset
         return found
 

@@ -1,9 +1,16 @@
-"""From an MLIR location to the user's own line."""
+"""From MLIR locations to the user's own lines, of one op or of all ops by their position."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, overload
+
+from ..program import Source
+
+if TYPE_CHECKING:
+    from jaxlib.mlir.ir import Module, Operation
 
 # ``"model.py":12:3``.
 _FILE = re.compile(r'"([^"\n]+)":(\d+):\d+')
@@ -60,3 +67,83 @@ def user_line(location: str, origin: str) -> Line:
         if not STARTS.search(file):
             first = first or Line(file, int(match[2]), False)
     return first or Line(origin, 0, False)
+
+
+_CALLS = ("func.call", "call")
+#: Calls that are followed outwards, by judgement: malformed programs may call in a circle.
+MAX_CALLS = 50
+
+
+class SourceOps(Sequence[Source]):
+    """Sources of a StableHLO program's ops, indexed as :attr:`Source.index` counts.
+
+    Each is read on first use.
+
+    Args:
+        module: A StableHLO program.
+        origin: File that it was read from.
+    """
+
+    def __init__(self, module: Module, origin: str) -> None:
+        from ..jax_compat import walk_ops
+
+        # Operations live as long as their module.
+        self._module = module
+        self._origin = origin
+        self._ops: list[Operation] = walk_ops(module)
+        self._sources: dict[int, Source] = {}
+        self._lines: dict[object, Line] = {}
+
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """MLIR operations by walk index."""
+        return self._ops
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+    @overload
+    def __getitem__(self, index: int) -> Source: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Source]: ...
+
+    def __getitem__(self, index: int | slice) -> Source | Sequence[Source]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        source = self._sources.get(index)
+        if source is None:
+            op = self._ops[index]
+            line = self._line(op)
+            source = self._sources[index] = Source(op.name, line.file, line.line, index)
+        return source
+
+    def _line(self, op: Operation, depth: int = 0) -> Line:
+        """Return the user's line: of the op, or of a call of the library function that holds it."""
+        location = op.location.attr
+        line = self._lines.get(location)
+        if line is None:
+            line = self._lines[location] = user_line(str(location), self._origin)
+        # The op lies in library code that was outlined: the user's line is at its call.
+        if line.own or depth > MAX_CALLS:
+            return line
+        calls = self.calls.get(function_of(op))
+        outer = self._line(calls[0], depth + 1) if calls else line
+        return outer if outer.own else line
+
+    @cached_property
+    def calls(self) -> dict[str, list[Operation]]:
+        """Calls of each function, by its name."""
+        calls: dict[str, list[Operation]] = {}
+        for op in self._ops:
+            if op.name in _CALLS:
+                calls.setdefault(str(op.attributes["callee"]).removeprefix("@"), []).append(op)
+        return calls
+
+
+def function_of(op: Operation) -> str:
+    """Name of the enclosing function; empty if there is none."""
+    parent: Operation | None = op
+    while parent is not None and parent.name != "func.func":
+        parent = parent.parent
+    return str(parent.attributes["sym_name"]).strip('"') if parent is not None else ""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..jax_compat import copy_module, functions_of, walk_ops
 from .attention_calls import call_axes, divided_call
-from .inline import nested_ops
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -106,7 +105,7 @@ class _Writer:
             {
                 places[value]
                 for op in body
-                for inner in nested_ops(op)
+                for inner in walk_ops(op)
                 for value in inner.operands
                 if value in places
             }
@@ -163,7 +162,7 @@ class _Writer:
                 shape[at] = self._divided(shape[at])
                 value.set_type(ir.RankedTensorType.get(shape, own.element_type))
         for number in self.plan.body:
-            for offset, inner in enumerate(nested_ops(self.ops[number])):
+            for offset, inner in enumerate(walk_ops(self.ops[number])):
                 self._shrink(inner, number + offset)
                 _fit_regions(inner)
         kind = ir.FunctionType(ir.TypeAttr(self.main.attributes["function_type"]).value)
@@ -224,7 +223,7 @@ class _Writer:
             return
         clone = op.clone(ip=place).operation
         known.update(zip(op.results, clone.results, strict=True))
-        for offset, inner in enumerate(nested_ops(clone)):
+        for offset, inner in enumerate(walk_ops(clone)):
             for n, value in enumerate(inner.operands):
                 if value in known:
                     inner.operands[n] = known[value]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ....common.types import JsonObject
 from ..jax_compat import copy_module, functions_of, set_counts, walk_ops
 from .attention_calls import CallSplit, split_call
-from .inline import inline_calls
+from .locations import function_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -312,3 +312,54 @@ def manual_devices(module: ir.Module) -> int:
     sizes = {str(op.attributes["sym_name"]).strip('"'): op.attributes["mesh"] for op in meshes}
     named = [mesh_size(str(mesh)) for name, mesh in sizes.items() if f"@{name}," in used]
     return max([1, *named])
+
+
+def inline_calls(module: ir.Module) -> ir.Module:
+    """Copy a module with all calls of ``main`` inlined; functions that nothing calls are removed.
+
+    MLIR's own pass of that name leaves calls as they are, because StableHLO does not declare that
+    its ops may be moved into another function. Locations are call sites, so that the lines of
+    callers are kept.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.passmanager import PassManager
+
+    copy = copy_module(module)
+    with copy.context:
+        functions = functions_of(copy)
+        calls = [op for op in walk_ops(copy) if op.name == "func.call"]
+        # Calls in functions that are called come along when those are.
+        pending = [op for op in calls if "main" not in functions or function_of(op) == "main"]
+        while pending:
+            call = pending.pop()
+            callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
+            pending += _inline(call, callee.regions[0].blocks[0])
+        passes: Any = PassManager.parse("builtin.module(symbol-dce)")
+        passes.run(copy.operation)
+        if not ir.Operation.verify(copy.operation):
+            raise ValueError("a function does not fit in the place of its call")
+    return copy
+
+
+def _inline(call: ir.Operation, body: ir.Block) -> list[ir.Operation]:
+    """Clone a function's ops in front of a call, which goes; returns the calls among them."""
+    from jaxlib.mlir import ir
+
+    known: dict[Any, Any] = dict(zip(body.arguments, call.operands, strict=True))
+    calls = []
+    place = ir.InsertionPoint(call)
+    *ops, end = [view.operation for view in body.operations]
+    for op in ops:
+        clone = op.clone(ip=place).operation
+        known.update(zip(op.results, clone.results, strict=True))
+        for inner in walk_ops(clone):
+            for number, value in enumerate(inner.operands):
+                if value in known:
+                    inner.operands[number] = known[value]
+            inner.location = ir.Location.callsite(inner.location, [call.location])
+            if inner.name == "func.call":
+                calls.append(inner)
+    for old, new in zip(call.results, end.operands, strict=True):
+        old.replace_all_uses_with(known[new])
+    call.erase()
+    return calls

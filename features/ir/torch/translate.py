@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 
 from ....common.errors import ProgramError
 from ..mlir.locations import FRAMEWORK
-from . import elementwise, products, reductions, shapes
+from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
 from .exported import Exported, jax_dtype
 from .table import Call, Result, find, is_solver
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The translations stand where the model's own lines are wanted.
 for _own in ("features/ir", "predict", "cli", "__main__.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
-_MODULES = (elementwise, products, reductions, shapes)
+_MODULES = (products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Arguments that place a tensor in PyTorch and mean nothing in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")

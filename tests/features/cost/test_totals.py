@@ -263,9 +263,7 @@ def test_unknown_trip_count_counts_once() -> None:
     assert program_cost(program).flops == 4 + 3 + 1
 
 
-def test_cost_adds_and_scales() -> None:
-    assert Cost(1, 2, 3, 4) + Cost(10, 20, 30, 40) == Cost(11, 22, 33, 44)
-    assert Cost(1, 2, 3, 4).scale(2) == Cost(2, 4, 6, 8)
+def test_bytes_of_a_cost_are_both_ways() -> None:
     assert Cost(1, 2, 3, 4).bytes == 7
 
 

@@ -22,7 +22,7 @@ def test_columns_kinds_and_rules_that_ops_name_exist() -> None:
     for name, spec in OPS.items():
         assert not spec.column or {spec.column, spec.work} <= set(INDEX), name
         assert spec.kind in {"", *KINDS}, name
-    ruled = {*flops._RULES, *flops._CONTROL}
+    ruled = {*flops._RULES, *flops.CONTROL}
     assert {name for name, spec in OPS.items() if spec.flops is None} == ruled - {"async-start"}
 
 

@@ -7,8 +7,7 @@ import pytest
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering import xla
-from opcast.features.lowering.cache import LoweringCache
-from opcast.features.lowering.local_target import LocalTarget
+from opcast.features.lowering.cache import LocalTarget, LoweringCache
 from opcast.features.lowering.xla import NativeExecutable, lower_compiled, lower_xla
 
 TARGET = LocalTarget("some-cpu", "cpu", "xla 1 cpu", 1)

@@ -11,7 +11,7 @@ from opcast.features.ir.jax_compat import compile_module, execute
 from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import peak_memory
-from opcast.features.lowering.fused_lowering import lower_fused
+from opcast.features.lowering.fused.lower import lower_fused
 from opcast.predict.devices import cluster_device
 from opcast.predict.plan.code import code_of
 from opcast.predict.plan.program import read_planned

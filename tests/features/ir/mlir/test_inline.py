@@ -13,7 +13,7 @@ from opcast.features.ir.jax_compat import (
     walk_ops,
     write_bytecode,
 )
-from opcast.features.ir.mlir.inline import inline_calls
+from opcast.features.ir.mlir.shardings import inline_calls
 from opcast.features.ir.reader import read_program
 
 

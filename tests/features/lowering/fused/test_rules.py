@@ -16,22 +16,22 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
-from opcast.features.lowering.fused.dataflow import graph as graphs
-from opcast.features.lowering.fused.dataflow.classify import (
+from opcast.features.lowering.fused import graph as graphs
+from opcast.features.lowering.fused.classify import (
     Shape,
     is_loop,
     is_loop_reduction,
     reduction,
 )
-from opcast.features.lowering.fused.dataflow.graph import Node, build_graph
-from opcast.features.lowering.fused.dataflow.work import Machine, machine_of
-from opcast.features.lowering.fused.fusion.clusters import Clusters
-from opcast.features.lowering.fused.fusion.epilogues import fuse_epilogues, fuse_softmax
-from opcast.features.lowering.fused.fusion.multi_output import MultiOutputFusion
-from opcast.features.lowering.fused.fusion.priority import PriorityFusion
-from opcast.features.lowering.fused.rewrites.loops import drop_dead_state, merge_counters
-from opcast.features.lowering.fused.rewrites.reductions import parts_of
-from opcast.features.lowering.fused.rewrites.simplify import simplify
+from opcast.features.lowering.fused.clusters import Clusters
+from opcast.features.lowering.fused.epilogues import fuse_epilogues, fuse_softmax
+from opcast.features.lowering.fused.graph import Node, build_graph
+from opcast.features.lowering.fused.loops import drop_dead_state, merge_counters
+from opcast.features.lowering.fused.multi_output import MultiOutputFusion
+from opcast.features.lowering.fused.priority import PriorityFusion
+from opcast.features.lowering.fused.reductions import parts_of
+from opcast.features.lowering.fused.simplify import simplify
+from opcast.features.lowering.fused.work import Machine, machine_of
 from opcast.features.lowering.lower import choose_lowering, lower
 from opcast.features.lowering.options import AUTO
 

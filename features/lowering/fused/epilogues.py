@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..dataflow.classify import Shape, reduction, source_of
-from ..dataflow.folding import is_elementwise, is_splat, reshape, splat
-from ..dataflow.graph import Node
-from ..rewrites.convolutions import REVERSED
+from .classify import Shape, reduction, source_of
 from .clusters import Cluster, Clusters
+from .convolutions import REVERSED
+from .folding import is_elementwise, is_splat, reshape, splat
+from .graph import Node
 
 #: Ops of the tanh approximation of GELU, which cublasLt has as an epilogue.
 _GELU = frozenset(("multiply", "add", "tanh", "power"))
@@ -56,7 +56,7 @@ class _Epilogue:
         conv = next(n for n in self.call.members.values() if n.opcode == "convolution")
         dilated = any(w.lhs_dilation != 1 for w in conv.attrs.get("window", ()))
         # Labels that start with the feature mean filter gradients
-        # (rewrites/convolutions.py).
+        # (convolutions.py).
         turned = str(conv.attrs.get("dim_labels", "")).startswith("f")
         return not (dilated or turned or conv.attrs.get(REVERSED, False))
 

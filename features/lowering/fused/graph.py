@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from .....common.types import JsonObject
-from ....cost.library_calls import is_annotation
-from ....ir.program import Computation, Op, Program, Source, TensorType
+from ....common.types import JsonObject
+from ...cost.library_calls import is_annotation
+from ...ir.program import Computation, Op, Program, Source, TensorType
 
 #: Ops that only name their operand; they vanish when a program becomes a graph. Copies do, too: the
-#: compiler puts in its own where a buffer is written to (rewrites/loops.py, fusion/epilogues.py).
+#: compiler puts in its own where a buffer is written to (loops.py, epilogues.py).
 _NAMES = frozenset(
     (
         "opt-barrier",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from math import isqrt
 
-from ....ir.program import Computation, Op, Program, TensorType
-from ..dataflow.classify import Reduction, Shape, is_loop_reduction, reduction
-from ..dataflow.folding import padded, reshape, splat_node, spread, transposed
-from ..dataflow.graph import Graph, Node, rewrite
+from ...ir.program import Computation, Op, Program, TensorType
+from .classify import Reduction, Shape, is_loop_reduction, reduction
+from .folding import padded, reshape, splat_node, spread, transposed
+from .graph import Graph, Node, rewrite
 
 #: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
 #: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
@@ -99,7 +99,7 @@ def reduce_vector_products(graph: Graph, program: Program) -> None:
 
     Args:
         graph: Products are canonical
-            (:func:`opcast.features.lowering.fused.rewrites.products.canonical_dots`).
+            (:func:`opcast.features.lowering.fused.products.canonical_dots`).
         program: Takes in the computation that adds two scalars.
     """
     rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)

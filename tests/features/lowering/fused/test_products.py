@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.lowering.fused.dataflow.graph import Graph, Node, build_graph
-from opcast.features.lowering.fused.rewrites.products import (
+from opcast.features.lowering.fused.graph import Graph, Node, build_graph
+from opcast.features.lowering.fused.products import (
     MERGE_BYTES,
     canonical_dots,
     depends,

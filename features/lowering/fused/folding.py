@@ -11,8 +11,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ....ir.op_table import ELEMENTWISE
-from ....ir.program import Source, TensorType
+from ...ir.op_table import ELEMENTWISE
+from ...ir.program import Source, TensorType
 from .graph import Node, constant
 
 #: Arithmetic on known scalars, in Python's numbers: enough for counters, bounds and epsilons.

@@ -6,7 +6,7 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
-from ....ir.op_table import PLACED, UPDATES
+from ...ir.op_table import PLACED, UPDATES
 from .folding import is_elementwise
 from .graph import Node
 

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from ...common.errors import LoweringError
-from ..devices.device import DeviceSpec
-from ..ir.program import Program
-from ..ir.reader import SourceProgram
-from ..kernels.extract import extract_kernels
-from ..kernels.kernel import LoweredProgram
-from ..kernels.memory import peak_memory
-from .fused.dataflow.graph import Graph, build_graph
-from .fused.dataflow.work import Machine, machine_of
-from .fused.fusion.clusters import Clusters
-from .fused.fusion.emit import ComputationWriter, Emitter
-from .fused.fusion.epilogues import fuse_epilogues, fuse_softmax
-from .fused.fusion.multi_output import HorizontalFusion, MultiOutputFusion
-from .fused.fusion.priority import PriorityFusion, join_fills, own_fills
-from .fused.on_chip import on_chip_of, place_on_chip
-from .fused.rewrites.convolutions import canonical_convs, expand_ops
-from .fused.rewrites.loops import copy_loop_state, drop_dead_state, merge_counters
-from .fused.rewrites.products import canonical_dots, merge_dots
-from .fused.rewrites.reductions import pad_products, reduce_vector_products, split_reductions
-from .fused.rewrites.simplify import simplify
-from .fused.rewrites.sinking import sink_transposes
-from .op import uncosted_notes, whole_notes
+from ....common.errors import LoweringError
+from ...devices.device import DeviceSpec
+from ...ir.program import Program
+from ...ir.reader import SourceProgram
+from ...kernels.extract import extract_kernels
+from ...kernels.kernel import LoweredProgram
+from ...kernels.memory import peak_memory
+from ..op import uncosted_notes, whole_notes
+from .clusters import Clusters
+from .convolutions import canonical_convs, expand_ops
+from .emit import ComputationWriter, Emitter
+from .epilogues import fuse_epilogues, fuse_softmax
+from .graph import Graph, build_graph
+from .loops import copy_loop_state, drop_dead_state, merge_counters
+from .multi_output import HorizontalFusion, MultiOutputFusion
+from .on_chip import on_chip_of, place_on_chip
+from .priority import PriorityFusion, join_fills, own_fills
+from .products import canonical_dots, merge_dots, sink_transposes
+from .reductions import pad_products, reduce_vector_products, split_reductions
+from .simplify import simplify
+from .work import Machine, machine_of
 
 
 def lower_fused(
@@ -125,7 +124,7 @@ def _fused(
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.
     PriorityFusion(clusters, machine).run()
-    # CopyFusion runs on the entry computation only (fusion/priority.py).
+    # CopyFusion runs on the entry computation only (priority.py).
     if is_entry:
         join_fills(clusters)
     MultiOutputFusion(clusters, machine).run()

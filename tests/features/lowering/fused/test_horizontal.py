@@ -8,7 +8,7 @@ import pytest
 
 from opcast.datagen.zoo.registry import build
 from opcast.features.devices.catalogue import find_device
-from opcast.features.lowering.fused.fusion.multi_output import MAX_ALIKE, MAX_MIXED
+from opcast.features.lowering.fused.multi_output import MAX_ALIKE, MAX_MIXED
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.options import HORIZONTAL
 from opcast.features.lowering.target_compiler.process import CompileSettings

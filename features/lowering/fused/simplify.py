@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from ....ir.program import Program
-from ...xla_collectives import IMPURE, PURE_COLLECTIVES
-from ..dataflow.folding import fold, is_splat, simplify_view, splat, splat_node
-from ..dataflow.graph import Graph, Node
+from ...ir.program import Program
+from ..xla_collectives import IMPURE, PURE_COLLECTIVES
+from .folding import fold, is_splat, simplify_view, splat, splat_node
+from .graph import Graph, Node
 
 #: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
 _MAX_ROUNDS = 4

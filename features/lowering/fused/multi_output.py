@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from ....ir.op_table import UPDATES
-from ..dataflow.classify import is_loop_reduction, reduction, source_of
-from ..dataflow.graph import Node
-from ..dataflow.work import LAUNCH_S, Machine, Work
+from ...ir.op_table import UPDATES
+from .classify import is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters, owner
+from .graph import Node
 from .priority import MAX_OPERANDS, narrow_reduction
+from .work import LAUNCH_S, Machine, Work
 
 
 class MultiOutputFusion:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 
-from ....devices.device import DeviceSpec
-from ....devices.rules import capability_of
-from ....ir.dtypes import DTYPE_BITS
-from ....ir.op_table import OPS, UPDATES, OpSpec, ops_with
+from ...devices.device import DeviceSpec
+from ...devices.rules import capability_of
+from ...ir.dtypes import DTYPE_BITS
+from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
 from .classify import Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 

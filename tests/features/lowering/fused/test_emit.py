@@ -5,9 +5,9 @@ from __future__ import annotations
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Computation, Program
 from opcast.features.kernels.extract import extract_kernels
-from opcast.features.lowering.fused.dataflow.graph import build_graph
-from opcast.features.lowering.fused.fusion.clusters import Clusters
-from opcast.features.lowering.fused.fusion.emit import ComputationWriter, Emitter
+from opcast.features.lowering.fused.clusters import Clusters
+from opcast.features.lowering.fused.emit import ComputationWriter, Emitter
+from opcast.features.lowering.fused.graph import build_graph
 
 
 def emitted(text: str, fuse: str = "", into: str = "") -> Program:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from math import prod
 
-from ....ir.program import Computation, Op, Program, TensorType, WindowDim
-from ..dataflow.folding import padded, reshape, splat_node, transposed
-from ..dataflow.graph import Graph, Node, constant, element, rewrite
-from ..dataflow.work import Machine
+from ...ir.program import Computation, Op, Program, TensorType, WindowDim
+from .folding import padded, reshape, splat_node, transposed
+from .graph import Graph, Node, constant, element, rewrite
+from .work import Machine
 
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from .....common.errors import LoweringError
-from ....ir.program import Computation, Op, Program
-from ..dataflow.classify import is_consumer
-from ..dataflow.graph import Node
-from ..rewrites.convolutions import REVERSED
+from ....common.errors import LoweringError
+from ...ir.program import Computation, Op, Program
+from .classify import is_consumer
 from .clusters import Cluster, Clusters
+from .convolutions import REVERSED
+from .graph import Node
 
 
 class Emitter:

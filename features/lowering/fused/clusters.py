@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..dataflow.classify import FREE, is_consumer, is_free, is_loop, source_of
-from ..dataflow.graph import Graph, Node
+from .classify import FREE, is_consumer, is_free, is_loop, source_of
+from .graph import Graph, Node
 
 
 @dataclass(slots=True, eq=False)

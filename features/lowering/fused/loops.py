@@ -5,9 +5,9 @@ XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 
 from __future__ import annotations
 
-from ..dataflow.classify import source_of
-from ..dataflow.folding import splat, splat_node
-from ..dataflow.graph import Graph, Node, topological
+from .classify import source_of
+from .folding import splat, splat_node
+from .graph import Graph, Node, topological
 
 
 def drop_dead_state(graph: Graph) -> None:

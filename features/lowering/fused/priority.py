@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator
 
-from ....ir.op_table import UPDATES, ops_with
-from ..dataflow.classify import Shape, is_loop_reduction, reduction, source_of
-from ..dataflow.folding import is_elementwise, splat, splat_node
-from ..dataflow.graph import Graph, Node
-from ..dataflow.work import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
+from ...ir.op_table import UPDATES, ops_with
+from .classify import Shape, is_loop_reduction, reduction, source_of
 from .clusters import Cluster, Clusters
+from .folding import is_elementwise, splat, splat_node
+from .graph import Graph, Node
+from .work import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
 
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96

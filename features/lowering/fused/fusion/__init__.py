@@ -1,1 +1,0 @@
-"""Which operations become one kernel: priorities, epilogues, softmax, multi-output, horizontal."""

@@ -1,1 +1,0 @@
-"""Rewrites before fusion, as XLA makes them: products, convolutions, loops, reductions."""
