@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from ....common.types import JsonMapping, MlirObject
 
-if TYPE_CHECKING:
-    from jaxlib.mlir import ir
-
+#: A value of a module; its type is known where it is used.
+Value = ir.Value[Any]
+#: What is written for one device already.
+_MANUAL = "{manual}"
 _CONFIG = "cudnn_fmha_backend_config"
 #: The product of queries (backward: the result's gradient) with keys or values, whose batch
 #: dimensions tell where the heads are: ``BTNH`` or ``BNTH``.
@@ -115,8 +119,6 @@ def _heads_at(own: MlirObject) -> int | None:
 
 def call_axes(op: ir.Operation) -> tuple[CallAxis, ...]:
     """Batch and heads of an op of a module, as :func:`attention_axes` finds them."""
-    from jaxlib.mlir import ir
-
     if op.name != "stablehlo.custom_call" or "backend_config" not in op.attributes:
         return ()
     target = ir.StringAttr(op.attributes["call_target_name"]).value
@@ -138,8 +140,6 @@ def draws_numbers(config: JsonMapping) -> bool:
 
 def divided_call(op: ir.Operation, parts: Sequence[int]) -> ir.Attribute:
     """Configuration of a call with :func:`call_axes` after its batch and heads were divided."""
-    from jaxlib.mlir import ir
-
     config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
     dimensions = config[_CONFIG]["intermediate_tensor_shape"]["dimensions"]
     for n, own in enumerate(parts):
@@ -154,55 +154,50 @@ def split_call(op: ir.Operation, split: CallSplit) -> None:
         op: A call with :func:`call_axes`, which goes.
         split: How it is cut; the parts divide all sizes along their axes.
     """
-    from jaxlib.mlir import ir
-
     axes = call_axes(op)
-    place = ir.InsertionPoint(op)
 
-    def local(value: MlirObject, number: int, side: int) -> MlirObject:
+    def local(value: Value, number: int, side: int) -> ir.Type:
         shape = _shape(value)
         for axis, parts in zip(axes, split.parts, strict=True):
             for k, d in axis[side]:
                 if k == number:
                     shape[d] //= parts
-        return ir.RankedTensorType.get(shape, value.type.element_type, loc=op.location)
+        return ir.RankedTensorType.get(shape, value.type.element_type)
 
-    def told(value: MlirObject, kind: MlirObject, call: str, sharding: str) -> MlirObject:
-        made = ir.Operation.create(
-            "stablehlo.custom_call",
-            results=[kind],
-            operands=[value],
-            attributes={
-                "call_target_name": ir.StringAttr.get(call),
-                "mhlo.sharding": ir.StringAttr.get(sharding),
-            },
-            loc=op.location,
-            ip=place,
-        )
-        return made.results[0]
-
-    given = []
-    for number, (value, text) in enumerate(zip(op.operands, split.operands, strict=True)):
-        whole = told(value, value.type, "Sharding", text)
-        kind = local(value, number, 1)
-        given.append(told(whole, kind, "SPMDFullToShardShape", "{manual}"))
-    manual = ", ".join(["{manual}"] * len(op.results))
-    attributes = {name: op.attributes[name] for name in op.attributes}
-    attributes["backend_config"] = divided_call(op, split.parts)
-    attributes["mhlo.sharding"] = ir.StringAttr.get(f"{{{manual}}}")
-    call = ir.Operation.create(
-        "stablehlo.custom_call",
-        results=[local(value, number, 0) for number, value in enumerate(op.results)],
-        operands=given,
-        attributes=attributes,
-        loc=op.location,
-        ip=place,
-    )
-    for old, new, text in zip(op.results, call.results, split.results, strict=True):
-        part = told(new, new.type, "Sharding", "{manual}")
-        old.replace_all_uses_with(told(part, old.type, "SPMDShardToFullShape", text))
+    with ir.InsertionPoint(op), op.location:
+        given = []
+        for number, (value, text) in enumerate(zip(op.operands, split.operands, strict=True)):
+            whole, kind = sharded(value, text), local(value, number, 1)
+            given.append(sharded(whole, _MANUAL, "SPMDFullToShardShape", kind))
+        attributes = {name: op.attributes[name] for name in op.attributes}
+        attributes["backend_config"] = divided_call(op, split.parts)
+        manual = ", ".join([_MANUAL] * len(op.results))
+        attributes["mhlo.sharding"] = ir.StringAttr.get(f"{{{manual}}}")
+        kinds = [local(value, number, 0) for number, value in enumerate(op.results)]
+        call = ir.Operation.create(op.name, results=kinds, operands=given, attributes=attributes)
+        for old, new, text in zip(op.results, call.results, split.results, strict=True):
+            part = sharded(new, _MANUAL)
+            back = sharded(part, text, "SPMDShardToFullShape", old.type)
+            old.replace_all_uses_with(back)
     op.erase()
 
 
-def _shape(value: MlirObject) -> list[int]:
+def sharded(
+    value: Value, sharding: str, call: str = "Sharding", kind: ir.Type | None = None
+) -> Value:
+    """Annotate a value with how it is cut, at the current insertion point and location.
+
+    Args:
+        value: A value of a module.
+        sharding: How it is cut, as GSPMD writes it.
+        call: Custom call that the partitioner knows.
+        kind: Type of the result; by default that of the value.
+    """
+    made: ir.OpView = hlo.CustomCallOp([kind or value.type], [value], call)
+    made.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    told: Value = made.results[0]
+    return told
+
+
+def _shape(value: Value) -> list[int]:
     return list(value.type.shape)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo as hlo
 
 from ..jax_compat import copy_module, functions_of, walk_ops
-from .attention_calls import call_axes, divided_call
-
-if TYPE_CHECKING:
-    from jaxlib.mlir import ir
+from .attention_calls import Value, call_axes, divided_call
+from .shardings import substitute
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,6 @@ def one_micro_batch(module: ir.Module, plan: Accumulation, parts: int) -> ir.Mod
 def _rewritten(
     module: ir.Module, plan: Accumulation, parts: int, rewrite: Callable[[_Writer], None]
 ) -> ir.Module:
-    from jaxlib.mlir import ir
-
     copy = copy_module(module)
     with copy.context, ir.Location.unknown():
         rewrite(_Writer(copy, plan, parts))
@@ -92,12 +90,9 @@ class _Writer:
         self.block = self.main.regions[0].blocks[0]
         self.numbers = {op: number for number, op in enumerate(self.ops)}
         #: Number of the micro-batch, in the loop's body.
-        self.counter: Any = None
+        self.counter: Value | None = None
 
     def write(self) -> None:
-        from jaxlib.mlir import ir
-
-        start = ir.InsertionPoint.at_block_begin(self.block)
         body = [self.ops[n] for n in self.plan.body]
         arguments = list(self.block.arguments)
         places = {value: n for n, value in enumerate(arguments)}
@@ -112,35 +107,30 @@ class _Writer:
         )
         sums = [self.ops[op].results[result] for op, result in self.plan.sums]
         counter = ir.RankedTensorType.get([], ir.IntegerType.get_signless(32))
-        inits = [_splat(counter, 0, start), *(_splat(v.type, 0, start) for v in sums)]
-        inits += [
-            self._interleaved(arguments[n], self.plan.arguments[n], start)
-            if n in self.plan.arguments
-            else arguments[n]
-            for n in read
-        ]
-        kinds = [value.type for value in inits]
-        loop = ir.Operation.create(
-            "stablehlo.while", results=kinds, operands=inits, regions=2, ip=start
-        )
+        with ir.InsertionPoint.at_block_begin(self.block):
+            inits = [_splat(counter, 0), *(_splat(v.type, 0) for v in sums)]
+            inits += [self._interleaved(arguments[n], n) for n in read]
+            kinds = [value.type for value in inits]
+            loop = hlo.WhileOp(kinds, inits)
         places_of = [ir.Location.unknown()] * len(kinds)
         condition = loop.regions[0].blocks.append(*kinds, arg_locs=places_of)
         step = loop.regions[1].blocks.append(*kinds, arg_locs=places_of)
-        self._condition(condition)
-        self.counter = step.arguments[0]
-        known: dict[Any, Any] = {}
-        inside = ir.InsertionPoint(step)
-        for n, value in zip(read, list(step.arguments)[1 + len(sums) :], strict=True):
-            cut = n in self.plan.arguments
-            known[arguments[n]] = self._part(value, arguments[n], n, step, inside) if cut else value
-        for op in body:
-            self._clone(op, known, inside)
-        one = _splat(counter, 1, inside)
-        after = [_add(step.arguments[0], one, inside)]
-        for value, total in zip(sums, list(step.arguments)[1:], strict=False):
-            after.append(_add(total, known[value], inside))
-        after += list(step.arguments)[1 + len(sums) :]
-        ir.Operation.create("stablehlo.return", operands=after, ip=inside)
+        self.counter, *state = step.arguments
+        totals, given = state[: len(sums)], state[len(sums) :]
+        with ir.InsertionPoint(condition):
+            direction = hlo.ComparisonDirectionAttr.get("LT")
+            signed = hlo.ComparisonTypeAttr.get("SIGNED")
+            number = condition.arguments[0]
+            most = _splat(counter, self.parts)
+            hlo.return_([hlo.compare(number, most, direction, compare_type=signed)])
+        with ir.InsertionPoint(step):
+            parts = zip(read, given, strict=True)
+            known = {arguments[n]: self._part(value, n) for n, value in parts}
+            for op in body:
+                self._clone(op, known)
+            after = [hlo.add(self.counter, _splat(counter, 1))]
+            after += [hlo.add(total, known[v]) for v, total in zip(sums, totals, strict=True)]
+            hlo.return_([*after, *given])
         for value, total in zip(sums, list(loop.results)[1:], strict=False):
             value.replace_all_uses_with(total)
         for op in reversed(body):
@@ -152,15 +142,9 @@ class _Writer:
 
     def shrink(self) -> None:
         """Give the whole function the sizes of a part of the batch."""
-        from jaxlib.mlir import ir
-
         for number, value in enumerate(self.block.arguments):
             if number in self.plan.arguments:
-                own = ir.RankedTensorType(value.type)
-                shape = list(own.shape)
-                at = self.plan.arguments[number]
-                shape[at] = self._divided(shape[at])
-                value.set_type(ir.RankedTensorType.get(shape, own.element_type))
+                value.set_type(self._cut(value.type, [self.plan.arguments[number]]))
         for number in self.plan.body:
             for offset, inner in enumerate(walk_ops(self.ops[number])):
                 self._shrink(inner, number + offset)
@@ -171,105 +155,53 @@ class _Writer:
             ir.FunctionType.get(inputs, kind.results)
         )
 
-    def _condition(self, block: ir.Block) -> None:
-        from jaxlib.mlir import ir
-
-        place = ir.InsertionPoint(block)
-        most = _splat(block.arguments[0].type, self.parts, place)
-        flag = ir.RankedTensorType.get([], ir.IntegerType.get_signless(1))
-        less = ir.Operation.create(
-            "stablehlo.compare",
-            results=[flag],
-            operands=[block.arguments[0], most],
-            attributes={
-                "comparison_direction": ir.Attribute.parse("#stablehlo<comparison_direction LT>"),
-                "compare_type": ir.Attribute.parse("#stablehlo<comparison_type SIGNED>"),
-            },
-            ip=place,
+    def _interleaved(self, value: Value, number: int) -> Value:
+        """The batch ``(…, n, …)`` as ``(…, n / parts, parts, …)``; other arguments as they are."""
+        if number not in self.plan.arguments:
+            return value
+        at, shape = self.plan.arguments[number], _shape(value)
+        return _reshape(
+            value, [*shape[:at], self._divided(shape[at]), self.parts, *shape[at + 1 :]]
         )
-        ir.Operation.create("stablehlo.return", operands=[less.results[0]], ip=place)
 
-    def _interleaved(self, value: Any, dimension: int, place: ir.InsertionPoint) -> Any:
-        """The batch ``(…, n, …)`` as ``(…, n / parts, parts, …)``."""
-        shape = list(value.type.shape)
-        shape[dimension : dimension + 1] = [self._divided(shape[dimension]), self.parts]
-        return _reshape(value, shape, place)
+    def _part(self, value: Value, number: int) -> Value:
+        """The micro-batch of an iteration; arguments without the batch as they are."""
+        if number not in self.plan.arguments:
+            return value
+        assert self.counter is not None
+        at, shape = self.plan.arguments[number] + 1, _shape(value)
+        sizes = [*shape[:at], 1, *shape[at + 1 :]]
+        zero = _splat(self.counter.type, 0)
+        starts = [self.counter if d == at else zero for d in range(len(shape))]
+        return _reshape(hlo.dynamic_slice(value, starts, sizes), [*shape[:at], *shape[at + 1 :]])
 
-    def _part(
-        self, value: Any, whole: Any, number: int, step: ir.Block, place: ir.InsertionPoint
-    ) -> Any:
-        """The micro-batch of an iteration."""
-        from jaxlib.mlir import ir
-
-        at = self.plan.arguments[number] + 1
-        shape = list(value.type.shape)
-        shape[at] = 1
-        zero = _splat(step.arguments[0].type, 0, place)
-        starts = [step.arguments[0] if d == at else zero for d in range(len(shape))]
-        part = ir.Operation.create(
-            "stablehlo.dynamic_slice",
-            results=[ir.RankedTensorType.get(shape, value.type.element_type)],
-            operands=[value, *starts],
-            attributes={"slice_sizes": ir.DenseI64ArrayAttr.get(shape)},
-            ip=place,
-        )
-        return _reshape(part.results[0], [*shape[:at], *shape[at + 1 :]], place)
-
-    def _clone(self, op: ir.Operation, known: dict[Any, Any], place: ir.InsertionPoint) -> None:
+    def _clone(self, op: ir.Operation, known: dict[Value, Value]) -> None:
         number = self.numbers[op]
         dimensions = self.plan.batch.get((number, 0), ())
         if op.name == "stablehlo.iota" and _along(op) in dimensions:
-            known[op.results[0]] = self._rows(op, dimensions, place)
+            known[op.results[0]] = self._rows(op, dimensions)
             return
-        clone = op.clone(ip=place).operation
-        known.update(zip(op.results, clone.results, strict=True))
-        for offset, inner in enumerate(walk_ops(clone)):
-            for n, value in enumerate(inner.operands):
-                if value in known:
-                    inner.operands[n] = known[value]
+        for offset, inner in enumerate(substitute(op, known)):
             self._shrink(inner, number + offset)
             _fit_regions(inner)
 
-    def _rows(self, op: ir.Operation, dimensions: Sequence[int], place: ir.InsertionPoint) -> Any:
+    def _rows(self, op: ir.Operation, dimensions: Sequence[int]) -> Value:
         """Numbers of a part's rows in the whole batch, so that random numbers stay the same."""
-        from jaxlib.mlir import ir
-
-        kind = ir.RankedTensorType(op.results[0].type)
-        shape = [self._divided(e) if d in dimensions else e for d, e in enumerate(kind.shape)]
+        kind = self._cut(op.results[0].type, dimensions)
         # Counted in whole numbers: a short float would round the product, not the row.
-        whole = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
-
-        def made(name: str, *operands: Any, kind: Any = whole, **attributes: Any) -> Any:
-            own = ir.Operation.create(
-                f"stablehlo.{name}",
-                results=[kind],
-                operands=operands,
-                attributes=attributes,
-                loc=op.location,
-                ip=place,
-            )
-            return own.results[0]
-
-        rows = made("iota", iota_dimension=op.attributes["iota_dimension"])
-        number = made(
-            "broadcast_in_dim", self.counter, broadcast_dimensions=ir.DenseI64ArrayAttr.get([])
-        )
-        # Part k has rows k, k + parts and so on.
-        rows = made("add", made("multiply", rows, _splat(whole, self.parts, place)), number)
-        return made("convert", rows, kind=ir.RankedTensorType.get(shape, kind.element_type))
+        whole = ir.RankedTensorType.get(kind.shape, ir.IntegerType.get_signless(32))
+        assert self.counter is not None
+        with op.location:
+            number = hlo.broadcast_in_dim(whole, self.counter, [])
+            rows = hlo.multiply(hlo.iota(whole, _along(op)), _splat(whole, self.parts))
+            # Part k has rows k, k + parts and so on.
+            return hlo.convert(kind, hlo.add(rows, number))
 
     def _shrink(self, op: ir.Operation, number: int) -> None:
         """Give an op the types and sizes of a part of the batch."""
-        from jaxlib.mlir import ir
-
         for n, value in enumerate(op.results):
-            dimensions = self.plan.batch.get((number, n), ())
-            if dimensions:
-                kind = ir.RankedTensorType(value.type)
-                shape = [
-                    self._divided(e) if d in dimensions else e for d, e in enumerate(kind.shape)
-                ]
-                value.set_type(ir.RankedTensorType.get(shape, kind.element_type))
+            if dimensions := self.plan.batch.get((number, n), ()):
+                value.set_type(self._cut(value.type, dimensions))
         dimensions = self.plan.batch.get((number, 0), ())
         if op.name == "stablehlo.constant" and dimensions:
             data = ir.DenseElementsAttr(op.attributes["value"])
@@ -290,13 +222,17 @@ class _Writer:
 
     def _gather(self, op: ir.Operation) -> None:
         """Slices of a gather that span the batch span a part of it."""
-        from jaxlib.mlir import ir
-
         sizes = list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
         shape = ir.RankedTensorType(op.operands[0].type).shape
         # A slice as long as the whole dimension was before it was cut.
         cut = [e if e <= shape[d] else shape[d] for d, e in enumerate(sizes)]
         op.attributes["slice_sizes"] = ir.DenseI64ArrayAttr.get(cut)
+
+    def _cut(self, kind: ir.Type, dimensions: Sequence[int]) -> ir.RankedTensorType:
+        """A type with the sizes of a part of the batch."""
+        own = ir.RankedTensorType(kind)
+        shape = [self._divided(e) if d in dimensions else e for d, e in enumerate(own.shape)]
+        return ir.RankedTensorType.get(shape, own.element_type)
 
     def _divided(self, extent: int) -> int:
         if extent % self.parts:
@@ -314,40 +250,20 @@ def _fit_regions(op: ir.Operation) -> None:
 
 def _along(op: ir.Operation) -> int:
     """The dimension that an iota counts."""
-    from jaxlib.mlir import ir
-
     return int(ir.IntegerAttr(op.attributes["iota_dimension"]).value)
 
 
-def _splat(kind: Any, value: int, place: ir.InsertionPoint) -> Any:
-    from jaxlib.mlir import ir
+def _shape(value: Value) -> list[int]:
+    return list(value.type.shape)
 
+
+def _splat(kind: ir.Type, value: int) -> Value:
     own = ir.RankedTensorType(kind)
-    integer = isinstance(own.element_type, ir.IntegerType)
-    one = (
-        ir.IntegerAttr.get(own.element_type, value)
-        if integer
-        else ir.FloatAttr.get(own.element_type, float(value))
-    )
-    data = ir.DenseElementsAttr.get_splat(own, one)
-    made = ir.Operation.create(
-        "stablehlo.constant", results=[own], attributes={"value": data}, ip=place
-    )
-    return made.results[0]
+    element = own.element_type
+    whole = isinstance(element, ir.IntegerType)
+    one = ir.IntegerAttr.get(element, value) if whole else ir.FloatAttr.get(element, float(value))
+    return hlo.constant(ir.DenseElementsAttr.get_splat(own, one))
 
 
-def _reshape(value: Any, shape: Sequence[int], place: ir.InsertionPoint) -> Any:
-    from jaxlib.mlir import ir
-
-    kind = ir.RankedTensorType.get(shape, value.type.element_type)
-    made = ir.Operation.create("stablehlo.reshape", results=[kind], operands=[value], ip=place)
-    return made.results[0]
-
-
-def _add(left: Any, right: Any, place: ir.InsertionPoint) -> Any:
-    from jaxlib.mlir import ir
-
-    made = ir.Operation.create(
-        "stablehlo.add", results=[left.type], operands=[left, right], ip=place
-    )
-    return made.results[0]
+def _reshape(value: Value, shape: Sequence[int]) -> Value:
+    return hlo.reshape(ir.RankedTensorType.get(shape, value.type.element_type), value)

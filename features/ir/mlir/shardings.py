@@ -10,19 +10,17 @@ gets a constraint to that effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
 
 from ....common.types import JsonObject
 from ..jax_compat import copy_module, functions_of, set_counts, walk_ops
-from .attention_calls import CallSplit, split_call
+from .attention_calls import CallSplit, Value, sharded, split_call
 from .locations import function_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from jaxlib.mlir import ir
 
 #: Ops that only turn a parameter into another form of itself, in which it may be gathered.
 _FORMS = frozenset(
@@ -107,26 +105,8 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
 
 def _constrain(op: ir.Operation, place: int, sharding: str) -> None:
     """Let an op read an operand under a sharding."""
-    from jaxlib.mlir import ir
-
-    told = _told(op.operands[place], sharding, ir.InsertionPoint(op), op.location)
-    op.operands[place] = told
-
-
-def _told(value: Any, sharding: str, place: ir.InsertionPoint, at: ir.Location) -> Any:
-    """A value with the sharding that it is to have."""
-    from jaxlib.mlir import ir
-
-    texts = {"call_target_name": "Sharding", "mhlo.sharding": sharding}
-    with place:
-        constraint = ir.Operation.create(
-            "stablehlo.custom_call",
-            results=[value.type],
-            operands=[value],
-            attributes={name: ir.StringAttr.get(text) for name, text in texts.items()},
-            loc=at,
-        )
-    return constraint.results[0]
+    with ir.InsertionPoint(op), op.location:
+        op.operands[place] = sharded(op.operands[place], sharding)
 
 
 def constrained(
@@ -144,8 +124,6 @@ def constrained(
         results: Shardings of ops' first results, by the number of the op.
         calls: How calls of a library are cut, by the number of the op.
     """
-    from jaxlib.mlir import ir
-
     copy = copy_module(module)
     ops = walk_ops(copy)
     with copy.context:
@@ -156,7 +134,8 @@ def constrained(
             value = op.results[0]
             users = [(use.owner.operation, use.operand_number) for use in value.uses]
             if users:
-                told = _told(value, text, ir.InsertionPoint.after(op), op.location)
+                with ir.InsertionPoint.after(op), op.location:
+                    told = sharded(value, text)
                 for user, place in users:
                     user.operands[place] = told
         for number, split in calls.items():
@@ -206,8 +185,6 @@ def _pair_donors(main: ir.Operation, arguments: list[JsonObject]) -> None:
 
     Where shardings of results are open, JAX leaves the pairing to the compiler.
     """
-    from jaxlib.mlir import ir
-
     kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
     known = [ir.IntegerAttr(own[_ALIAS]).value for own in arguments if _ALIAS in own]
     left = [n for n in range(len(kind.results)) if n not in known]
@@ -232,8 +209,6 @@ def with_donations(
         aliases: Pairs of an output and the argument whose buffer it takes.
         donors: Arguments whose buffers any output may take.
     """
-    from jaxlib.mlir import ir
-
     copy = copy_module(module)
     with copy.context:
         main = functions_of(copy)["main"]
@@ -258,8 +233,6 @@ def without_shardings(module: ir.Module) -> ir.Module:
         ValueError: A part of it is written for each device (``shard_map``), so that no program for
             one device is left.
     """
-    from jaxlib.mlir import ir
-
     copy = copy_module(module)
     with copy.context:
         for op in walk_ops(copy):
@@ -321,9 +294,6 @@ def inline_calls(module: ir.Module) -> ir.Module:
     its ops may be moved into another function. Locations are call sites, so that the lines of
     callers are kept.
     """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.passmanager import PassManager
-
     copy = copy_module(module)
     with copy.context:
         functions = functions_of(copy)
@@ -343,19 +313,12 @@ def inline_calls(module: ir.Module) -> ir.Module:
 
 def _inline(call: ir.Operation, body: ir.Block) -> list[ir.Operation]:
     """Clone a function's ops in front of a call, which goes; returns the calls among them."""
-    from jaxlib.mlir import ir
-
     known: dict[Any, Any] = dict(zip(body.arguments, call.operands, strict=True))
     calls = []
     place = ir.InsertionPoint(call)
     *ops, end = [view.operation for view in body.operations]
     for op in ops:
-        clone = op.clone(ip=place).operation
-        known.update(zip(op.results, clone.results, strict=True))
-        for inner in walk_ops(clone):
-            for number, value in enumerate(inner.operands):
-                if value in known:
-                    inner.operands[number] = known[value]
+        for inner in substitute(op, known, place):
             inner.location = ir.Location.callsite(inner.location, [call.location])
             if inner.name == "func.call":
                 calls.append(inner)
@@ -363,3 +326,28 @@ def _inline(call: ir.Operation, body: ir.Block) -> list[ir.Operation]:
         old.replace_all_uses_with(known[new])
     call.erase()
     return calls
+
+
+def substitute(
+    op: ir.Operation,
+    known: dict[Value, Value],
+    place: ir.InsertionPoint | None = None,
+) -> list[ir.Operation]:
+    """Clone an op that reads other values.
+
+    Args:
+        op: Any op.
+        known: Values to read instead; the clone's results are added.
+        place: Where it goes; by default the current insertion point.
+
+    Returns:
+        The clone and the ops of its regions, as :func:`walk_ops` lists them.
+    """
+    clone = op.clone(ip=place).operation
+    known.update(zip(op.results, clone.results, strict=True))
+    ops = walk_ops(clone)
+    for inner in ops:
+        for number, value in enumerate(inner.operands):
+            if value in known:
+                inner.operands[number] = known[value]
+    return ops
