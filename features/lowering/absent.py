@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...common.errors import CompilerError, LoweringError
 from ...common.types import JsonMapping
@@ -22,7 +22,7 @@ from ..ir.jax_compat import (
 from ..ir.mlir.locations import SourceOps
 from ..ir.reader import SourceProgram, TripCounts
 from ..kernels.kernel import LoweredProgram
-from .cache import LocalTarget, LoweringCache, from_data, to_data
+from .cache import CachedModule, LocalTarget, LoweringCache, from_data, to_data
 from .op import lower_op, work_notes
 from .repeated_layers.lower import MIN_LAYERS, extrapolate, shorten
 from .target_compiler.process import CompileSettings, compile_programs
@@ -83,7 +83,7 @@ def lower_absent(
         stored = from_data(cached.meta.get("kernels", {}), ops, cached.hlo)
         if stored is None:
             # Data of another version: the module is read again, which needs no compiler.
-            stored = job.read(CachedHlo(cached.hlo, cached.meta))
+            stored = job.read(cached)
         return _finish(stored, cached.meta, target)
     lowered = job.by_layers() if settings.repeats else None
     # By layers where that saves time, whole where the structure is unclear.
@@ -97,13 +97,6 @@ def lower_absent(
         kept = {**meta, "kernels": to_data(lowered)} if job.settled else meta
         cache.put(key, lowered.hlo, kept)
     return _finish(lowered, meta, target)
-
-
-class CachedHlo(NamedTuple):
-    """A compiled module and the compiler's figures for it."""
-
-    hlo: str
-    meta: JsonMapping
 
 
 class _Job:
@@ -156,7 +149,7 @@ class _Job:
             return None
         return lowered
 
-    def read(self, compiled: CachedHlo) -> LoweredProgram:
+    def read(self, compiled: CachedModule) -> LoweredProgram:
         """List the kernels of a compiled module."""
         program = parse_hlo(compiled.hlo, self.source.origin)
         # Kernels of programs whose trip counts the user gives are not cached: the next call may
@@ -189,7 +182,7 @@ class _Job:
                 "compiler": _compiler(self.target),
                 "seconds": result.seconds,
             }
-            lowered = self.read(CachedHlo(result.hlo, meta))
+            lowered = self.read(CachedModule(result.hlo, meta))
             lowered.notes += [note for note in result.notes if note not in lowered.notes]
             outcomes.append(lowered)
         return outcomes

@@ -48,7 +48,7 @@ class CachedModule(NamedTuple):
     """
 
     hlo: str
-    meta: JsonObject
+    meta: JsonMapping
 
 
 class LoweringCache:

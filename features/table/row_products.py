@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -240,16 +239,9 @@ def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
 
 
 def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
-    config = op.attrs.get("backend_config")
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError:
-            return
-    if not isinstance(config, dict):
+    config = op.config("gemm_backend_config") or op.config()
+    if not config:
         return
-    # Older XLA writes the fields of the GEMM configuration at the top level.
-    config = config.get("gemm_backend_config", config)
     dims = _numbers(config.get("dot_dimension_numbers", {}))
     rate = matrix_rate(operands[0].dtype, op.attrs)
     gemm(row, operands[0], operands[1], op.type, *dims, rate=rate)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,6 +26,8 @@ _ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
 _STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
 _ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
 #: Element types of dense attributes that become tuples; others stay text.
+#: Types of the two parts of complex numbers.
+_PARTS = {"c64": "f32", "c128": "f64"}
 _DTYPES = {"i64": "<i8", "i32": "<i4", "i8": "<i1", "i1": "?", "index": "<i8"}
 
 
@@ -153,7 +154,7 @@ def read_literal(text: str, kind: TensorType) -> object:
         return None
     parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
     elements: list[object] = list(parts)
-    if kind.dtype in ("c64", "c128"):
+    if kind.dtype in _PARTS:
         elements = [complex(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return constant_value(elements)
 
@@ -171,25 +172,14 @@ def _element(text: str, dtype: str) -> bool | int | float:
 
 
 def _from_bits(bits: int, dtype: str) -> float:
-    """Decode a float that MLIR prints as its bits (infinities and NaN)."""
-    # bf16 is the upper half of an f32.
-    if dtype == "bf16":
-        return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
-    formats = {"f16": ("<H", "<e"), "f64": ("<Q", "<d"), "c128": ("<Q", "<d")}
-    small = dtype.startswith(("f8", "f6", "f4"))
-    if small:
-        return _small_float(bits, dtype)
-    pack, unpack = formats.get(dtype, ("<I", "<f"))
-    return float(struct.unpack(unpack, struct.pack(pack, bits))[0])
-
-
-def _small_float(bits: int, dtype: str) -> float:
+    """Decode a float that MLIR prints as its bits: infinities, NaN and small formats."""
     import ml_dtypes
 
-    kind = getattr(ml_dtypes, NUMPY_NAMES[dtype], None)
+    name = NUMPY_NAMES[_PARTS.get(dtype, dtype)]
+    kind = getattr(ml_dtypes, name, None) or getattr(np, name, None)
     if kind is None:
         return math.nan
-    return float(np.array([bits], np.uint8).view(kind)[0])
+    return float(np.array([bits], f"u{np.dtype(kind).itemsize}").view(kind)[0])
 
 
 # ``tensor<8x128xf32>``: dimensions, then the element type with what follows it.

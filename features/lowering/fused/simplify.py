@@ -133,33 +133,27 @@ def _adds(scatter: Node, program: Program) -> bool:
     return only is not None and only.opcode == "add" and len(set(only.operands)) == 2
 
 
-def _add(node: Node) -> Node | None:
-    """Drop additions of 0."""
-    for this, other in (node.operands, node.operands[::-1]):
-        if is_splat(this, 0):
-            return other
-    return None
+#: Operands that change nothing, by opcode.
+_NEUTRAL: dict[str, float | bool] = {
+    "add": 0,
+    "multiply": 1,
+    "maximum": float("-inf"),
+    "and": True,
+}
 
 
-def _maximum(node: Node) -> Node | None:
-    """Drop the maximum with the least value."""
+def _neutral(node: Node) -> Node | None:
+    """Drop an addition of 0, a factor of 1, the maximum with the least value, and the like."""
+    wanted = _NEUTRAL[node.opcode]
     for this, other in (node.operands, node.operands[::-1]):
-        if splat(this) == float("-inf"):
+        value = splat(this)
+        if value == wanted and isinstance(value, bool) == isinstance(wanted, bool):
             return other
     return None
 
 
 def _subtract(node: Node) -> Node | None:
     return node.operands[0] if is_splat(node.operands[1], 0) else None
-
-
-def _multiply(node: Node) -> Node | None:
-    lhs, rhs = node.operands
-    if is_splat(rhs, 1):
-        return lhs
-    if is_splat(lhs, 1):
-        return rhs
-    return None
 
 
 def _divide(node: Node) -> Node | None:
@@ -232,13 +226,6 @@ def _select(node: Node) -> Node | None:
     return node.operands[1] if node.operands[1] is node.operands[2] else None
 
 
-def _and(node: Node) -> Node | None:
-    for this, other in (node.operands, node.operands[::-1]):
-        if node.type.dtype == "pred" and splat(this) is True:
-            return other
-    return None
-
-
 def _negate(node: Node) -> Node | None:
     inner = node.operands[0]
     return inner.operands[0] if inner.opcode == "negate" else None
@@ -291,17 +278,14 @@ def _tuple_element(node: Node) -> Node | None:
 
 
 _RULES: dict[str, Callable[[Node], Node | None]] = {
-    "add": _add,
+    **dict.fromkeys(_NEUTRAL, _neutral),
     "subtract": _subtract,
-    "multiply": _multiply,
     "divide": _divide,
     "power": _power,
     "chlo.square": _square,
     "convert": _convert,
     "select": _select,
-    "and": _and,
     "negate": _negate,
-    "maximum": _maximum,
     "reduce": _reduce,
     "dynamic-slice": _dynamic_slice,
     "get-tuple-element": _tuple_element,
