@@ -111,8 +111,27 @@ class Fakes:
                 tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
 
+    def replace(self, module: torch.fx.GraphModule) -> None:
+        """Put them in the place of a module's tensors; its nodes run on the CPU."""
+        import torch
 
-def place_on_cpu(node: torch.fx.Node) -> None:
+        for graph in _graphs(module):
+            for node in graph.nodes:
+                _place_on_cpu(node)
+        for own in module.modules():
+            for held in (own._parameters, own._buffers, vars(own)):
+                for name, value in list(held.items()):
+                    if isinstance(value, torch.Tensor):
+                        held[name] = self.of(value)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that were made for a tensor."""
+        distinct = {id(t): t for t in self.made.values()}
+        return sum(t.numel() * t.element_size() for t in distinct.values())
+
+
+def _place_on_cpu(node: torch.fx.Node) -> None:
     """Let a node run on the CPU, where the tensors without memory are, wherever it was exported."""
     import torch
 
@@ -124,6 +143,16 @@ def place_on_cpu(node: torch.fx.Node) -> None:
 
     node.args = torch.fx.node.map_aggregate(node.args, placed)
     node.kwargs = torch.fx.node.map_aggregate(node.kwargs, placed)
+
+
+def setting_of(name: str, args: tuple[object, ...]) -> contextlib.AbstractContextManager[object]:
+    """What a wrapped graph runs under, by its wrapper's name and what comes before the graph."""
+    import torch
+
+    if name == "wrap_with_set_grad_enabled":
+        return torch.set_grad_enabled(args[0])
+    device, dtype, enabled, cached = args
+    return torch.autocast(device, dtype, enabled, cached)
 
 
 @contextlib.contextmanager
@@ -164,7 +193,7 @@ def _move_to_cpu(program: torch.export.ExportedProgram, undo: list[Callable[[], 
     for graph in _graphs(program.graph_module):
         for node in graph.nodes:
             undo += [partial(setattr, node, n, getattr(node, n)) for n in ("args", "kwargs")]
-            place_on_cpu(node)
+            _place_on_cpu(node)
 
 
 def _keep_gradients(module: torch.fx.GraphModule, undo: list[Callable[[], object]]) -> None:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....common.errors import ProgramError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Optimisers of training steps, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
@@ -24,6 +28,16 @@ LOSSES = ("cross_entropy", "sum")
 #: in PyTorch, or nothing if the module itself returns its loss.
 Loss: TypeAlias = str | Callable[..., object] | None
 _LOSS_HINT = f"known: {', '.join(LOSSES)}; or, in Python, a function of the module's outputs"
+
+
+class _Output(Protocol):
+    """A tensor of PyTorch, or its shape and type alone."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,30 @@ def _loss(loss: object) -> Loss:
     raise ProgramError(f"a loss that is a {type(loss).__name__}", hint=_LOSS_HINT)
 
 
+def check_loss(loss: Loss, outputs: Sequence[_Output], where: str) -> None:
+    """Refuse a loss that does not fit a module's first output.
+
+    Args:
+        loss: As in :class:`TorchProgram`.
+        outputs: Tensors that the module returns.
+        where: Name of the module.
+
+    Raises:
+        ProgramError: It does not fit.
+    """
+    shape = tuple(outputs[0].shape) if outputs else ()
+    if loss is None and (not outputs or prod(shape) != 1):
+        what = f"{outputs[0].dtype}{list(shape)}".removeprefix("torch.") if outputs else "nothing"
+        raise ProgramError(
+            f"the module returns {what}, no loss to train by",
+            where=where,
+            hint="--loss cross_entropy (its first output as logits, labels of their own) or "
+            "--loss sum; in Python also loss=function of the outputs",
+        )
+    if loss == "cross_entropy" and len(shape) < 2:
+        raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)
+
+
 def is_torch_file(source: object) -> bool:
     """Whether a source is the path of a file of ``torch.export.save``, told by its content."""
     if not isinstance(source, str | Path) or "\n" in str(source) or len(str(source)) > 4096:
@@ -148,3 +186,32 @@ def _has_tensors(values: tuple[object, ...]) -> bool:
     import torch
 
     return any(isinstance(v, torch.Tensor) for v in torch.utils._pytree.tree_leaves(list(values)))
+
+
+def torch_loss(found: object, loss: Loss, where: str) -> torch.Tensor:
+    """PyTorch's own loss of a module's outputs; labels of cross entropy hold no data."""
+    import torch
+
+    if callable(loss):
+        return loss(found)
+    tensors = [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    check_loss(loss, tensors, where)
+    if loss == "sum":
+        return sum(t.float().sum() for t in tensors if t.is_floating_point())
+    if loss == "cross_entropy":
+        logits = tensors[0].flatten(0, -2)
+        labels = torch.empty(logits.shape[:1], dtype=torch.int64)
+        return torch.nn.functional.cross_entropy(logits, labels)
+    return tensors[0].reshape(())
+
+
+def torch_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """PyTorch's optimiser, over lists of tensors as it is on GPUs by default."""
+    import torch
+
+    trained: Sequence[torch.nn.Parameter] = [p for p in module.parameters() if p.requires_grad]
+    optim = torch.optim
+    if name in ("adamw", "adam"):
+        kind = optim.AdamW if name == "adamw" else optim.Adam
+        return kind(trained, lr=1e-3, foreach=True)
+    return optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=True)

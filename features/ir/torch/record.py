@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
-from .decomposition import WRAPPERS, Fakes, place_on_cpu
-from .exported import Exported, export
-from .program import Loss, TorchProgram
+from .decomposition import WRAPPERS, Fakes, setting_of
+from .exported import Exported, export, shortened
+from .program import TorchProgram, torch_loss, torch_optimizer
 from .translate import Place, place_of
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
         raise
     except Exception as error:
         raise ProgramError(
-            f"the operators cannot be recorded: {type(error).__name__}: "
-            + " ".join(str(error).split())[:400],
+            f"the operators cannot be recorded: {type(error).__name__}: {shortened(error)}",
             where=program.name,
             hint="a branch on values needs data; predict it as XLA runs it: without --framework",
         ) from error
@@ -172,18 +171,8 @@ def _recorded(exported: Exported, program: TorchProgram, fused: Fused) -> Record
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     module = exported.program.module()
-    for own in [m for m in module.modules() if hasattr(m, "graph")]:
-        for node in own.graph.nodes:
-            place_on_cpu(node)
     fakes = Fakes(FakeTensorMode(allow_non_fake_inputs=True))
-    for own in module.modules():
-        for held in (own._parameters, own._buffers):
-            for name, tensor in list(held.items()):
-                if tensor is not None:
-                    held[name] = fakes.of(tensor)
-        for name, value in list(vars(own).items()):
-            if isinstance(value, torch.Tensor):
-                setattr(own, name, fakes.of(value))
+    fakes.replace(module)
     given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     inputs = [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
     log = _Recorder(fused)
@@ -196,12 +185,12 @@ def _recorded(exported: Exported, program: TorchProgram, fused: Fused) -> Record
         found = runner.run(*inputs)
         if train:
             log.place = Place("", 0, "loss")
-            loss = _loss(found, program.loss, exported.name)
+            loss = torch_loss(found, program.loss, exported.name)
             log.phase = BACKWARD
             if not loss.requires_grad:
                 raise ProgramError("no parameter takes a gradient", where=exported.name)
             loss.backward()
-            optimizer = _optimizer(program.train, module)
+            optimizer = torch_optimizer(program.train, module)
             log.phase, log.on = OPTIMIZER, False
             # The first step makes the moments.
             optimizer.step()
@@ -210,9 +199,7 @@ def _recorded(exported: Exported, program: TorchProgram, fused: Fused) -> Record
     recording = log.recording
     if train:
         recording.calls = _computed_again(recording.calls)
-    recording.parameter_bytes = sum(
-        t.numel() * t.element_size() for t in {id(t): t for t in fakes.made.values()}.values()
-    )
+    recording.parameter_bytes = fakes.bytes
     held = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
     outputs = torch.utils._pytree.tree_leaves(found)
     recording.kept = {log.memory(t) for t in (*held, *outputs) if isinstance(t, torch.Tensor)}
@@ -277,7 +264,8 @@ class _Recorder:
         inputs = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
         # Lists of tensors are changed in place and nothing is returned.
-        written = outputs or inputs[: _first_list(args)]
+        count = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
+        written = outputs or inputs[:count]
         if not written:
             return
         numbers = tuple(a for a in args if not any(isinstance(t, torch.Tensor) for t in leaves(a)))
@@ -345,10 +333,6 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
 
 
-def _first_list(args: tuple[object, ...]) -> int:
-    return len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-
-
 def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interpreter:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -388,7 +372,7 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
             if name in WRAPPERS:
                 # Node by node, so that each has its own place.
                 at = WRAPPERS[name]
-                with _setting(name, args[:at]):
+                with setting_of(name, args[:at]):
                     return _runner(args[at], log).run(*args[at + 1 :])
             before = len(log.recording.calls)
             found = super().call_function(target, args, kwargs)
@@ -424,16 +408,6 @@ def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> Atte
     )
 
 
-def _setting(name: str, args: tuple[object, ...]) -> AbstractContextManager[object]:
-    """What a wrapped graph runs under, by its wrapper's name and what comes before the graph."""
-    import torch
-
-    if name == "wrap_with_set_grad_enabled":
-        return torch.set_grad_enabled(args[0])
-    device, dtype, enabled, cached = args
-    return torch.autocast(device, dtype, enabled, cached)
-
-
 def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
     """Mark a node of autograd and what leads to it, as far as nothing is marked yet."""
     front = [node]
@@ -443,40 +417,3 @@ def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
             continue
         own.metadata["opcast"] = place
         front += [before for before, _ in own.next_functions]
-
-
-def _loss(found: object, loss: Loss, where: str) -> torch.Tensor:
-    import torch
-
-    if callable(loss):
-        return loss(found)
-    tensors = [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
-    first = tensors[0]
-    if loss == "sum":
-        return sum(t.float().sum() for t in tensors if t.is_floating_point())
-    if loss == "cross_entropy":
-        if first.dim() < 2:
-            raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)
-        logits = first.flatten(0, -2)
-        labels = torch.empty(logits.shape[:1], dtype=torch.int64)
-        return torch.nn.functional.cross_entropy(logits, labels)
-    if first.numel() != 1:
-        raise ProgramError(
-            f"the module returns {str(first.dtype).removeprefix('torch.')}{list(first.shape)}, no "
-            "loss to train by",
-            where=where,
-            hint="--loss cross_entropy or --loss sum; in Python also loss=function of the outputs",
-        )
-    return first.reshape(())
-
-
-def _optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's optimiser, over lists of tensors as it is on GPUs by default."""
-    import torch
-
-    trained: Sequence[torch.nn.Parameter] = [p for p in module.parameters() if p.requires_grad]
-    optim = torch.optim
-    if name in ("adamw", "adam"):
-        kind = optim.AdamW if name == "adamw" else optim.Adam
-        return kind(trained, lr=1e-3, foreach=True)
-    return optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=True)

@@ -12,7 +12,7 @@ import optax
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
 from .exported import Exported, export, jax_dtype
-from .program import OPTIMIZERS, Loss, TorchProgram
+from .program import OPTIMIZERS, Loss, TorchProgram, check_loss
 from .translate import Forward
 
 if TYPE_CHECKING:
@@ -147,23 +147,15 @@ def _loss(
     outputs = output_types(forward)
     first = outputs[0] if outputs else None
     where = forward.exported.name
+    check_loss(loss, outputs[:1], where)
     if loss is None:
-        if first is None or first.shape not in ((), (1,)):
-            shape = "nothing" if first is None else f"{first.dtype}{list(first.shape)}"
-            raise ProgramError(
-                f"the module returns {shape}, no loss to train by",
-                where=where,
-                hint="--loss cross_entropy (its first output as logits, labels of their own) or "
-                "--loss sum; in Python also loss=function of the outputs",
-            )
         return lambda found, _: _tensors(found)[0].reshape(()).astype(jnp.float32), ()
     if loss == "sum":
         return _sum, ()
     # There is a label for every output position; the classes are the last dimension, as in language
     # models.
     if loss == "cross_entropy":
-        if first is None or len(first.shape) < 2:
-            raise ProgramError("cross entropy needs logits of rank 2 or more", where=where)
+        assert first is not None
         labels = jax.ShapeDtypeStruct(first.shape[:-1], jnp.int32)
         return _cross_entropy, (labels,)
     assert callable(loss), loss

@@ -169,14 +169,13 @@ class Forward:
         """Whether the graph draws random numbers."""
         import torch
 
-        nodes = list(_nodes(self.graph.graph_module))
-        drawn = [n for n in nodes if _name(n) == "aten.scaled_dot_product_attention.default"]
         return any(
-            isinstance(n.target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in n.target.tags
-            and _name(n) != "aten.scaled_dot_product_attention.default"
-            for n in nodes
-        ) or any(_attention_dropout(n) for n in drawn)
+            _attention_dropout(node)
+            if _name(node) == "aten.scaled_dot_product_attention.default"
+            else isinstance(node.target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in node.target.tags
+            for node in _nodes(self.graph.graph_module)
+        )
 
     def values(self) -> dict[str, torch.Tensor]:
         """The tensors of parameters, buffers and constants, PyTorch's own, by name."""
