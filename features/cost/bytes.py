@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..ir.op_table import UPDATES, ops_with
+from ..ir.op_table import UPDATES, named, ops_with
 from ..ir.program import BOOKKEEPING, ON_CHIP, Computation, Op, Program, TensorType
 from .library_calls import stated_cost
 
 _NONE: Mapping[str, Computation] = {}
 #: Ops without memory traffic.
-FREE = BOOKKEEPING | frozenset(
-    (
-        "bitcast",
-        "reshape",
-        "optimization-barrier",
-        "get-dimension-size",
-        "set-dimension-size",
-        "async-update",
-        "async-done",
-    )
-)
+FREE = BOOKKEEPING | named("no_traffic")
 #: Ops that read from their first operand only what they return.
 _READS_RESULT = ops_with(lambda spec: spec.reads == "result")
 #: Ops that only rename their operand's memory.

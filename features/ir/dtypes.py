@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
-#: Bits per element, by HLO type name. XLA stores a ``pred`` in a byte.
+_NAMES = (
+    "pred s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f4e2m1fn f6e2m3fn f6e3m2fn f8e3m4 f8e4m3 "
+    "f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu bf16 f16 f32 f64 c64 c128"
+)
+#: Bits per element, by HLO type name, which begins with them. XLA stores a ``pred`` in a byte.
 DTYPE_BITS: dict[str, int] = {
-    "pred": 8,
-    "s1": 1,
-    "u1": 1,
-    "s2": 2,
-    "u2": 2,
-    "s4": 4,
-    "u4": 4,
-    "s8": 8,
-    "u8": 8,
-    "s16": 16,
-    "u16": 16,
-    "s32": 32,
-    "u32": 32,
-    "s64": 64,
-    "u64": 64,
-    "f4e2m1fn": 4,
-    "f6e2m3fn": 6,
-    "f6e3m2fn": 6,
-    "f8e3m4": 8,
-    "f8e4m3": 8,
-    "f8e4m3fn": 8,
-    "f8e4m3b11fnuz": 8,
-    "f8e4m3fnuz": 8,
-    "f8e5m2": 8,
-    "f8e5m2fnuz": 8,
-    "f8e8m0fnu": 8,
-    "bf16": 16,
-    "f16": 16,
-    "f32": 32,
-    "f64": 64,
-    "c64": 64,
-    "c128": 128,
+    **{name: int(re.findall(r"\d+|pred", name)[0].replace("pred", "8")) for name in _NAMES.split()},
     "token": 0,
     "opaque": 0,
 }

@@ -7,10 +7,15 @@ entry here. Where its attributes, FLOPs, features or loop nest do not follow fro
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
+from ...common.paths import PACKAGE
+
 T = TypeVar("T")
+#: Lists of names that have no column in the table.
+NAMES = tomllib.loads((PACKAGE / "features" / "ir" / "op_names.toml").read_text("utf-8"))
 
 
 class OpSpec(NamedTuple):
@@ -233,6 +238,11 @@ OPS: dict[str, OpSpec] = {name: spec for spec, names in _ROWS for name in names.
 def ops_with(has: Callable[[OpSpec], bool]) -> frozenset[str]:
     """Return the opcodes whose facts fulfil a condition."""
     return frozenset(name for name, spec in OPS.items() if has(spec))
+
+
+def named(key: str) -> frozenset[str]:
+    """Return a list of ``op_names.toml``."""
+    return frozenset(NAMES[key])
 
 
 def by_op(rules: Mapping[str, T]) -> dict[str, T]:

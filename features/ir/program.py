@@ -14,25 +14,14 @@ from typing import NamedTuple, TypeVar
 
 from ...common.types import JsonObject
 from .dtypes import DTYPE_BITS
+from .op_table import named
 
 T = TypeVar("T")
 #: Memory spaces on a TPU's chip: VMEM, the CMEM of a v4, scalar memory.
 #: Numbers as libtpu prints them in layouts: S(1), S(3) and S(6).
 ON_CHIP = frozenset((1, 3, 6))
 #: Ops that run no code on any target: they name, group or order values.
-BOOKKEEPING = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "after-all",
-        "add-dependency",
-        "domain",
-        "partition-id",
-        "replica-id",
-    )
-)
+BOOKKEEPING = named("bookkeeping")
 #: Collectives, which also occur as ``X-start`` and ``X-done``.
 COLLECTIVES = (
     "all-reduce",

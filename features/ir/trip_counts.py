@@ -12,22 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ...common.errors import ProgramError
+from .op_table import named
 from .program import Computation, Op, Program
 
 #: Ops whose value equals their operand's, as far as scalars go.
-_TRANSPARENT = frozenset(
-    (
-        "convert",
-        "reshape",
-        "broadcast",
-        "copy",
-        "bitcast",
-        "opt-barrier",
-        "optimization-barrier",
-        "sdy.sharding_constraint",
-        "sdy.reshard",
-    )
-)
+_TRANSPARENT = named("transparent")
 #: Comparisons with their sides exchanged, for bounds on the left.
 _SWAPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 #: Ops that are evaluated on constants; sums keep the counter (`_combine`).

@@ -6,65 +6,15 @@ import hashlib
 import re
 from collections.abc import Iterable
 
+from ..ir.op_table import NAMES, named
 from ..ir.program import Computation, Op, Program, TensorType
 from .library_form import plain_form
 
 #: Attributes for where, when or for whom an instruction runs, not for what it does.
-_DROPPED = frozenset(
-    (
-        "sharding",
-        "frontend_attributes",
-        "control-predecessors",
-        "async_execution_thread",
-        "custom_call_has_side_effect",
-        "cross_program_prefetch_index",
-        "api_version",
-        "channel_id",
-        "use_global_device_ids",
-        "async_group_id",
-        "is_pipelined",
-        "metadata",
-        "schedule",
-        "domain",
-        "constrain_layout",
-        "result_accuracy",
-        "output_to_operand_aliasing_hint",
-        "execution_thread",
-    )
-)
+_DROPPED = named("placing_attributes")
 #: Parts of a backend configuration that decide what is computed. Tiles, algorithm numbers, queues
 #: and the compiler's own estimates are left out: without the device they are placeholders.
-_KEPT: dict[str, frozenset[str]] = {
-    "fusion_config": frozenset(("kind",)),
-    "fusion_backend_config": frozenset(("kind",)),
-    "gemm_backend_config": frozenset(
-        ("dot_dimension_numbers", "epilogue", "beta", "precision_config", "scale_mode")
-    ),
-    "cudnn_conv_backend_config": frozenset(
-        ("activation_mode", "conv_result_scale", "side_input_scale")
-    ),
-    "cudnn_fmha_backend_config": frozenset(
-        (
-            "bmm1_dot_dimension_numbers",
-            "bmm2_dot_dimension_numbers",
-            "dropout_rate",
-            "mask_type",
-            "intermediate_tensor_shape",
-            "is_flash_attention",
-            "is_causal_mask",
-            "sliding_window_length",
-            "bmm1_grad_gemm1_dot_dimension_numbers",
-            "bmm1_grad_gemm2_dot_dimension_numbers",
-            "bmm2_grad_gemm1_dot_dimension_numbers",
-            "bmm2_grad_gemm2_dot_dimension_numbers",
-        )
-    ),
-    "cudnn_norm_backend_config": frozenset(("kind",)),
-    "collective_backend_config": frozenset(("is_sync",)),
-    "onednn_matmul_config": frozenset(("fusions", "optimization_config")),
-    "onednn_conv_config": frozenset(("fusions", "optimization_config")),
-    "onednn_layer_norm_config": frozenset(("rescale",)),
-}
+_KEPT = {section: frozenset(kept) for section, kept in NAMES["kept_configuration"].items()}
 #: Entries that are kept as they are: how XLA:CPU splits a loop, and how often a loop runs.
 _PLAIN = frozenset(("outer_dimension_partitions", "known_trip_count"))
 #: Characters beyond which a text is a whole program (Mosaic, Triton) and is kept as a digest.

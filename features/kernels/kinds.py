@@ -6,17 +6,11 @@ import re
 from collections.abc import Iterator
 
 from ..cost.library_calls import CONV, is_annotation
-from ..ir.op_table import OPS
+from ..ir.op_table import OPS, named
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
 #: Instructions that the target does not execute: they name parts of buffers, or are constant.
-FREE = BOOKKEEPING | {
-    "bitcast",
-    "opt-barrier",
-    "optimization-barrier",
-    "create-token",
-    "get-dimension-size",
-}
+FREE = BOOKKEEPING | named("no_kernel")
 _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
 #: Ops that have the kind of what they call.
 _CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))

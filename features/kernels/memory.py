@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..ir.op_table import UPDATES, ops_with
+from ..ir.op_table import UPDATES, named, ops_with
 from ..ir.program import Computation, Op, Program
 from .kinds import is_free
 
 #: Ops whose result cannot take over the buffer of an operand.
 _NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)
 #: Ops that name values made elsewhere.
-_VIEWS = frozenset(
-    (
-        "bitcast",
-        "tuple",
-        "get-tuple-element",
-        "opt-barrier",
-        "optimization-barrier",
-        "reshape",
-        "add-dependency",
-        "async-done",
-        "async-update",
-        "domain",
-    )
-)
+_VIEWS = named("views")
 _Leaves = list[int]
 
 

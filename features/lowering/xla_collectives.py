@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from ..ir.op_table import named
 from ..ir.program import Computation, Op, Program
 
 #: Collectives that common-subexpression elimination may merge.
@@ -20,27 +21,7 @@ PURE_COLLECTIVES = frozenset(
     ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 )
 #: Ops with side effects, or whose results differ although they look equal.
-IMPURE = frozenset(
-    (
-        "parameter",
-        "rng",
-        "rng-get-and-update-state",
-        "infeed",
-        "outfeed",
-        "send",
-        "send-done",
-        "recv",
-        "recv-done",
-        "custom-call",
-        "after-all",
-        "create-token",
-        "collective-broadcast",
-        "while",
-        "conditional",
-        "call",
-        "fusion",
-    )
-)
+IMPURE = named("impure")
 #: Ops whose value is the device's number, and collectives that add up.
 _RANKS = frozenset(("partition-id", "replica-id"))
 _REDUCED = frozenset(("all-reduce", "reduce-scatter"))

@@ -42,6 +42,8 @@ RARE = (*RARE_COUNTS, *RARE_FLAGS)
 COLUMNS = (*COMMON, *RARE)
 INDEX = {name: i for i, name in enumerate(COLUMNS)}
 
+#: Columns that only TPUs' features need of a kernel (:mod:`opcast.features.table.tpu`).
+TPU_COLUMNS: tuple[str, ...] = tuple(_READ["tpu_columns"])
 #: Opcodes that graphs of kernels tell apart.
 GRAPH_OPCODES: tuple[str, ...] = tuple(_READ["graph_opcodes"])
 #: Ops without code. Views (``bitcast``, ``reshape``) are counted, at no weight.

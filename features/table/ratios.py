@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from .columns import CODE, INDEX
+from .columns import AMOUNTS, CODE, INDEX
 from .roofline import compute_seconds, main_bytes, memory_seconds, peaks
 
 _MIN_FLOOR = 1e-9  # seconds; for a device described without a floor
@@ -16,24 +16,9 @@ _LIMIT = 30.0  # octaves; no real ratio of sizes or times is beyond 2^30
 # proxy for all devices.
 _BLOCK = 1024.0
 # Kinds of work that partition a kernel's total; ``work_integer`` overlaps with them and is apart.
-_WORK = (
-    "work_basic",
-    "work_transcendental",
-    "work_divide",
-    "work_select",
-    "work_convert",
-    "work_move",
-    "work_reduce",
-    "work_random",
-)
+_WORK = tuple(n for n in AMOUNTS if n.startswith("work_") and n != "work_integer")
 #: Elements that are moved, by how; an element may be moved in several ways.
-_MOVES = (
-    "moved_transposed",
-    "moved_strided",
-    "moved_gathered",
-    "moved_broadcast",
-    "moved_scattered",
-)
+_MOVES = tuple(name for name in AMOUNTS if name.startswith("moved_"))
 
 Columns = dict[str, np.ndarray]
 

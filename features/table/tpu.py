@@ -19,7 +19,7 @@ from ..devices.device import DeviceSpec, MemoryLevel
 from ..ir.dtypes import DTYPE_BITS
 from ..ir.program import ON_CHIP, Computation, Op, TensorType
 from ..kernels.kernel import Kernel
-from .columns import INDEX
+from .columns import INDEX, TPU_COLUMNS
 from .ratios import log_ratio, real_share
 from .roofline import compute_seconds
 from .row import rows as kernel_rows
@@ -39,35 +39,7 @@ ANGLE_FLOPS = 200.0
 _ANGLES = frozenset(("sine", "cosine", "tan"))
 _SMALL = 2**-10  # share of a floor that is added, so that ratios level off far below it
 
-#: What a kernel's own row holds: bytes by place and side, registers, counts, tiles of the largest
-#: operand and of the largest result, and the largest reduction.
-_COLUMNS = (
-    "main_in",
-    "main_out",
-    "near_in",
-    "near_out",
-    "touched_in",
-    "touched_out",
-    "registers",
-    "n_main",
-    "n_near",
-    "largest_near",
-    "result_near",
-    "in_lanes",
-    "in_sublanes",
-    "in_outer",
-    "out_lanes",
-    "out_sublanes",
-    "out_outer",
-    "same_lanes",
-    "same_sublanes",
-    "lanes_to_sublanes",
-    "reduced_lanes",
-    "reduced_sublanes",
-    "reduced_outer",
-    "angles",
-)
-_AT = {name: place for place, name in enumerate(_COLUMNS)}
+_AT = {name: place for place, name in enumerate(TPU_COLUMNS)}
 
 
 class Tiles(NamedTuple):
@@ -139,7 +111,7 @@ def tpu_feature_table(kernels: Sequence[Kernel], device: DeviceSpec) -> FeatureT
 @cache
 def tpu_feature_names() -> tuple[str, ...]:
     """Return the names of TPUs' own features, in order."""
-    rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(_COLUMNS)))
+    rows, own = np.zeros((0, len(INDEX))), np.zeros((0, len(TPU_COLUMNS)))
     return tuple(_features(rows, own, tpu_parts(rows, own, _ANY), np.zeros(0), _ANY))
 
 
@@ -156,7 +128,7 @@ def tpu_parts(rows: np.ndarray, own: np.ndarray, device: DeviceSpec) -> dict[str
         own: :func:`tpu_rows` of the same kernels.
         device: A TPU.
     """
-    c = dict(zip(_COLUMNS, own.T, strict=True))
+    c = dict(zip(TPU_COLUMNS, own.T, strict=True))
     products, other = compute_seconds(rows, device)
     return {
         "main": (c["main_in"] + c["main_out"]) / device.bandwidth,
@@ -182,7 +154,7 @@ def _near_rate(device: DeviceSpec) -> float:
 
 def tpu_rows(kernels: Sequence[Kernel]) -> np.ndarray:
     """Return what TPUs' features need of kernels and not of a device, shape ``(n, columns)``."""
-    own = np.zeros((len(kernels), len(_COLUMNS)))
+    own = np.zeros((len(kernels), len(TPU_COLUMNS)))
     for row, kernel in zip(own, kernels, strict=True):
         _enter(row, kernel)
     return own
@@ -260,7 +232,7 @@ def _features(
     device: DeviceSpec,
 ) -> dict[str, np.ndarray]:
     """Derive the features by name, each of shape ``(n,)``, dimensionless and finite."""
-    c = dict(zip(_COLUMNS, own.T, strict=True))
+    c = dict(zip(TPU_COLUMNS, own.T, strict=True))
     # A device described without a floor must not divide by zero: a nanosecond.
     floor = max(device.floor, 1e-9)
     near = (c["near_in"] + c["near_out"]) / _near_rate(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ....common.types import JsonObject
 from ..hlo_attributes import read_backend_config
-from ..op_table import by_op
+from ..op_table import by_op, named
 from ..program import TensorType, WindowDim
 from .values import Raw
 
@@ -16,30 +16,7 @@ Types = Sequence[TensorType]
 
 #: Attributes that do not change what is computed, or that the reader handles itself (callees,
 #: function attributes).
-_DROPPED = frozenset(
-    (
-        "result_accuracy",
-        "called_computations",
-        "decomposition",
-        "callee",
-        "operand_layouts",
-        "result_layouts",
-        "output_operand_aliases",
-        "composite_attributes",
-        "arg_attrs",
-        "res_attrs",
-        "no_inline",
-        "has_side_effect",
-        "api_version",
-        "version",
-        "result_layout",
-        "layout",
-        "in_shardings",
-        "out_shardings",
-        "operandSegmentSizes",
-        "operand_segment_sizes",
-    )
-)
+_DROPPED = named("dropped_attributes")
 
 
 #: Opcodes whose attributes have defaults, so that a rule applies even if the op carries none.

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..op_table import OPS
+from ..op_table import OPS, named
 
 #: HLO opcodes that are not the StableHLO name with dashes.
 _RENAMED = {short: name for name, spec in OPS.items() for short in spec.stablehlo.split()}
@@ -15,33 +15,9 @@ _CALLS = frozenset(
     ("func.call", "call", "sdy.manual_computation", "sdy.named_computation", "mhlo.fusion")
 )
 #: Ops that HLO has no opcode for.
-_NOT_IN_HLO = frozenset(
-    (
-        "uniform_quantize",
-        "uniform_dequantize",
-        "torch_index_select",
-        "einsum",
-        "unary_einsum",
-        "trace",
-        "xla.rng_get_and_update_state",
-        "minimum_broadcast_shapes",
-    )
-)
+_NOT_IN_HLO = named("not_in_hlo")
 #: Ops whose result shape is a run-time value.
-_DYNAMIC = frozenset(
-    (
-        "dynamic_reshape",
-        "dynamic_broadcast_in_dim",
-        "dynamic_iota",
-        "dynamic_pad",
-        "dynamic_gather",
-        "dynamic_conv",
-        "real_dynamic_slice",
-        "set_dimension_size",
-        "compute_reshape_shape",
-        "cstr_reshapable",
-    )
-)
+_DYNAMIC = named("dynamic")
 #: Ops that end a region; the ones below jump between blocks, which HLO lacks.
 _TERMINATORS = frozenset(("func.return", "stablehlo.return", "mhlo.return", "sdy.return", "return"))
 _UNSTRUCTURED = frozenset(("cf.br", "cf.cond_br", "cf.switch"))

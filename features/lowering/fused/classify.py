@@ -6,26 +6,12 @@ from enum import Enum
 from math import prod
 from typing import NamedTuple
 
-from ...ir.op_table import PLACED, UPDATES
+from ...ir.op_table import PLACED, UPDATES, named
 from .folding import is_elementwise
 from .graph import Node
 
 #: Ops that need no kernel.
-FREE = frozenset(
-    (
-        "parameter",
-        "constant",
-        "reshape",
-        "get-tuple-element",
-        "tuple",
-        "after-all",
-        "create-token",
-        "partition-id",
-        "replica-id",
-        "get-dimension-size",
-        "bitcast",
-    )
-)
+FREE = named("no_fused_kernel")
 #: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
 #: IsUnnestedReductionFasterThanElemental in XLA's reduction_utils.cc (which also keeps columns of
 #: up to 256 elements in loops where very few of them lie side by side).

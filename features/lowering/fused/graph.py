@@ -8,22 +8,12 @@ from math import prod
 
 from ....common.types import JsonObject
 from ...cost.library_calls import is_annotation
+from ...ir.op_table import named
 from ...ir.program import Computation, Op, Program, Source, TensorType
 
 #: Ops that only name their operand; they vanish when a program becomes a graph. Copies do, too: the
 #: compiler puts in its own where a buffer is written to (loops.py, epilogues.py).
-_NAMES = frozenset(
-    (
-        "opt-barrier",
-        "optimization-barrier",
-        "bitcast",
-        "copy",
-        "sdy.sharding_constraint",
-        "sdy.reshard",
-        "add-dependency",
-        "domain",
-    )
-)
+_NAMES = named("names")
 #: Ops that run whether or not their result is read. Custom calls are kept in any case: the readers
 #: drop the attribute for side effects.
 _EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
