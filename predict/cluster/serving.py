@@ -33,7 +33,7 @@ from ...simulate.serving.latencies import (
 )
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.memory import MemoryParts
-from ...simulate.serving.policies import ROUTERS, framework_defaults
+from ...simulate.serving.policies import ROUTERS, framework_defaults, frameworks
 from ...simulate.serving.saturation import capacity
 from ..devices import generation_note
 from ..operator.prices import weight_only
@@ -573,10 +573,11 @@ def _notes(
     if own.prefill is not None:
         said = "few runs of engines with prompts on workers of their own were measured"
         named = f"request/handover/{own.framework}|"
-        if not any(key.startswith(named) for key in handovers):
-            said += ", none of them under this framework"
-        if own.framework != "sglang":
-            said += "; TensorRT-LLM on H100 took seconds to hand requests over, unexplained"
+        measured = any(key.startswith(named) for key in handovers)
+        said += "" if measured else ", none of them under this framework"
+        for name, rules in frameworks().items():
+            if rules.handover and rules.launch and (name == own.framework or not measured):
+                said += f"; {rules.launch.name} {rules.handover}"
         notes.append(f"{said}: on other machines predictions err by factors")
     spec, model = own.spec, own.model
     formats = {model.weights, model.attention_format, model.expert_weights}

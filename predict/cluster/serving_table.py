@@ -157,8 +157,11 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
 
 def _budget(cell: Cells) -> int:
     """Token budget that the way of measuring implies; 0 for the framework's own."""
-    dynamo = cell.text("method").lower().startswith("dynamo")
-    return framework_defaults(framework_of(cell.text("framework"))).dynamo_budget if dynamo else 0
+    method, rules = (
+        cell.text("method").lower(),
+        framework_defaults(framework_of(cell.text("framework"))),
+    )
+    return next((most for way, most in rules.budgets.items() if method.startswith(way)), 0)
 
 
 def _version(cell: Cells, spec: LoadSpec) -> str:

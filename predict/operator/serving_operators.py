@@ -19,6 +19,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.dtypes import DTYPE_BITS
 from ...features.operators.op import ABSORBED, EXPANDED, Op
 from ...models.operators import OpModel
+from ...simulate.serving.policies import framework_defaults
 from ..locate import find_model
 from .prices import REACH, Reach, Row, arithmetic_share, price, weight_only
 from .step_operators import named
@@ -54,7 +55,7 @@ def load_serving_operators(model: str) -> OpModel | None:
 class _Kernels(NamedTuple):
     """What ``serving_kernels.yaml`` holds: names of kernels by backend, and of formats."""
 
-    backends: dict[str, str]
+    stand_ins: list[str]
     linear: dict[str, dict[str, str]]
     moe: dict[str, dict[str, str]]
     bmm: dict[str, str]
@@ -84,7 +85,7 @@ class ServingLatency:
 
     def __init__(self, spec: DeviceSpec, model: OpModel | None, framework: str) -> None:
         self.spec = spec
-        self.backend = _kernels().backends.get(framework, "vllm")
+        self.backend = framework_defaults(framework).kernels
         self.model = model if spec.runs_cuda else None
         self._known: dict[Op, float] = {}
 
@@ -119,7 +120,7 @@ class ServingLatency:
             return None
         own = _kernels()
         for name in (dtype, own.stands_for.get(dtype, dtype)):
-            for backend in (self.backend, "trtllm", "sglang", "vllm"):
+            for backend in (self.backend, *own.stand_ins):
                 if name in table[backend]:
                     return backend, table[backend][name], own.formats.get(name, name)
         return None
@@ -144,7 +145,7 @@ class ServingLatency:
     def _attention(self, op: Op) -> Row:
         latent = op.variant in (ABSORBED, EXPANDED)
         sizes, table = op.sizes(), _kernels().latent if latent else _kernels().attention
-        for backend in (self.backend, "trtllm"):
+        for backend in (self.backend, *_kernels().stand_ins):
             names = table.get(backend, {})
             if kernel := names.get(self.spec.architecture, names.get("other")):
                 break

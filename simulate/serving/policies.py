@@ -6,14 +6,13 @@ Frameworks are data (``frameworks.yaml``).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import PlanError
 from ...common.files import parse_yaml
+from ...common.types import typed
 
 #: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
 #: request only what its cache does not have.
@@ -63,6 +62,48 @@ class Policy:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A flag of a launch command.
+
+    Attributes:
+        flag: As it is written.
+        why: What of a deployment it says, a template of facts.
+        value: The same; empty for a switch.
+        when: Fact that has to hold; empty for always.
+        parts: Values of a mapping by the fact that has to hold for each, in place of ``value``.
+        in_file: Whether it stands in a file of options instead of the command.
+    """
+
+    flag: str
+    why: str
+    value: str = ""
+    when: str = ""
+    parts: dict[str, str] = field(default_factory=dict)
+    in_file: bool = False
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How a worker of a framework is launched.
+
+    Attributes:
+        name: Of the framework, as it is written.
+        program: What starts it, before the checkpoint.
+        limit: Flag that limits the tokens of a request.
+        swap: What becomes of evicted requests that are to be swapped.
+        flags: In their order.
+        remarks: What else has to be seen to, by the fact that has to hold.
+    """
+
+    name: str
+    program: str
+    limit: str
+    swap: str
+    flags: tuple[Setting, ...]
+    remarks: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Framework:
     """A framework's defaults.
 
@@ -78,8 +119,11 @@ class Framework:
         nvidia: Whether it runs on NVIDIA's GPUs alone.
         words: Pattern that names of engines contain which are it.
         rewritten: First version whose engine was rewritten.
-        dynamo_budget: Tokens of a pass under Dynamo; 0 for the policy's.
+        budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
+        kernels: Whose kernels it runs.
+        handover: What a note says of handing requests over; empty for nothing.
+        launch: How a worker is launched; ``None`` where that is not known.
     """
 
     policy: Policy
@@ -89,8 +133,11 @@ class Framework:
     nvidia: bool = False
     words: str = ""
     rewritten: tuple[int, ...] = (0, 0)
-    dynamo_budget: int = 0
-    cache_follows: Sequence[str] = ()
+    budgets: dict[str, int] = field(default_factory=dict)
+    cache_follows: tuple[str, ...] = ()
+    kernels: str = "vllm"
+    handover: str = ""
+    launch: Launcher | None = None
 
     def frees_windows(self, experts: bool) -> bool:
         """Whether what a window has passed is freed.
@@ -106,17 +153,8 @@ class Framework:
 @lru_cache(maxsize=1)
 def frameworks() -> dict[str, Framework]:
     """Frameworks by name, in lower case (``frameworks.yaml``)."""
-    data: Any = parse_yaml(Path(__file__).with_name("frameworks.yaml").read_text(encoding="utf-8"))
-    return {
-        name: Framework(
-            **{
-                **own,
-                "policy": Policy(**own["policy"]),
-                "rewritten": tuple(own.get("rewritten", (0, 0))),
-            }
-        )
-        for name, own in data.items()
-    }
+    text = Path(__file__).with_name("frameworks.yaml").read_text(encoding="utf-8")
+    return typed(dict[str, Framework], parse_yaml(text), "frameworks.yaml")
 
 
 def framework_defaults(name: str) -> Framework:
