@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
-from ...common.errors import PlanError
-from ...common.interval import Interval, latency_fields
+from ...common.interval import Interval
 from ...models.operators import OpModel
-from ...models.power.energy import energy_fields
 from ...models.serving.effects import Context
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
 from ...models.serving.model import REQUEST_TIME, ServingModel, shipped_serving
-from ...simulate.serving.fleet import Station, run_fleet
+from ...simulate.serving.fleet import capacity, run_fleet
 from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (
     FREE,
@@ -31,10 +29,9 @@ from ...simulate.serving.latencies import (
     typical_wait,
     wider,
 )
-from ...simulate.serving.load import Load, Run
+from ...simulate.serving.load import Load, Run, Station
 from ...simulate.serving.memory import MemoryParts
-from ...simulate.serving.policies import ROUTERS, framework_defaults, frameworks
-from ...simulate.serving.saturation import capacity
+from ...simulate.serving.policies import frameworks
 from ..devices import generation_note
 from ..operator.prices import weight_only
 from .deployment import Deployment
@@ -49,10 +46,9 @@ from .serving_engine import (
     request_delay,
     request_floors,
 )
-from .serving_load import draw
+from .serving_load import context_note, draw, is_open, load_of, tail_note
+from .serving_prediction import ServingPrediction
 
-#: Rates that differ by less are taken for equal.
-RATE_TIE = 0.02
 #: Share of what they serve at most up to which engines count as keeping up: queues at it have a
 #: length that does not grow with the run. Engineering choice.
 KEPT = 0.9
@@ -61,146 +57,6 @@ KEPT = 0.9
 IN_STEP = 0.03
 #: Chance from which something is within the 90 % interval: 5 % lie beyond each of its ends.
 LIKELY = 0.05
-
-
-@dataclass(frozen=True)
-class ServingPrediction:
-    """Latencies, throughput and memory of a deployment under a load.
-
-    Attributes:
-        deployment: What serves.
-        spec: The load.
-        load: Its requests.
-        run: What became of them.
-        figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``,
-            ``ttft/mean`` and ``ttft/std``.
-        requests_per_s: Throughput with its interval.
-        tokens_per_s: Output tokens a second of all engines, with its interval.
-        good: Share of the requests that keep the SLO, with its interval.
-        slo: The SLO.
-        memory: Bytes of a device of an engine that decodes, by use; parts of the cache come last.
-        cache_tokens: Tokens that the cache of an engine holds.
-        queued: Share of the time to the first token that is waiting for other requests.
-        known: What is known of the deployment (docs/serving.md).
-        notes: What lies outside of what was measured.
-        states: Means over time of caches, queues and batches; empty without histories.
-        energy: Joules of all devices over the run; ``None`` where a power limit is not known.
-        overload: How likely an open load is more than the engines serve, so that queues grow
-            without end.
-    """
-
-    deployment: Deployment
-    spec: LoadSpec
-    load: Load
-    run: Run
-    figures: Mapping[str, Interval]
-    requests_per_s: Interval
-    tokens_per_s: Interval
-    good: Interval
-    slo: Slo
-    memory: Mapping[str, float]
-    cache_tokens: int
-    queued: float
-    known: str
-    notes: tuple[str, ...] = ()
-    states: Mapping[str, float] = field(default_factory=dict)
-    energy: Interval | None = None
-    overload: float = 0.0
-
-    def dollars(self, price: float) -> dict[str, Interval]:
-        """Of a million output tokens and of a request: an hour of all devices over those in it.
-
-        Args:
-            price: Dollars of a device and hour; 0 for none, of which nothing follows.
-        """
-        if not price:
-            return {}
-        second = price * self.deployment.devices / 3600.0
-        rates = {
-            "million_tokens": (1e6 * second, self.tokens_per_s),
-            "request": (second, self.requests_per_s),
-        }
-        return {
-            name: Interval(of / rate.value, of / rate.hi, of / rate.lo)
-            for name, (of, rate) in rates.items()
-        }
-
-    def joules(self) -> dict[str, Interval]:
-        """Energy of a request and of an output token; empty where power is not known."""
-        if self.energy is None:
-            return {}
-        parts = {"request": len(self.load.prompts), "output_token": int(self.load.outputs.sum())}
-        return {name: _scaled(self.energy, 1.0 / count) for name, count in parts.items()}
-
-    def to_dict(self, price: float = 0.0) -> dict[str, object]:
-        """Plain data in the terms of ``vllm bench serve``, with ends of intervals.
-
-        Args:
-            price: Dollars of a device and hour; 0 for none.
-        """
-        prompts, outputs = int(self.load.prompts.sum()), int(self.load.outputs.sum())
-        rate, run, gpus = self.requests_per_s, self.run, self.deployment.devices
-        prompt_rate = prompts / len(self.load.prompts)
-        data: dict[str, object] = {
-            **latency_fields(*self.figures["e2e/mean"]),
-            "num_prompts": len(self.load.prompts),
-            "burstiness": self.spec.burstiness,
-            "duration": len(self.load.prompts) / rate.value,
-            "completed": len(self.load.prompts),
-            "total_input_tokens": prompts,
-            "total_output_tokens": outputs,
-            "max_concurrency": self.load.concurrency or None,
-            "request_rate": self.spec.rate or self.load.rate or "inf",
-            **_ends("request_throughput", rate),
-            **_ends("output_throughput", self.tokens_per_s),
-            **_ends("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
-            "total_token_throughput": rate.value * prompt_rate + self.tokens_per_s.value,
-        }
-        if self.slo != FREE:
-            data |= _ends(
-                "request_goodput:", Interval(*(r * g for r, g in zip(rate, self.good, strict=True)))
-            )
-            data |= _ends("slo_attainment", self.good)
-        for metric in METRICS:
-            named = "e2el" if metric == "e2e" else metric
-            for level in ("mean", "std", *LEVELS):
-                name = f"p{level}" if isinstance(level, int) else level
-                key, name = f"{metric}/{name}", {"p50": "median"}.get(name, name)
-                data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
-        for name, joules in self.joules().items():
-            data |= _ends(f"joules_per_{name}", joules)
-        for name, dollars in self.dollars(price).items():
-            data |= _ends(f"dollars_per_{name}", dollars)
-        return {
-            **data,
-            **energy_fields(self.energy),
-            **self.states,
-            "preemptions": run.evicted,
-            "iterations": run.iterations,
-            "largest_batch": run.largest_batch,
-            "prefix_hit_tokens": run.hit_tokens,
-            "cache_tokens": self.cache_tokens,
-            "queued_share": self.queued,
-            "overload_probability": self.overload,
-            "memory_bytes_per_device": dict(self.memory),
-            "known": self.known,
-            "framework": self.deployment.framework,
-            "device": self.deployment.spec.name,
-            "gpus": gpus,
-            "formats": self.deployment.model.formats(),
-            "plan": self.deployment.text(),
-            "replicas": self.deployment.engine.count,
-            "notes": list(self.notes),
-        }
-
-
-def _scaled(interval: Interval, factor: float) -> Interval:
-    return Interval(*(end * factor for end in interval))
-
-
-def _ends(name: str, interval: Interval) -> dict[str, object]:
-    plain = name.removesuffix(":")
-    return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}
 
 
 @dataclass(frozen=True)
@@ -406,8 +262,8 @@ class ServingPredictor:
             known=tier,
             notes=(
                 *_notes(found, tier, queued, self.model.effects.values, memory),
-                *_tail_note(spec, load, run, saturated=queued > SATURATED),
-                *_context_note(deployment.context, load),
+                *tail_note(spec, load, run, saturated=queued > SATURATED),
+                *context_note(deployment.context, load),
             ),
             states=states_of(run, cache.tokens, deployment.engine.count),
             energy=serving_energy(
@@ -462,81 +318,6 @@ class ServingPredictor:
         ends = [tied(found.seen, one, later, both, found.floor) for one, later, both in sides]
         span = found.span
         return ends, [span, *(span * end.figure("e2e", "mean") / whole for end in ends)]
-
-
-def is_open(spec: LoadSpec, load: Load) -> bool:
-    """Whether requests come at times of their own, over some time."""
-    return spec.kind in ("trace", "open-poisson") and load.rate > 0.0
-
-
-def load_of(deployment: Deployment, load: Load) -> Load:
-    """A load as a deployment sees it, with what its cache has already of each prompt.
-
-    Raises:
-        PlanError: The load lacks what the router looks at, says itself what the cache has, or has
-            prompts that do not fit a pass and may not be cut.
-    """
-    options = deployment.options
-    budget = options.token_budget or framework_defaults(deployment.framework).policy.token_budget
-    longest = int(load.prompts.max())
-    if options.chunked is False and longest > budget:
-        raise PlanError(
-            f"a prompt has {longest} tokens, a pass at most {budget}",
-            where="whole prompts",
-            hint="a larger token budget, or prompts that may be cut",
-        )
-    router = options.router
-    if router not in ROUTERS:
-        raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
-    if not options.prefix_cache:
-        load = replace(load, blocks=())
-    if router == "prefix-aware" and not load.blocks:
-        raise PlanError(
-            "a prefix-aware router needs a prefix cache and a trace that says what its prompts "
-            "share",
-            where="router",
-            hint="a Mooncake trace with hash_ids, or the router least-loaded",
-        )
-    if not options.prefix_hits:
-        return load
-    if load.blocks:
-        raise PlanError(
-            "the trace says itself what its prompts have in common",
-            where="prefix_hits",
-            hint="leave the hit rate out",
-        )
-    return replace(load, hits=(load.prompts * options.prefix_hits).astype(int))
-
-
-def _tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
-    """What a rate over the whole run says of an open load that is kept up with."""
-    if not is_open(spec, load):
-        return ()
-    count, last = len(load.prompts), float(load.arrivals.max())
-    offered, seen = spec.rate or load.rate, count / run.makespan
-    if seen > (1.0 - RATE_TIE) * offered:
-        return ()
-    # Few random gaps do not add up to the rate that they are drawn at.
-    drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
-    kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
-    return (
-        f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
-        f"the whole run, whose last {run.makespan - last:.3g} of {run.makespan:.3g} s are the tail "
-        "after the last request was sent",
-    )
-
-
-def _context_note(context: int, load: Load) -> tuple[str, ...]:
-    """What a checkpoint of a known context does not take of a load."""
-    lengths = load.prompts + load.outputs
-    beyond = int((lengths > context).sum())
-    if not context or not beyond:
-        return ()
-    return (
-        f"{beyond} of {len(lengths)} requests are longer than the {context} tokens that the "
-        f"checkpoint allows (max_position_embeddings), the longest by {lengths.max() - context}: "
-        "engines refuse them",
-    )
 
 
 def _notes(

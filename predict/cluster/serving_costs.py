@@ -16,7 +16,6 @@ import numpy as np
 
 from ...features.devices.catalogue import read_device
 from ...simulate.clusters.topology import Cluster
-from ...simulate.serving.classes import CLASSES
 from ...simulate.serving.forward import (
     Counted,
     decode_ops,
@@ -25,7 +24,7 @@ from ...simulate.serving.forward import (
     prefill_ops,
     token_ops,
 )
-from ...simulate.serving.load import Chunk
+from ...simulate.serving.load import CLASSES, Chunk
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency

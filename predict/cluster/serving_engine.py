@@ -15,9 +15,8 @@ from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.ends import APART
 from ...models.serving.model import ServingModel, group_key
-from ...simulate.serving.fleet import Station
 from ...simulate.serving.floor import Floors, floors
-from ...simulate.serving.load import Load
+from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
 from ...simulate.serving.policies import Policy, engine_era, framework_defaults
 from ...simulate.serving.served import EnginePlan, ServedModel

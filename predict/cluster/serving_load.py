@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,7 +15,9 @@ import pandas as pd
 from ...common.errors import DatasetError, PlanError
 from ...common.files import parse_json
 from ...simulate.serving.latencies import Slo
-from ...simulate.serving.load import Load
+from ...simulate.serving.load import Load, Run
+from ...simulate.serving.policies import ROUTERS, framework_defaults
+from .deployment import Deployment
 from .serving_case import MOST, LoadSpec
 
 #: Distributions of lengths with their figures.
@@ -33,6 +35,8 @@ TRACE_COLUMNS = (
 )
 #: Tokens of a block whose hash Mooncake's traces give (Qin et al., Mooncake, FAST 2025).
 MOONCAKE_BLOCK = 512
+#: Rates that differ by less are taken for equal.
+RATE_TIE = 0.02
 
 
 def draw(spec: LoadSpec) -> Load:
@@ -283,3 +287,78 @@ def _benchmark(data: dict[str, Any], path: Path) -> Load:
             hint="leave one of them out of the file",
         )
     return Load(load.prompts, load.outputs, load.arrivals, limit)
+
+
+def is_open(spec: LoadSpec, load: Load) -> bool:
+    """Whether requests come at times of their own, over some time."""
+    return spec.kind in ("trace", "open-poisson") and load.rate > 0.0
+
+
+def load_of(deployment: Deployment, load: Load) -> Load:
+    """A load as a deployment sees it, with what its cache has already of each prompt.
+
+    Raises:
+        PlanError: The load lacks what the router looks at, says itself what the cache has, or has
+            prompts that do not fit a pass and may not be cut.
+    """
+    options = deployment.options
+    budget = options.token_budget or framework_defaults(deployment.framework).policy.token_budget
+    longest = int(load.prompts.max())
+    if options.chunked is False and longest > budget:
+        raise PlanError(
+            f"a prompt has {longest} tokens, a pass at most {budget}",
+            where="whole prompts",
+            hint="a larger token budget, or prompts that may be cut",
+        )
+    router = options.router
+    if router not in ROUTERS:
+        raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
+    if not options.prefix_cache:
+        load = replace(load, blocks=())
+    if router == "prefix-aware" and not load.blocks:
+        raise PlanError(
+            "a prefix-aware router needs a prefix cache and a trace that says what its prompts "
+            "share",
+            where="router",
+            hint="a Mooncake trace with hash_ids, or the router least-loaded",
+        )
+    if not options.prefix_hits:
+        return load
+    if load.blocks:
+        raise PlanError(
+            "the trace says itself what its prompts have in common",
+            where="prefix_hits",
+            hint="leave the hit rate out",
+        )
+    return replace(load, hits=(load.prompts * options.prefix_hits).astype(int))
+
+
+def tail_note(spec: LoadSpec, load: Load, run: Run, *, saturated: bool) -> tuple[str, ...]:
+    """What a rate over the whole run says of an open load that is kept up with."""
+    if not is_open(spec, load):
+        return ()
+    count, last = len(load.prompts), float(load.arrivals.max())
+    offered, seen = spec.rate or load.rate, count / run.makespan
+    if seen > (1.0 - RATE_TIE) * offered:
+        return ()
+    # Few random gaps do not add up to the rate that they are drawn at.
+    drawn = f" ({load.rate:.3g} as drawn)" if f"{load.rate:.3g}" != f"{offered:.3g}" else ""
+    kept = "more than the engines keep up with" if saturated else "which the engines keep up with"
+    return (
+        f"{offered:.3g} requests/s are offered{drawn}, {kept}; {seen:.3g} requests/s are over "
+        f"the whole run, whose last {run.makespan - last:.3g} of {run.makespan:.3g} s are the tail "
+        "after the last request was sent",
+    )
+
+
+def context_note(context: int, load: Load) -> tuple[str, ...]:
+    """What a checkpoint of a known context does not take of a load."""
+    lengths = load.prompts + load.outputs
+    beyond = int((lengths > context).sum())
+    if not context or not beyond:
+        return ()
+    return (
+        f"{beyond} of {len(lengths)} requests are longer than the {context} tokens that the "
+        f"checkpoint allows (max_position_embeddings), the longest by {lengths.max() - context}: "
+        "engines refuse them",
+    )

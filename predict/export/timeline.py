@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.chrome_trace import ChromeTrace, write_trace
-from ..cluster.serving import ServingPrediction
+from ..cluster.serving_prediction import ServingPrediction
 from ..program.predictor import KernelEstimate, Prediction
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ...common.units import duration
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ...simulate.serving.load import History
 from ...simulate.step.trace import step_events
-from ..cluster.serving import ServingPrediction
+from ..cluster.serving_prediction import ServingPrediction
 from ..cluster.step import StepPrediction, breakdown
 from .assemble import Page, assemble, rounded, short
 

@@ -11,8 +11,9 @@ from ...common.units import duration
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import Slo
 from ..cluster.deployment import Deployment
-from ..cluster.serving import RATE_TIE, ServingPrediction
 from ..cluster.serving_launch import Launch, launches
+from ..cluster.serving_load import RATE_TIE
+from ..cluster.serving_prediction import ServingPrediction
 from ..sweep.workers import undominated
 
 #: Percentile of the latencies that has to keep the SLO.

@@ -11,10 +11,10 @@ from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan
 from ..cluster.deployment import Deployment, Workers
-from ..cluster.serving import ServingPredictor, is_open, load_of
+from ..cluster.serving import ServingPredictor
 from ..cluster.serving_case import LoadSpec
 from ..cluster.serving_engine import engine_cache, engine_memory
-from ..cluster.serving_load import draw
+from ..cluster.serving_load import draw, is_open, load_of
 from .serving_answer import Planned, ServingPlans
 
 #: Limits of sequences that are tried beside the framework's own, of a rank: below it they trade

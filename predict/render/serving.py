@@ -14,7 +14,8 @@ from ...common.units import duration, plain, quantity, size
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ..cluster.deployment import Deployment
-from ..cluster.serving import LIKELY, ServingPrediction
+from ..cluster.serving import LIKELY
+from ..cluster.serving_prediction import ServingPrediction
 from ..plan.serving_answer import PERCENTILE, SURE, Planned, ServingPlans
 from .parts import headline, plain_table, print_notes
 

@@ -12,38 +12,15 @@ what a request waited for is kept by class, so that the share of each in a laten
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
-from typing import Protocol
 
 import numpy as np
 
 from ...common.errors import PlanError
-from .load import Chunk, History, Requests
-from .memory import CacheLayout
-from .occupancy import Occupancy
-from .policies import Policy
-from .prefix import PrefixCache
-
-
-class PassCosts(Protocol):
-    """Costs of passes by class, shape ``(classes,)``, before their weights."""
-
-    def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
-        """Sum over ``steps`` passes that decode ``batch`` sequences.
-
-        Args:
-            batch: Sequences.
-            cached: Tokens in the caches of all of them before the first pass.
-            steps: Passes; each adds what it yields to every cache.
-        """
-
-    def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
-        """A pass over chunks of prompts, beside ``batch`` decoding sequences."""
-
-    def swap(self, tokens: float) -> np.ndarray:
-        """Moving the cache of ``tokens`` between device and host, one way."""
+from .load import Chunk, History, Requests, Station
+from .occupancy import Occupancy, PrefixCache
 
 
 class Engine:
@@ -51,11 +28,7 @@ class Engine:
 
     Args:
         requests: Shared state of the requests.
-        costs: Of passes, by class.
-        weights: Of the classes: what the unit of each costs in seconds.
-        cache: What the cache holds.
-        policy: Rules of the engine.
-        accepted: Tokens of each sequence that a decoding pass yields.
+        station: What it has in common with its equals.
         ready: Whether prompts are in the cache already.
         prefixes: Blocks of prompts that it keeps; ``None`` for none.
         done: Told of each request that ended, and when.
@@ -65,22 +38,19 @@ class Engine:
     def __init__(
         self,
         requests: Requests,
-        costs: PassCosts,
-        weights: np.ndarray,
-        cache: CacheLayout,
-        policy: Policy,
+        station: Station,
         *,
-        accepted: float = 1.0,
-        ready: bool = False,
-        prefixes: PrefixCache | None = None,
-        done: Callable[[int, float], None] = lambda index, time: None,
-        history: History | None = None,
+        ready: bool,
+        prefixes: PrefixCache | None,
+        done: Callable[[int, float], None],
+        history: History | None,
     ) -> None:
-        self.requests, self.costs, self.weights, self.policy = requests, costs, weights, policy
-        self.ready, self.accepted = ready, accepted
-        self.taken = Occupancy(cache, policy, accepted)
+        self.requests, self.ready = requests, ready
+        self.costs, self.weights, self.policy = station.costs, station.weights, station.policy
+        self.accepted = station.accepted
+        self.taken = Occupancy(station.cache, station.policy, station.accepted)
         self.prefixes, self.done, self.history = prefixes, done, history
-        self.before = self.clock = np.zeros(len(weights))
+        self.before = self.clock = np.zeros(len(self.weights))
         self.began = self.now = 0.0
         #: Clock of classes when a request was sent, and when its first token came.
         self.at_sent: dict[int, np.ndarray] = {}

@@ -6,41 +6,18 @@ so that engines influence each other in the right order although each takes many
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 
 import numpy as np
 
 from ...common.errors import PlanError
-from .engine import Engine, PassCosts
-from .load import History, Load, Requests, Run
-from .memory import CacheLayout
-from .policies import ROUTERS, Policy
-from .prefix import PrefixCache
-
-
-@dataclass(frozen=True)
-class Station:
-    """Equal engines.
-
-    Attributes:
-        costs: Of passes, by class.
-        weights: Of the classes: what the unit of each costs in seconds.
-        cache: What the cache of each holds.
-        policy: Rules of each.
-        count: How many.
-        accepted: Tokens of each sequence that a decoding pass yields.
-    """
-
-    costs: PassCosts
-    weights: np.ndarray
-    cache: CacheLayout
-    policy: Policy
-    count: int = 1
-    accepted: float = 1.0
-
+from .engine import Engine
+from .load import History, Load, Requests, Run, Station
+from .occupancy import PrefixCache
+from .policies import ROUTERS
 
 #: Seconds that the cache of a prompt of so many tokens takes from one worker to another.
 Transfer = Callable[[int], float]
@@ -114,26 +91,19 @@ class _Fleet:
     def _engines(
         self, station: Station, record: bool, ready: bool, own: _Prompts | None = None
     ) -> list[Engine]:
-        engines = []
-        for _ in range(station.count):
-            history = History() if record else None
-            if history is not None:
-                self.histories.append(history)
-            keeps = bool(self.load.blocks) and not ready
-            engines.append(
-                Engine(
-                    own or self.requests,
-                    station.costs,
-                    station.weights,
-                    station.cache,
-                    station.policy,
-                    accepted=1.0 if own else station.accepted,
-                    ready=ready,
-                    prefixes=PrefixCache(self.load.block_tokens) if keeps else None,
-                    done=self._prompt_done if own else self._done,
-                    history=history,
-                )
+        keeps = bool(self.load.blocks) and not ready
+        engines = [
+            Engine(
+                own or self.requests,
+                replace(station, accepted=1.0) if own else station,
+                ready=ready,
+                prefixes=PrefixCache(self.load.block_tokens) if keeps else None,
+                done=self._prompt_done if own else self._done,
+                history=History() if record else None,
             )
+            for _ in range(station.count)
+        ]
+        self.histories += [engine.history for engine in engines if engine.history is not None]
         return engines
 
     def _send(self, index: int, time: float) -> None:
@@ -227,3 +197,67 @@ class _Prompts(Requests):
     def __init__(self, load: Load, classes: int) -> None:
         super().__init__(load, classes)
         self.outputs = [1] * len(self.outputs)
+
+
+#: Times that the largest batch of an engine is filled; engineering choice.
+_FILLS = 4
+
+
+def capacity(load: Load, station: Station, prefill: Station | None = None) -> float:
+    """Requests a second that engines serve at most, in requests such as those of a load.
+
+    Equal engines behind a router serve so many times what one serves, and of two kinds in a row the
+    slower decides.
+
+    Args:
+        load: The requests.
+        station: Engines that decode, and run prompts as well unless ``prefill`` does.
+        prefill: Engines that run prompts alone.
+    """
+    if prefill is None:
+        return _of_one(load, station) * station.count
+    ahead = replace(load, outputs=np.ones_like(load.outputs))
+    behind = replace(load, ready=True, blocks=())
+    return min(
+        _of_one(ahead, prefill) * prefill.count,
+        _of_one(behind, station) * station.count,
+    )
+
+
+def _of_one(load: Load, station: Station) -> float:
+    """Requests a second of one engine that has them all at once."""
+    asked = len(load.prompts)
+    # Costs are known for batches of at most all requests.
+    batch = min(station.policy.max_batch, asked)
+    count = _FILLS * batch
+    if load.blocks:
+        # The more requests, the more of them find what others left: none is dropped.
+        count = max(count, asked)
+    at = np.arange(count) % asked
+    many = replace(
+        load,
+        prompts=load.prompts[at],
+        outputs=load.outputs[at],
+        arrivals=np.zeros(count),
+        concurrency=0,
+        hits=None if load.hits is None else load.hits[at],
+        blocks=_repeated(load.blocks, count),
+    )
+    one = replace(station, count=1, policy=replace(station.policy, max_batch=batch))
+    # While the last batch runs empty there is no other request waiting.
+    full = max(1, count - batch)
+    return full / float(np.sort(run_fleet(many, one).finished)[full - 1])
+
+
+def _repeated(blocks: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+    """Blocks of a load that is repeated: those of each repetition have names of their own.
+
+    Prompts share what they share in the load itself, and find nothing of the repetition before:
+    that a request comes twice is no property of the load.
+    """
+    names = {block for own in blocks for block in own}
+    step = max(names, default=0) - min(names, default=0) + 1
+    return [
+        tuple(block + step * (at // len(blocks)) for block in blocks[at % len(blocks)])
+        for at in range(count if blocks else 0)
+    ]

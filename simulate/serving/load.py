@@ -1,14 +1,37 @@
-"""What a fleet of engines is asked to serve, and what became of it."""
+"""What engines are and cost, what a fleet of them is asked to serve, and what became of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ...common.errors import PlanError
+from .memory import CacheLayout
+from .policies import Policy
+
+#: Classes of a pass, in the order of cost vectors. Products are split into reading weights
+#: (``stream``) and arithmetic (``product``) by their rooflines, experts into ``experts`` and
+#: ``grouped`` alike; ``prefill`` and ``decode`` are attention; ``host`` counts passes, ``sequence``
+#: the sequences of each, and ``launch`` the layers of passes with prompts, which are not replayed
+#: from captured graphs.
+CLASSES = (
+    "stream",
+    "product",
+    "experts",
+    "grouped",
+    "prefill",
+    "decode",
+    "memory",
+    "network",
+    "host",
+    "sequence",
+    "launch",
+)
+#: Once for each request, before the engine sees it: HTTP, tokenisation, routing.
+REQUEST = "request"
 
 
 class Chunk(NamedTuple):
@@ -21,6 +44,46 @@ class Chunk(NamedTuple):
 
     tokens: int
     past: int = 0
+
+
+class PassCosts(Protocol):
+    """Costs of passes by class, shape ``(classes,)``, before their weights."""
+
+    def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
+        """Sum over ``steps`` passes that decode ``batch`` sequences.
+
+        Args:
+            batch: Sequences.
+            cached: Tokens in the caches of all of them before the first pass.
+            steps: Passes; each adds what it yields to every cache.
+        """
+
+    def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
+        """A pass over chunks of prompts, beside ``batch`` decoding sequences."""
+
+    def swap(self, tokens: float) -> np.ndarray:
+        """Moving the cache of ``tokens`` between device and host, one way."""
+
+
+@dataclass(frozen=True)
+class Station:
+    """Equal engines.
+
+    Attributes:
+        costs: Of passes, by class.
+        weights: Of the classes: what the unit of each costs in seconds.
+        cache: What the cache of each holds.
+        policy: Rules of each.
+        count: How many.
+        accepted: Tokens of each sequence that a decoding pass yields.
+    """
+
+    costs: PassCosts
+    weights: np.ndarray
+    cache: CacheLayout
+    policy: Policy
+    count: int = 1
+    accepted: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,14 @@ from ...common.errors import DatasetError
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
-from ...models.serving.effects import Context
+from ...models.serving.effects import (
+    Context,
+    Observed,
+    adapt_serving,
+    linear_serving,
+    request_errors,
+)
 from ...models.serving.ends import TIERS, kind_of
-from ...models.serving.fit import Observed, adapt_serving, linear_errors, request_errors
 from ...models.serving.model import (
     REQUEST_TIME,
     OwnStack,
@@ -83,16 +88,16 @@ def calibrate_serving(
             hint="one file for each stack, or the same source in all rows",
         )
     seen = observer(predictor, own)(model.effects)
-    effects = adapt_serving(seen, contexts, model.effects)
-    before = linear_errors(seen, contexts, model.effects, model.effects)
-    after = linear_errors(seen, contexts, model.effects, effects)
+    linear = linear_serving(seen, contexts, model.effects)
+    effects = linear.adapted()
+    before, after = linear.errors(model.effects), linear.errors(effects)
     left = np.full(len(before), np.nan)
     for row in np.unique(seen.rows) if len(own) > 1 else []:
         judged = seen.rows == row
         others = Observed(*(column[~judged] for column in seen))
         if len(others.rows):
             without = adapt_serving(others, contexts, model.effects)
-            left[judged] = linear_errors(seen, contexts, model.effects, without)[judged]
+            left[judged] = linear.errors(without)[judged]
     errors = pd.DataFrame({"metric": seen.metrics})
     for name, logs in (("before", before), ("after", after), ("unseen", left)):
         errors[name] = np.abs(np.expm1(-logs))

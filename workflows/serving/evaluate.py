@@ -16,8 +16,7 @@ from ...common.progress import counting, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
-from ...models.serving.effects import ServingEffects
-from ...models.serving.fit import Observe, Observed, adapt_serving
+from ...models.serving.effects import Observe, Observed, ServingEffects, adapt_serving
 from ...models.serving.model import METRICS, ServingModel, find_serving_model
 from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.serving import ServingPredictor

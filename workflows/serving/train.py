@@ -14,16 +14,16 @@ from ...common.errors import DatasetError
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
-from ...models.serving.effects import Context, ServingEffects
-from ...models.serving.ends import LEAST, Score, kind_of, serving_ends
-from ...models.serving.fit import (
+from ...models.serving.effects import (
+    Context,
     Observed,
+    ServingEffects,
     fit_serving,
-    linear_errors,
     linear_serving,
     request_errors,
     solve_serving,
 )
+from ...models.serving.ends import LEAST, Score, kind_of, serving_ends
 from ...models.serving.model import (
     REQUEST_TIME,
     Known,
@@ -115,7 +115,7 @@ def train_serving(
     effects, seen = fit_serving(observer(predictor, rows), contexts, groups, tell, began)
     model = ServingModel(effects)
     linear = linear_serving(seen, contexts, effects)
-    left = {"fit": linear_errors(seen, contexts, effects, effects, linear)}
+    left = {"fit": linear.errors(effects)}
     # Scores by what was left out: its name, and the latencies.
     scores: list[tuple[str, list[int], list[Score]]] = []
     outputs = [row.closed_output() for row in rows]
@@ -127,8 +127,8 @@ def train_serving(
         if part.name not in left:
             tell(f"leaving out each {part.name}")
             left[part.name] = np.full(len(seen.rows), np.nan)
-        without = solve_serving(seen, contexts, groups, effects, learn, linear)
-        errors = linear_errors(seen, contexts, effects, without, linear)
+        without = solve_serving(linear, seen, groups, learn)
+        errors = linear.errors(without)
         np.copyto(left[part.name], errors, where=judge)
         known = ServingModel(without, provenance=_learned(measured, seen, contexts, learn))
         at = np.flatnonzero(judge).tolist()

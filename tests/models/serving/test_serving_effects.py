@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import ModelError
-from opcast.models.serving.effects import COSTS, PRIOR, ServingEffects
-from opcast.models.serving.ends import EndKey, Score, kind_of, serving_ends
-from opcast.models.serving.fit import (
+from opcast.models.serving.effects import (
+    COSTS,
+    PRIOR,
     ROUNDS,
     Observed,
+    ServingEffects,
     adapt_serving,
     fit_serving,
-    linear_errors,
+    linear_serving,
     request_errors,
     simulated_error,
 )
+from opcast.models.serving.ends import EndKey, Score, kind_of, serving_ends
 from opcast.models.serving.model import (
     METRICS,
     REQUEST_TIME,
@@ -86,7 +88,7 @@ def test_a_fit_finds_what_each_framework_costs() -> None:
     at = COSTS.index("host")
     found = {name: effects.weights(context(name, source="new"))[at] for name in HOST}
     assert found["vllm"] > 3.0 * found["sglang"]
-    errors = linear_errors(seen, CONTEXTS, effects, effects)
+    errors = linear_serving(seen, CONTEXTS, effects).errors(effects)
     before = observe(ServingEffects())
     assert np.abs(errors).mean() < 0.25 * np.abs(before.measured - before.simulated).mean()
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.fleet import Station, run_fleet
-from opcast.simulate.serving.load import Chunk, Load, Run
+from opcast.simulate.serving.fleet import run_fleet
+from opcast.simulate.serving.load import Chunk, Load, Run, Station
 from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
 from opcast.tests.support.serving_loop import Request, serve

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.fleet import Station, run_fleet
-from opcast.simulate.serving.load import Chunk, Load
+from opcast.simulate.serving.fleet import capacity, run_fleet
+from opcast.simulate.serving.load import Chunk, Load, Station
 from opcast.simulate.serving.memory import plain_cache
+from opcast.simulate.serving.occupancy import PrefixCache
 from opcast.simulate.serving.policies import Policy
-from opcast.simulate.serving.prefix import PrefixCache
-from opcast.simulate.serving.saturation import capacity
 
 #: Seconds of a pass: fixed, and for each token.
 FIXED, TOKEN = 1.0, 0.01

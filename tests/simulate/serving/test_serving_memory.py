@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.fleet import Station, run_fleet
-from opcast.simulate.serving.load import Chunk, Load
+from opcast.simulate.serving.fleet import run_fleet
+from opcast.simulate.serving.load import Chunk, Load, Station
 from opcast.simulate.serving.memory import (
     CacheLayout,
     Pool,
