@@ -99,7 +99,7 @@ def _export_step(workload: str, case: PlannedStep, out: Path, model: str) -> Jso
 
     work = read_workload(workload, case.settings)
     operators = load_step_model(OPERATOR_MODEL if model == "default" else model)
-    predictor = case.predictor(operators)
+    predictor = case.predictor(case.cluster, operators)
     where = predictor.cluster
     prediction = predictor.predict(work, case.plan_on(where), remedy=False)
     return export_step(prediction, predictor.costs(work), where, predictor.spec, out)

@@ -14,19 +14,15 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ..common.options import (
-    CompiledOpt,
     Data,
     Devices,
-    FrameworkOpt,
     LoweringOpt,
     ModelOpt,
-    OperatorModelOpt,
     Option,
     OwnDevices,
     PowerCapOpt,
     Ray,
     Seed,
-    StepModelOpt,
     Threads,
     folder,
     json_file,
@@ -36,7 +32,7 @@ from ..common.options import (
 from ..common.options import (
     Settings as Sizes,
 )
-from ..models.core.registry import OPERATOR_MODEL
+from ..predict.cluster.step_case import StepsBy
 
 #: Name of the file with the settings in an output folder.
 FILE = "settings.json"
@@ -392,7 +388,7 @@ Prices = Annotated[
 
 
 @dataclass(frozen=True)
-class SweepSettings(Settings):
+class SweepSettings(Settings, StepsBy):
     """Settings of ``opcast sweep``.
 
     Attributes:
@@ -414,10 +410,6 @@ class SweepSettings(Settings):
     trials: Annotated[
         int, Option("Number of plans to search with Optuna; 0 evaluates all.", least=0)
     ] = 0
-    model: OperatorModelOpt = OPERATOR_MODEL
-    framework: FrameworkOpt = ""
-    compiled: CompiledOpt = False
-    steps: StepModelOpt = "default"
     prices: Prices = field(default_factory=dict)
     power_cap_w: PowerCapOpt = None
     workers: Annotated[int, Option("Worker processes.", least=1)] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
     from ..common.progress import counting, wrote
+    from ..predict.cluster.step_case import StepsBy
     from ..predict.devices import cluster_device, generation_note
     from ..predict.render.parts import print_notes
     from ..predict.render.step import print_front
@@ -40,14 +42,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     batches = list(settings.batches) or [work.batch]
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
-    own = SweepJob(
-        work,
-        settings.model,
-        settings.framework,
-        settings.compiled,
-        settings.steps,
-        settings.power_cap_w,
-    )
+    by = {f.name: getattr(settings, f.name) for f in fields(StepsBy)}
+    own = SweepJob(work, settings.power_cap_w, **by)
     job = sweeps.Sweep(own, out, settings.workers, settings.ray, settings.prices)
     with counting("plans") as advance:
         if settings.trials:

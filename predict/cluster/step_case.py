@@ -40,9 +40,50 @@ def _speeds(texts: Sequence[str]) -> dict[int, float]:
         raise ValueError("write --speed RANK=0.9") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsBy:
+    """By what steps are predicted."""
+
+    model: OperatorModelOpt = OPERATOR_MODEL
+    framework: FrameworkOpt = ""
+    compiled: CompiledOpt = False
+    steps: StepModelOpt = "default"
+
+    def predictor(
+        self,
+        cluster: str,
+        operators: OpModel | None,
+        source: str = "own",
+        power_cap_w: float | None = None,
+    ) -> StepPredictor:
+        """What predicts steps on a cluster, with a loaded model of operators.
+
+        Args:
+            cluster: Name or file.
+            operators: ``None`` for rooflines.
+            source: Whose cluster it is.
+            power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
+
+        Raises:
+            OpcastError: The cluster or the model of steps is not usable.
+        """
+        from ...models.steps.model import find_step_model
+        from .step import StepPredictor
+
+        return StepPredictor(
+            cluster,
+            operators,
+            framework=self.framework,
+            compiled=self.compiled,
+            learned=find_step_model(self.steps),
+            source=source,
+            power_cap_w=power_cap_w,
+        )
+
+
 @dataclass(frozen=True)
-class PlannedStep:
-    """A step of a model under a plan, and by what it is predicted.
+class PlannedStep(StepsBy):
+    """A step of a model under a plan.
 
     Attributes:
         workload: Name or file of the model.
@@ -52,37 +93,12 @@ class PlannedStep:
     workload: str = ""
     plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
     settings: SizesOpt = field(default_factory=dict)
-    model: OperatorModelOpt = OPERATOR_MODEL
-    framework: FrameworkOpt = ""
-    compiled: CompiledOpt = False
-    steps: StepModelOpt = "default"
 
     def plan_on(self, cluster: Cluster) -> Plan:
         """The plan; without one data parallelism, which fits every model's sizes."""
         from ...simulate.step.plan import Plan, parse_plan
 
         return parse_plan(self.plan) if self.plan else Plan(dp=cluster.size)
-
-    def predictor(
-        self, operators: OpModel | None, source: str = "own", power_cap_w: float | None = None
-    ) -> StepPredictor:
-        """What predicts such steps, with a loaded model of operators; ``None`` for rooflines.
-
-        Raises:
-            OpcastError: The cluster or the model of steps is not usable.
-        """
-        from ...models.steps.model import find_step_model
-        from .step import StepPredictor
-
-        return StepPredictor(
-            self.cluster,
-            operators,
-            framework=self.framework,
-            compiled=self.compiled,
-            learned=find_step_model(self.steps),
-            source=source,
-            power_cap_w=power_cap_w,
-        )
 
 
 @dataclass(frozen=True)
@@ -108,7 +124,7 @@ class StepCase(PlannedStep):
         Raises:
             OpcastError: The plan, cluster or model does not fit.
         """
-        predictor = self.predictor(operators, self.source, self.power_cap_w)
+        predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
         return predictor.predict(
             work,
             self.plan_on(predictor.cluster),

@@ -12,14 +12,12 @@ import pandas as pd
 
 from ...common.errors import OpcastError, PlanError, fault
 from ...common.interval import LATENCY_KEYS, Interval
-from ...models.operators import OpModel
 from ...models.steps.memory import law_of
-from ...models.steps.model import find_step_model
-from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.memory import OPTIMIZER_BYTES
 from ...simulate.step.plan import Plan, parse_plan
 from ...simulate.step.workload import Workload
 from ..cluster.step import StepPredictor
+from ..cluster.step_case import StepsBy
 from ..operator.step_operators import load_step_model
 from .space import Candidate
 
@@ -45,23 +43,15 @@ _ENERGY = ("energy_j", "energy_lo_j", "energy_hi_j", "energy_j_per_token")
 
 
 @dataclass(frozen=True)
-class SweepJob:
+class SweepJob(StepsBy):
     """Settings that all candidates share; can be sent to another process.
 
     Attributes:
         workload: The model; ``batch`` is the candidate's.
-        model: Name or folder of the model of operators; ``roofline`` for none.
-        framework: Framework that runs the steps; empty for an average one.
-        compiled: Whether steps are compiled, or replayed as CUDA graphs.
-        steps: File of a model of steps; ``default`` for the one that ships.
         power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
     """
 
     workload: Workload
-    model: str
-    framework: str = ""
-    compiled: bool = False
-    steps: str = "default"
     power_cap_w: float | None = None
 
 
@@ -76,9 +66,7 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     """
     rows = []
     for item in items:
-        predictor = _predictor(
-            item.cluster, job.model, job.framework, job.compiled, job.steps, job.power_cap_w
-        )
+        predictor = _predictor(item.cluster, job)
         try:
             rows.append(_row(job, item, predictor))
         except Exception as error:
@@ -107,7 +95,7 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
         return ""
     near = judged.sort_values("memory_bytes_per_device").iloc[0]
     name, batch = str(near["cluster"]), int(near["batch"])
-    predictor = _predictor(name, job.model, job.framework, job.compiled, job.steps, job.power_cap_w)
+    predictor = _predictor(name, job)
     plan = parse_plan(str(near["plan"]))
     found = predictor.predict(replace(job.workload, batch=batch), plan)
     said = (
@@ -159,19 +147,8 @@ def _settings(plan: Plan) -> dict[str, object]:
 # A predictor keeps the prices of all operators and collectives that it has seen, so consecutive
 # candidates of a cluster cost little; eight clusters at once bound the memory.
 @lru_cache(maxsize=8)
-def _predictor(
-    cluster: str, model: str, framework: str, compiled: bool, steps: str, power_cap_w: float | None
-) -> StepPredictor:
-    return StepPredictor(
-        find_cluster(cluster),
-        _operators(model),
-        framework=framework,
-        compiled=compiled,
-        learned=find_step_model(steps),
-        power_cap_w=power_cap_w,
-    )
+def _predictor(cluster: str, job: SweepJob) -> StepPredictor:
+    return job.predictor(cluster, _operators(job.model), power_cap_w=job.power_cap_w)
 
 
-@lru_cache(maxsize=2)
-def _operators(model: str) -> OpModel | None:
-    return load_step_model(model)
+_operators = lru_cache(maxsize=2)(load_step_model)

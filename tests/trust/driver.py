@@ -121,7 +121,7 @@ def sweep(folder: Path) -> list[list[Any]]:
     sizes = {"layers": 8, "d_model": 1024, "heads": 8, "kv_heads": 8, "d_ff": 4096, "vocab": 8192,
              "seq": 1024, "batch": 32}  # fmt: skip
     folder.mkdir(exist_ok=True)
-    job = Sweep(SweepJob(make_workload("llama", sizes), "roofline"), folder)
+    job = Sweep(SweepJob(make_workload("llama", sizes), model="roofline"), folder)
     values = parse_grid("tp=1/2,pp=1/2,recompute=none/full,schedule=1f1b,split=1")
     found = grid(job, ["tpu-v5e-x8"], [32, 64], values)
     return found[["key", "step_us"]].to_numpy().tolist()

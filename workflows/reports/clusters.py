@@ -262,7 +262,7 @@ def _sweep(
 
     # A folder for each model: results of earlier runs are found again by their keys.
     folder = settings.folder / f"sweep-{name.replace(' ', '-')}"
-    job = Sweep(SweepJob(_workload(name), OPERATOR_MODEL), folder, settings.workers)
+    job = Sweep(SweepJob(_workload(name), model=OPERATOR_MODEL), folder, settings.workers)
     return grid(job, clusters, [batch], values)
 
 

@@ -171,7 +171,7 @@ def test_no_step_is_shorter_than_its_arithmetic_at_the_peak(cluster, batch, plan
     if "pp" not in plan:
         assert found.interval.lo < 1.05 * least
     # What sweeps write is the same.
-    row = judge(SweepJob(work, "roofline"), [Candidate(cluster, batch, parse_plan(plan))])[0]
+    row = judge(SweepJob(work, model="roofline"), [Candidate(cluster, batch, parse_plan(plan))])[0]
     assert row["lo_us"] == found.interval.lo * 1e6
 
 

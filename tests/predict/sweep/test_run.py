@@ -29,7 +29,7 @@ WORK = make_workload(
 )  # fmt: skip
 CLUSTERS = ["tpu-v5e-x8"]
 GRID = parse_grid("tp=1/2,pp=1/2,recompute=none/full,schedule=1f1b,split=1")
-JOB = SweepJob(WORK, "roofline")
+JOB = SweepJob(WORK, model="roofline")
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, whole, monkeypatch):
     assert {item.key for item in judged} == {item.key for item in items[10:]}
     pd.testing.assert_frame_equal(found, whole)
     with pytest.raises(DatasetError, match="another"):
-        Sweep(SweepJob(WORK, "gpu-operators"), tmp_path).run(items)
+        Sweep(SweepJob(WORK, model="gpu-operators"), tmp_path).run(items)
 
 
 def test_the_search_finds_the_best_plan_that_fits(tmp_path, whole):
@@ -216,7 +216,7 @@ def test_the_moe_with_uneven_stages_that_ended_a_sweep(tmp_path):
          "vocab": 129280, "seq": 4096, "batch": 1024, "experts": 256, "top_k": 8},
     )  # fmt: skip
     plan = Plan(fsdp=16, tp=4, pp=4, ep=16, microbatches=64)
-    rows = judge(SweepJob(work, "gpu-operators"), [Candidate("dgx-h100-x256", 1024, plan)])
+    rows = judge(SweepJob(work, model="gpu-operators"), [Candidate("dgx-h100-x256", 1024, plan)])
     assert rows[0]["error"] == ""
     assert rows[0]["step_us"] > 1e6
 
