@@ -38,15 +38,15 @@ ADAPTED = {
         "calibrating on steps (--steps)",
         "StepSettings",
         "steps:run_calibrate_steps",
-        ("model", "out"),
-        "steps-adapted.json",
+        out="steps-adapted.json",
+        unread=("seed",),
     ),
     "serving": Kind(
         "calibrating on serving (--serving)",
         "ServingSettings",
         "serving.calibrate:run_calibrate_serving",
-        ("model", "out"),
-        "serving-adapted.json",
+        out="serving-adapted.json",
+        unread=("seed",),
     ),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from ..common.options import DeviceOpt, Fallback, Json, LoweringOpt, Option, ProgramArg
 from ..common.progress import wrote
 from ..common.types import JsonObject
+from .from_dataclass import names_of
 from .options import print_json, program_of, refuse
 
 if TYPE_CHECKING:
@@ -21,22 +23,49 @@ if TYPE_CHECKING:
     from ..features.lowering.target_compiler.process import CompileSettings
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """Limits and options of a target compiler, which runs in a process of its own.
+
+    The defaults are those of ``CompileSettings``. An hour ends a compiler that hangs, not one that
+    is slow.
+    """
+
+    compile_timeout: Annotated[float, Option("Time limit of the compiler in seconds.")] = 3600.0
+    compile_memory: Annotated[
+        float, Option("Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
+    ] = 0.0
+    xla_flag: Annotated[Sequence[str], Option("XLA flag, NAME=VALUE; may be given again.")] = ()
+    whole: Annotated[bool, Option("Compile every layer, even if layers repeat.", ("--whole",))] = (
+        False
+    )
+
+    def settings(self) -> CompileSettings:
+        """Settings of the compiler's process.
+
+        Raises:
+            typer.BadParameter: A flag has no value.
+        """
+        from ..features.lowering.target_compiler.process import CompileSettings
+
+        given: dict[str, str | int | bool | float] = {}
+        for flag in self.xla_flag:
+            name, equals, value = flag.lstrip("-").partition("=")
+            if not equals:
+                raise typer.BadParameter(f"write --xla-flag NAME=VALUE, not {flag!r}")
+            given[name] = _flag_value(value)
+        memory = int(self.compile_memory * 2**30)
+        return CompileSettings(self.compile_timeout, memory, given, repeats=not self.whole)
+
+
 def lower(
     context: typer.Context,
     program: ProgramArg,
+    compiler: Compiler,
     device: DeviceOpt = "local",
     lowering: LoweringOpt = "xla",
     out: Annotated[Path | None, Option("Write the optimised HLO to this file.")] = None,
     fallback: Fallback = "",
-    # Defaults as of CompileSettings. An hour ends a compiler that hangs, not one that is slow.
-    compile_timeout: Annotated[float, Option("Time limit of the compiler in seconds.")] = 3600.0,
-    compile_memory: Annotated[
-        float, Option("Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
-    ] = 0.0,
-    xla_flag: Annotated[Sequence[str], Option("XLA flag, NAME=VALUE; may be given again.")] = (),
-    whole: Annotated[
-        bool, Option("Compile every layer, even if layers repeat.", ("--whole",))
-    ] = False,
     cache: Annotated[bool, Option("Use the cache of compiled programs.")] = True,
     json_output: Json = False,
 ) -> None:
@@ -49,7 +78,7 @@ def lower(
     from ..predict.devices import resolve_device
 
     spec = None if device == "local" else resolve_device(device, {})
-    _refuse_compiler_options(context, lowering, spec, xla_flag)
+    _refuse_compiler_options(context, lowering, spec, compiler.xla_flag)
     # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
     lowered = lower_program(
         program_of(program),
@@ -57,7 +86,7 @@ def lower(
         cache=None if cache else False,
         device=spec,
         fallback=fallback,
-        settings=_settings(compile_timeout, compile_memory, xla_flag, whole),
+        settings=compiler.settings(),
     )
     if out is not None:
         write_text(out, lowered.hlo)
@@ -74,7 +103,7 @@ def _refuse_compiler_options(
 ) -> None:
     """Refuse options of a target compiler if none will run."""
     # Options that only a target compiler in its own process reads.
-    limits = {"compile_timeout", "compile_memory", "whole", "fallback"}
+    limits = names_of(Compiler) - {"xla_flag"} | {"fallback"}
     if lowering == "op":
         refuse(context, "--lowering op, which compiles nothing", limits | {"xla_flag", "cache"})
     elif lowering == "fused":
@@ -183,20 +212,6 @@ def list_compilers() -> None:
             typer.echo(f"{name}: {error}")
         else:
             typer.echo(f"{name}: {compiler.version} in {compiler.folder or 'this environment'}")
-
-
-def _settings(
-    timeout_s: float, memory_gib: float, flags: Sequence[str], whole: bool
-) -> CompileSettings:
-    from ..features.lowering.target_compiler.process import CompileSettings
-
-    given: dict[str, str | int | bool | float] = {}
-    for flag in flags:
-        name, equals, value = flag.lstrip("-").partition("=")
-        if not equals:
-            raise typer.BadParameter(f"write --xla-flag NAME=VALUE, not {flag!r}")
-        given[name] = _flag_value(value)
-    return CompileSettings(timeout_s, int(memory_gib * 2**30), given, repeats=not whole)
 
 
 def _flag_value(text: str) -> str | int | bool | float:

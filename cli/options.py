@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -253,19 +253,19 @@ class Kind:
         subject: What the command then does, for messages.
         settings: Class of the settings, in ``workflows/settings.py``.
         run: Its function in ``workflows``, as ``module:function``.
-        used: Further parameters that it reads.
         out: File that is written where none is named; empty for folders.
         table: Field of the settings that has the table.
         rest: Further settings.
+        unread: Of the settings that are parameters of the command, those that it does not read.
     """
 
     subject: str
     settings: str
     run: str
-    used: tuple[str, ...]
     out: str = ""
     table: str = "table"
     rest: Mapping[str, object] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
 def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) -> bool:
@@ -290,13 +290,14 @@ def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) ->
     kind = kinds.get(chosen[0])
     if kind is None:
         return False
-    refuse_unused(context, kind.subject, {*chosen, *kind.used})
-    settings = import_module("..workflows.settings", __package__)
-    own = {name: params[name] for name in kind.used if params[name] is not None}
+    made = getattr(import_module("..workflows.settings", __package__), kind.settings)
+    known = {setting.name for setting in fields(made)} - {kind.table, *kind.unread}
+    used = known & params.keys()
+    refuse_unused(context, kind.subject, {*chosen, *used})
+    own = {name: params[name] for name in used if params[name] is not None}
     if kind.out:
         own["out"] = own.get("out", Path(kind.out))
     module, _, function = kind.run.partition(":")
     run = getattr(import_module(f"..workflows.{module}", __package__), function)
-    made = getattr(settings, kind.settings)
     run(make_console(), made(**{kind.table: params[chosen[0]]}, **own, **kind.rest))
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,7 @@ from ..predict.cluster.serving_case import (
     ModelCase,
     ServingCase,
 )
+from ..server.settings import ServerSettings
 from .options import make_console, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
@@ -135,35 +136,42 @@ def _predictor(model: str, serving: str) -> ServingPredictor:
     return ServingPredictor(load_serving_operators(model), find_serving_model(serving))
 
 
-def plan_serving(
-    context: typer.Context,
-    device: Annotated[str, Option("Device, such as h100-sxm, or its file.")],
+@dataclass(frozen=True)
+class Searched:
+    """What ``plan-serving`` searches: deployments on devices under a load, and how."""
+
+    device: Annotated[str, Option("Device, such as h100-sxm, or its file.")]
     gpus: Annotated[
         int, Option("Number of devices at most; fewer are tried too.", least=1, most=4096)
-    ],
+    ]
     load: Annotated[
         str,
         Option(
             "concurrency=64 or rate=4 (burstiness=0.5), prompt=1024,output=256,count=500; or "
             "trace=FILE."
         ),
-    ],
+    ]
+    together: Annotated[bool, Option("Try no workers that run prompts alone.", ("--together",))] = (
+        False
+    )
+    all_gpus: Annotated[
+        bool, Option("Compare deployments on all of the devices alone.", ("--all-gpus",))
+    ] = False
+    operators: Annotated[str, Option("Operator model; 'roofline' for the plain roofline.")] = (
+        OPERATOR_MODEL
+    )
+    serving: ServingModelOpt = "default"
+
+
+def plan_serving(
+    context: typer.Context,
+    searched: Searched,
     asked: ModelCase,
     options: EngineOptions,
     judged: JudgedBy,
     workload: Annotated[
         str, Option("Model by name, as of simulate-serving.", ("--workload", "--model"))
     ] = "",
-    together: Annotated[
-        bool, Option("Try no workers that run prompts alone.", ("--together",))
-    ] = False,
-    all_gpus: Annotated[
-        bool, Option("Compare deployments on all of the devices alone.", ("--all-gpus",))
-    ] = False,
-    operators: Annotated[
-        str, Option("Operator model; 'roofline' for the plain roofline.")
-    ] = OPERATOR_MODEL,
-    serving: ServingModelOpt = "default",
     top: Annotated[int, Option("Number of deployments to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
@@ -172,7 +180,7 @@ def plan_serving(
     Prints the Pareto front of throughput a device against latency, and the best with its launch
     commands.
     """
-    if together:
+    if searched.together:
         refuse(context, "engines that run prompts themselves (--together)", {"transfer"})
     if not options.drafts:
         refuse(context, "decoding without --drafts", {"accepted", "draft"})
@@ -185,20 +193,20 @@ def plan_serving(
 
     chosen = workload_of(workload, asked.hf, served=True)
     # Caches move where the search puts prompts apart.
-    case = ServingCase(asked, FleetCase(device=device), replace(options, transfer=0.0))
+    case = ServingCase(asked, FleetCase(device=searched.device), replace(options, transfer=0.0))
     base = replace(deployment_of(case, files=True), options=options, context=0)
-    spec, kept = parse_load(load), parse_slo(judged.slo)
-    predictor = _predictor(operators, serving)
+    spec, kept = parse_load(searched.load), parse_slo(judged.slo)
+    predictor = _predictor(searched.operators, searched.serving)
     # Progress goes to standard error, as that of sweeps.
     with counting("deployments") as tell:
         plans = search(
             predictor,
             base,
-            gpus,
+            searched.gpus,
             spec,
             kept,
-            apart=not together,
-            fewer=not all_gpus,
+            apart=not searched.together,
+            fewer=not searched.all_gpus,
             show=lambda done, of, what: tell(done, of),
         )
     checkpoint = find_checkpoint(chosen)
@@ -211,3 +219,21 @@ def plan_serving(
     if plans.stopped:
         typer.echo("stopped: these are the deployments that were simulated until then", err=True)
         raise typer.Exit(130)
+
+
+def serve(settings: ServerSettings) -> None:
+    """Serve predictions over HTTP.
+
+    The server runs until it is stopped; /docs describes its API.
+    """
+    from ..common.errors import OpcastError
+    from ..common.extras import extra_hint
+
+    try:
+        from ..server.run import serve as run
+    except ImportError as error:
+        raise OpcastError(
+            f"the server's packages are not installed: {error}", hint=extra_hint("serve")
+        ) from None
+    # On stderr, once the port is bound: with --port 0 nobody knows it before.
+    run(settings, lambda url: typer.echo(f"{url}/docs  (loading models)", err=True))

@@ -29,78 +29,48 @@ LEARNED = {
         "training on steps",
         "StepSettings",
         "train_steps:run_train_steps",
-        ("out", "seed", "track"),
-        "steps.json",
+        out="steps.json",
+        unread=("model",),
     ),
     "serving": Kind(
         "training on serving",
         "ServingSettings",
         "serving.train:run_train_serving",
-        ("out", "seed", "track", "start"),
-        "serving.json",
+        out="serving.json",
+        unread=("model",),
     ),
     "power": Kind(
-        "training on power",
-        "PowerSettings",
-        "measured.tables:run_train_power",
-        ("out", "seed"),
-        "power.json",
+        "training on power", "PowerSettings", "measured.tables:run_train_power", out="power.json"
     ),
     "tiles": Kind(
-        "training on tiles",
-        "TileSettings",
-        "measured.tables:run_train_tiles",
-        ("out", "seed"),
-        "tiles.json",
+        "training on tiles", "TileSettings", "measured.tables:run_train_tiles", out="tiles.json"
     ),
     "blocks": Kind(
         "training on blocks",
         "TrainSettings",
         "train_operators:run_train_blocks",
-        (
-            *("out", "seed", "threads", "track", "register", "final", "exclude_device"),
-            *("max_rows", "join"),
-        ),
         table="blocks",
+        unread=("data", "model", "split", "params"),
     ),
 }
-_PROGRAMS = ("out", "model", "lowering", "track")
+_PROGRAMS = ("evaluating programs", "ProgramSettings", "evaluate_programs:run_evaluate_programs")
 #: What ``evaluate`` predicts.
 EVALUATED = {
     "published": Kind(
         "evaluating operators",
         "EvaluateSettings",
         "train_operators:run_evaluate",
-        ("out", "model", "calibrate", "limit", "ray", "devices"),
         table="published",
     ),
-    "steps": Kind(
-        "evaluating steps",
-        "StepSettings",
-        "steps:run_evaluate_steps",
-        ("out", "model", "calibrate", "page", "track"),
-    ),
+    "steps": Kind("evaluating steps", "StepSettings", "steps:run_evaluate_steps"),
     "serving": Kind(
         "evaluating serving",
         "ServingSettings",
         "serving.evaluate:run_evaluate_serving",
-        ("out", "model", "calibrate", "track"),
+        unread=("page",),
     ),
-    "programs": Kind(
-        "evaluating programs",
-        "ProgramSettings",
-        "evaluate_programs:run_evaluate_programs",
-        _PROGRAMS,
-        table="folder",
-    ),
-    "regions": Kind(
-        "evaluating programs",
-        "ProgramSettings",
-        "evaluate_programs:run_evaluate_programs",
-        _PROGRAMS,
-        table="folder",
-        rest={"on_stream": True},
-    ),
+    "programs": Kind(*_PROGRAMS, table="folder"),
+    "regions": Kind(*_PROGRAMS, table="folder", rest={"on_stream": True}),
 }
 
 
@@ -186,46 +156,48 @@ def demo(
     run_demo(make_console(), out, budget)
 
 
-def evaluate(
-    context: typer.Context,
+@dataclass(frozen=True)
+class Evaluated:
+    """What is evaluated, by what, and what is written."""
+
     out: Annotated[
         Path, Option("Table of the predictions: .parquet, .csv or .json.", check=table_file)
-    ],
+    ]
     published: Annotated[
         Path | None, Option("Published table of operators, products or collectives, or a folder.")
-    ] = None,
+    ] = None
     steps: Annotated[
         Path | None, Option("Table of training steps, CSV or parquet; see docs/steps.md.")
-    ] = None,
+    ] = None
     serving: Annotated[
         Path | None, Option("Table of measured serving, CSV or parquet; see docs/serving.md.")
-    ] = None,
+    ] = None
     programs: Annotated[
         Path | None,
         Option("Folder of programs with a CSV of their files, devices and times, or of steps."),
-    ] = None,
-    regions: Annotated[
-        Path | None, Option("Folder of regions of programs, like --programs.")
-    ] = None,
-    lowering: Annotated[
-        str, Option("With --programs and --regions: xla, fused, op or auto.")
-    ] = "auto",
-    model: ModelOpt = "default",
+    ] = None
+    regions: Annotated[Path | None, Option("Folder of regions of programs, like --programs.")] = (
+        None
+    )
+    lowering: Annotated[str, Option("With --programs and --regions: xla, fused, op or auto.")] = (
+        "auto"
+    )
+    model: ModelOpt = "default"
     calibrate: Annotated[
         bool,
         Option("Calibrate on the rows of calib_* splits that have a latency.", ("--calibrate",)),
-    ] = False,
+    ] = False
     page: Annotated[
         Path | None,
         Option("With --steps: HTML page with the errors and parity plots.", check=page_file),
-    ] = None,
-    track: Annotated[bool, Option("Except with --published: log the figures to MLflow.")] = True,
+    ] = None
+    track: Annotated[bool, Option("Except with --published: log the figures to MLflow.")] = True
     limit: Annotated[
         int | None, Option("Maximum rows of each operator table, drawn at random.", least=1)
-    ] = None,
+    ] = None
     ray: Annotated[
         str, Option("With --published: address of a Ray cluster; 'local' starts one.")
-    ] = "",
+    ] = ""
     devices: Annotated[
         Sequence[str],
         Option(
@@ -233,8 +205,10 @@ def evaluate(
             "given again.",
             ("--device",),
         ),
-    ] = (),
-) -> None:
+    ] = ()
+
+
+def evaluate(context: typer.Context, asked: Evaluated) -> None:
     """Predict published tables of operators, steps, serving or programs and print the errors.
 
     Every row is predicted; errors are printed for the rows that have a latency.

@@ -2,7 +2,7 @@
 
 ``app.py`` has the endpoints, ``guard.py`` the limits in front of them. Kernels are answered from a
 cache and in batches (``kernels.py``); whatever must be parsed runs in a process of
-its own (``sandbox.py``, ``fork_server.py``, ``jobs.py``). ``cli/serve.py`` starts it.
+its own (``sandbox.py``, ``fork_server.py``). ``cli/serving.py`` starts it.
 """
 
 from .settings import ServerSettings

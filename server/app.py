@@ -178,8 +178,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
         query: schemas.StepBody = await _body(request, _SIMULATE)
-        task = query.model_dump() | {"kind": "simulate"}
-        return await _simulated(query, task, b"")
+        return await _simulated("simulate", query)
 
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
@@ -187,19 +186,14 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         query: schemas.ServingBody = await _body(request, _SIMULATE_SERVING)
         if query.device:
             service.device(service.model(None), query.device)
-        task: dict[str, object] = {"kind": "simulate-serving"}
-        return await _simulated(query, task, query.model_dump_json().encode())
+        return await _simulated("simulate-serving", query)
 
-    async def _simulated(
-        query: schemas.StepBody | schemas.ServingBody,
-        task: dict[str, object],
-        payload: bytes,
-    ) -> Response:
+    async def _simulated(kind: str, query: schemas.StepBody | schemas.ServingBody) -> Response:
         # ``find_cluster`` also reads files; no name in a request may be used as a path.
         if query.cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "files of the server are not read", where="cluster")
-        task["model"] = service.operator_model(query.model)
-        status, body = await service.sandbox.run(task, payload)
+        task = {"kind": kind, "model": service.operator_model(query.model)}
+        status, body = await service.sandbox.run(task, query.model_dump_json().encode())
         return json_response(body, status)
 
     return handlers

@@ -12,8 +12,7 @@ from ..common.errors import OpcastError
 from ..common.types import JsonObject
 from ..common.worker_process import THREAD_VARIABLES, WorkerProcess, module_command
 from .errors import RequestError
-from .fork_server import READY, REPLY, TASK
-from .jobs import Reply, ended
+from .fork_server import READY, REPLY, TASK, Reply, ended
 from .settings import ServeError, ServerSettings
 
 #: Seconds that loading the models may take on a busy machine with cold disks. Engineering estimate.
@@ -94,7 +93,7 @@ class Sandbox:
         """Status and JSON of a task.
 
         Args:
-            task: Task for :func:`~opcast.server.jobs.answer`, without its limits.
+            task: Task for :func:`~opcast.server.fork_server.answer`, without its limits.
             payload: The program, or JSON.
 
         Raises:

@@ -55,7 +55,7 @@ def test_listing_commands_imports_none(arguments: tuple[str, ...]) -> None:
 def test_a_command_imports_its_own_module_only() -> None:
     assert imported_of_cli("serve", "--help") == ALWAYS | {
         "opcast.cli.from_dataclass",
-        "opcast.cli.serve",
+        "opcast.cli.serving",
     }
 
 

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.cli.lower import _flag_value, _settings
+from opcast.cli.lower import Compiler, _flag_value
 
 DATA = Path(__file__).parents[1] / "features" / "data" / "absent"
 RUN = CliRunner()
@@ -41,12 +41,12 @@ def test_lower_prints_the_compilers_own_cycles() -> None:
 
 
 def test_flags_and_limits() -> None:
-    settings = _settings(5.0, 2.0, ["--xla_a=true", "xla_b=3", "xla_c=x"], True)
+    settings = Compiler(5.0, 2.0, ["--xla_a=true", "xla_b=3", "xla_c=x"], True).settings()
     assert dict(settings.flags) == {"xla_a": True, "xla_b": 3, "xla_c": "x"}
     assert (settings.timeout_s, settings.memory_bytes, settings.repeats) == (5.0, 2**31, False)
     assert _flag_value("0.5") == 0.5
     with pytest.raises(typer.BadParameter, match="NAME=VALUE"):
-        _settings(1.0, 0.0, ["xla_a"], False)
+        Compiler(1.0, 0.0, ["xla_a"], False).settings()
 
 
 def test_missing_compilers_are_listed(monkeypatch, tmp_path) -> None:

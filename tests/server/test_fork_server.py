@@ -1,4 +1,4 @@
-"""What becomes of a task's process, without the models of a whole fork server."""
+"""What becomes of a task and its process, without the models of a whole fork server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from opcast.common.errors import DeviceError, InternalError, PlanError
+from opcast.server import fork_server
 from opcast.server.fork_server import REPLY, TASK
 
 #: A child as the fork server forks it, whose task sleeps for the seconds in its payload.
@@ -52,3 +56,38 @@ def test_a_task_that_is_waited_for_is_answered() -> None:
         status, length = REPLY.unpack(answers.read(REPLY.size))
         assert (status, answers.read(length)) == (200, b"done")
         assert child.wait(20) == 0
+
+
+class Predictors(dict):
+    """Has no model; whoever asks for one meets the given error."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def __missing__(self, name):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "what"),
+    [
+        (DeviceError("no such device"), 404, "no such device"),
+        (PlanError("too many"), 422, "too many"),
+        (InternalError("opcast fails at x.py:1"), 500, "opcast fails at x.py:1"),
+        (MemoryError(), 422, "more memory"),
+        (RecursionError(), 422, "too deeply"),
+        (IndexError("of ours"), 422, "IndexError: of ours"),
+    ],
+)
+def test_every_error_is_an_answer(error, status, what):
+    task = {"kind": "program", "model": "default", "trip_count": None}
+    found, body = fork_server.answer(Predictors(error), task, b"")
+    data = json.loads(body)
+    assert found == status and what in data["what"] and set(data) >= {"error", "where", "hint"}
+
+
+def test_json_has_no_infinity(monkeypatch):
+    monkeypatch.setitem(fork_server._KINDS, "program", lambda *_: {"latency_us": float("inf")})
+    status, body = fork_server.answer({}, {"kind": "program"}, b"")
+    assert status == 422 and b"not finite" in body
