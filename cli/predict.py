@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from ..features.ir.jax_function import FunctionCall
     from ..features.ir.torch.program import TorchProgram
     from ..features.lowering.options import LoweringOptions
-    from ..predict.operator.torch_framework import TorchPrediction
+    from ..predict.operator.torch_price import TorchPrediction
     from ..predict.program.case import ProgramCase
     from ..predict.program.many import Answers
     from ..predict.program.prediction import Prediction
@@ -370,8 +370,7 @@ def explain(
     if asked.framework != "xla":
         spare = {"lowering", "kernel", "neighbours", "trip_count"}
         refuse(context, f"--framework {asked.framework}", spare)
-        from ..predict.operator.torch_explain import explain_torch
-        from ..predict.operator.torch_framework import TorchPredictor
+        from ..predict.operator.torch_framework import TorchPredictor, explain_torch
         from ..predict.render.operator import print_torch_explanation
 
         pytorch = TorchPredictor(asked.framework, asked.model)

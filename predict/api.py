@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..features.lowering.target_compiler.process import CompileSettings
     from ..simulate.clusters.topology import Cluster
     from .cluster.partitioned import PartitionedPrediction
-    from .operator.torch_framework import TorchPrediction
+    from .operator.torch_price import TorchPrediction
     from .program.predictor import Prediction, Predictor
 
 #: Why a program of PyTorch is none for a cluster, and what to do.

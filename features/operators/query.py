@@ -24,7 +24,7 @@ _METHOD_OF = {"fp32": "eager", "fp16": "kernel"}
 #: In the order of preference: kernels of a replayed graph come closest to a compiled program.
 _METHODS = ("graph", "kernel", "eager")
 #: Tables' names of formats, by those of HLO and of NumPy.
-_DTYPES = {
+TABLE_NAMES = {
     alias: name
     for name, kind in ((name, TABLE_FORMATS[name].weights) for name in UNQUANTISED)
     for alias in (kind, NUMPY_NAMES[kind])
@@ -98,7 +98,7 @@ def _column(name: str, values: Sequence[int], where: str) -> np.ndarray:
 
 def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> dict[str, object]:
     """The row of an operator, or a table of columns, with all parameters of its family."""
-    given["dtype"] = _DTYPES.get(str(given.get("dtype")), given.get("dtype"))
+    given["dtype"] = TABLE_NAMES.get(str(given.get("dtype")), given.get("dtype"))
     # TensorRT-LLM runs on NVIDIA's chips alone, so that the answer says that it is no library here.
     named = given.get("backend") == "trtllm"
     key = _key(head, given["dtype"], where, "" if named else vendor)

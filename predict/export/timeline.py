@@ -14,7 +14,7 @@ from ..program.predictor import KernelEstimate, Prediction
 
 if TYPE_CHECKING:
     from ..cluster.partitioned import PartitionedPrediction
-    from ..operator.torch_framework import AtenEstimate, TorchPrediction
+    from ..operator.torch_price import AtenEstimate, TorchPrediction
 
 
 def chrome_trace(prediction: Prediction | TorchPrediction) -> dict[str, object]:

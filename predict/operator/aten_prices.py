@@ -14,6 +14,8 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
 from ...features.operators.op import Op
 from ...features.operators.physics import resident_share
+from ...features.operators.query import TABLE_NAMES
+from ...features.operators.schema import DTYPES
 from ...models.gpu.attention import attention_answer, lacks_bf16
 from ...models.gpu.memory_passes import (
     LOWER,
@@ -24,10 +26,9 @@ from ...models.gpu.memory_passes import (
 )
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
-from .aten_reuse import Stream, streams
+from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Work, moving
-from .eager import eager_row
-from .prices import ROOFLINE, Row, held, price
+from .prices import ROOFLINE, Row, eager_row, held, price
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, step_reach, step_row
 from .torch_attention import EFFICIENT, MATH, attention_backend
@@ -45,8 +46,6 @@ _OTHER_KERNEL = 1.4
 #: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions in 16 bits; all others
 #: run by kernels of its own (Convolution.cpp, check_cudnn_depthwise_workload_with_filter).
 _CUDNN_TAPS = (1, 9, 25)
-#: Element types as tables of convolutions call them.
-_CONV_DTYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 #: Bytes of passes that show what a launch takes; what a byte from the last cache, as a share of it
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
@@ -199,10 +198,11 @@ class AtenPrices:
         and with filters of 3 × 3: what a chip without TF32 runs, and PyTorch on others does not.
         """
         sizes, spec = work.conv, self._spec
-        if self._alone is None or sizes is None or work.dtype not in _CONV_DTYPES:
+        dtype = TABLE_NAMES.get(work.dtype)
+        if self._alone is None or sizes is None or dtype not in DTYPES["conv_nd"]:
             return None
         if spec.vendor == "AMD":
-            kind = {"key": "tuned/conv", "family": "conv", "dtype": _CONV_DTYPES[work.dtype]}
+            kind = {"key": "tuned/conv", "family": "conv", "dtype": dtype}
             return {**kind, **sizes}
         tf32 = spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
         square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}

@@ -1,7 +1,7 @@
 """What ATen operators cost: products, attention, norms, and passes over memory, by size.
 
-Element-wise operators are passes over memory, one for each operator as PyTorch launches them; or
-chains of them fused, as ``torch.compile`` generates them (:func:`fused`).
+Element-wise operators are passes over memory, one for each operator as PyTorch launches them
+(:func:`works`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import numpy as np
 
 from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES
-from ...features.ir.torch.record import AtenCall, Recording
+from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.table import is_solver
 from ...features.ir.torch.translate import Place
 from ...features.operators.op import Op
 from ...models.gpu.attention import backward_ratio
-from .aten_lookups import LOOKUPS, read_traffic, write_traffic
-from .aten_reuse import Use
+from .aten_traffic import LOOKUPS, Use, read_traffic, write_traffic
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
-_PRODUCTS = (
+PRODUCTS = (
     "aten.mm",
     "aten.addmm",
     "aten.bmm",
@@ -58,15 +57,6 @@ _NORM_BACKWARD = 2
 _LIST = 48
 #: Operators that are priced by the passes of a radix sort.
 SORTS = ("aten.sort", "aten.topk")
-#: Operators that torch.compile makes no kernels of its own for.
-_OPAQUE = (
-    *(*_PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
-    *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
-    *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
-    *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
-)
-
-
 #: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
 _KINDS = {
     "bmm": PRODUCT,
@@ -163,10 +153,10 @@ def check_priced(calls: Sequence[AtenCall]) -> None:
 
 def works(calls: Sequence[AtenCall]) -> list[Work]:
     """What each operator costs, in order."""
-    return [work for call in calls for work in (*_copies(call), *_used(call))]
+    return [work for call in calls for work in (*_copies(call), *used(call))]
 
 
-def _used(call: AtenCall) -> list[Work]:
+def used(call: AtenCall) -> list[Work]:
     """What an operator costs, with the memory that it uses."""
     found = _works(call)
     # How several kernels of an operator share its traffic is not known.
@@ -200,7 +190,7 @@ def _works(call: AtenCall) -> list[Work]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     name = call.name.removeprefix("aten.")
     base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
-    if call.name in _PRODUCTS:
+    if call.name in PRODUCTS:
         return [base.but(family="bmm", shape=_product(call))]
     if call.name == "aten.convolution":
         own = _conv_sizes(call, "fwd")
@@ -382,104 +372,3 @@ def _row(call: AtenCall) -> int:
     own = [t.shape for t in call.inputs[1:] if t.shape and size[-len(t.shape) :] == t.shape]
     own = [shape for shape in own if len(shape) < len(size)]
     return max(1, prod(own[0]) if own else size[-1])
-
-
-def fused(recording: Recording) -> list[Work]:
-    """What the operators cost with chains of element-wise operators and reductions fused.
-
-    An operator joins the kernel that made one of its operands, unless that would turn the order of
-    kernels into a circle. A kernel reads each tensor that it did not make once, and writes those
-    that others read or that outlive the program. Optimisers stay as they are.
-    """
-    return _Fusion(recording).works()
-
-
-@dataclass
-class _Group:
-    calls: list[AtenCall]
-    size: int
-    before: int = 0
-    opaque: bool = False
-
-
-class _Fusion:
-    def __init__(self, recording: Recording) -> None:
-        self._kept = recording.kept
-        self._groups: list[_Group] = []
-        self._maker: dict[int, int] = {}
-        self._readers: dict[int, set[int]] = {}
-        for call in recording.calls:
-            self._add(call)
-
-    def _add(self, call: AtenCall) -> None:
-        # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
-        hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
-        opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
-        size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
-        makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
-        # What is overwritten must have been read before.
-        earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
-        home = None if opaque else self._home(makers, makers | earlier, size)
-        if home is None:
-            home = len(self._groups)
-            self._groups.append(_Group([], size, opaque=opaque))
-        group = self._groups[home]
-        group.calls.append(call)
-        mask = 0
-        for other in (makers | earlier) - {home}:
-            mask |= 1 << other | self._groups[other].before
-        if mask & ~group.before:
-            group.before |= mask
-            for own in self._groups:
-                if own.before >> home & 1:
-                    own.before |= group.before
-        for t in call.inputs:
-            self._readers.setdefault(t.memory, set()).add(home)
-        for t in call.outputs:
-            self._maker[t.memory] = home
-
-    def _home(self, makers: set[int], needed: set[int], size: int) -> int | None:
-        """The latest kernel of the same size that an operator can join."""
-        for home in sorted(makers, reverse=True):
-            group = self._groups[home]
-            circle = any(self._groups[o].before >> home & 1 for o in needed - {home})
-            if not group.opaque and group.size == size and not circle:
-                return home
-        return None
-
-    def works(self) -> list[Work]:
-        found: list[Work] = []
-        # In an order in which everything is there when it is read.
-        order = sorted(range(len(self._groups)), key=lambda g: self._groups[g].before.bit_count())
-        for home in order:
-            group = self._groups[home]
-            if group.opaque or len(group.calls) == 1:
-                found += [work for call in group.calls for work in _used(call)]
-            else:
-                found.append(self._pass(home, group))
-        return found
-
-    def _pass(self, home: int, group: _Group) -> Work:
-        made: dict[int, int] = {}
-        read: dict[int, int] = {}
-        for call in group.calls:
-            for t in call.inputs:
-                if t.memory not in made:
-                    read[t.memory] = max(read.get(t.memory, 0), t.bytes)
-            for t in call.outputs:
-                made[t.memory] = max(made.get(t.memory, 0), t.bytes)
-        # A table is read as far as it is looked up.
-        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
-        uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
-        uses += [
-            Use(memory, size, True)
-            for memory, size in made.items()
-            if memory in self._kept or self._readers.get(memory, set()) - {home}
-        ]
-        total = float(sum(use.bytes for use in uses))
-        last = group.calls[-1]
-        names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
-        name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
-        dtype = ALIASES.get(last.outputs[0].dtype, "f32")
-        where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}
-        return moving(name, dtype, total, **where)

@@ -22,7 +22,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ..cluster.spread import combined_spread
-from ..operator.eager import kernel_us
+from ..operator.prices import kernel_us
 from .graph_program import GraphProgram, graph_programs
 from .opgraph import COLLECTIVES
 

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ..operator.eager import PROBE
+from ..operator.prices import PROBE
 from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, element_width, graph_ops, op_rows
 
 #: Columns of the table of collectives; ``bytes`` is the buffer.

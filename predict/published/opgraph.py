@@ -38,7 +38,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...features.cost.formats import FORMATS
 from ...features.operators.op import Op
-from ..operator.eager import BINARY, eager_row
+from ..operator.prices import BINARY, eager_row
 
 #: Columns of the published op schema that graphs need.
 OP_COLUMNS = ("op", "family", "dtype", "b", "m", "n", "k", "rows", "cols", "n_in")

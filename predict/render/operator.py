@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from ...models.operators.explain import OpExplanation
     from ...models.operators.mixture import Member
-    from ..operator.torch_explain import TorchExplanation
-    from ..operator.torch_framework import AtenEstimate, TorchPrediction
+    from ..operator.torch_framework import TorchExplanation
+    from ..operator.torch_price import AtenEstimate, TorchPrediction
 
 #: Number of reasons for being outside the training domain to print.
 SHOWN_REASONS = 4

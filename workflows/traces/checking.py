@@ -197,7 +197,8 @@ def _check_operators(trace: Trace, spec: DeviceSpec, options: CheckOptions) -> T
     from ...datagen.traces.aten import traced_operators
     from ...datagen.traces.importer import is_collective
     from ...datagen.traces.trace import by_run, chosen, run_time
-    from ...predict.operator.torch_framework import operator_bundle, price_works
+    from ...predict.operator.torch_framework import operator_bundle
+    from ...predict.operator.torch_price import price_works
 
     if spec.platform != "gpu":
         raise DeviceError(

@@ -9,8 +9,7 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators.op import OP_FAMILIES, Op, least_seconds
-from opcast.predict.operator.eager import PROBE, eager_row
-from opcast.predict.operator.prices import Reach, price, roofline_seconds
+from opcast.predict.operator.prices import PROBE, Reach, eager_row, price, roofline_seconds
 
 
 def _op(draw: random.Random) -> Op:

@@ -18,7 +18,8 @@ from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse, record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
-from opcast.predict.operator.aten_work import fused, works  # noqa: E402
+from opcast.predict.operator.aten_fusion import fused  # noqa: E402
+from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_attention import attention_backend  # noqa: E402
 from opcast.predict.operator.torch_framework import (  # noqa: E402
     TorchPredictor,

@@ -8,7 +8,7 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.predict.cluster.spread import combined_spread
-from opcast.predict.operator.eager import KERNEL_US, kernel_us
+from opcast.predict.operator.prices import KERNEL_US, kernel_us
 from opcast.predict.published.composition import (
     BUCKET_BYTES,
     RUN_ERROR,

@@ -1,0 +1,358 @@
+"""Times of PyTorch's own kernels for a program: eager, or as ``torch.compile`` fuses them.
+
+    time = max(sum of the kernels, launches · time of the host for one)
+
+Kernels of 16 bits and fewer are priced as those of training steps (``step_operators.py``), f32 ones
+as PyTorch's own, timed alone and composed as published op graphs are
+(``predict/published/composition.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...common.errors import ProgramError
+from ...common.interval import InSeconds, latency_fields
+from ...features.devices.device import DeviceSpec
+from ...models.operators import OpModel
+from ...models.steps.context import device_context
+from ...models.steps.model import shipped_steps
+from ..cluster.spread import RHO, combined_spread
+from ..devices import generation_note
+from ..groups import Group, grouped
+from ..published.composition import RHO as RHO_ALONE
+from ..published.composition import RUN_ERROR
+from .aten_fusion import fused
+from .aten_prices import ALONE, AtenPrices, attention_library
+from .aten_work import (
+    ATTENTION,
+    PRODUCT,
+    SORTS,
+    Work,
+    check_priced,
+    works,
+)
+from .step_operators import FLASH2
+from .torch_attention import CUDNN
+
+if TYPE_CHECKING:
+    from ...features.ir.torch.record import Recording
+
+#: Time of the host for a kernel of ``torch.compile`` over that of an eager operator: the generated
+#: code calls kernels without PyTorch's dispatch and autograd. Engineering estimate.
+_COMPILED_LAUNCH = 0.5
+#: Half-width of the host's time, as a factor either way: between machines and Python versions.
+#: Engineering estimate.
+_HOST_FACTOR = 1.6
+#: Most times that recurrent layers written out step by step take of cuDNN's, which has about two
+#: kernels for the twenty of a step and does not return to Python between them. Engineering
+#: estimate; it widens the interval downwards.
+_CUDNN_STEPS = 10.0
+_PREFERRED = (
+    "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15.1, as in its "
+    "packages for CUDA 13; with an older one, or for CUDA 12, "
+)
+_RECURRENT_NOTE = (
+    "recurrent layers are priced step by step, as written out; cuDNN, which PyTorch calls on GPUs, "
+    "may be up to ten times faster, which the interval allows for"
+)
+
+
+@dataclass(frozen=True)
+class AtenEstimate:
+    """One operator of PyTorch, or a fused chain. Times of one run, in microseconds.
+
+    Attributes:
+        name: Operator.
+        kind: ``product``, ``convolution``, ``attention``, ``norm``, ``softmax`` or ``pass``.
+        shape: By kind, as :class:`~.aten_work.Work` has it.
+        dtype: Element type.
+        latency_us: Predicted, within a stream of kernels.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        bytes: Traffic.
+        launches: Calls of the host.
+        source: What it was learned from, or ``roofline``.
+        source_line: ``file:line`` in the user's model.
+        module: Modules that it belongs to.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    bytes: float
+    launches: int
+    source: str
+    source_line: str
+    module: str
+    phase: str
+
+    @property
+    def total_us(self) -> float:
+        """Microseconds over all executions, of which there is one."""
+        return self.latency_us
+
+    @property
+    def what(self) -> str:
+        """The operator as users know it."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class TorchPrediction(InSeconds):
+    """Predicted time of a program as PyTorch itself runs it.
+
+    Attributes:
+        latency_us: Time of one run.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        device: Name of the device.
+        device_us: Sum of the kernels.
+        host_us: What the host takes to launch them; the run takes the longer of both.
+        operators: In order.
+        parameter_bytes: Bytes of parameters and buffers.
+        notes: What the figures mean, and their limits.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    framework: str
+    device: str
+    device_us: float
+    host_us: float
+    operators: tuple[AtenEstimate, ...]
+    parameter_bytes: int
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """Time, interval, device and number of operators; the fields would fill pages."""
+        return (
+            f"TorchPrediction({self._said()} by {self.framework}, {len(self.operators)} operators)"
+        )
+
+    @property
+    def kernels(self) -> tuple[AtenEstimate, ...]:
+        """The operators, under the name that other predictions have for them."""
+        return self.operators
+
+    def top(self, count: int = 10) -> list[AtenEstimate]:
+        """Return the operators that take most time."""
+        return sorted(self.operators, key=lambda o: -o.total_us)[:count]
+
+    def by(self, key: str) -> list[Group[AtenEstimate]]:
+        """Put the operators together by ``line``, ``module``, ``kind`` or ``phase``.
+
+        Returns:
+            What takes most time first.
+        """
+        return grouped(self.operators, key)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast predict --json`` prints it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Times of kernels, and of a run of them one after the other.
+
+    Attributes:
+        times: Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``.
+        sources: What each was learned from, or ``roofline``.
+        seconds: Time of the run: the kernels, or the host's launches if these take longer.
+        lo: Lower end of its 90 % interval.
+        hi: Upper end.
+        device_s: Sum of the kernels.
+        host_s: What the host takes to launch them.
+    """
+
+    times: np.ndarray
+    sources: list[str]
+    seconds: float
+    lo: float
+    hi: float
+    device_s: float
+    host_s: float
+
+
+def price_works(
+    found: Sequence[Work],
+    spec: DeviceSpec,
+    framework: str,
+    bundle: OpModel | None,
+    kept: Collection[int] = (),
+) -> Priced:
+    """Price kernels that run one after the other; ``kept`` is the memory that outlives them."""
+    compiled = framework == "torch-compiled"
+    bits = 32 if _mostly_f32(found) else 16
+    effects = shipped_steps().table.effects(device_context(spec, bits))
+    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
+    total = float(times[:, 0].sum())
+    # Errors of calls timed alone are less alike than those that steps were fitted with.
+    alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
+    rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
+    ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+    down, up = np.hypot(combined_spread(ends, rho), RUN_ERROR * total)
+    launch = effects.launch_s * (_COMPILED_LAUNCH if compiled else 1.0)
+    host = sum(w.launches for w in found) * launch
+    seconds = max(total, host)
+    lo = max(total - down, 0.05 * total, host / _HOST_FACTOR)
+    hi = max(total + up, host * _HOST_FACTOR)
+    return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
+
+
+def works_of(recording: Recording, framework: str) -> list[Work]:
+    """Kernels that a framework launches for a recording, in order."""
+    return fused(recording) if framework == "torch-compiled" else works(recording.calls)
+
+
+def price(
+    recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
+) -> TorchPrediction:
+    """Price what a program launches; see :class:`TorchPredictor`."""
+    check_priced(recording.calls)
+    older = price(recording.otherwise, spec, framework, bundle) if recording.otherwise else None
+    found = works_of(recording, framework)
+    if not found:
+        raise ProgramError("the program launches no kernels", hint="it only views its inputs")
+    priced = price_works(found, spec, framework, bundle, recording.kept)
+    times, sources = priced.times, priced.sources
+    forward = sum(c.phase == "forward" for c in recording.calls)
+    lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
+    return TorchPrediction(
+        **latency_fields(priced.seconds, lo, max(priced.hi, older.hi_us * 1e-6 if older else 0.0)),
+        framework=framework,
+        device=spec.name,
+        device_us=priced.device_s * 1e6,
+        host_us=priced.host_s * 1e6,
+        operators=tuple(
+            AtenEstimate(
+                name=_named(w, spec),
+                kind=w.kind,
+                shape=w.shape,
+                dtype=w.dtype,
+                latency_us=float(t[0]) * 1e6,
+                lo_us=float(t[1]) * 1e6,
+                hi_us=float(t[2]) * 1e6,
+                bytes=w.bytes,
+                launches=w.launches,
+                source=source,
+                source_line=f"{w.place.file}:{w.place.line}" if w.place.file else "",
+                module=w.place.modules,
+                phase=w.phase,
+            )
+            for w, t, source in zip(found, times, sources, strict=True)
+        ),
+        parameter_bytes=recording.parameter_bytes,
+        notes=(
+            *_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
+            *_attention_notes(recording, spec, found, older),
+            *((_RECURRENT_NOTE,) if recording.recurrent else ()),
+            *generation_note(spec),
+        ),
+    )
+
+
+def _named(work: Work, spec: DeviceSpec) -> str:
+    """An operator's name, of attention with the library that PyTorch calls."""
+    library = attention_library(spec, work) if work.kind == ATTENTION else ""
+    return f"{work.name} ({library})" if library else work.name
+
+
+def _attention_notes(
+    recording: Recording, spec: DeviceSpec, found: Sequence[Work], older: TorchPrediction | None
+) -> tuple[str, ...]:
+    """Whose attention is called, and what other releases of PyTorch call."""
+    notes = []
+    calls = [w for w in found if w.kind == ATTENTION]
+    by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
+    if older is not None:
+        notes.append(
+            f"{_PREFERRED}no fused kernel takes it (a mask rules FlashAttention out, grouped keys "
+            "the memory-efficient one): keys and values are repeated, the softmax goes over "
+            f"memory, and the program takes {older.latency_us / 1e3:.3g} ms, which the interval "
+            "reaches to; repeating keys and values in the model (repeat_interleave) avoids that"
+        )
+    elif by_cudnn:
+        plain = any(not w.masked for w in by_cudnn)
+        factor = FLASH2.get(spec.architecture, 1.0)
+        notes.append(
+            _PREFERRED
+            + "it is "
+            + (
+                "FlashAttention 2 (as with sdpa_kernel(SDPBackend.FLASH_ATTENTION)), about "
+                f"{factor:g} times as long over many queries"
+                if plain
+                else "the memory-efficient kernel, which takes a mask and is slower"
+            )
+        )
+    if any(not one for one in recording.attention.values()):
+        notes.append(
+            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch takes it on "
+            "this device: FlashAttention takes no mask, nor is_causal where there are other "
+            "numbers of queries and keys; the memory-efficient one takes no grouped keys "
+            "(enable_gqa); all need four dimensions and heads of a multiple of 8"
+        )
+    return tuple(notes)
+
+
+def _mostly_f32(found: Sequence[Work]) -> bool:
+    sizes = {"f32": 0.0, "narrow": 0.0}
+    for w in found:
+        sizes["f32" if w.dtype == "f32" else "narrow"] += w.bytes
+    return sizes["f32"] > sizes["narrow"]
+
+
+def _notes(
+    framework: str,
+    spec: DeviceSpec,
+    found: Sequence[Work],
+    times: np.ndarray,
+    sources: Sequence[str],
+    host_bound: bool,
+) -> tuple[str, ...]:
+    kernels = (
+        "the operators of ATen as eager PyTorch launches them, one kernel after the other, without "
+        "CUDA graphs"
+        if framework == "torch-eager"
+        else "products and attention of PyTorch's libraries, with chains of element-wise operators "
+        "fused as torch.compile does; gradients keep what the forward pass computed"
+    )
+    train = any(w.phase == "backward" for w in found)
+    notes = [
+        kernels
+        + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
+        + "; memory is not predicted; for the same program under XLA, with its peak memory, leave "
+        "--framework out"
+    ]
+    if host_bound:
+        notes.append(
+            "the host's launches take longer than the kernels: a larger batch, torch.compile or "
+            "CUDA graphs would be faster; the estimate is for a typical Python and processor"
+        )
+    guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
+    if guessed > 0.25:
+        notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
+    wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
+    if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
+        notes.append(
+            "matrix products of f32 run in full f32, PyTorch's default; "
+            "torch.set_float32_matmul_precision('high') would take TF32, which is not predicted"
+        )
+    if any(f"aten.{w.name}" in SORTS for w in found):
+        notes.append(
+            "sort and topk are priced by the passes of a radix sort over their values, not by "
+            "measured kernels"
+        )
+    return tuple(notes)
