@@ -13,8 +13,7 @@ from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.operators.pointwise import IN_REGISTERS, WORK
 from ..cost_model import CostModel
-from ..operators.family_tables import chip_of
-from ..operators.intervals import twins
+from ..operators.devices import chip_of, twins
 from ..operators.rows import rows_of_dataset
 from ..program.program_model import ProgramModel
 from ..trust.calibrator import Ends, ends, widest

@@ -12,7 +12,7 @@ from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
 from ..adapt.covariance import Scale, Sites, start_params, time_shares
 from ..adapt.gaussian_process import ErrorPosterior, fit_params
-from .intervals import twins
+from .devices import twins
 from .prediction import FamilyPrediction
 from .regressors import Folds, KnownModel, UnseenModel
 from .rows import codes

@@ -18,18 +18,16 @@ from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
 from .device_errors import DeviceErrors
-from .device_kinship import KnownDevices
+from .devices import KnownDevices
 from .family_tables import FamilySettings, GeneralFit, constants, latency_s, target_of
 from .fitted import Fitted
-from .intervals import FOREIGN, DeviceIntervals
-from .mixture import LIBRARY, Member, Menu, has_none, mixed
-from .prediction import FamilyPrediction, joined, least_s
+from .mixture import Member, Menu, has_none, members_of, mixed
+from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
 from .regressors import Folds, KnownModel, UnseenFit, mean_ape
 from .rows import (
-    BLOCK_GROUP,
     codes,
     dispatch,
-    group_draw,
+    held_out,
     libraries,
     named_columns,
     unnamed,
@@ -38,16 +36,6 @@ from .rows import (
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
-#: show the error on shapes that were never seen, single rows that between measured sizes. Both are
-#: kept small because every held-out row is lost to the regressor. Engineering estimates.
-HELD_GROUPS, HELD_ROWS = 0.05, 0.03
-#: With fewer groups than this only single rows are held out: one group would be a large share.
-#: Engineering estimate.
-MIN_GROUPS = 8
-#: Least number of groups to hold out, but never more than a fifth of them: fewer would make the
-#: intervals those of one or two layers. Engineering estimate.
-LEAST_GROUPS = 5
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
@@ -121,7 +109,7 @@ class FamilyModel:
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
-        held = self._held(rows, rng)
+        held = held_out(rows, self.family, self.settings.seed, rng)
         fitting = np.flatnonzero(~held)
         if len(fitting) > self.settings.max_rows:
             fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
@@ -154,18 +142,6 @@ class FamilyModel:
             return frozenset()
         # Descriptions may leave the vendor open.
         return frozenset({"", *self.known_devices.vendors.values()})
-
-    def _held(self, rows: pd.DataFrame, rng: np.random.Generator) -> np.ndarray:
-        """Rows held out of the fit, bool, shape ``(n,)``: whole groups, and some single rows."""
-        place = group_draw(rows, self.family, self.settings.seed)
-        groups = np.unique(place)
-        least = min(LEAST_GROUPS, len(groups) // 5)
-        count = max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS else 0
-        first = groups[count - 1] if count else -1.0
-        # What is asked of layers and head configurations of blocks is mostly new ones, and their
-        # tables have few: rows of known ones would make the intervals too narrow.
-        single = 0.0 if count and self.family in BLOCK_GROUP else HELD_ROWS
-        return np.asarray((place <= first) | (rng.random(len(rows)) < single))
 
     def _calibrate(
         self,
@@ -299,44 +275,17 @@ class FamilyModel:
             return self.predict(row, devices), []
         table, origin, weight = self._expanded(row, devices)
         found = self.predict(table, devices)
-        times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
-        names = zip(*(table.texts(column) for column in LIBRARY), strict=True)
-        members = [
-            Member(str(backend), str(kernel), float(share), *map(float, own))
-            for (backend, kernel), share, own in zip(names, weight, times, strict=True)
-        ]
-        members.sort(key=lambda member: member.latency_us)
-        return mixed(found, origin, weight, 1), members
+        return mixed(found, origin, weight, 1), members_of(table, weight, found)
 
     def _plain(
         self, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
     ) -> FamilyPrediction:
         """Predictions without corrections."""
         known, unseen = self.fitted.known, self.fitted.unseen
-        device = rows.texts("device")
-        proxy, scope = self.known_devices.proxies(device, devices)
+        proxy, scope = self.known_devices.proxies(rows.texts("device"), devices)
         own = _among(proxy, known.devices)
-        latency = np.empty(len(rows))
-        inside = np.zeros(len(rows), bool)
-        for mask, model in ((own, known), (~own, unseen)):
-            at = np.flatnonzero(mask)
-            if not len(at):
-                continue
-            some = features.take(at) if len(at) < len(rows) else features
-            mine = rows.take(at) if len(at) < len(rows) else rows
-            if isinstance(model, KnownModel):
-                part = model.table(some, proxy[at])
-                latency[at] = model.latency_s(some, part, proxy[at], dispatch(mine))
-            else:
-                part = model.table(some)
-                latency[at] = some.base_s * np.exp(model.log_ratio(mine, some, part, devices))
-            domain = model.regressor.domain
-            inside[at] = domain.contains(part) if domain is not None else True
-        lo, hi = np.empty(len(rows)), np.empty(len(rows))
-        code, names = distinct(device)
-        for place in range(len(names)):
-            at = np.flatnonzero(code == place)
-            lo[at], hi[at] = self._ends(str(proxy[at[0]]), str(scope[at[0]]), latency[at])
+        latency, inside = self.fitted.latency_s(rows, features, proxy, devices)
+        lo, hi = self.intervals.around(latency, proxy, scope, self.known_devices.foreign)
         # A format or library that no chip was seen with, on a chip that was not seen, either: what
         # was measured is the error of the chip alone.
         novel = scope == "unseen"
@@ -346,7 +295,7 @@ class FamilyModel:
             novel &= ~(own & known.effects.knows(proxy, dispatch(rows)))
             lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
             hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
-        wide_lo, wide_hi = self.intervals.of("", latency)
+        wide_lo, wide_hi = self.intervals.of(UNSEEN, latency)
         # Outside the domain of a known device: ends halfway (geometric mean) to those of a device
         # that was never seen, since the error on such rows was not measured.
         far = ~inside & own
@@ -388,26 +337,6 @@ class FamilyModel:
         if domain is not None and not bool(domain.contains(table)[0]):
             reasons += domain.reasons(table)
         return reasons
-
-    def _ends(self, device: str, scope: str, latency: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Interval ends in seconds of rows for which a known device stands in.
-
-        A sibling's ends lie halfway (geometric mean) between those of the known device and those of
-        an unseen one, and never inside the former; the lower end moves by at most half of its own
-        distance.
-        """
-        if scope == "unseen":
-            return self.intervals.of(
-                FOREIGN if device in self.known_devices.foreign else "", latency
-            )
-        lo, hi = self.intervals.of(device, latency)
-        if scope != "sibling":
-            return lo, hi
-        wide_lo, wide_hi = self.intervals.of("", latency)
-        # The ends of an unseen device are those of all sizes together: at some size the known
-        # device's own may be wider.
-        wide_lo = np.clip(wide_lo, lo**2 / latency, lo)
-        return np.sqrt(lo * wide_lo), np.sqrt(hi * np.maximum(hi, wide_hi))
 
     def calibrate(
         self,

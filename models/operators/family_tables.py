@@ -14,7 +14,6 @@ import numpy as np
 
 from ...common.errors import DatasetError, ModelError
 from ...common.files import parse_yaml
-from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
@@ -23,7 +22,7 @@ from ..adapt.covariance import time_shares
 from ..core.kernel_table import CELLS, KernelGraphs, KernelTable
 from ..core.registry import estimator_class, make_estimator
 from ..estimators.tabular import TabularEstimator
-from .device_effects import DeviceEffects
+from .devices import DeviceEffects
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,11 +144,6 @@ def _graphs(features: OpFeatures) -> KernelGraphs | None:
         return None
     hashes = [hashlib.sha256(ir.encode()).hexdigest()[:16] for ir in features.irs]
     return KernelGraphs.of(hashes, list(features.irs))
-
-
-def chip_of(spec: DeviceSpec) -> tuple[object, ...]:
-    """Identity of a device's chip: two devices with the same one differ in memory or power only."""
-    return spec.architecture, spec.core_count, spec.lanes_per_core
 
 
 def target_of(rows: pd.DataFrame, features: OpFeatures) -> np.ndarray:

@@ -12,15 +12,14 @@ from ...common.errors import ModelError
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
-from ...features.operators.columns import OpRows
+from ...features.operators.columns import OpRows, distinct
 from ...features.operators.features import ops_schema_hash
 from ..adapt.covariance import Scale, time_shares
 from ..core.kernel_table import KernelTable
 from ..core.registry import estimator_class
 from ..estimators.tabular import TabularEstimator
-from .device_effects import DeviceEffects
 from .device_errors import DeviceErrors
-from .intervals import twins
+from .devices import DeviceEffects, twins
 from .regressors import KnownModel, Strategy, UnseenModel
 from .rows import dispatch
 
@@ -51,6 +50,40 @@ class Fitted:
         if device[0] in self.known.devices:
             return self.known.regressor, self.known.table(features, device)
         return self.unseen.regressor, self.unseen.table(features)
+
+    def latency_s(
+        self,
+        rows: OpRows,
+        features: OpFeatures,
+        device: np.ndarray,
+        devices: Mapping[str, DeviceSpec],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Uncorrected latencies in seconds, and whether training rows are near, shape ``(n,)``.
+
+        Args:
+            rows: ``n`` rows.
+            features: Their features.
+            device: As for :meth:`choose`, of any devices.
+            devices: Descriptions by the values of the rows' ``device``.
+        """
+        code, names = distinct(device)
+        own = np.array([name in self.known.devices for name in names], bool)[code]
+        latency, inside = np.empty(len(rows)), np.zeros(len(rows), bool)
+        for mask, model in ((own, self.known), (~own, self.unseen)):
+            at = np.flatnonzero(mask)
+            if not len(at):
+                continue
+            some = features.take(at) if len(at) < len(rows) else features
+            mine = rows.take(at) if len(at) < len(rows) else rows
+            if isinstance(model, KnownModel):
+                part = model.table(some, device[at])
+                latency[at] = model.latency_s(some, part, device[at], dispatch(mine))
+            else:
+                part = model.table(some)
+                latency[at] = some.base_s * np.exp(model.log_ratio(mine, some, part, devices))
+            domain = model.regressor.domain
+            inside[at] = domain.contains(part) if domain is not None else True
+        return latency, inside
 
     def linear_parts(
         self, rows: OpRows, features: OpFeatures, device: np.ndarray

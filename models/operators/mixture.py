@@ -207,6 +207,24 @@ def has_none(vendor: str, framework: str) -> bool:
     return vendor not in ("", constants()["only_on"].get(framework, vendor))
 
 
+def members_of(table: OpRows, weight: np.ndarray, prediction: FamilyPrediction) -> list[Member]:
+    """Libraries in the mixture of one row, fastest first.
+
+    Args:
+        table: The row with each of them.
+        weight: Their weights.
+        prediction: Of the rows of the table.
+    """
+    found = prediction
+    times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
+    names = zip(*(table.texts(column) for column in LIBRARY), strict=True)
+    members = [
+        Member(str(backend), str(kernel), float(share), *map(float, own))
+        for (backend, kernel), share, own in zip(names, weight, times, strict=True)
+    ]
+    return sorted(members, key=lambda member: member.latency_us)
+
+
 def mixed(
     members: FamilyPrediction, origin: np.ndarray, weight: np.ndarray, count: int
 ) -> FamilyPrediction:

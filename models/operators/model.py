@@ -35,9 +35,15 @@ from ..core.store import (
 )
 from .family import FamilyModel
 from .family_tables import FOLD_ROWS, FamilySettings
-from .intervals import SEPARATOR, joined_versions, versions_of, widen_unknown
 from .mixture import Member
-from .prediction import FamilyPrediction, joined
+from .prediction import (
+    SEPARATOR,
+    FamilyPrediction,
+    joined,
+    joined_versions,
+    versions_of,
+    widen_unknown,
+)
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,17 +1,38 @@
-"""The predictions of a model of one family of operators."""
+"""The predictions of a model of one family of operators, and the ends of their intervals.
+
+Ends go by device and size in the domain, and by devices left out in turn outside it; what an
+unknown version of a library may change widens them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.types import JsonMapping
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
-from ...features.operators.columns import OpRows
+from ...features.operators.columns import OpRows, distinct, texts_of
 from ...features.operators.op import moving_s
+from ..trust.calibrator import (
+    MIN_SCORES,
+    UNCALIBRATED,
+    Calibrator,
+    Ends,
+    ends,
+    including_zero,
+    size_bins,
+    widest,
+    with_error,
+)
+from .family_tables import constants
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 #: Groups of families whose every operation runs at the matrix unit. Not convolutions: Winograd's
 #: and Fourier transforms save multiplications (tuned/conv: 1 % of the rows of an MI60 are below).
@@ -95,16 +116,214 @@ def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> 
         count: Number of rows.
         parts: Positions of the rows of each part, and their predictions.
     """
-    whole = FamilyPrediction(
-        np.empty(count),
-        np.empty(count),
-        np.empty(count),
-        np.empty(count),
-        np.empty(count, object),
-        np.empty(count, object),
-        np.empty(count, bool),
-    )
+    kinds = (float, float, float, float, object, object, bool)
+    whole = FamilyPrediction(*(np.empty(count, kind) for kind in kinds))
     for at, part in parts:
         for name in FamilyPrediction.__slots__:
             getattr(whole, name)[at] = getattr(part, name)
     return whole
+
+
+#: Most size bins of a device; with fewer scores than MIN_SCORES for each, there are fewer.
+#: Engineering estimate.
+BINS = 4
+#: Names that stand for devices without samples, and for those of another vendor than most that were
+#: learned from.
+UNSEEN, FOREIGN = "", "*"
+#: Between library, device and family in the name of versions that are known of one family on one
+#: device alone.
+SEPARATOR = "@"
+#: Ends before any calibration.
+UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
+
+
+@dataclass
+class DeviceIntervals:
+    """Split-conformal ends of the log-ratio of measured to predicted, by device and size.
+
+    Attributes:
+        edges: Log predictions (s) between the size bins, by device.
+        ends: By device and bin; of :data:`UNSEEN` and :data:`FOREIGN` ones there is one bin.
+    """
+
+    edges: dict[str, list[float]] = field(default_factory=dict)
+    ends: Calibrator[tuple[str, int]] = field(default_factory=Calibrator)
+
+    def fit_device(self, device: str, scores: np.ndarray, predicted_s: np.ndarray) -> None:
+        """Calibrate a device.
+
+        Args:
+            device: Its name.
+            scores: ``log(measured / predicted)`` of rows that the model was not fitted to.
+            predicted_s: Their predictions.
+        """
+        bins = int(np.clip(len(scores) // MIN_SCORES, 1, BINS))
+        # By prediction, not by measurement: only the prediction is known when an interval is asked
+        # for.
+        edges, place = size_bins(np.log(predicted_s), bins)
+        self.edges[device] = edges.tolist()
+        every = including_zero(ends(scores))
+        self.ends.ends |= dict.fromkeys(self._bins(device), every)
+        self.ends.pool(scores, [(device, own) for own in place.tolist()])
+
+    def fit_unseen(
+        self,
+        scores: Mapping[str, np.ndarray],
+        foreign: Sequence[str] = (),
+        widened: bool = False,
+    ) -> None:
+        """Calibrate for a device without samples, leave-one-device-out.
+
+        The ends are the widest of those of the devices that were left out in turn: a new device is
+        one more draw of a device, not of a row, and few devices have been drawn.
+
+        Args:
+            scores: Scores of each left-out device by a model that never saw it.
+            foreign: Devices of a minority vendor; they count for :data:`FOREIGN` ones only.
+            widened: Whether ends are moved out, see :func:`moved_out`.
+        """
+        own = [values for name, values in scores.items() if name not in foreign]
+        # A single chip is no sample of chips: the physics may have been read off it. Of foreign
+        # devices all count, those of minority vendors with their larger errors included.
+        kinds = {UNSEEN: own if len(own) > 1 else scores.values(), FOREIGN: scores.values()}
+        for kind, values in kinds.items():
+            found = widest(values) or UNKNOWN
+            self.ends.ends[kind, 0] = moved_out(found) if widened else found
+
+    def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the interval in seconds for rows of one device.
+
+        Args:
+            device: A calibrated device; any other name stands for an unseen one, and
+                :data:`FOREIGN` for one of another vendor.
+            predicted_s: Predictions, shape ``(n,)``.
+        """
+        place = np.searchsorted(self.edges.get(device, []), np.log(predicted_s), side="right")
+        logs = [self.ends.of((key, (UNSEEN, 0)), UNKNOWN) for key in self._bins(device)]
+        lower, upper = np.exp(np.array(logs))[place].T
+        return predicted_s * lower, predicted_s * upper
+
+    def around(
+        self, latency: np.ndarray, device: np.ndarray, scope: np.ndarray, foreign: Collection[str]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the intervals in seconds for rows for which known devices stand in.
+
+        A sibling's ends lie halfway (geometric mean) between those of the known device and those of
+        an unseen one, and never inside the former; the lower end moves by at most half of its own
+        distance.
+
+        Args:
+            latency: Predictions in seconds, shape ``(n,)``.
+            device: Known device that stands in for each row's own.
+            scope: ``known``, ``sibling`` or ``unseen``, by device.
+            foreign: Devices of a minority vendor.
+        """
+        lo, hi = np.empty(len(latency)), np.empty(len(latency))
+        code, names = distinct(device + "|" + scope)
+        for place in range(len(names)):
+            at = np.flatnonzero(code == place)
+            own, kind, middle = str(device[at[0]]), str(scope[at[0]]), latency[at]
+            if kind == "unseen":
+                own = FOREIGN if own in foreign else UNSEEN
+            low, high = self.of(own, middle)
+            if kind == "sibling":
+                wide_lo, wide_hi = self.of(UNSEEN, middle)
+                # The ends of an unseen device are those of all sizes together: at some size the
+                # known device's own may be wider.
+                low = np.sqrt(low * np.clip(wide_lo, low**2 / middle, low))
+                high = np.sqrt(high * np.maximum(high, wide_hi))
+            lo[at], hi[at] = low, high
+        return lo, hi
+
+    def _bins(self, device: str) -> list[tuple[str, int]]:
+        return [(device, own) for own in range(len(self.edges.get(device, [])) + 1)]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data for the manifest."""
+        logs = {name: [self.ends.ends[key] for key in self._bins(name)] for name in self.edges}
+        return {
+            "edges_log_s": self.edges,
+            "lower_log": {name: [lo for lo, _ in own] for name, own in logs.items()},
+            "upper_log": {name: [hi for _, hi in own] for name, own in logs.items()},
+            "unseen_log": list(self.ends.of([(UNSEEN, 0)], UNKNOWN)),
+            "foreign_log": list(self.ends.of([(FOREIGN, 0)], UNKNOWN)),
+        }
+
+    @classmethod
+    def from_dict(cls, data: JsonMapping) -> DeviceIntervals:
+        """Read :meth:`to_dict`'s data."""
+        found = cls({name: list(edges) for name, edges in data["edges_log_s"].items()})
+        for name, lower in data["lower_log"].items():
+            each = zip(lower, data["upper_log"][name], strict=True)
+            found.ends.ends |= {(name, place): own for place, own in enumerate(each)}
+        for name, key in ((UNSEEN, "unseen_log"), (FOREIGN, "foreign_log")):
+            lo, hi = data[key]
+            found.ends.ends[name, 0] = float(lo), float(hi)
+        return found
+
+
+def moved_out(ends: Ends) -> Ends:
+    """Ends for one more chip than those they were read off (``wider`` in ``constants.yaml``)."""
+    wider, least = constants()["wider"], constants()["least_end"]
+    lo, hi = wider * ends[0], wider * ends[1]
+    return min(lo, -least * hi), max(hi, -least * lo)
+
+
+def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """Versions by library; none where rows do not name them.
+
+    Args:
+        rows: Rows of operators, with ``backend`` and ``version`` where they are known.
+    """
+    import pandas as pd
+
+    if "version" not in rows or "backend" not in rows:
+        return {}
+    named = pd.DataFrame({"library": texts_of(rows["backend"]), "it": texts_of(rows["version"])})
+    named = named[(named["library"] != "") & (named["it"] != "")].drop_duplicates().astype(str)
+    return {str(k): sorted(part["it"]) for k, part in named.groupby("library")}
+
+
+def joined_versions(
+    first: Mapping[str, Collection[str]], second: Mapping[str, Collection[str]]
+) -> dict[str, list[str]]:
+    """Versions by library of two sets together."""
+    return {
+        name: sorted({*first.get(name, ()), *second.get(name, ())}) for name in {**first, **second}
+    }
+
+
+def widen_unknown(
+    prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
+) -> None:
+    """Widen, in place, the intervals of rows that name another version than those learned from.
+
+    Errors of the model and changes between versions count as independent. Libraries without a known
+    version, and rows that name none, keep their intervals.
+
+    Args:
+        prediction: Of ``n`` rows.
+        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` where they are
+            known.
+        known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
+    """
+    rows = OpRows.of(rows)
+    if not known or "version" not in rows or "backend" not in rows:
+        return
+    other = rows.where("version", bool) & rows.where("backend", known.__contains__)
+    for name, versions in known.items() if other.any() else ():
+        own = other.copy()
+        texts = name.split(SEPARATOR, 2)
+        for column, text in zip(("backend", "device", "key"), texts, strict=False):
+            own &= rows.where(column, text.__eq__)
+        other &= ~(own & rows.where("version", versions.__contains__))
+    if not other.any():
+        return
+    release = np.full(len(other), constants()["release"])
+    for family, own_release in constants()["releases"].items():
+        release[rows.where("key", family.__eq__)] = own_release
+    release = release[other]
+    latency = prediction.latency[other]
+    now = np.log(prediction.lo[other] / latency), np.log(prediction.hi[other] / latency)
+    below, above = with_error(now, (release, release))
+    prediction.lo[other], prediction.hi[other] = latency * np.exp(below), latency * np.exp(above)

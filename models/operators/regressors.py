@@ -18,8 +18,7 @@ from ...features.operators.columns import OpRows, distinct
 from ..adapt.covariance import time_shares
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
-from .device_effects import DeviceEffects
-from .device_kinship import KnownDevices
+from .devices import DeviceEffects, KnownDevices, twins
 from .family_tables import (
     FamilySettings,
     GeneralFit,
@@ -32,7 +31,6 @@ from .family_tables import (
     new_regressor,
     sized,
 )
-from .intervals import twins
 from .rows import dispatch, libraries
 
 #: Most rows that the model of unseen devices learns from, and that each of its leave-one-chip-out
@@ -268,7 +266,7 @@ class UnseenFit:
     ) -> Strategy:
         """The strategy with the least mean error over left-out chips of the most common vendor."""
         # An unseen device of a minority vendor is predicted as that vendor's known one
-        # (device_kinship), not by this model.
+        # (devices.py), not by this model.
         judges = [g for g in folds if g[0] not in self.known_devices.foreign] or list(folds)
         strategies = [Strategy(*p) for p in product((False, True), powers, (False, True))]
         strategies = [

@@ -12,9 +12,8 @@ from ...datagen.published.clones import version_numbers
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES
 from ...features.operators.schema import NAMES, PARAMETERS
-from .family_tables import chip_of
-from .intervals import twins
-from .parts import Part
+from .devices import chip_of, twins
+from .report import Part
 
 #: Estimators that are put side by side, cheap ones first.
 ESTIMATORS = ("roofline", "ridge", "forest", "xgboost", "mlp", "gnn-flax", "gnn-pyg", "ensemble")

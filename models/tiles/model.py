@@ -17,7 +17,7 @@ from ...common.paths import PACKAGE
 from ...features.operators.sources import faulty
 from ..core.store import read_json_model, write_json_model
 from ..estimators.small_trees import SavedTrees, applied, grow
-from ..trust.calibrator import ends, including_zero
+from ..trust.calibrator import UNCALIBRATED, Calibrator
 from .rows import TileRows, keys_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ _KNOWN, _GENERAL, _LEAF = (300, 6), (150, 5), 3
 #: Folds of problems, for errors of shapes that were not learned from.
 FOLDS = 5
 
-Ends = tuple[float, float]
+#: Ends before any calibration.
+UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
 class TileAnswer(NamedTuple):
@@ -71,7 +72,7 @@ class TileModel:
     keys: list[str]
     pairs: list[str]
     trees: tuple[SavedTrees, SavedTrees]
-    ends: dict[str, Ends]
+    ends: Calibrator[str]
     offsets: dict[str, float]
     provenance: dict[str, object] = field(default_factory=dict)
 
@@ -92,12 +93,8 @@ class TileModel:
         )
         # No kernel beats its chip, whatever the trees predict.
         seconds = np.maximum(rows.base_s * np.exp(log), rows.ceiling_s)
-        own = np.array(
-            [
-                self.ends.get(str(d) if k else "", self.ends[""])
-                for d, k in zip(rows.device, known, strict=True)
-            ]
-        ).reshape(-1, 2)
+        keys = np.where(known, rows.device, "")
+        own = np.array([self.ends.of((key, ""), UNKNOWN) for key in keys]).reshape(-1, 2)
         return TileAnswer(
             seconds,
             seconds * np.exp(own[:, 0]),
@@ -112,7 +109,7 @@ class TileModel:
             "keys": self.keys,
             "pairs": self.pairs,
             "trees": [trees.text() for trees in self.trees],
-            "ends": self.ends,
+            "ends": self.ends.ends,
             "offsets": self.offsets,
             "provenance": self.provenance,
         }
@@ -133,7 +130,7 @@ class TileModel:
                 [str(v) for v in data["keys"]],
                 [str(v) for v in data["pairs"]],
                 (known, general),
-                {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
+                Calibrator({str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()}),
                 {str(k): float(v) for k, v in data["offsets"].items()},
                 dict(data["provenance"]),
             )
@@ -183,9 +180,9 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         out = rows.device == name
         start, trees = _grow_general(rows, general, target, ~out & carries, seed)
         others[out] = (target - _offset(rows, start) - applied(trees, general))[out]
-    apart = {d: ends(shapes[rows.device == d]) for d in devices}
+    intervals = Calibrator[str]().pool(shapes, rows.device, least=1)
     # Over all devices together: few were measured, and each with different ops.
-    unseen = including_zero(ends(others[carries]))
+    intervals.pool(others[carries], [""] * int(carries.sum()), least=1)
     every = np.ones(len(rows), bool)
     offsets, trees = _grow_general(rows, general, target, carries, seed)
     model = TileModel(
@@ -196,7 +193,7 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
             SavedTrees.of(_grow(own, target, every, _KNOWN, seed)),
             SavedTrees.of(trees),
         ),
-        {**{d: including_zero(e) for d, e in apart.items()}, "": unseen},
+        intervals,
         offsets,
         {"rows": len(rows), "devices": devices},
     )

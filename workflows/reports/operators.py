@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ...features.devices.device import DeviceSpec
-    from ...models.operators.parts import Part
+    from ...models.operators.report import Part
     from .settings import OperatorReportSettings
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ def _judge(
 ) -> pd.DataFrame:
     """Predict all parts, or read their predictions from files of earlier runs."""
     from ...common.progress import tracked
-    from ...models.operators.parts import PartStore, draw, judge, possible
+    from ...models.operators.report import PartStore, draw, judge, possible
 
     store, tables, kept = PartStore(folder), [], 0
     # Split once: every part draws from the rows of its family.

@@ -16,6 +16,7 @@ from opcast.models.operators.family import FamilyModel
 from opcast.models.operators.family_tables import FamilySettings
 from opcast.models.operators.model import default_settings
 from opcast.models.operators.prediction import least_s
+from opcast.models.trust.calibrator import Calibrator
 
 FAMILY = "kernel/linear"
 FEW = {"rounds": 60, "max_depth": 4, "learning_rate": 0.15, "stop_rounds": 0, "compact": True}
@@ -145,11 +146,10 @@ def test_a_siblings_interval_is_never_inside_its_twins(model, measured, chips, m
     """At sizes where the known device errs more than unseen devices do on average."""
     rows = measured("a-twin", 40, 52)
     own = model.intervals
-    wide = dataclasses.replace(
-        own, lower={**own.lower, "a": [-2.0] * 4}, upper={**own.upper, "a": [2.0] * 4}
-    )
+    ends = {**own.ends.ends, **{("a", place): (-2.0, 2.0) for place in range(4)}}
+    wide = dataclasses.replace(own, ends=Calibrator(ends))
     monkeypatch.setattr(model, "intervals", wide)
-    assert own.unseen[0] > -2.0 and own.unseen[1] < 2.0
+    assert own.ends.ends["", 0][0] > -2.0 and own.ends.ends["", 0][1] < 2.0
     found = model.predict(rows, chips)
     # Arithmetic and bytes hold lower ends.
     least = least_s(FAMILY, OpRows.of(rows), model.features(OpRows.of(rows), chips), chips)

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from opcast.models.operators.intervals import BINS, DeviceIntervals, twins
+from opcast.models.operators.devices import twins
+from opcast.models.operators.prediction import BINS, FOREIGN, UNSEEN, DeviceIntervals
 from opcast.models.trust.calibrator import MIN_SCORES, UNCALIBRATED, ends
 
 
@@ -20,7 +21,7 @@ def scored(n, seed=0, spread=0.1):
 def test_bins_by_size_cover_what_they_say():
     found = DeviceIntervals()
     found.fit_device("a", *scored(20_000))
-    assert len(found.edges["a"]) == BINS - 1 and len(found.lower["a"]) == BINS
+    assert len(found.edges["a"]) == BINS - 1 and len(found.ends.ends) == BINS
     scores, predicted = scored(20_000, 1)
     lo, hi = found.of("a", predicted)
     measured = predicted * np.exp(scores)
@@ -57,7 +58,7 @@ def test_unseen_devices_have_the_widest_ends_of_those_left_out():
     assert np.log(hi / predicted)[0] == pytest.approx(UNCALIBRATED)
     narrow, wide = scored(500)[0], scored(500, 1, 0.3)[0]
     found.fit_unseen({"a": narrow, "b": wide, "c": np.full(MIN_SCORES - 1, 9.0)})
-    assert found.unseen == pytest.approx(ends(wide))
+    assert found.ends.ends[UNSEEN, 0] == pytest.approx(ends(wide))
     lo, hi = found.of("new", predicted)
     assert np.log(lo / predicted)[0] == pytest.approx(ends(wide)[0])
     assert np.log(hi / predicted)[0] == pytest.approx(ends(wide)[1])
@@ -68,10 +69,11 @@ def test_widened_ends_leave_room_for_one_more_chip():
     plain, wider = DeviceIntervals(), DeviceIntervals()
     plain.fit_unseen(scores)
     wider.fit_unseen(scores, widened=True)
+    first, ends = plain.ends.ends[UNSEEN, 0], wider.ends.ends[UNSEEN, 0]
     # Both chips are slower than predicted; the next one may be faster by a third of that.
-    assert wider.unseen[1] == pytest.approx(1.15 * plain.unseen[1])
-    assert wider.unseen[0] == pytest.approx(min(1.15 * plain.unseen[0], -wider.unseen[1] / 3))
-    assert wider.foreign == wider.unseen
+    assert ends[1] == pytest.approx(1.15 * first[1])
+    assert ends[0] == pytest.approx(min(1.15 * first[0], -ends[1] / 3))
+    assert wider.ends.ends[FOREIGN, 0] == ends
 
 
 def test_round_trip():

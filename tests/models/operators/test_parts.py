@@ -8,8 +8,7 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.features.operators import op_features
-from opcast.models.operators.parts import Part, PartStore, draw, judge, possible
-from opcast.models.operators.report import side_by_side
+from opcast.models.operators.report import Part, PartStore, draw, judge, possible, side_by_side
 from opcast.models.operators.studies import (
     ESTIMATORS,
     STUDIES,

@@ -72,6 +72,6 @@ def test_a_vendors_own_library_is_not_new_on_its_next_chip():
     }  # fmt: skip
     rows = pd.DataFrame([row, {**row, "backend": "torch_xla"}])
     found = model.predict(rows)
-    lo, hi = model.families["layer/experts"].intervals.foreign
+    lo, hi = model.families["layer/experts"].intervals.ends.ends["*", 0]
     assert np.log(found.hi / found.lo)[0] == pytest.approx(hi - lo)
     assert np.log(found.hi / found.lo)[1] == pytest.approx(2 * (hi - lo))

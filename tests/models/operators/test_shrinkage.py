@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from opcast.features.devices.catalogue import find_device
-from opcast.models.operators.device_kinship import KnownDevices
+from opcast.models.operators.devices import KnownDevices
 from opcast.models.operators.family_tables import constants
 from opcast.models.operators.regressors import chips_by_library, shrinkage
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from opcast.features.devices.catalogue import find_device
-from opcast.models.operators.device_effects import DeviceEffects
-from opcast.models.operators.device_kinship import KnownDevices
+from opcast.models.operators.devices import DeviceEffects, KnownDevices
 from opcast.models.operators.family_tables import FamilySettings, constants
 from opcast.models.operators.regressors import JUDGE_ROWS, Strategy, UnseenFit, mean_ape
 

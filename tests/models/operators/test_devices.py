@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from opcast.models.operators.device_effects import RIDGE, DeviceEffects
+from opcast.models.operators.devices import RIDGE, DeviceEffects
 
 GENERAL = np.array([0.3, -0.2, 0.1])
 DEVICE = {"a": np.array([0.4, 0.0, -0.3]), "b": np.array([-0.4, 0.0, 0.3])}
