@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
-from .exported import Exported, shortened
+from .program import Exported, shortened
 
 if TYPE_CHECKING:
     import torch

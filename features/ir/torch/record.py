@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
 from .decomposition import WRAPPERS, Fakes, setting_of
-from .exported import Exported, export, shortened
-from .program import TorchProgram, torch_loss, torch_optimizer
+from .program import Exported, TorchProgram, export, shortened, torch_loss, torch_optimizer
 from .translate import Place, place_of
 
 if TYPE_CHECKING:

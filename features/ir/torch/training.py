@@ -11,8 +11,7 @@ import optax
 
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
-from .exported import Exported, export, jax_dtype
-from .program import OPTIMIZERS, Loss, TorchProgram, check_loss
+from .program import OPTIMIZERS, Exported, Loss, TorchProgram, check_loss, export, jax_dtype
 from .translate import Forward
 
 if TYPE_CHECKING:

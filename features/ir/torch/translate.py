@@ -19,7 +19,7 @@ from ....common.errors import ProgramError
 from ..mlir.locations import FRAMEWORK
 from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
-from .exported import Exported, jax_dtype
+from .program import Exported, jax_dtype
 from .table import Call, Result, find, is_solver
 
 if TYPE_CHECKING:

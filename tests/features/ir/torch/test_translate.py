@@ -14,8 +14,7 @@ import torch.nn.functional as F  # noqa: E402
 from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.ir.platforms import Platform  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
-from opcast.features.ir.torch.exported import export, to_numpy  # noqa: E402
-from opcast.features.ir.torch.program import TorchProgram, as_torch_program  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram, as_torch_program, export, jax_dtype  # noqa: E402  # noqa: E402
 from opcast.features.ir.torch.record import record  # noqa: E402
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
@@ -26,9 +25,17 @@ from ....support.torch_models import GPT, examples  # noqa: E402
 KINDS = ("mlp", "resnet", "gpt", "llama", "encoder")
 
 
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values for JAX; for tests and checks, since predictions need shapes alone."""
+    own = tensor.detach().cpu()
+    if own.dtype == torch.bfloat16:
+        return np.asarray(own.float().numpy()).astype(jnp.bfloat16)
+    return np.asarray(own.numpy().astype(jax_dtype(own.dtype, "")))
+
+
 def translated(module, *inputs):
     forward = Forward(export(TorchProgram(module, inputs)))
-    values = {name: to_numpy(tensor) for name, tensor in forward.values().items()}
+    values = {name: _to_numpy(tensor) for name, tensor in forward.values().items()}
     return forward, values
 
 
@@ -39,7 +46,7 @@ def run(module, *inputs):
     state = {n: values[n] for n in forward.state}
     key = jax.random.key(0) if forward.random else None
     # Compiled as one program, as users' are; operator by operator takes ten times as long.
-    found, _ = jax.jit(forward)(parameters, state, tuple(map(to_numpy, inputs)), key)
+    found, _ = jax.jit(forward)(parameters, state, tuple(map(_to_numpy, inputs)), key)
     wanted = module(*inputs)
     return torch.utils._pytree.tree_leaves(wanted), list(found)
 
@@ -97,7 +104,7 @@ def test_rotations_by_complex_numbers_and_their_gradient():
 
     def total(weight):
         parameters = {**{n: values[n] for n in forward.parameters}, "project.weight": weight}
-        return forward(parameters, state, (to_numpy(x),))[0][0].sum()
+        return forward(parameters, state, (_to_numpy(x),))[0][0].sum()
 
     found = jax.grad(total)(jnp.asarray(values["project.weight"]))
     module(x).sum().backward()
@@ -121,7 +128,7 @@ def test_a_training_step_is_pytorchs(kind):
         {n: values[n] for n in kept},
         zeros,
         {n: values[n] for n in state},
-        (tuple(map(to_numpy, inputs)), (to_numpy(labels),)),
+        (tuple(map(_to_numpy, inputs)), (_to_numpy(labels),)),
     )
     wanted = F.cross_entropy(own(*inputs).flatten(0, -2), labels.flatten())
     wanted.backward()
@@ -147,7 +154,7 @@ def test_adamw_updates_as_pytorchs_does():
     _, values = translated(module, *inputs)
     trained, _, initial, *_ = call.args
     zeros = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), initial)
-    given = ({n: values[n] for n in trained}, {}, zeros, {}, (tuple(map(to_numpy, inputs)), ()))
+    given = ({n: values[n] for n in trained}, {}, zeros, {}, (tuple(map(_to_numpy, inputs)), ()))
     _, after, _, _ = call.function(*given)
     own(*inputs).sum().backward()
     torch.optim.AdamW(own.parameters(), 1e-3).step()
@@ -354,7 +361,7 @@ def test_gradients_stop_where_the_module_stops_them():
     program = torch.export.export(Stopped(), (torch.ones(4),))
     for _ in range(2):
         forward = Forward(export(TorchProgram(program)))
-        values = {name: to_numpy(tensor) for name, tensor in forward.values().items()}
+        values = {name: _to_numpy(tensor) for name, tensor in forward.values().items()}
         found = jax.grad(lambda p, f=forward: f(p, {}, (np.ones(4, np.float32),))[0][0])(values)
         assert float(found["a"][0]) == 4.0 and float(found["b"][0]) == 0.0
     # The user's own export is as it was.
@@ -515,7 +522,7 @@ def test_a_loss_of_the_users_own_is_translated():
 
 
 def inputs_of(tensors):
-    return tuple(map(to_numpy, tensors))
+    return tuple(map(_to_numpy, tensors))
 
 
 def test_functions_of_tensors_are_pytorchs():
