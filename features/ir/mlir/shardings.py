@@ -92,7 +92,7 @@ def gathered_at_use(module: ir.Module, arguments: Collection[int]) -> tuple[ir.M
     with copy.context:
         main = functions_of(copy)["main"]
         values = list(main.regions[0].blocks[0].arguments)
-        uses: list[tuple[Any, int]] = []
+        uses: list[tuple[ir.Operation, int]] = []
         for number in arguments:
             own = _uses(values[number])
             if own:
@@ -155,10 +155,10 @@ def argument_names(module: ir.Module) -> dict[int, str]:
     return found
 
 
-def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[Any, int]]:
+def _uses(parameter: ir.Value[ir.Type]) -> list[tuple[ir.Operation, int]]:
     """Find the products that read a parameter, and the operand that it is."""
-    found: list[tuple[Any, int]] = []
-    pending: list[Any] = [parameter]
+    found: list[tuple[ir.Operation, int]] = []
+    pending: list[Value] = [parameter]
     while pending:
         for use in pending.pop().uses:
             op, place = use.owner.operation, use.operand_number
@@ -185,7 +185,7 @@ def _pair_donors(main: ir.Operation, arguments: list[JsonObject]) -> None:
 
     Where shardings of results are open, JAX leaves the pairing to the compiler.
     """
-    kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
     known = [ir.IntegerAttr(own[_ALIAS]).value for own in arguments if _ALIAS in own]
     left = [n for n in range(len(kind.results)) if n not in known]
     for own, given in zip(arguments, kind.inputs, strict=True):
@@ -304,7 +304,7 @@ def inline_calls(module: ir.Module) -> ir.Module:
             call = pending.pop()
             callee = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value]
             pending += _inline(call, callee.regions[0].blocks[0])
-        passes: Any = PassManager.parse("builtin.module(symbol-dce)")
+        passes = PassManager.parse("builtin.module(symbol-dce)")
         passes.run(copy.operation)
         if not ir.Operation.verify(copy.operation):
             raise ValueError("a function does not fit in the place of its call")
@@ -313,7 +313,7 @@ def inline_calls(module: ir.Module) -> ir.Module:
 
 def _inline(call: ir.Operation, body: ir.Block) -> list[ir.Operation]:
     """Clone a function's ops in front of a call, which goes; returns the calls among them."""
-    known: dict[Any, Any] = dict(zip(body.arguments, call.operands, strict=True))
+    known: dict[Value, Value] = dict(zip(body.arguments, call.operands, strict=True))
     calls = []
     place = ir.InsertionPoint(call)
     *ops, end = [view.operation for view in body.operations]
