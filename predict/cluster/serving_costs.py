@@ -131,7 +131,7 @@ class ServingCosts:
         return other
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
-        """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.load.PassCosts`."""
         how = self.decoding
         one = self._pass(batch * how.width, batch * how.width) * steps
         # Attention is linear in the cache: the middle pass stands for all.
@@ -144,13 +144,13 @@ class ServingCosts:
         return one
 
     def swap(self, tokens: float) -> np.ndarray:
-        """Moving a cache to the host; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        """Moving a cache to the host; see :class:`~opcast.simulate.serving.load.PassCosts`."""
         cost = self._zero.copy()
         cost[_AT["memory"]] = tokens * self.model.token_bytes(self.plan) / self._spec.host_link
         return cost
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
-        """A pass with prompts; see :class:`~opcast.simulate.serving.engine.PassCosts`."""
+        """A pass with prompts; see :class:`~opcast.simulate.serving.load.PassCosts`."""
         decoding = batch * self.decoding.width
         total = decoding + sum(chunk.tokens for chunk in chunks)
         largest = max(chunk.tokens for chunk in chunks)

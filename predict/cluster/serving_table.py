@@ -7,7 +7,7 @@ them, latencies and throughput. The columns are those of published tables (docs/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 from pathlib import Path
@@ -225,8 +225,8 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
     decode = _plan(cell, model, "decode_")
     if prefill and decode:
         return (
-            _pool(decode, cell, "decode_"),
-            replace(_pool(prefill, cell, "prefill_"), batch=cell.count("prefill_batch", 0)),
+            _pool(decode, cell, model, "decode_"),
+            replace(_pool(prefill, cell, model, "prefill_"), batch=cell.count("prefill_batch", 0)),
         )
     plan = _plan(cell, model)
     devices = cell.count("n_gpus", 0)
@@ -259,15 +259,29 @@ def _filled(cell: Cells, model: ServedModel, devices: int) -> EnginePlan:
     dp = max(1, cell.count("dp", 1))
     most = max(1, devices // (pp * dp))
     tp = most
-    memory = find_device(cell.text("device")).memory_bytes
-    if cell.text("load").lower() in ("offline", "open", "open-poisson") and dp == 1 and memory:
-        weights = model.weight_bytes(EnginePlan(pp=pp))
-        enough = (n for n in range(1, most) if most % n == 0)
-        tp = next((n for n in enough if weights / n <= _ROOMY * memory), most)
+    if cell.text("load").lower() in ("offline", "open", "open-poisson") and dp == 1:
+        tp = _roomy(cell, model, EnginePlan(pp=pp), [n for n in range(1, most) if most % n == 0])
+        tp = tp or most
     return EnginePlan(tp=tp, pp=pp, dp=dp, ep=1, moe_tp=tp * dp)
 
 
-def _pool(plan: EnginePlan, cell: Cells, prefix: str) -> Workers:
+def _roomy(
+    cell: Cells, model: ServedModel, plan: EnginePlan, ranks: Iterable[int], share: float = _ROOMY
+) -> int:
+    """First of some numbers of ranks whose weights leave room for a cache; 0 for none."""
+    most = share * find_device(cell.text("device")).memory_bytes
+    return next((n for n in ranks if model.weight_bytes(plan) / n <= most), 0)
+
+
+#: Ranks of a worker whose row does not say how the model is spread.
+_RANKS = (2, 4, 8, 16, 32, 64)
+
+
+def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Workers:
+    if plan.devices == 1 and not _roomy(cell, model, plan, (1,), 1.0):
+        # Tables that lost the plan give ones; the fewest devices that leave room for a cache.
+        ranks = _roomy(cell, model, plan, _RANKS) or 1
+        plan = EnginePlan(tp=ranks, moe_tp=ranks)
     count = max(1, cell.count(f"{prefix}workers", 1))
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)

@@ -39,7 +39,7 @@ from opcast.workflows.serving.evaluate import (
     judged_rows,
     serving_operators,
 )
-from opcast.workflows.serving.train import left_out_serving, left_outs, train_serving
+from opcast.workflows.serving.train import counted, left_out_serving, left_outs, train_serving
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -202,6 +202,18 @@ def test_what_is_left_out_in_turn() -> None:
     assert ("device and source", "h100-sxm mine") in parts
     device = parts["device", "h200-sxm"]
     assert (device.judge == ~device.learn).all() and device.judge.sum() == 2
+
+
+def test_workers_that_nobody_counted_are_not_learned_from() -> None:
+    table = pd.DataFrame(
+        {
+            "prefill_tp": [None, 4, 4, 4],
+            "prefill_workers": [None, 2, None, 2],
+            "decode_workers": [None, 1, None, None],
+        }
+    )
+    assert counted(table).tolist() == [True, True, False, False]
+    assert counted(pd.DataFrame({"tp": [4]})).all()
 
 
 def test_faulty_rows_are_not_learned_from(plain: pd.DataFrame) -> None:

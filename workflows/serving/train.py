@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from ..settings import ServingSettings
 
 #: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
-FAULTY = "impossible|suspicious|beyond the context|prefix_reuse"
+FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable"
+#: Columns whose absence leaves open how many workers share the requests, where ``prefill_tp`` says
+#: that some run prompts alone.
+COUNTS = ("prefill_workers", "decode_workers")
 #: Most rows of a source, model, framework and device that are learned from.
 MOST_ROWS = 25
 #: Folds of the rows for errors of known models.
@@ -95,7 +98,7 @@ def train_serving(
         DatasetError: No row has an answer and can be expressed.
     """
     flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
-    good = table[~flags.str.contains(FAULTY)]
+    good = table[~flags.str.contains(FAULTY) & counted(table)]
     rows = [r for r in read_serving_rows(good, folder)[0] if r is not None and r.measured]
     if not rows:
         raise DatasetError(
@@ -157,6 +160,16 @@ def train_serving(
         }
     )
     return model, frame
+
+
+def counted(table: pd.DataFrame) -> pd.Series:
+    """Which rows leave nothing open of how many workers there were.
+
+    Of workers that run prompts alone, as of those behind them, one takes the time of all requests
+    and ten that of a tenth each: a number that is assumed says nothing of what anything costs.
+    """
+    known = table.reindex(columns=[*COUNTS, "prefill_tp"]).notna()
+    return known[list(COUNTS)].all(axis=1) | ~known["prefill_tp"]
 
 
 def _score(

@@ -311,4 +311,4 @@ def test_the_shipped_model_has_ends_of_whole_requests() -> None:
     for metric in (*METRICS, REQUEST_TIME):
         assert ends[f"{metric}/model"][0] < 0.0 < ends[f"{metric}/model"][1]
     # A sum is known better than its worst part.
-    assert ends["e2e-apart/model"][1] < ends["ttft-apart/model/elsewhere"][1]
+    assert ends["e2e-apart/model"][1] < ends["ttft-queued-apart/model/elsewhere"][1]

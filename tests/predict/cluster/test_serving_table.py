@@ -386,6 +386,20 @@ def test_decoding_workers_that_nobody_counted_hold_the_requests_in_flight() -> N
     assert runs[0].seconds("ttft") < 0.7 * runs[1].seconds("ttft")
 
 
+def test_a_worker_of_one_device_that_weights_do_not_fit_has_the_fewest_that_leave_room() -> None:
+    ones = {
+        f"{role}_{name}": 1
+        for role in ("prefill", "decode")
+        for name in ("tp", "dp", "ep", "moe_tp")
+    }
+    lost = {**LATENT, **ones, "tp": None, "dp": None, "ep": None, "moe_tp": None, "n_gpus": None}
+    own = serving_row({**lost, "device": "gb200"}).deployment
+    # 671e9 bytes of DeepSeek-R1 in fp8 are more than 0.6 of four times 199e9.
+    assert own.engine.plan == own.prefill.plan == EnginePlan(tp=8, moe_tp=8)  # type: ignore[union-attr]
+    small = serving_row({**DENSE, "tp": None, "prefill_tp": 1, "decode_tp": 1, "device": "gb200"})
+    assert small.deployment.engine.plan.devices == 1
+
+
 def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
     apart = {"tp": None, "prefill_tp": 4, "prefill_workers": 1, "decode_tp": 4, "decode_workers": 1}
     weights = ServingEffects().weights({})
