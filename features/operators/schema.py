@@ -30,6 +30,10 @@ PARAMETERS = _lists(_FILE["parameters"])
 OPTIONAL, MAY_BE_ZERO = frozenset(_FILE["optional"]), frozenset(_FILE["may_be_zero"])
 #: What a parameter is when it is not given, by group; a name stands for that parameter's value.
 DEFAULTS: dict[str, dict[str, int | str]] = _FILE["defaults"]
+#: Columns that make a group of rows that are alike, by group of families and by family of blocks.
+ALIKE = _lists(_FILE["alike"])
+#: Parameters that explanations vary, by group; those of one text together.
+VARIED = _lists(_FILE["varied"])
 #: Text parameters.
 NAMES: tuple[str, ...] = tuple(_FILE["names"])
 #: Kind of kernel by group of families.

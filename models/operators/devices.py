@@ -19,7 +19,7 @@ import numpy as np
 
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
-from ...features.operators.columns import distinct
+from ...features.operators.columns import OpRows, distinct
 
 
 def chip_of(spec: DeviceSpec) -> tuple[object, ...]:
@@ -77,6 +77,25 @@ class KnownDevices:
             owned.setdefault(self.vendors[name], set()).add(chip)
         first = max(owned, key=lambda vendor: (len(owned[vendor]), vendor), default="")
         return [name for name in self.chips if self.vendors[name] != first]
+
+    def own_vendors(self, named: bool) -> frozenset[str]:
+        """Vendors on whose devices what was learned of unseen ones holds; none if on all.
+
+        Where rows do not name a library, each vendor has its own, and the ratio of one says nothing
+        of another's: XLA's products are cuBLAS's on NVIDIA's chips and hipBLASLt's on AMD's
+        (docs/operator-accuracy.md, "Products under XLA").
+
+        Args:
+            named: Whether rows name what runs them.
+        """
+        # Descriptions may leave the vendor open.
+        return frozenset() if named else frozenset({"", *self.vendors.values()})
+
+    def elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+        """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
+        if not self.platforms <= {"gpu"}:
+            return np.zeros(len(rows), bool)
+        return rows.where("device", lambda name: devices[name].platform != "gpu")
 
     def native(self, device: np.ndarray) -> np.ndarray:
         """Rows of the most common vendor's devices, bool, shape ``(n,)``.

@@ -20,6 +20,7 @@ from ...common.units import size
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows
+from ...features.operators.schema import VARIED
 from ..explain.contributions import (
     CALIBRATION,
     LIMIT,
@@ -32,17 +33,6 @@ from .family import FamilyModel
 from .mixture import Member
 from .rows import unnamed
 
-#: Parameters that are varied for the comparison, by group of families; a tuple varies together (a
-#: prefill keeps its ratio of queries to keys). What names a model, such as heads, stays.
-_VARIED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "gemm": (("m",), ("n",), ("k",)),
-    "conv": (("batch",), ("cin",), ("cout",), ("insize",)),
-    "conv_nd": (("n",), ("c",), ("k",), ("h", "w")),
-    "tuned_gemm": (("m",), ("n",), ("k",)),
-    "pointwise": (("rows",), ("cols",)),
-    "attention": (("batch",), ("q_len", "kv_len")),
-    "moe": (("tokens",), ("hidden",), ("inter",)),
-}
 #: What the mixture over libraries adds to the prediction with its typical one.
 MIXTURE = "mixture over libraries"
 #: Contributions below this are rounding errors of single-precision trees.
@@ -163,8 +153,8 @@ def explain_op(
     """
     specs = {device.name: device}
     asked = pd.DataFrame([{**row, "device": device.name}])
-    prediction = model.predict(asked, specs)
-    members = tuple(model.members(asked, specs))
+    prediction, found = model.with_members(OpRows.of(asked), specs)
+    members = tuple(found)
     # A mixture has no features: the member nearest to its median is explained.
     typical = _typical(members, float(prediction.latency[0]))
     row = {**row, **typical}
@@ -241,9 +231,9 @@ def _variants(row: JsonMapping, group: str, device: str) -> pd.DataFrame:
     variants = []
     for _ in range(VARIANTS):
         own = {**row, "device": device}
-        for names in _VARIED[group]:
+        for names in VARIED[group]:
             factor = 2.0 ** int(rng.integers(-REACH, REACH + 1))
-            for name in names:
+            for name in names.split():
                 if own[name] > 1:  # one query token stays one
                     own[name] = max(1, round(own[name] * factor))
         variants.append(own)

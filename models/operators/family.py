@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
-from ...features.operators.columns import OpRows, distinct
+from ...features.operators.columns import OpRows
 from ...features.operators.schema import BLOCKS
 from ...features.operators.sources import faulty
 from ..adapt.covariance import Sites
@@ -21,10 +21,11 @@ from .device_errors import DeviceErrors
 from .devices import KnownDevices
 from .family_tables import FamilySettings, GeneralFit, constants, latency_s, target_of
 from .fitted import Fitted
-from .mixture import Member, Menu, has_none, members_of, mixed
+from .mixture import Member, Menu, foreign, members_of, mixed
 from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
-from .regressors import Folds, KnownModel, UnseenFit, mean_ape
+from .regressors import Folds, KnownModel, UnseenFit, error_figures
 from .rows import (
+    among,
     codes,
     dispatch,
     held_out,
@@ -87,6 +88,11 @@ class FamilyModel:
         """Corrections by what they are for: those of :class:`.device_errors.DeviceErrors`."""
         return self.fitted.errors.corrections
 
+    @property
+    def _names_library(self) -> bool:
+        # Blocks have their libraries in columns of their own.
+        return bool(self.named) or self.family in BLOCKS
+
     # Fitting
 
     def fit(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> FamilyModel:
@@ -118,55 +124,22 @@ class FamilyModel:
         known = KnownModel.fit(
             self.family, names, self.settings, features, device, code[0], ratio, fitting
         )
-        self._calibrate(known, features, device, code[0], ratio, np.flatnonzero(held))
+        if held.any():
+            part, own = features.take(held), device[held]
+            scores, predicted = known.held_out(part, own, code[0][held], ratio[held])
+            # With fewer than ten scores a device stays without ends of its own and takes those of
+            # an unseen one.
+            self.intervals.fit_devices(own, scores, predicted, 10)
         job = GeneralFit(self.family, self.settings, features, ratio, device, code[0])
         # Rows that mislead about other devices stay in the fit of known ones, where they are true.
         fit = UnseenFit(job, self.known_devices, libraries(rows), ~faulty(rows, "local"), rng)
         unseen, folds = fit.make(np.flatnonzero(~held))
-        unseen.vendors = self._native()
+        unseen.vendors = self.known_devices.own_vendors(self._names_library)
         self._judge(ratio, folds)
         chips = self.known_devices.chips
         errors = DeviceErrors.fit(known, unseen, chips, features, code, ratio, folds)
         self._models = Fitted(known, unseen, errors)
         return self
-
-    def _native(self) -> frozenset[str]:
-        """Vendors on whose devices what was learned of unseen ones holds; none if on all.
-
-        Where rows do not name a library, each vendor has its own, and the ratio of one says nothing
-        of another's: XLA's products are cuBLAS's on NVIDIA's chips and hipBLASLt's on AMD's
-        (docs/operator-accuracy.md, "Products under XLA").
-        """
-        # Blocks have their libraries in columns of their own.
-        if self.named or self.family in BLOCKS:
-            return frozenset()
-        # Descriptions may leave the vendor open.
-        return frozenset({"", *self.known_devices.vendors.values()})
-
-    def _calibrate(
-        self,
-        model: KnownModel,
-        features: OpFeatures,
-        device: np.ndarray,
-        library: np.ndarray,
-        ratio: np.ndarray,
-        held: np.ndarray,
-    ) -> None:
-        """Take domain and interval ends of known devices from the rows ``held`` out of the fit."""
-        if not len(held):
-            return
-        part, device = features.take(held), device[held]
-        table = model.table(part, device)
-        predicted = model.latency_s(part, table, device, library[held])
-        scores = np.log(part.base_s) + ratio[held] - np.log(predicted)
-        if model.regressor.domain is not None:
-            model.regressor.domain.calibrate(model.regressor.domain.score(table))
-        for name in model.devices:
-            own = device == name
-            # With fewer than ten scores a device stays without ends of its own and takes those of
-            # an unseen one.
-            if own.sum() >= 10:
-                self.intervals.fit_device(name, scores[own], predicted[own])
 
     def _judge(self, ratio: np.ndarray, folds: Folds) -> None:
         """Take the interval ends of unseen devices from the errors on left-out chips."""
@@ -178,11 +151,7 @@ class FamilyModel:
             errors = ratio[own] - left_out
             # Twins count as one device.
             scores[group[0]] = errors
-            self.left_out["+".join(group)] = {
-                "mape": mean_ape(errors),
-                "median": float(np.median(np.abs(np.exp(-errors) - 1))),
-                "rows": float(len(own)),
-            }
+            self.left_out["+".join(group)] = error_figures(errors)
         widened = self.family in constants()["widened"]
         self.intervals.fit_unseen(scores, self.known_devices.foreign, widened)
 
@@ -197,9 +166,7 @@ class FamilyModel:
         known = rows[rows["device"].isin(self.devices)].reset_index(drop=True)
         latency = self._plain(OpRows.of(known), self.features(known, devices), devices).latency
         scores = np.log(latency_s(known) / latency)
-        for name, own in known.groupby("device").indices.items():
-            if len(own) >= 60:
-                self.intervals.fit_device(str(name), scores[own], latency[own])
+        self.intervals.fit_devices(known["device"].to_numpy(object), scores, latency, 60)
 
     # Predicting
 
@@ -261,16 +228,13 @@ class FamilyModel:
         vendors = np.array([devices[name].vendor for name in names], object)[code]
         return self.menu.expanded(rows, proxy, vendors)
 
-    def members(
-        self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
-    ) -> list[Member]:
-        """Libraries in the mixture of the first row, fastest first; none if it names its own."""
-        return self.with_members(OpRows.of(rows).take(np.array([0])), devices)[1]
-
     def with_members(
         self, row: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[FamilyPrediction, list[Member]]:
-        """Predict a single row, and give the libraries that :meth:`members` lists of it."""
+        """Predict a single row, and list the libraries in its mixture, fastest first.
+
+        There are none if the row names its own.
+        """
         if not self.menu.open(row, self.named)[0]:
             return self.predict(row, devices), []
         table, origin, weight = self._expanded(row, devices)
@@ -283,14 +247,14 @@ class FamilyModel:
         """Predictions without corrections."""
         known, unseen = self.fitted.known, self.fitted.unseen
         proxy, scope = self.known_devices.proxies(rows.texts("device"), devices)
-        own = _among(proxy, known.devices)
+        own = among(proxy, known.devices)
         latency, inside = self.fitted.latency_s(rows, features, proxy, devices)
         lo, hi = self.intervals.around(latency, proxy, scope, self.known_devices.foreign)
         # A format or library that no chip was seen with, on a chip that was not seen, either: what
         # was measured is the error of the chip alone.
         novel = scope == "unseen"
         if novel.any():
-            novel &= ~_among(libraries(rows), unseen.seen)
+            novel &= ~among(libraries(rows), unseen.seen)
             # Where a vendor's known chip stands in, what counts is what ran on that one.
             novel &= ~(own & known.effects.knows(proxy, dispatch(rows)))
             lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
@@ -302,8 +266,8 @@ class FamilyModel:
         if far.any():
             lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
             hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
-        nameless = unnamed(rows, self.named) | self._elsewhere(rows, devices)
-        nameless |= _foreign(rows, devices)
+        nameless = unnamed(rows, self.named) | self.known_devices.elsewhere(rows, devices)
+        nameless |= foreign(rows, devices)
         # Which library runs an operator matters as much as the device (docs/operator-learning.md).
         if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
@@ -327,9 +291,9 @@ class FamilyModel:
         regressor, table = models.choose(features, proxy)
         domain = regressor.domain
         reasons = []
-        if self._elsewhere(row, devices).any():
+        if self.known_devices.elsewhere(row, devices).any():
             reasons.append("its operators are known of other kinds of device alone")
-        if _foreign(row, devices).any():
+        if foreign(row, devices).any():
             name = row.texts("backend")[0]
             reasons.append(f"{name} runs on {constants()['only_on'][name]}'s GPUs alone")
         if bool(unnamed(row, self.named)[0]):
@@ -382,12 +346,6 @@ class FamilyModel:
         errors = np.log(latency_s(rows)) - np.log(latency)
         return self.fitted.errors.sites(asked, features, devices), errors, latency
 
-    def _elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-        """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
-        if not self.known_devices.platforms <= {"gpu"}:
-            return np.zeros(len(rows), bool)
-        return rows.where("device", lambda name: devices[name].platform != "gpu")
-
     # Tables
 
     def features(
@@ -427,20 +385,5 @@ class FamilyModel:
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         model.left_out = dict(manifest["left_out"])
         model._models = Fitted.load(family, path, manifest, model.known_devices.chips)
-        model._models.unseen.vendors = model._native()
+        model._models.unseen.vendors = model.known_devices.own_vendors(model._names_library)
         return model
-
-
-def _foreign(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-    """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
-    foreign = np.zeros(len(rows), bool)
-    for name in constants()["only_on"]:
-        lacking = {device for device, spec in devices.items() if has_none(spec.vendor, name)}
-        foreign |= rows.where("backend", name.__eq__) & rows.where("device", lacking.__contains__)
-    return foreign
-
-
-def _among(values: np.ndarray, names: Collection[str]) -> np.ndarray:
-    """Whether each value is one of some names, bool, shape ``(n,)``."""
-    code, found = distinct(values)
-    return np.asarray(np.array([value in names for value in found], bool)[code])

@@ -12,7 +12,7 @@ from ...common.errors import ModelError
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures
-from ...features.operators.columns import OpRows, distinct
+from ...features.operators.columns import OpRows
 from ...features.operators.features import ops_schema_hash
 from ..adapt.covariance import Scale, time_shares
 from ..core.kernel_table import KernelTable
@@ -21,7 +21,7 @@ from ..estimators.tabular import TabularEstimator
 from .device_errors import DeviceErrors
 from .devices import DeviceEffects, twins
 from .regressors import KnownModel, Strategy, UnseenModel
-from .rows import dispatch
+from .rows import among, dispatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ class Fitted:
             device: As for :meth:`choose`, of any devices.
             devices: Descriptions by the values of the rows' ``device``.
         """
-        code, names = distinct(device)
-        own = np.array([name in self.known.devices for name in names], bool)[code]
+        own = among(device, self.known.devices)
         latency, inside = np.empty(len(rows)), np.zeros(len(rows), bool)
         for mask, model in ((own, self.known), (~own, self.unseen)):
             at = np.flatnonzero(mask)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import OpRows, texts_of
 from ..trust.calibrator import NORMAL_90
 from .family_tables import constants
@@ -205,6 +206,15 @@ class Menu:
 def has_none(vendor: str, framework: str) -> bool:
     """Whether a vendor's devices have no build of a framework; one without a name may have."""
     return vendor not in ("", constants()["only_on"].get(framework, vendor))
+
+
+def foreign(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
+    """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
+    foreign = np.zeros(len(rows), bool)
+    for name in constants()["only_on"]:
+        lacking = {device for device, spec in devices.items() if has_none(spec.vendor, name)}
+        foreign |= rows.where("backend", name.__eq__) & rows.where("device", lacking.__contains__)
+    return foreign
 
 
 def members_of(table: OpRows, weight: np.ndarray, prediction: FamilyPrediction) -> list[Member]:

@@ -166,6 +166,15 @@ class DeviceIntervals:
         self.ends.ends |= dict.fromkeys(self._bins(device), every)
         self.ends.pool(scores, [(device, own) for own in place.tolist()])
 
+    def fit_devices(
+        self, device: np.ndarray, scores: np.ndarray, predicted_s: np.ndarray, least: int
+    ) -> None:
+        """Calibrate each of the devices, shape ``(n,)``, that has as many scores."""
+        for name in sorted(set(device)):
+            own = device == name
+            if own.sum() >= least:
+                self.fit_device(str(name), scores[own], predicted_s[own])
+
     def fit_unseen(
         self,
         scores: Mapping[str, np.ndarray],

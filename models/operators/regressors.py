@@ -132,6 +132,26 @@ class KnownModel:
         linear = self.effects.predict(time_shares(features), device, library)
         return np.asarray(self.regressor.point(table) * np.exp(linear))
 
+    def held_out(
+        self, features: OpFeatures, device: np.ndarray, library: np.ndarray, ratio: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Calibrate the domain on rows held out of the fit; returns their errors and predictions.
+
+        Args:
+            features: Features of ``n`` rows.
+            device: Device of each, shape ``(n,)``.
+            library: Library that runs each, shape ``(n,)``.
+            ratio: Log-ratios of measured latency to the estimate, shape ``(n,)``.
+
+        Returns:
+            ``log(measured / predicted)`` and predictions in seconds, shape ``(n,)`` each.
+        """
+        table = self.table(features, device)
+        predicted = self.latency_s(features, table, device, library)
+        if self.regressor.domain is not None:
+            self.regressor.domain.calibrate(self.regressor.domain.score(table))
+        return np.log(features.base_s) + ratio - np.log(predicted), predicted
+
 
 @dataclass(slots=True)
 class UnseenModel:
@@ -300,6 +320,15 @@ class UnseenFit:
 def mean_ape(errors: np.ndarray) -> float:
     """Mean absolute percentage error of errors ``log(measured / predicted)``, as a share."""
     return float(np.abs(np.exp(-errors) - 1).mean())
+
+
+def error_figures(errors: np.ndarray) -> dict[str, float]:
+    """Mean and median absolute percentage error of such errors as shares, and their number."""
+    return {
+        "mape": mean_ape(errors),
+        "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+        "rows": float(len(errors)),
+    }
 
 
 def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:

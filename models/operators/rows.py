@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,33 +12,14 @@ from ...common.errors import DatasetError
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, family_keys
-from ...features.operators.columns import OpRows, texts_of
+from ...features.operators.columns import OpRows, distinct, texts_of
 from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import BLOCKS
+from ...features.operators.schema import ALIKE, BLOCKS
 
 if TYPE_CHECKING:
     import pandas as pd
-
-#: Columns that make a group: a layer, a head configuration, a model. Rows of a group are alike, so
-#: they are held out together. What varies within one is the batch: tokens, sequences, images.
-GROUP = {
-    "gemm": ("b", "n", "k"),
-    "conv": ("cin", "cout", "ksize", "stride"),
-    "conv_nd": ("c", "k", "kd", "kh", "kw", "stride_h", "stride_w", "groups"),
-    "tuned_gemm": ("b", "n", "k"),
-    "pointwise": ("cols", "op"),
-    "attention": ("q_heads", "kv_heads", "head_dim", "window"),
-    "moe": ("hidden", "inter", "topk", "experts"),
-}
-#: The same by family of blocks.
-BLOCK_GROUP = {
-    "layer/product": ("n", "k"),
-    "layer/experts": ("hidden", "inter", "topk", "experts"),
-    "batch/attention": ("q_heads", "kv_heads", "head_dim"),
-}
-
 
 #: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
 #: show the error on shapes that were never seen, single rows that between measured sizes. Both are
@@ -119,7 +100,7 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     import pandas as pd
 
     # Of other blocks, each shape is a group: nobody asks for what they have in common as a whole.
-    wanted = GROUP[FAMILIES[key]] if key in FAMILIES else BLOCK_GROUP.get(key, BLOCKS[key])
+    wanted = ALIKE[FAMILIES[key]] if key in FAMILIES else ALIKE.get(key, BLOCKS[key])
     columns = [c for c in wanted if c in rows]
     text = rows[columns[0]].astype(str)
     for column in columns[1:]:
@@ -144,7 +125,7 @@ def held_out(rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator) 
     first = groups[count - 1] if count else -1.0
     # What is asked of layers and head configurations of blocks is mostly new ones, and their tables
     # have few: rows of known ones would make the intervals too narrow.
-    single = 0.0 if count and key in BLOCK_GROUP else HELD_ROWS
+    single = 0.0 if count and key in ALIKE else HELD_ROWS
     return np.asarray((place <= first) | (rng.random(len(rows)) < single))
 
 
@@ -206,3 +187,9 @@ def _draw(text: str) -> float:
     # A digest rather than a generator: the draw of a group does not depend on the other rows.
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def among(values: np.ndarray, names: Collection[str]) -> np.ndarray:
+    """Whether each value is one of some names, bool, shape ``(n,)``."""
+    code, found = distinct(values)
+    return np.asarray(np.array([value in names for value in found], bool)[code])

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 
 from opcast.features.operators import op_features
+from opcast.features.operators.columns import OpRows
 from opcast.models.operators.family import FamilyModel
 from opcast.models.operators.family_tables import FamilySettings
 from opcast.models.operators.mixture import Choice, Menu, mixed
@@ -124,10 +125,11 @@ def test_an_open_library_is_a_mixture_that_naming_collapses(fitted, chips, devic
     assert both.in_domain[0] == (slow.in_domain[0] and fast.in_domain[0])
     named = fitted.predict(row(device, backend="vllm"), chips)
     assert named.latency[0] == slow.latency[0]
-    found = fitted.members(row(device), chips)
+    _, found = fitted.with_members(OpRows.of(row(device)), chips)
     assert [(m.backend, m.weight) for m in found] == [("trtllm", 0.5), ("vllm", 0.5)]
     assert found[0].latency_us == pytest.approx(fast.latency[0] * 1e6)
-    assert fitted.members(row(device, backend="vllm", kernel="torch"), chips) == []
+    own = OpRows.of(row(device, backend="vllm", kernel="torch"))
+    assert fitted.with_members(own, chips)[1] == []
 
 
 def test_why_a_mixture_is_outside_is_not_that_it_names_nothing(fitted, chips):

@@ -8,9 +8,9 @@ from opcast.common.errors import DatasetError
 from opcast.features.dataset import Dataset
 from opcast.features.operators import FAMILIES
 from opcast.features.operators.hlo import op_ir
+from opcast.features.operators.schema import ALIKE
 from opcast.features.operators.sources import faulty
 from opcast.models.operators.rows import (
-    GROUP,
     codes,
     group_draw,
     rows_of_dataset,
@@ -63,7 +63,7 @@ def test_draws_are_by_group(family, op_rows):
     drawn = group_draw(twice, family)
     assert ((drawn >= 0) & (drawn < 1)).all()
     assert (drawn[:300] == drawn[300:]).all()
-    keys = twice[list(GROUP[FAMILIES[family]])].astype(str).agg("|".join, axis=1)
+    keys = twice[list(ALIKE[FAMILIES[family]])].astype(str).agg("|".join, axis=1)
     assert pd.Series(drawn).groupby(keys).nunique().max() == 1
     assert len(set(drawn)) == keys.nunique()
     assert (group_draw(twice, family, seed=1) != drawn).any()
