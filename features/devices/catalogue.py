@@ -9,7 +9,8 @@ of the device itself (``opcast device --save``) is always better.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,37 +19,13 @@ from typing import NamedTuple
 from ...common import plugins
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
-from .device import DeviceSpec, MemoryLevel, device_slug
-from .rules import (
-    COMPILER_KEYS,
-    Values,
-    capability_of,
-    fill,
-    generations,
-    maker_of,
-    matrix_rates,
-    named_architecture,
-    rules_of,
-    vector_rates,
-)
-from .rules import SOURCE as CAPABILITY_SOURCE
-from .sheet import NUMBERS, RATES, TERA, Sheet, overlay, read_designs, read_sheet
-from .short_names import shortened
+from .device import DeviceSpec, device_slug
+from .sheet import Sheet, overlay, read_designs, read_sheet
+from .spec_of_sheet import device_of_sheet
 
 #: Entry points by which packages add folders of device files.
 GROUP = "opcast.devices"
 _FOLDER = PACKAGE / "features" / "devices"
-#: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
-#: one of several boost clocks. Engineering estimate.
-_RATE_TOLERANCE = 0.1
-#: Figures without which no roofline can be made.
-_REQUIRED = ("hbm_bandwidth_gbps", "memory_gb")
-#: Figures that few devices have, by key of the file, and their keys in ``DeviceSpec.extra``.
-_EXTRA = {
-    "pair_link_gbps": "pair_link_bandwidth",
-    "cores_per_die": "cores_per_die",
-    "threads_per_wave": "threads_per_wave",
-}
 
 
 def device_names() -> list[str]:
@@ -308,132 +285,36 @@ def _index() -> dict[str, str]:
     return names
 
 
-def device_of_sheet(sheet: Sheet) -> DeviceSpec:
-    """Make a description: fill in defaults, check for contradictions, convert to SI.
+#: Sockets SXM2 to SXM6 are one of each generation; 80g is 80gb.
+_SPELLINGS = re.compile(r"(?<=sxm)\d|(?<=\dg)b")
 
-    Raises:
-        DeviceError: Platform, memory or every rate is missing, or the vector rate differs from the
-            lanes' rate.
+
+def shortened(slug: str, names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Find devices by the parts of their names that a short name keeps, in order.
+
+    Args:
+        slug: Short name, in lower case with dashes; these may be left out.
+        names: Names of each device, of the same form.
+
+    Returns:
+        Devices with a name that has all parts of the short one, the chip's own part among them.
     """
-    _require(sheet)
-    texts = sheet.texts
-    platform = texts["platform"]
-    architecture = named_architecture(texts.get("architecture", ""))
-    vendor, rule = maker_of(texts.get("vendor", ""), architecture, platform)
-    values, why = fill(sheet.values, rules_of(architecture, platform))
-    # After filling: a contradiction between two given figures must not depend on which one is
-    # default.
-    _check_lanes(values, sheet)
-    _check_dies(values, sheet)
-    _fill_capability(texts.get("compiler_target", ""), values, why)
-    if rule:
-        why["vendor"] = rule
-    si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
-    # Units are converted once, here: everything behind a DeviceSpec is SI.
-    matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
-    extra = {"notes": texts["notes"]} if "notes" in texts else {}
-    named = {key: si[own] for own, key in _EXTRA.items() if own in si}
-    return DeviceSpec(
-        name=sheet.name,
-        platform=platform,
-        peak_flops=matrix,
-        vector_flops=vector,
-        levels=_levels(si),
-        floor=si["launch_floor_us"],
-        launch_gap=si["launch_gap_us"],
-        dispatch=si["dispatch_us"],
-        core_count=int(si["core_count"]),
-        clock_hz=si.get("boost_mhz", 0.0),
-        memory_bytes=si["memory_gb"],
-        source=f"device file {Path(sheet.where).name}",
-        extra={**extra, **named},
-        vendor=vendor,
-        architecture=architecture,
-        lanes_per_core=int(si.get("lanes_per_core", 0)),
-        power_w=si.get("power_w", 0.0),
-        link_bandwidth=si.get("link_gbps", 0.0),
-        inter_node_bandwidth=si.get("inter_node_gbps", 0.0),
-        host_bandwidth=si.get("pcie_gbps", 0.0),
-        devices_per_node=int(si["devices_per_node"]),
-        shared_bytes_per_core=si.get("shared_kb_per_core", 0.0),
-        array_rows=int(si.get("array_rows", 0)),
-        array_columns=int(si.get("array_columns", 0)),
-        arrays_per_core=int(si.get("arrays_per_core", 0)),
-        compiler=_compiler(texts.get("compiler_target", ""), si),
-        aliases=sheet.aliases,
-        provenance={**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}},
-        defaulted=tuple(why),
+    plain = _SPELLINGS.sub("", slug).replace("-", "")
+    return [device for device, full in names.items() if any(_shortens(plain, f) for f in full)]
+
+
+def _shortens(plain: str, full: str) -> bool:
+    parts = _SPELLINGS.sub("", full).split("-")
+    # The first part with a digit names the chip; the others are its vendor, socket or memory.
+    chip = next((i for i, part in enumerate(parts) if re.search(r"\d", part)), None)
+    if chip is None:
+        return False
+    pattern = "".join(
+        _chip(part) if i == chip else f"(?:{re.escape(part)})?" for i, part in enumerate(parts)
     )
+    return re.fullmatch(pattern, plain) is not None
 
 
-def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:
-    """Fill in a core's resources from the compute capability that its compiler follows."""
-    rules = generations().nearest.get(target, target)
-    table = generations().capabilities.get(capability_of(rules) or 0, {})
-    for key, value in table.items():
-        if key not in values:
-            values[key], why[key] = value, f"of {rules}: {CAPABILITY_SOURCE}"
-
-
-def _compiler(target: str, si: Values) -> dict[str, float | str]:
-    """Return what only a compiler needs; empty if the file names no target."""
-    if not target:
-        return {}
-    return {"target": target, **{key: si[key] for key in COMPILER_KEYS if key in si}}
-
-
-def _rates(values: Values) -> tuple[Values, Values]:
-    """Return the rates of matrix and vector unit by HLO type, in units of 1e12 FLOP/s."""
-    matrix, vector = (
-        {key.split(".")[1]: rate for key, rate in values.items() if key.startswith(f"{table}.")}
-        for table in RATES
-    )
-    return matrix_rates({**matrix, "s32": vector["s32"]}), vector_rates(vector)
-
-
-def _levels(si: Values) -> tuple[MemoryLevel, ...]:
-    main = MemoryLevel(si["memory_gb"], si["hbm_bandwidth_gbps"])
-    # Without a cache the working set always goes to main memory. TPUs come this way: their VMEM is
-    # filled by the compiler and is no cache.
-    if "l2_mb" not in si:
-        return (main,)
-    return (MemoryLevel(si["l2_mb"], si["l2_bandwidth_gbps"]), main)
-
-
-def _require(sheet: Sheet) -> None:
-    if "platform" not in sheet.texts:
-        raise DeviceError("key 'platform' is missing", where=sheet.where, hint="or give a base")
-    for key in _REQUIRED:
-        if key not in sheet.values:
-            raise DeviceError(f"key {key!r} is missing", where=sheet.where, hint="or give a base")
-    lanes = {"lanes_per_core", "core_count", "boost_mhz"} <= set(sheet.values)
-    if not (lanes or {"vector_tflops.f32", "peak_tflops.f32"} & set(sheet.values)):
-        raise DeviceError(
-            "no rate of f32",
-            where=sheet.where,
-            hint="give vector_tflops: {f32: …}, or lanes_per_core, core_count and boost_mhz",
-        )
-
-
-def _check_lanes(values: Values, sheet: Sheet) -> None:
-    keys = ("lanes_per_core", "core_count", "boost_mhz")
-    if not all(key in values for key in keys) or "core_count" not in sheet.values:
-        return
-    expected = 2e-6 * values[keys[0]] * values[keys[1]] * values[keys[2]]
-    given = values["vector_tflops.f32"]
-    if abs(given / expected - 1) > _RATE_TOLERANCE:
-        raise DeviceError(
-            f"vector_tflops.f32 is {given:.4g}, but {' × '.join(keys)} × 2 is {expected:.4g}",
-            where=sheet.where,
-            hint="leave out vector_tflops, or lanes_per_core, or correct them",
-        )
-
-
-def _check_dies(values: Values, sheet: Sheet) -> None:
-    if "cores_per_die" in values and values["core_count"] % values["cores_per_die"]:
-        raise DeviceError(
-            f"core_count {values['core_count']:g} is not a multiple of cores_per_die "
-            f"{values['cores_per_die']:g}",
-            where=sheet.where,
-            hint="correct one of them; a base may give cores_per_die",
-        )
+def _chip(part: str) -> str:
+    """The chip's part, whose last letter may be left out: MI300 for MI300X, v5 for v5e and v5p."""
+    return re.escape(part) + ("?" if part[-1].isalpha() else "")

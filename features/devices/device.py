@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -249,22 +249,6 @@ def usable_cores() -> int:
 
 #: Characters of a name; files are called after devices, and file systems allow 255 bytes.
 MAX_NAME = 200
-#: Figures that divide others, and figures for which 0 means "not known" or "none".
-_ABOVE_ZERO = ("floor",)
-_NOT_BELOW = (
-    "launch_gap",
-    "dispatch",
-    "core_count",
-    "clock_hz",
-    "memory_bytes",
-    "lanes_per_core",
-    "power_w",
-    "link_bandwidth",
-    "inter_node_bandwidth",
-    "host_bandwidth",
-    "devices_per_node",
-    "shared_bytes_per_core",
-)
 
 
 def check_name(name: object) -> str:
@@ -297,8 +281,10 @@ def check_figures(spec: DeviceSpec) -> None:
     for level in spec.levels:
         _number("capacity", level.capacity, above=False, finite=False)
         _number("bandwidth", level.bandwidth, above=True)
-    for name in (*_ABOVE_ZERO, *_NOT_BELOW):
-        _number(name, getattr(spec, name), above=name in _ABOVE_ZERO)
+    for figure in fields(spec):
+        if figure.type in ("float", "int"):
+            # The floor divides; of the others 0 means "not known" or "none".
+            _number(figure.name, getattr(spec, figure.name), above=figure.name == "floor")
 
 
 def _number(name: str, value: object, *, above: bool, finite: bool = True) -> None:

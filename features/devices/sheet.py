@@ -1,6 +1,6 @@
 """Device files: YAML with the unit in every key and a source for every figure; see docs/devices.md.
 
-A file is read into a :class:`Sheet`, still in the file's units; ``catalogue.py`` makes the
+A file is read into a :class:`Sheet`, still in the file's units; ``spec_of_sheet.py`` makes the
 :class:`DeviceSpec` of it. Rates are decimal (``gbps`` is 1e9 bytes/s, ``tflops`` 1e12 FLOP/s),
 capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
 """
@@ -21,37 +21,24 @@ from ...common.files import check_yaml, yaml_loader
 from ...common.types import JsonObject
 from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 
-#: Figures by key, each with its unit in SI. Rates are decimal and capacities binary, as vendors
-#: print both: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
+#: Units by the word of a key that names them, in SI. Rates are decimal and capacities binary, as
+#: vendors print both: an "80 GB" H100 has 80 · 2^30 bytes, and 3.35 TB/s are 3.35e12 bytes/s.
+_UNITS = {
+    "mhz": 1e6, "gbps": 1e9, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30, "us": 1e-6, "w": 1.0
+}  # fmt: skip
+_FIGURES = """
+    core_count cores_per_die lanes_per_core boost_mhz shared_kb_per_core l2_mb l2_bandwidth_gbps
+    hbm_bandwidth_gbps memory_gb power_w link_gbps pair_link_gbps inter_node_gbps pcie_gbps
+    devices_per_node launch_floor_us launch_gap_us dispatch_us threads_per_core threads_per_wave
+    threads_per_block shared_kb_per_block shared_kb_per_block_optin registers_per_core
+    registers_per_block array_rows array_columns arrays_per_core
+"""
+#: Figures that count things: those without a unit.
+_WHOLE = {key for key in _FIGURES.split() if not _UNITS.keys() & key.split("_")}
+#: Figures by key, each with its unit in SI.
 NUMBERS: dict[str, float] = {
-    "core_count": 1.0,
-    "cores_per_die": 1.0,
-    "lanes_per_core": 1.0,
-    "boost_mhz": 1e6,
-    "shared_kb_per_core": 2.0**10,
-    "l2_mb": 2.0**20,
-    "l2_bandwidth_gbps": 1e9,
-    "hbm_bandwidth_gbps": 1e9,
-    "memory_gb": 2.0**30,
-    "power_w": 1.0,
-    "link_gbps": 1e9,
-    "pair_link_gbps": 1e9,
-    "inter_node_gbps": 1e9,
-    "pcie_gbps": 1e9,
-    "devices_per_node": 1.0,
-    "launch_floor_us": 1e-6,
-    "launch_gap_us": 1e-6,
-    "dispatch_us": 1e-6,
-    "threads_per_core": 1.0,
-    "threads_per_wave": 1.0,
-    "threads_per_block": 1.0,
-    "shared_kb_per_block": 2.0**10,
-    "shared_kb_per_block_optin": 2.0**10,
-    "registers_per_core": 1.0,
-    "registers_per_block": 1.0,
-    "array_rows": 1.0,
-    "array_columns": 1.0,
-    "arrays_per_core": 1.0,
+    key: next((_UNITS[word] for word in key.split("_") if word in _UNITS), 1.0)
+    for key in _FIGURES.split()
 }
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
@@ -59,21 +46,6 @@ RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops
 TERA = 1e12
 TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
 PLATFORMS = ("cpu", "gpu", "tpu")
-#: Figures that count things.
-_WHOLE = {
-    "core_count",
-    "cores_per_die",
-    "threads_per_wave",
-    "lanes_per_core",
-    "devices_per_node",
-    "threads_per_core",
-    "threads_per_block",
-    "registers_per_core",
-    "registers_per_block",
-    "array_rows",
-    "array_columns",
-    "arrays_per_core",
-}
 #: May be zero: a device need not lose time between kernels.
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
 _KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "sources")

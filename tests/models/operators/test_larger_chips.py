@@ -14,10 +14,10 @@ from opcast.features.devices.catalogue import (
     _catalogue_sheet,
     _with_base,
     device_names,
-    device_of_sheet,
 )
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.devices.sheet import Sheet, overlay
+from opcast.features.devices.spec_of_sheet import device_of_sheet
 from opcast.features.lowering.lower import lower
 from opcast.features.operators import FAMILIES, op_features
 from opcast.features.table.roofline import least_seconds, roofline
