@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
-from ...common.foreign_files import foreign_file
+from .foreign_files import foreign_file
 from .jax_function import FunctionCall
 from .platforms import Platform, known_platform
 from .program import Program

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from opcast.common.errors import ProgramError
-from opcast.common.foreign_files import foreign_file
+from opcast.features.ir.foreign_files import foreign_file
 from opcast.features.ir.reader import read_program
 
 HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
