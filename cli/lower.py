@@ -157,7 +157,7 @@ def _cycles(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, flo
 
 
 def _print_summary(data: JsonObject) -> None:
-    from ..common.notes import WARNING
+    from ..common.errors import WARNING
     from ..common.units import duration, quantity, size
 
     echo = typer.echo
@@ -259,8 +259,8 @@ def partition(
 
     The result can be given to opcast predict --cluster.
     """
+    from ..common.errors import WARNING
     from ..common.files import write_bytes
-    from ..common.notes import WARNING
     from ..common.units import size
     from ..datagen.partition.program import partition_annotated, partition_program
     from ..features.ir.platforms import platform_of

@@ -227,7 +227,7 @@ def serve(settings: ServerSettings) -> None:
     The server runs until it is stopped; /docs describes its API.
     """
     from ..common.errors import OpcastError
-    from ..common.extras import extra_hint
+    from ..common.plugins import extra_hint
 
     try:
         from ..server.run import serve as run

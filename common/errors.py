@@ -7,6 +7,9 @@ from pathlib import Path
 
 from .paths import PACKAGE
 
+#: Begins a note that must not be overlooked: the answer may be far off. Outputs print it first.
+WARNING = "warning: "
+
 
 class OpcastError(Exception):
     """Base of every error that opcast raises for bad input or a bad environment.

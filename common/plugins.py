@@ -1,19 +1,23 @@
-"""Plug-ins: what other installed packages add through the entry points of a group.
+"""What may be installed beside opcast: plug-ins, and the packages of its own extras.
 
+Plug-ins are what other packages add through the entry points of a group.
 ``opcast.estimators`` name classes of models, ``opcast.devices`` folders of device files,
 ``opcast.workloads`` modules of the zoo, ``opcast.ops`` costs of custom calls and ``opcast.splits``
-splits of a dataset. Nothing of a
-package is imported until it is asked for.
+splits of a dataset. Nothing of a package is imported until it is asked for.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from .errors import OpcastError
+from .paths import PACKAGE
 
 
 def found(group: str) -> dict[str, EntryPoint]:
@@ -63,3 +67,30 @@ def load(point: EntryPoint) -> Any:
             where=f"{point.group}: {point.value}",
             hint="install the package that brings it again, or remove it",
         ) from None
+
+
+def extra_hint(extra: str) -> str:
+    """Return how to install an extra; no package index has opcast.
+
+    Args:
+        extra: Name of the extra, such as ``track``.
+    """
+    clone = _clone()
+    where = f"in {clone}" if clone else "in your clone of opcast"
+    return f"{where}: pip install '.[{extra}]'"
+
+
+def _clone() -> Path | None:
+    """The clone that opcast runs in or was installed from, if it is still there."""
+    if (PACKAGE / "pyproject.toml").is_file():
+        return PACKAGE
+    try:
+        text = distribution("opcast").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return None
+    # PEP 610: pip writes down which folder it installed from.
+    url = urlparse(json.loads(text).get("url", "")) if text else None
+    if url is None or url.scheme != "file":
+        return None
+    folder = Path(unquote(url.path))
+    return folder if (folder / "pyproject.toml").is_file() else None

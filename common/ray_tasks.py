@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from .errors import OpcastError
-from .extras import extra_hint
+from .plugins import extra_hint
 
 #: Times that a task is run again if its worker dies. Single deaths (memory, preemption) are
 #: retried; a task that kills every worker must not retry forever. Engineering estimate.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DatasetError, ModelError
-from ..common.extras import extra_hint
+from ..common.plugins import extra_hint
 from ..common.progress import wrote
 from .settings import TrainSettings
 

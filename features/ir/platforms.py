@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...common.notes import WARNING
+from ...common.errors import WARNING
 from ..devices.rules import capability_of
 
 if TYPE_CHECKING:

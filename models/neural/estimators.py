@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from ...common.errors import ModelError
-from ...common.extras import extra_hint
+from ...common.plugins import extra_hint
 from ...features.table.kernel_graph import graph_schema_hash
 from ..core.kernel_table import KernelGraphs, KernelTable
 from ..core.store import check_schema

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ...common.errors import ModelError
-from ...common.extras import extra_hint
 from ...common.paths import home
+from ...common.plugins import extra_hint
 from ...common.progress import waiting
 from ...common.types import JsonMapping, JsonObject
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command

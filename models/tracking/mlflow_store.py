@@ -27,8 +27,8 @@ import pandas as pd
 
 from ... import __version__
 from ...common.errors import ModelError
-from ...common.extras import extra_hint
 from ...common.files import locked
+from ...common.plugins import extra_hint
 from ...common.types import JsonObject
 
 if TYPE_CHECKING:

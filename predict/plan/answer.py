@@ -10,9 +10,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import LoweringError, PlanError
+from ...common.errors import WARNING, LoweringError, PlanError
 from ...common.files import write_bytes
-from ...common.notes import WARNING
 from ...common.units import duration, size
 from ...features.ir.platforms import platform_of
 from ...simulate.clusters.catalogue import find_cluster

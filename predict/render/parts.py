@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...common.errors import WARNING
 from ...common.interval import HasLatency, Interval
-from ...common.notes import WARNING
 from ...common.units import duration, plain
 from ...models.power.energy import cost_of
 from ..groups import K, Timed, grouped

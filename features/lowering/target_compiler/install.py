@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ....common.errors import CompilerError
-from ....common.extras import extra_hint
+from ....common.plugins import extra_hint
 
 logger = logging.getLogger(__name__)
 

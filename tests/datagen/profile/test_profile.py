@@ -191,7 +191,9 @@ SCRIPT = textwrap.dedent(
         if len(sys.argv) > 3:
             ProfileRun._measure = hold
         sources = [Source(n) for n in range(8, 20, 2)]
-        settings = ProfileSettings(check_every_s=0.0, replicate_share=0.0, patience=0.0)
+        settings = ProfileSettings(
+            check_every_s=0.0, replicate_share=0.0, patience=0.0, max_memory=200e6
+        )
         profile(sys.argv[1], settings, sources=sources, device_spec=spec, progress=False)
     """
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.common import extras
+from opcast.common import plugins
 from opcast.common.errors import ModelError
 from opcast.common.paths import PACKAGE
 from opcast.workflows import training
@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_hint_names_the_clone_and_an_extra_that_exists():
-    assert extras.extra_hint("track") == f"in {PACKAGE}: pip install '.[track]'"
+    assert plugins.extra_hint("track") == f"in {PACKAGE}: pip install '.[track]'"
     for name in ("track", "gnn", "serve", "scale", "gpu-compiler", "tpu-compiler"):
         assert name in PROJECT["optional-dependencies"]
 
@@ -31,11 +31,11 @@ def test_the_clone_of_an_installed_package_is_found(tmp_path, monkeypatch):
         def read_text(self, name):
             return json.dumps({"url": clone.as_uri(), "dir_info": {}})
 
-    monkeypatch.setattr(extras, "PACKAGE", tmp_path / "site-packages" / "opcast")
-    monkeypatch.setattr(extras, "distribution", lambda name: Installed())
-    assert str(clone) in extras.extra_hint("track")
+    monkeypatch.setattr(plugins, "PACKAGE", tmp_path / "site-packages" / "opcast")
+    monkeypatch.setattr(plugins, "distribution", lambda name: Installed())
+    assert str(clone) in plugins.extra_hint("track")
     (clone / "pyproject.toml").unlink()
-    assert extras.extra_hint("track").startswith("in your clone of opcast: ")
+    assert plugins.extra_hint("track").startswith("in your clone of opcast: ")
 
 
 def test_training_and_sweeping_need_no_extra():
