@@ -38,7 +38,7 @@ from ...features.lowering.target_compiler.process import (
     compile_programs,
 )
 from ...features.lowering.target_compiler.target import CompileTarget, target_of
-from ..dataset_folder import RunWriter, replace_shards
+from ..dataset_folder import Row, RunWriter, kernel_row, replace_shards
 from .merge import MergedModule, merge_programs
 from .plan import CompileItem, CompilePlan
 
@@ -291,26 +291,15 @@ def estimated_rows(
         raise DeviceError("key 'boost_mhz' is missing to turn cycles into time", where=device.name)
     kernels, _ = extract_kernels(parse_hlo(hlo))
     owners = merged.owners(kernels) if merged else [0] * len(kernels)
-    rows: dict[tuple[str, int], dict[str, object]] = {}
+    rows: dict[tuple[str, int], Row] = {}
     for kernel, owner in zip(kernels, owners, strict=True):
         if kernel.cycles <= 0 or not kernel.takes_time or owner < 0:
             continue
         item = items[owner]
-        # The estimate is deterministic: all quantiles are equal, and equal kernels of a program
-        # are one row.
-        latency_us = kernel.cycles / device.clock_hz * 1e6
-        rows[kernel.hash, owner] = {
-            "kernel_hash": kernel.hash,
-            "kernel_ir": kernel.ir,
+        # Equal kernels of a program are one row. The estimate is deterministic: its quantiles are
+        # those of a single execution.
+        rows[kernel.hash, owner] = kernel_row(kernel, [kernel.cycles / device.clock_hz]) | {
             "level": "op" if item.family.startswith("op:") else "kernel",
-            "kind": kernel.kind,
-            "dtype": kernel.dtype,
-            "latency_us_p10": latency_us,
-            "latency_us_p50": latency_us,
-            "latency_us_p90": latency_us,
-            "repeats": 1,
-            "flops": kernel.flops,
-            "bytes": kernel.bytes,
             "source": SOURCE,
             "family": item.family,
             "program": item.key,

@@ -22,8 +22,15 @@ from ...common.units import size
 from ...features.ir.partitioning import joined_devices
 from ...features.ir.program import TensorType
 from ...features.ir.reader import SourceProgram, read_program
-from .sharding import batch_spec, parameter_spec, parse_mesh
-from .workload import expand_groups, read_dump, run_worker, to_stablehlo
+from .workload import (
+    batch_spec,
+    expand_groups,
+    parameter_spec,
+    parse_mesh,
+    read_dump,
+    run_worker,
+    to_stablehlo,
+)
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir

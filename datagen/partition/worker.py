@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..zoo.catalog import Setting
     from ..zoo.workload import PyTree
-    from .sharding import Spec
+    from .workload import Spec
 
 
 def main() -> None:
@@ -74,7 +74,7 @@ def partition(family: str, settings: dict[str, Setting], mesh: dict[str, int], d
     import numpy as np
 
     from ..zoo.registry import build
-    from .sharding import batch_spec, cache_spec, parameter_spec
+    from .workload import batch_spec, cache_spec, parameter_spec
 
     workload = build(family, **settings)
     devices = np.array(jax.devices()).reshape(tuple(mesh.values()))

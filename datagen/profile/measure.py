@@ -13,9 +13,9 @@ import numpy as np
 from ...common.errors import OpcastError, ProfileError
 from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
+from ..dataset_folder import sample_rows
 from ..programs.source import random_arguments
 from .plan import WALL_SECONDS, Item, LoadedItem, load_item
-from .rows import sample_rows
 from .runner import STEADY, MakeArguments, Pulse, Runner, module_name, rotation
 from .trace import Durations, expected, trace
 

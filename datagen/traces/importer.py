@@ -22,8 +22,7 @@ from ...common.errors import DatasetError
 from ...common.files import write_text
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
-from ..dataset_folder import RunWriter
-from ..profile.rows import Row, latency_columns, sample_rows
+from ..dataset_folder import Row, RunWriter, latency_columns, sample_rows
 from ..published.importer import samples
 from .aten import TracedOperator, traced_operators
 from .trace import RunTime, Trace, TraceKernel, by_run, chosen, host_seconds, run_time, typical

@@ -1,8 +1,14 @@
 import pytest
 
 from opcast.common.errors import LoweringError, PlanError
-from opcast.datagen.partition.sharding import batch_spec, cache_spec, parameter_spec, parse_mesh
-from opcast.datagen.partition.workload import expand_groups, export_partitioned
+from opcast.datagen.partition.workload import (
+    batch_spec,
+    cache_spec,
+    expand_groups,
+    export_partitioned,
+    parameter_spec,
+    parse_mesh,
+)
 from opcast.features.ir.reader import read_program
 
 

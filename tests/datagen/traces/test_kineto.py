@@ -9,8 +9,7 @@ import pytest
 from opcast.common.errors import DatasetError
 from opcast.datagen.traces.aten import traced_operators
 from opcast.datagen.traces.importer import import_trace, is_collective
-from opcast.datagen.traces.json_stream import stream_events
-from opcast.datagen.traces.kineto import read_kineto
+from opcast.datagen.traces.kineto import read_kineto, stream_events
 from opcast.datagen.traces.trace import Collective, TraceKernel, by_run, chosen, run_time
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
@@ -163,7 +162,7 @@ def test_a_profile_of_pytorch_on_a_cpu_says_how_to_record(tmp_path: Path) -> Non
 
 
 def test_values_across_the_ends_of_chunks(tmp_path: Path, monkeypatch) -> None:
-    from opcast.datagen.traces import json_stream
+    from opcast.datagen.traces import kineto
 
     path = tmp_path / "t.json"
     data = {
@@ -173,7 +172,7 @@ def test_values_across_the_ends_of_chunks(tmp_path: Path, monkeypatch) -> None:
     }
     path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
     for size in (1, 2, 3, 7, 1000):
-        monkeypatch.setattr(json_stream, "_CHUNK", size)
+        monkeypatch.setattr(kineto, "_CHUNK", size)
         found = list(stream_events(path))
         assert [v for k, v in found if k == "traceEvents"] == data["traceEvents"]
         assert dict(p for p in found if p[0] != "traceEvents") == {"a": data["a"], "b": 1234}
