@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,57 +17,29 @@ if TYPE_CHECKING:
     from .measure import Limits, Prepared
     from .runner import Pulse
 
-# One program for each resource that another process may take away. Sizes are for host processors,
-# where disturbances are frequent: long enough for every thread, short enough to cost little.
-
-#: Arithmetic on all cores, with operands (0.6 MB each) that stay in the caches.
-_GEMM = """module @anchor_gemm {
-  func.func public @main(%a: tensor<384x384xf32>, %b: tensor<384x384xf32>) -> tensor<384x384xf32> {
-    %0 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]
-      : (tensor<384x384xf32>, tensor<384x384xf32>) -> tensor<384x384xf32>
-    return %0 : tensor<384x384xf32>
-  }
-}
-"""
-#: Transcendental functions on 2 MB: vector units, with little traffic.
-_VECTOR = """module @anchor_vector {
-  func.func public @main(%a: tensor<524288xf32>) -> tensor<524288xf32> {
-    %0 = stablehlo.tanh %a : tensor<524288xf32>
-    %1 = stablehlo.exponential %0 : tensor<524288xf32>
-    return %1 : tensor<524288xf32>
-  }
-}
-"""
-#: Main memory: two arrays of 16 MB. In place, so that page faults of fresh memory do not blur it.
-_MEMORY = """module @anchor_memory {
-  func.func public @main(
-      %a: tensor<4194304xf32> {tf.aliasing_output = 0 : i32}, %b: tensor<4194304xf32>
-  ) -> tensor<4194304xf32> {
-    %0 = stablehlo.maximum %a, %b : tensor<4194304xf32>
-    return %0 : tensor<4194304xf32>
-  }
-}
-"""
+_FILE = Path(__file__).with_name("anchors.toml")
 #: One core: 256 multiplications and additions in a row, each waiting for the one before, on so few
 #: elements that XLA's CPU backend keeps them on one thread.
 _STEPS = 256
-_SINGLE = (
-    """module @anchor_single {
-  func.func public @main(%a: tensor<1024xf32>, %b: tensor<1024xf32>) -> tensor<1024xf32> {
-    %x0 = stablehlo.add %a, %b : tensor<1024xf32>
-"""
-    + "".join(
+
+
+def _single() -> str:
+    chain = "".join(
         f"    %y{i} = stablehlo.multiply %x{i}, %b : tensor<1024xf32>\n"
         f"    %x{i + 1} = stablehlo.add %y{i}, %b : tensor<1024xf32>\n"
         for i in range(_STEPS)
     )
-    + f"""    return %x{_STEPS} : tensor<1024xf32>
-  }}
-}}
-"""
-)
-#: Anchors by name. Changing one makes records of different runs incomparable.
-ANCHORS = {"gemm": _GEMM, "vector": _VECTOR, "memory": _MEMORY, "single": _SINGLE}
+    return (
+        "module @anchor_single {\n"
+        "  func.func public @main(%a: tensor<1024xf32>, %b: tensor<1024xf32>) -> tensor<1024xf32> "
+        "{\n"
+        f"    %x0 = stablehlo.add %a, %b : tensor<1024xf32>\n{chain}"
+        f"    return %x{_STEPS} : tensor<1024xf32>\n  }}\n}}\n"
+    )
+
+
+#: Anchors by name.
+ANCHORS: dict[str, str] = tomllib.loads(_FILE.read_text(encoding="utf-8")) | {"single": _single()}
 
 #: Slow-down of the anchors over their best recent values that reveals another process: above their
 #: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not

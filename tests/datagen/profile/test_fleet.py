@@ -13,7 +13,7 @@ import pytest
 from opcast.common.errors import ProfileError
 from opcast.datagen.dataset_folder import RunWriter, read_failures, run_records
 from opcast.datagen.profile import profile as fleet
-from opcast.datagen.profile.plan import ProfileResult, ProfileSettings
+from opcast.datagen.profile.plan import BATCH_SIZES, ProfileResult, ProfileSettings
 from opcast.datagen.profile.profile import Measured, Piece, measure_piece, profile_fleet
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
@@ -138,9 +138,12 @@ def test_devices_that_no_host_has(tmp_path, cluster):
 
 
 @pytest.mark.slow
-def test_a_piece_returns_what_is_new():
-    # A small heap, whose pages each of the workers maps before it measures.
-    settings = ProfileSettings("cpu", 2.0, {"op": 1.0}, seed=3, max_memory=200e6)
+def test_a_piece_returns_what_is_new(monkeypatch):
+    # A batch is the least that a run measures.
+    monkeypatch.setitem(BATCH_SIZES, "op", 2)
+    # Workers map the pages of their heap before they measure: a small one here.
+    own = {"max_memory": 200e6, "patience": 0.0}
+    settings = ProfileSettings("cpu", 2.0, {"op": 1.0}, seed=3, **own)
     first = measure_piece(Piece(settings, {}, SPEC))
     names = sorted(first.files)
     assert names[0].startswith("run-") and names[-1].startswith("samples-")

@@ -70,7 +70,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [*tiny(8, 16, 64, 96, 128), Source("bad", BAD), Source("huge", TEXT.format(n=8192))]
     result = profile(
         folder,
-        ProfileSettings(max_memory=200e6, replicate_share=0.2),
+        ProfileSettings(max_memory=200e6, replicate_share=0.2, patience=0.0),
         sources=sources,
         device_spec=SPEC,
     )
@@ -141,7 +141,10 @@ def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_pat
         (tmp_path / path.name).write_bytes(path.read_bytes())
     other = dataclasses.replace(SPEC, name="cpu-y")
     result = profile(
-        tmp_path, ProfileSettings(max_memory=200e6), sources=tiny(8), device_spec=other
+        tmp_path,
+        ProfileSettings(max_memory=200e6, patience=0.0),
+        sources=tiny(8),
+        device_spec=other,
     )
     assert (result.programs, result.stopped) == (1, "done")
     # Starting JAX comes before the first program, another worker's start after the last one.
