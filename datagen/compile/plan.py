@@ -11,31 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..profile.plan import zoo_suite
+from ..programs.draws import DATA
 from ..programs.random_program import random_program
 from ..programs.single_op import OPCODES, sample_op
 
 #: Most bytes and work of a generated program: a merged module of two dozen fits the memory of every
 #: TPU, 16 GB of a v5e at least.
 MAX_BYTES, MAX_FLOPS = 256e6, 1e11
-#: Ops that are left out: the TPU's compiler refuses them as JAX writes them, gives no estimate, or
-#: takes ten times as long as for others (observed with libtpu).
-SKIPPED_OPS = frozenset(("fft", "cholesky", "triangular_solve", "select_and_scatter"))
 #: Bounds of a large op, which is a separate module: most bytes and work, and the least of either.
 LARGE_BYTES, LARGE_FLOPS = 4e9, 4e12
 LEAST_BYTES, LEAST_FLOPS = 1e8, 2e10
-#: Ops that are drawn large, those that big models spend their time in; products count twice.
-LARGE_OPS = (
-    "dot_general",
-    "dot_general",
-    "convolution",
-    "softmax",
-    "layer_norm",
-    "reduce",
-    "add",
-    "fused",
-    "activation",
-    "convert",
-)
+#: Ops that are left out, and those that are drawn large.
+SKIPPED_OPS, LARGE_OPS = frozenset(DATA["compile"]["skipped"]), DATA["compile"]["large"]
 #: Draws until a large op is large enough; the last one is taken as it is.
 _ATTEMPTS = 12
 #: Part of the seeds of each stream: streams must not share random numbers.

@@ -8,21 +8,17 @@ Arguments follow ATen's native functions
 
 from __future__ import annotations
 
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from ..profile.trace import Event
 from .trace import Collective, Operator, TraceKernel
 
-#: Tables' names of types, by PyTorch's.
-_DTYPES = {
-    "c10::BFloat16": "bf16",
-    "c10::Half": "fp16",
-    "float": "fp32",
-    "c10::Float8_e4m3fn": "fp8",
-}
 Row = dict[str, str | int]
 _Make = Callable[[Operator, str], Row | None]
 
@@ -64,7 +60,7 @@ def _pointwise(op: str) -> _Make:
         largest = max(shapes, key=prod)
         two = len(call.shapes) > 1 and call.shapes[0] == call.shapes[1]
         # Broadcast operands hardly add traffic unless they are as large.
-        name = op if two or op in _UNARY else f"{op}u"
+        name = op if two or op in _DATA["unary"] else f"{op}u"
         return {
             "family": "elementwise",
             "op": name,
@@ -74,9 +70,6 @@ def _pointwise(op: str) -> _Make:
         }
 
     return make
-
-
-_UNARY = ("gelu", "relu", "tanh")
 
 
 def _norm(op: str) -> _Make:
@@ -144,41 +137,22 @@ def _convolution(call: Operator, dtype: str) -> Row | None:
     return row
 
 
-#: How a row is made of a call, and the class that its time counts to.
+_FILE = Path(__file__).with_name("operators.toml")
+_DATA: Any = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+#: How a row is made of a call, by the family that the file names.
+_MAKERS: Mapping[str, Callable[..., _Make]] = {
+    "product": _mm,
+    "pointwise": _pointwise,
+    "norm": _norm,
+    "softmax": lambda _: _softmax,
+    "attention": lambda _: _attention,
+    "convolution": lambda _: _convolution,
+}
+#: How a row is made of a call, and the class that its time counts to, by operator.
 _OPERATORS: Mapping[str, tuple[str, _Make]] = {
-    "aten::mm": ("products", _mm(0)),
-    "aten::bmm": ("products", _mm(0)),
-    "aten::_scaled_mm": ("products", _mm(0)),
-    "aten::addmm": ("products", _mm(1)),
-    "aten::addmm_": ("products", _mm(1)),
-    "aten::_addmm_activation": ("products", _mm(1)),
-    "aten::baddbmm": ("products", _mm(1)),
-    "aten::_scaled_dot_product_flash_attention": ("attention", _attention),
-    "aten::_scaled_dot_product_efficient_attention": ("attention", _attention),
-    "aten::_scaled_dot_product_cudnn_attention": ("attention", _attention),
-    "aten::_flash_attention_forward": ("attention", _attention),
-    "aten::convolution": ("convolutions", _convolution),
-    "aten::native_layer_norm": ("norms", _norm("layernorm")),
-    "aten::_fused_rms_norm": ("norms", _norm("rmsnorm")),
-    "aten::_softmax": ("norms", _softmax),
-    **{
-        f"aten::{name}{suffix}": ("passes", _pointwise(op))
-        for name, op in {
-            "add": "add", "sub": "add", "mul": "mul", "div": "div", "pow": "pow",
-            "gelu": "gelu", "relu": "relu", "tanh": "tanh",
-            # Passes over the same bytes with similar arithmetic, for which tables have no name.
-            "silu": "gelu", "sigmoid": "tanh", "exp": "tanh",
-        }.items()
-        for suffix in ("", "_")
-    },
-}  # fmt: skip
-#: Class of operators without a row, by what their name holds; the first that matches.
-_CLASSES = (
-    (("scaled_dot_product", "attention"), "attention"),
-    (("conv",), "convolutions"),
-    (("mm", "matmul", "linear"), "products"),
-    (("norm", "softmax"), "norms"),
-)
+    f"aten::{name}": (kind, _MAKERS[maker](argument))
+    for name, (kind, maker, argument) in _DATA["operators"].items()
+}
 
 
 @dataclass
@@ -240,13 +214,13 @@ def _identified(kernel: TraceKernel) -> tuple[Row, str, str, int]:
             return row, operator.name, kind, operator.call
     own = next((o for o in kernel.operators if o.name.startswith("aten::")), None)
     name = own.name if own else kernel.name
-    kind = next((k for words, k in _CLASSES if any(w in name for w in words)), "other")
+    kind = next((k for word, k in _DATA["classes"].items() if word in name), "other")
     return {}, name, kind if own else "other", own.call if own else -1
 
 
 def _row(call: Operator, make: _Make) -> Row | None:
     tensors = [d for d, s in zip(call.dtypes, call.shapes, strict=False) if s]
-    dtype = _DTYPES.get(tensors[0]) if tensors else None
+    dtype = _DATA["dtypes"].get(tensors[0]) if tensors else None
     if dtype is None:
         return None
     try:
@@ -255,13 +229,5 @@ def _row(call: Operator, make: _Make) -> Row | None:
         # Fewer arguments, or other ranks, than the operator has in the supported version.
         return None
     # Empty tensors launch nothing that could be predicted.
-    sizes = [v for n, v in (row or {}).items() if isinstance(v, int) and n in _POSITIVE]
+    sizes = [v for n, v in (row or {}).items() if isinstance(v, int) and n in _DATA["positive"]]
     return row if row and min(sizes, default=1) > 0 else None
-
-
-_POSITIVE = frozenset(
-    (
-        *("b", "m", "n", "k", "rows", "cols", "batch", "q_heads", "kv_heads", "head_dim"),
-        *("q_len", "kv_len", "c", "h", "w", "d"),
-    )
-)
