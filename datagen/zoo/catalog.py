@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,7 @@ class Family:
         module: Module of :mod:`.families` that holds it.
         defaults: Every parameter with its default; the default's type is the parameter's type.
         choices: Allowed values of parameters that take only some.
+        variants: Sizes of the model by parameter and its value, such as blocks by depth.
         headline: Parameters that always appear in a workload's name.
         sizes: Settings of the programs of each suite, as texts such as "batch=8 mode=train".
     """
@@ -53,6 +54,15 @@ class Family:
     choices: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
     headline: tuple[str, ...] = ("batch",)
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[Setting, Mapping[str, Any]]] = field(default_factory=dict)
+
+    def variant(self, settings: Mapping[str, Setting]) -> dict[str, Any]:
+        """The sizes that stand for a value of a parameter."""
+        return {
+            name: tuple(value) if isinstance(value, list) else value
+            for key, sizes in self.variants.items()
+            for name, value in sizes[settings[key]].items()
+        }
 
 
 @cache
@@ -65,13 +75,15 @@ def own_families() -> dict[str, Family]:
             summary=own["summary"],
             module=own["module"],
             defaults=COMMON | own["defaults"],
-            choices=COMMON_CHOICES | _tuples(own.get("choices", {})),
+            # A parameter with variants has their names for choices.
+            choices=COMMON_CHOICES | _tuples(own.get("variants", {}) | own.get("choices", {})),
             headline=tuple(own["headline"]),
             sizes=_tuples(own["sizes"]),
+            variants=own.get("variants", {}),
         )
         for name, own in data.items()
     }
 
 
-def _tuples(lists: Mapping[str, list[Any]]) -> dict[str, tuple[Any, ...]]:
+def _tuples(lists: Mapping[str, Iterable[Any]]) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(values) for key, values in lists.items()}

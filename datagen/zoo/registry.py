@@ -112,7 +112,8 @@ def build(name: str, **settings: Setting) -> Workload:
     # Families that share a module (llama, llama_decode) have a maker of their own each.
     maker = getattr(module, "model_" + name, None) or module.model
     # The name has only the settings that were given or matter, the workload has all of them.
-    built: Workload = programs.make_workload(workload_name(name, settings), name, full, maker(full))
+    model = maker({**full, **chosen.variant(full)})
+    built: Workload = programs.make_workload(workload_name(name, settings), name, full, model)
     return built
 
 

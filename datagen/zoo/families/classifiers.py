@@ -15,16 +15,6 @@ from flax import linen as nn
 
 from .parts import Model, Precision, Settings, block_names, filled, image_classifier, require
 
-RESNET_STAGES = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-    200: (3, 24, 36, 3),
-}
-"""Blocks in each stage by depth (He et al. 2015 and 2016); from 50 on they are bottlenecks."""
-
 max_pool: Any = nn.max_pool  # without annotations in flax
 
 
@@ -58,7 +48,8 @@ class ResNetBlock(nn.Module):
 class ResNet(nn.Module):
     """Stem, four stages of blocks, global average pool, classifier."""
 
-    depth: int
+    blocks: tuple[int, ...]
+    bottleneck: bool
     width: int
     classes: int
     stem: str
@@ -76,10 +67,10 @@ class ResNet(nn.Module):
             # The stem for ImageNet would leave only 8 x 8 pixels of an image of 32 x 32.
             x = nn.relu(p.batch_norm(train)(p.conv(self.width, 3, bias=False)(x)))
         names = block_names()
-        for stage, blocks in enumerate(RESNET_STAGES[self.depth]):
+        for stage, blocks in enumerate(self.blocks):
             for place in range(blocks):
                 width, stride = self.width << stage, 2 if stage > 0 and place == 0 else 1
-                block = ResNetBlock(width, stride, self.depth >= 50, p, name=next(names))
+                block = ResNetBlock(width, stride, self.bottleneck, p, name=next(names))
                 x = block(x, train)
         x = jnp.mean(x, axis=(1, 2))
         return p.dense(self.classes)(x)
@@ -88,18 +79,6 @@ class ResNet(nn.Module):
 def model_resnet(s: Settings) -> Model:
     """ResNet for the settings."""
     return image_classifier(filled(ResNet, s), s)
-
-
-CONVNEXT_SIZES = {
-    "atto": ((2, 2, 6, 2), 40),
-    "femto": ((2, 2, 6, 2), 48),
-    "pico": ((2, 2, 6, 2), 64),
-    "nano": ((2, 2, 8, 2), 80),
-    "tiny": ((3, 3, 9, 3), 96),
-    "small": ((3, 3, 27, 3), 96),
-    "base": ((3, 3, 27, 3), 128),
-}
-"""Blocks in each stage and channels of the first one (Liu et al. 2022; small ones from timm)."""
 
 
 class ConvNeXtBlock(nn.Module):
@@ -146,19 +125,9 @@ def model_convnext(s: Settings) -> Model:
     """ConvNeXt for the settings."""
     image = s["image"]
     require(image >= 32, f"an image of {image} vanishes in four stages", "use image of 32 or more")
-    blocks, dim = CONVNEXT_SIZES[s["size"]]
-    return image_classifier(filled(ConvNeXt, s, blocks=blocks, dim=dim), s, weight_decay=0.05)
+    return image_classifier(filled(ConvNeXt, s), s, weight_decay=0.05)
 
 
-EFFICIENTNET_SCALES = {
-    "mini": (0.5, 0.25),
-    "b0": (1.0, 1.0),
-    "b1": (1.0, 1.1),
-    "b2": (1.1, 1.2),
-    "b3": (1.2, 1.4),
-    "b4": (1.4, 1.8),
-}
-"""Width and depth multipliers (Tan and Le 2019); "mini" has one block in each stage."""
 EFFICIENTNET_STAGES = (
     (1, 16, 1, 1, 3),
     (6, 24, 2, 2, 3),
@@ -234,5 +203,4 @@ class EfficientNet(nn.Module):
 
 def model_efficientnet(s: Settings) -> Model:
     """EfficientNet for the settings."""
-    width, depth = EFFICIENTNET_SCALES[s["size"]]
-    return image_classifier(filled(EfficientNet, s, width=width, depth=depth), s)
+    return image_classifier(filled(EfficientNet, s), s)
