@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import DatasetError
 from .files import replacing, write_text
+from .worker_process import memory_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +118,8 @@ def _check_size(metadata: Any, path: Path) -> None:
     values = metadata.num_rows * metadata.num_columns * _VALUE_BYTES
     # Both are claims of the file's footer: either may be far below what the other demands.
     need = max(values, sum(g.total_byte_size for g in groups))
-    have = MEMORY_SHARE * memory_bytes()
+    # Where the system does not say how much it has: a small workstation.
+    have = MEMORY_SHARE * (memory_bytes() or 16 * 2.0**30)
     if need > have:
         raise DatasetError(
             f"a table of {metadata.num_rows} rows and {need / 2**30:.0f} GiB does not fit into "
@@ -126,12 +127,3 @@ def _check_size(metadata: Any, path: Path) -> None:
             where=str(path),
             hint="split it, or read it on a larger machine",
         )
-
-
-def memory_bytes() -> float:
-    """Return the bytes of memory that the machine has."""
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (ValueError, OSError):
-        # Where the system does not report it: a small workstation.
-        return 16 * 2.0**30

@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from .files import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
-    from rich.progress import ProgressColumn, TaskID
 
 #: Seconds between lines where no terminal shows a bar; shorter tasks print nothing.
 _LINE_EVERY_S = 10.0
@@ -71,26 +69,19 @@ class Progress:
         self._total = total
         self._unit = unit
         self._show = show
+        self._open = contextlib.ExitStack()
         self._bar: RichProgress | None = None
-        self._task: TaskID | None = None
         self._lines = Lines("profiling", _RARE_LINE_EVERY_S)
 
     def __enter__(self) -> Progress:
-        if self._show and sys.stderr.isatty():
-            with contextlib.suppress(ImportError):
-                self._bar = _rich_bar()
-                self._task = self._bar.add_task("profiling", total=self._total)
-                self._bar.start()
+        columns = ("BarColumn", "TimeElapsedColumn", "TimeRemainingColumn")
+        self._bar = self._open.enter_context(_bar(self._show, *columns))
+        if self._bar is not None:
+            self._bar.add_task("profiling", total=self._total)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
 
     def update(self, done: float, samples: int, programs: int, failed: int, note: str = "") -> None:
         """Show the present state.
@@ -106,30 +97,33 @@ class Progress:
             return
         text = f"{samples} samples, {programs} programs, {failed} failed"
         text += f", {note}" if note else ""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=min(done, self._total), description=text)
+        if self._bar is not None:
+            (task,) = self._bar.task_ids
+            self._bar.update(task, completed=min(done, self._total), description=text)
         else:
             self._lines.say(f"{done:.0f} of {self._total:.0f} {self._unit}, {text}")
 
 
-def _rich_bar() -> RichProgress:
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+@contextlib.contextmanager
+def _bar(show: bool, *columns: str) -> Iterator[RichProgress | None]:
+    """A bar that disappears at the end, on stderr, so that tables on stdout can be redirected.
 
-    return _bar(
-        "{task.description}",
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
+    There is none without a terminal or Rich.
+    """
+    bar: RichProgress | None = None
+    if show and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from rich import progress
+            from rich.console import Console
 
-
-def _bar(*columns: str | ProgressColumn) -> RichProgress:
-    """A bar that disappears at the end, on stderr, so that tables on stdout can be redirected."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    return Bar(*columns, console=Console(stderr=True), transient=True)
+            bar = progress.Progress(
+                "{task.description}",
+                *(getattr(progress, column)() for column in columns),
+                console=Console(stderr=True),
+                transient=True,
+            )
+    with bar or contextlib.nullcontext():
+        yield bar
 
 
 def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Iterator[T]:
@@ -141,42 +135,27 @@ def tracked(items: Iterable[T], total: int, what: str, show: bool = True) -> Ite
         what: Description of the work.
         show: Whether to show anything.
     """
-    bar: RichProgress | None = None
-    if show and sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-
-            bar = Bar(console=Console(stderr=True))
-    if bar is not None:
-        with bar:
-            yield from bar.track(items, total=total, description=what)
-        return
-    lines = Lines(what)
-    for done, item in enumerate(items, 1):
-        yield item
-        if show:
-            lines.say(f"{done} of {total}")
+    with counting(what, show) as tell:
+        for done, item in enumerate(items, 1):
+            yield item
+            tell(done, total)
 
 
 @contextlib.contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show how many of a work are done; the callback takes the finished and total numbers.
 
     Args:
         what: Description of the work.
+        show: Whether to show anything.
     """
-    if not sys.stderr.isatty():
-        lines = Lines(what)
-        yield lambda done, total: lines.say(f"{done} of {total}")
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-
-    with _bar(
-        "{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with _bar(show, "BarColumn", "MofNCompleteColumn", "TimeRemainingColumn") as bar:
+        if bar is not None:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        else:
+            lines = Lines(what)
+            yield lambda done, total: lines.say(f"{done} of {total}") if show else None
 
 
 @contextlib.contextmanager
@@ -190,17 +169,14 @@ def waiting(what: str, count: int, show: bool = True) -> Iterator[Callable[[int]
         count: Number of its parts; one shows no number.
         show: Whether to show anything.
     """
-    if not show:
-        yield lambda done: None
-    elif not sys.stderr.isatty():
-        lines = Lines(what)
-        yield lambda done: lines.say(f"{done} of {count}" if count > 1 else "")
-    else:
-        from rich.progress import BarColumn, TimeElapsedColumn
-
-        with _bar("{task.description}", BarColumn(), TimeElapsedColumn()) as bar:
+    with _bar(show, "BarColumn", "TimeElapsedColumn") as bar:
+        if bar is not None:
             task = bar.add_task(what, total=count if count > 1 else None)
             yield lambda done: bar.update(task, completed=done)
+        else:
+            lines = Lines(what)
+            state = "{} of " + str(count) if count > 1 else ""
+            yield lambda done: lines.say(state.format(done)) if show else None
 
 
 @contextlib.contextmanager

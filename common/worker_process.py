@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
+from pathlib import Path
 from typing import IO
 
 from .child_process import LENGTH_BYTES, WORKER
@@ -38,6 +38,18 @@ class WorkerEnded(Exception):
 
 class WorkerTimeout(Exception):
     """The worker did not answer within the time limit."""
+
+
+def memory_bytes() -> float:
+    """Return the machine's main memory in bytes, or its cgroup's limit if lower; 0 if unknown."""
+    try:
+        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):
+        return 0.0
+    # cgroup v2; the file reads "max" where there is no limit.
+    with contextlib.suppress(OSError, ValueError):
+        total = min(total, float(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -118,12 +130,7 @@ class WorkerProcess:
     def __enter__(self) -> WorkerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property

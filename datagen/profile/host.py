@@ -9,6 +9,8 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+from ...common import worker_process
+
 #: Fields of ``nvidia-smi --query-gpu``: what may explain that two runs differ.
 _NVIDIA_FIELDS = (
     "driver_version",
@@ -62,18 +64,7 @@ def memory_bytes() -> float:
         # JAX preallocates a share of the device's memory; the limit is what is left to programs.
         stats = device.memory_stats() or {}
         return float(stats.get("bytes_limit", 0))
-    return host_memory_bytes()
-
-
-def host_memory_bytes() -> float:
-    """Return the host's main memory in bytes, or its cgroup's limit if lower; 0 if unknown."""
-    try:
-        total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):
-        return 0.0
-    # cgroup v2; the file reads "max" where there is no limit.
-    limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
-    return min(total, float(limit)) if limit.isdigit() else total
+    return worker_process.memory_bytes()
 
 
 def free_memory_bytes() -> float:

@@ -7,7 +7,6 @@ those that were made before a crash are kept.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from ....common.errors import CompilerError, CompilerStartError, LoweringError
 from ....common.progress import waiting
 from ....common.worker_process import WorkerProcess, module_command
+from ....common.worker_process import memory_bytes as machine_memory_bytes
 from .target import CompileTarget
 from .worker import Job
 
@@ -123,7 +123,8 @@ def _one_process(
     origin: str,
 ) -> list[CompiledModule | LoweringError]:
     """Compile in one process, to the end or up to the program that crashed it."""
-    memory_bytes = settings.memory_bytes or _memory_limit()
+    # Four fifths: the parent process and the page cache need the rest.
+    memory_bytes = settings.memory_bytes or int(0.8 * machine_memory_bytes())
     # Removed with everything in it, however the worker ends.
     with tempfile.TemporaryDirectory(prefix="opcast-compile-") as name:
         folder = Path(name)
@@ -241,15 +242,6 @@ def _crash(
         where=origin,
         hint="use another lowering, such as --lowering op",
     )
-
-
-def _memory_limit() -> int:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
-    # Four fifths: the parent process and the page cache need the rest.
-    return int(0.8 * total)
 
 
 def _first_line(text: str) -> str:
