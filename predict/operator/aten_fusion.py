@@ -8,7 +8,7 @@ from math import prod
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from .aten_traffic import LOOKUPS, Use
-from .aten_work import PRODUCTS, Work, moving, used
+from .aten_work import PRODUCTS, AtenKernel, moving, used
 
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
@@ -19,7 +19,7 @@ _OPAQUE = (
 )
 
 
-def fused(recording: Recording) -> list[Work]:
+def fused(recording: Recording) -> list[AtenKernel]:
     """What the operators cost with chains of element-wise operators and reductions fused.
 
     An operator joins the kernel that made one of its operands, unless that would turn the order of
@@ -82,8 +82,8 @@ class _Fusion:
                 return home
         return None
 
-    def works(self) -> list[Work]:
-        found: list[Work] = []
+    def works(self) -> list[AtenKernel]:
+        found: list[AtenKernel] = []
         # In an order in which everything is there when it is read.
         order = sorted(range(len(self._groups)), key=lambda g: self._groups[g].before.bit_count())
         for home in order:
@@ -94,7 +94,7 @@ class _Fusion:
                 found.append(self._pass(home, group))
         return found
 
-    def _pass(self, home: int, group: _Group) -> Work:
+    def _pass(self, home: int, group: _Group) -> AtenKernel:
         made: dict[int, int] = {}
         read: dict[int, int] = {}
         for call in group.calls:

@@ -27,7 +27,7 @@ from ...models.gpu.memory_passes import (
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from .aten_traffic import Stream, streams
-from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Work, moving
+from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
 from .prices import ROOFLINE, Row, eager_row, held, price
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, step_reach, step_row
@@ -88,7 +88,7 @@ class AtenPrices:
         self._rates: dict[bool, _Rates] = {}
 
     def __call__(
-        self, found: Sequence[Work], kept: Collection[int] = ()
+        self, found: Sequence[AtenKernel], kept: Collection[int] = ()
     ) -> tuple[np.ndarray, list[str]]:
         """Return seconds and ends of their intervals, shape ``(n, 3)``, and their sources.
 
@@ -100,7 +100,7 @@ class AtenPrices:
         self._place(times, found, kept)
         return held(times, [w.op for w in found], self._spec), sources
 
-    def _place(self, times: np.ndarray, found: Sequence[Work], kept: Collection[int]) -> None:
+    def _place(self, times: np.ndarray, found: Sequence[AtenKernel], kept: Collection[int]) -> None:
         """Change times of passes to what the caches hold of their tensors in the program."""
         near = streams([w.uses for w in found], [w.bytes for w in found], kept)
         for f32 in (True, False):
@@ -136,7 +136,7 @@ class AtenPrices:
         works = [moving("move", "f32" if f32 else "bf16", size) for size in sizes]
         return self._alone_each(works)[0][:, 0]
 
-    def _alone_each(self, found: Sequence[Work]) -> tuple[np.ndarray, list[str]]:
+    def _alone_each(self, found: Sequence[AtenKernel]) -> tuple[np.ndarray, list[str]]:
         """Times as of ``__call__``, each kernel as it is timed again and again alone."""
         rows = [None if self._calls_library(w) else self.row(w) for w in found]
         reaches = [step_reach(w.op, self._spec) for w in found]
@@ -159,7 +159,7 @@ class AtenPrices:
                 sources[i] = str(source)
         return times, sources
 
-    def _factor(self, work: Work, key: str) -> float:
+    def _factor(self, work: AtenKernel, key: str) -> float:
         """What whole steps taught of a kernel that is priced as theirs are."""
         return (
             1.0
@@ -167,7 +167,7 @@ class AtenPrices:
             else self._factors.get(work.op.family, 1.0)
         )
 
-    def _calls_library(self, work: Work) -> bool:
+    def _calls_library(self, work: AtenKernel) -> bool:
         """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
         known = self._bundle is not None and self._spec.vendor == "NVIDIA"
         return known and work.kind == ATTENTION and work.dtype in TABLE_DTYPE
@@ -178,7 +178,7 @@ class AtenPrices:
         self._bundle.devices.setdefault(device.name, device)
         return self._bundle.predict(rows.assign(key=key, device=device.name))
 
-    def row(self, work: Work) -> Row | None:
+    def row(self, work: AtenKernel) -> Row | None:
         """What the model of operators is asked for a kernel; ``None`` where it is the roofline."""
         if work.kind == CONVOLUTION:
             return self._conv_row(work)
@@ -191,7 +191,7 @@ class AtenPrices:
             return None
         return step_row(_stand_in(work), self._spec)
 
-    def _conv_row(self, work: Work) -> Row | None:
+    def _conv_row(self, work: AtenKernel) -> Row | None:
         """A convolution as tables of operators have it; ``None`` if nothing was measured like it.
 
         AMD's were measured in all directions and types. cuDNN's were measured forward, in full f32
@@ -216,7 +216,7 @@ class AtenPrices:
         row = {"key": "eager/conv", "family": "conv", "dtype": "fp32", "op": "conv", **own}
         return {**row, "insize": sizes["h"], "ksize": 3, "stride": 1, "pad": 1}
 
-    def _depthwise(self, work: Work) -> np.ndarray:
+    def _depthwise(self, work: AtenKernel) -> np.ndarray:
         """A depthwise convolution by a direct kernel, with a wide interval."""
         assert work.conv is not None
         width = 4.0 if work.dtype == "f32" else 2.0
@@ -240,14 +240,14 @@ class AtenPrices:
         return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
 
 
-def _as_computed(work: Work, spec: DeviceSpec) -> Op:
+def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:
     """A kernel's operator in the format that it multiplies."""
     # torch.backends.cudnn.allow_tf32 is on by default; MIOpen computes in f32.
     narrow = work.kind == CONVOLUTION and work.dtype == "f32" and spec.runs_cuda
     return work.op._replace(dtype="tf32") if narrow else work.op
 
 
-def _stand_in(work: Work) -> Op:
+def _stand_in(work: AtenKernel) -> Op:
     """The operator of a step that a kernel is priced as."""
     op = work.op
     if work.kind == PRODUCT and not _several(work):
@@ -257,13 +257,13 @@ def _stand_in(work: Work) -> Op:
     return op
 
 
-def _source(work: Work, key: str) -> str:
+def _source(work: AtenKernel, key: str) -> str:
     if key == ROOFLINE:
         return key
     return f"learned:{key if key.startswith(ALONE) else _stand_in(work).family}"
 
 
-def attention_library(spec: DeviceSpec, work: Work, *, cudnn: bool = True) -> str:
+def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
     """Whose fused attention a kernel is; as :func:`~.torch_attention.attention_backend`."""
     batch, heads, groups, size, queries, keys, causal = work.shape
     query, key = (batch, heads, queries, size), (batch, groups, keys, size)
@@ -273,7 +273,7 @@ def attention_library(spec: DeviceSpec, work: Work, *, cudnn: bool = True) -> st
     return EFFICIENT if found == MATH else found
 
 
-def _other_library(spec: DeviceSpec, work: Work) -> float:
+def _other_library(spec: DeviceSpec, work: AtenKernel) -> float:
     """Time of attention in other releases of PyTorch, or of a slower library, over the estimate.
 
     One query is bound by memory in all of them.
@@ -284,32 +284,32 @@ def _other_library(spec: DeviceSpec, work: Work) -> float:
     return FLASH2.get(spec.architecture, 1.0) * (_EFFICIENT_FACTOR if last else 1.0)
 
 
-def _attention_call(work: Work) -> dict[str, int]:
+def _attention_call(work: AtenKernel) -> dict[str, int]:
     batch, heads, groups, size, queries, keys, causal = work.shape
     sizes = {"batch": batch, "q_heads": heads, "kv_heads": groups, "head_dim": size}
     lengths = {"v_head_dim": size, "q_len": queries, "kv_len": keys, "window": 0, "causal": causal}
     return {**sizes, **lengths, "backward": int(work.name.endswith("_backward"))}
 
 
-def _several(work: Work) -> bool:
+def _several(work: AtenKernel) -> bool:
     """Whether a kernel multiplies a batch of matrices."""
     return work.kind == PRODUCT and work.shape[0] > 1
 
 
-def _is_depthwise(work: Work) -> bool:
+def _is_depthwise(work: AtenKernel) -> bool:
     """Whether a convolution has one channel of its input in each group."""
     sizes = work.conv
     return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1
 
 
-def _runs_own_kernel(work: Work) -> bool:
+def _runs_own_kernel(work: AtenKernel) -> bool:
     """Whether PyTorch runs a depthwise convolution on NVIDIA's GPUs by a kernel of its own."""
     assert work.conv is not None
     taps = work.shape[3] if work.conv["op"] == "fwd" else work.shape[2]
     return work.dtype == "f32" or taps not in _CUDNN_TAPS
 
 
-def _stands_in(row: Row | None, work: Work) -> bool:
+def _stands_in(row: Row | None, work: AtenKernel) -> bool:
     """Whether a gradient of weights is priced as a forward pass."""
     return (
         row is not None

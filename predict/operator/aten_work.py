@@ -69,7 +69,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AtenKernel:
     """A kernel, or several of one operator.
 
     Attributes:
@@ -124,15 +124,15 @@ class Work:
         """Traffic."""
         return self.op.moved()
 
-    def but(self, **changes: Any) -> Work:
+    def but(self, **changes: Any) -> AtenKernel:
         """The kernel with another operator: fields of :class:`Op`."""
         return replace(self, op=self.op._replace(**changes))
 
 
-def moving(name: str, dtype: str, moved: float, **where: Any) -> Work:
+def moving(name: str, dtype: str, moved: float, **where: Any) -> AtenKernel:
     """A pass over memory of some bytes."""
     op = Op("move", (max(1, round(moved)),), dtype, name=name, traffic=moved)
-    return Work(op, **where)
+    return AtenKernel(op, **where)
 
 
 def check_priced(calls: Sequence[AtenCall]) -> None:
@@ -151,12 +151,12 @@ def check_priced(calls: Sequence[AtenCall]) -> None:
             )
 
 
-def works(calls: Sequence[AtenCall]) -> list[Work]:
+def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     """What each operator costs, in order."""
     return [work for call in calls for work in (*_copies(call), *used(call))]
 
 
-def used(call: AtenCall) -> list[Work]:
+def used(call: AtenCall) -> list[AtenKernel]:
     """What an operator costs, with the memory that it uses."""
     found = _works(call)
     # How several kernels of an operator share its traffic is not known.
@@ -171,7 +171,7 @@ def used(call: AtenCall) -> list[Work]:
     return [replace(work, uses=tuple(uses)) for work in found]
 
 
-def _copies(call: AtenCall) -> list[Work]:
+def _copies(call: AtenCall) -> list[AtenKernel]:
     """Operands that a norm's kernels copy first, such as channels that a view has moved last.
 
     PyTorch's ``expect_contiguous`` (layer_norm_kernel.cu); generated code reads them in place.
@@ -186,7 +186,7 @@ def _copies(call: AtenCall) -> list[Work]:
     ]
 
 
-def _works(call: AtenCall) -> list[Work]:
+def _works(call: AtenCall) -> list[AtenKernel]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     name = call.name.removeprefix("aten.")
     base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
@@ -240,12 +240,12 @@ def _works(call: AtenCall) -> list[Work]:
     return [base]
 
 
-def _moves(base: Work, moved: float, launches: int = 1) -> Work:
+def _moves(base: AtenKernel, moved: float, launches: int = 1) -> AtenKernel:
     """The pass with another traffic, by some launches."""
     return replace(base.but(shape=(max(1, round(moved)),), traffic=moved), launches=launches)
 
 
-def _transform(call: AtenCall, base: Work) -> Work:
+def _transform(call: AtenCall, base: AtenKernel) -> AtenKernel:
     """A Fourier transform by cuFFT: passes over its values, for each of the dimensions.
 
     PyTorch copies what a real result is made of, since cuFFT overwrites it, and divides by the
@@ -301,7 +301,7 @@ def _convolution(call: AtenCall) -> tuple[int, ...]:
     return groups, positions, out[1] // groups, weight[1] * prod(weight[2:])
 
 
-def _convolution_backward(call: AtenCall, base: Work) -> list[Work]:
+def _convolution_backward(call: AtenCall, base: AtenKernel) -> list[AtenKernel]:
     """Two products of the forward pass's size: for the input and for the weights."""
     gradient, given, weight = call.inputs[:3]
     forward = AtenCall(
@@ -350,7 +350,7 @@ def _conv_sizes(call: AtenCall, direction: str) -> dict[str, object] | None:
     }
 
 
-def _attention(call: AtenCall, base: Work) -> Work:
+def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     backward = call.name.endswith("backward")
     # Backward has the gradient before queries, keys and values.
     q, k = (t.shape for t in call.inputs[int(backward) : int(backward) + 2])

@@ -32,7 +32,7 @@ from .aten_work import (
     ATTENTION,
     PRODUCT,
     SORTS,
-    Work,
+    AtenKernel,
     check_priced,
     works,
 )
@@ -69,7 +69,7 @@ class AtenEstimate:
     Attributes:
         name: Operator.
         kind: ``product``, ``convolution``, ``attention``, ``norm``, ``softmax`` or ``pass``.
-        shape: By kind, as :class:`~.aten_work.Work` has it.
+        shape: By kind, as :class:`~.aten_work.AtenKernel` has it.
         dtype: Element type.
         latency_us: Predicted, within a stream of kernels.
         lo_us: Lower end of the 90 % interval.
@@ -187,7 +187,7 @@ class Priced:
 
 
 def price_works(
-    found: Sequence[Work],
+    found: Sequence[AtenKernel],
     spec: DeviceSpec,
     framework: str,
     bundle: OpModel | None,
@@ -212,7 +212,7 @@ def price_works(
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
 
-def works_of(recording: Recording, framework: str) -> list[Work]:
+def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
     """Kernels that a framework launches for a recording, in order."""
     return fused(recording) if framework == "torch-compiled" else works(recording.calls)
 
@@ -264,14 +264,17 @@ def price(
     )
 
 
-def _named(work: Work, spec: DeviceSpec) -> str:
+def _named(work: AtenKernel, spec: DeviceSpec) -> str:
     """An operator's name, of attention with the library that PyTorch calls."""
     library = attention_library(spec, work) if work.kind == ATTENTION else ""
     return f"{work.name} ({library})" if library else work.name
 
 
 def _attention_notes(
-    recording: Recording, spec: DeviceSpec, found: Sequence[Work], older: TorchPrediction | None
+    recording: Recording,
+    spec: DeviceSpec,
+    found: Sequence[AtenKernel],
+    older: TorchPrediction | None,
 ) -> tuple[str, ...]:
     """Whose attention is called, and what other releases of PyTorch call."""
     notes = []
@@ -307,7 +310,7 @@ def _attention_notes(
     return tuple(notes)
 
 
-def _mostly_f32(found: Sequence[Work]) -> bool:
+def _mostly_f32(found: Sequence[AtenKernel]) -> bool:
     sizes = {"f32": 0.0, "narrow": 0.0}
     for w in found:
         sizes["f32" if w.dtype == "f32" else "narrow"] += w.bytes
@@ -317,7 +320,7 @@ def _mostly_f32(found: Sequence[Work]) -> bool:
 def _notes(
     framework: str,
     spec: DeviceSpec,
-    found: Sequence[Work],
+    found: Sequence[AtenKernel],
     times: np.ndarray,
     sources: Sequence[str],
     host_bound: bool,

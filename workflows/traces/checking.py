@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
     from ...features.ir.jax_function import FunctionCall
     from ...features.kernels.kernel import LoweredProgram
-    from ...predict.operator.aten_work import Work
+    from ...predict.operator.aten_work import AtenKernel
     from ...predict.program.predictor import Prediction
 
 #: Class of collectives, of kernels of XLA and of operators.
@@ -249,10 +249,10 @@ def _title(operator: TracedOperator) -> str:
     return f"{operator.name} {sizes}"
 
 
-def _work(operator: TracedOperator) -> Work | None:
+def _work(operator: TracedOperator) -> AtenKernel | None:
     """What an operator's row costs, as programs of PyTorch are priced."""
     from ...features.operators.op import Op
-    from ...predict.operator.aten_work import Work, moving
+    from ...predict.operator.aten_work import AtenKernel, moving
 
     row = operator.row
     if not row:
@@ -264,7 +264,7 @@ def _work(operator: TracedOperator) -> Work | None:
     name, moved = operator.name.removeprefix("aten::"), float(elements * width)
     if family == "move":
         return moving(name, dtype, moved)
-    return Work(Op(family, shape, dtype, name=name, traffic=moved))
+    return AtenKernel(Op(family, shape, dtype, name=name, traffic=moved))
 
 
 def _shape(row: Row) -> tuple[str, tuple[int, ...], int]:
