@@ -23,9 +23,9 @@ from ..workflows.reports.settings import (
     AccuracyReportSettings,
     ClusterReportSettings,
     DeviceReportSettings,
+    FidelitySettings,
     OperatorReportSettings,
 )
-from ..workflows.settings import FidelitySettings
 from .options import make_console, measured_device, print_answer, program_of, refuse, refuse_unused
 
 Html = Annotated[Path | None, Option("File for the page.", ("--html",), check=page_file)]

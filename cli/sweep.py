@@ -17,7 +17,7 @@ from ..common.options import (
 )
 from ..common.progress import wrote
 from ..predict.plan.case import PlanCase
-from ..workflows.settings import SweepSettings
+from ..workflows.sweep import SweepSettings, run_sweep
 from .options import make_console, print_answer, program_of, refuse, require_plots, workload_of
 
 
@@ -36,8 +36,6 @@ def sweep(
     # Before the sweep, not after hours of it.
     if settings.plot is not None or settings.scaling is not None:
         require_plots()
-    from ..workflows.sweep import run_sweep
-
     rows = run_sweep(make_console(), replace(settings, workload=workload_of(workload, hf)))
     if not rows["fits"].any():
         # Said above; a script must see it, too.

@@ -15,13 +15,9 @@ from typing import Annotated, ClassVar
 
 from ..common.options import (
     Data,
-    Devices,
-    LoweringOpt,
     ModelOpt,
     Option,
     OwnDevices,
-    PowerCapOpt,
-    Ray,
     Seed,
     Threads,
     folder,
@@ -29,10 +25,6 @@ from ..common.options import (
     plot_file,
     seconds_of,
 )
-from ..common.options import (
-    Settings as Sizes,
-)
-from ..predict.cluster.step_case import StepsBy
 
 #: Name of the file with the settings in an output folder.
 FILE = "settings.json"
@@ -385,71 +377,3 @@ Prices = Annotated[
         collect=prices_of,
     ),
 ]
-
-
-@dataclass(frozen=True)
-class SweepSettings(Settings, StepsBy):
-    """Settings of ``opcast sweep``.
-
-    Attributes:
-        workload: Family of the model, or a YAML file with family and sizes.
-    """
-
-    command: ClassVar[str] = "sweep"
-    clusters: Annotated[
-        Sequence[str], Option("Cluster name or file; may be given again.", ("--cluster",))
-    ]
-    out: Annotated[Path, Option("Results folder; a sweep resumes from it.", check=folder)]
-    workload: str = ""
-    sizes: Sizes = ()
-    batches: Annotated[Sequence[int], Option("Batch size; may be given again.", ("--batch",))] = ()
-    grid: Annotated[
-        str,
-        Option("Values of each axis, such as tp=4/8,recompute=none/full; or a YAML file."),
-    ] = ""
-    trials: Annotated[
-        int, Option("Number of plans to search with Optuna; 0 evaluates all.", least=0)
-    ] = 0
-    prices: Prices = field(default_factory=dict)
-    power_cap_w: PowerCapOpt = None
-    workers: Annotated[int, Option("Worker processes.", least=1)] = 1
-    ray: Ray = ""
-    seed: Annotated[int, Option("With --trials: random seed of the search.")] = 0
-    top: Annotated[int, Option("Number of plans to print.")] = 15
-    plot: Annotated[Path | None, Option("Plot memory against time.", check=plot_file)] = None
-    scaling: Annotated[
-        Path | None, Option("Plot strong and weak scaling over the clusters.", check=plot_file)
-    ] = None
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
-
-
-@dataclass(frozen=True)
-class FidelitySettings(Settings):
-    """Settings of ``opcast fidelities``.
-
-    Attributes:
-        models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
-        progress: Whether to show progress.
-    """
-
-    command: ClassVar[str] = "fidelities"
-    devices: Devices = ("tpu-v3", "tpu-v4")
-    models: Annotated[
-        Sequence[str],
-        Option(
-            "Estimators, comma-separated.",
-            ("--model",),
-            parse=_names,
-            typed="roofline,scalesim,zigzag,learned,compiler",
-        ),
-    ] = ("roofline", "scalesim", "zigzag", "learned", "compiler")
-    suite: Annotated[str, Option("Zoo suite: quick, standard, full; default: small programs.")] = ""
-    lowering: LoweringOpt = "auto"
-    limit: Annotated[int, Option("Maximum number of programs; 0 for all.", least=0)] = 0
-    out: Annotated[
-        Path, Option("Folder for the predictions; a run resumes from it.", check=folder)
-    ] = Path("fidelities-out")
-    progress: bool = True

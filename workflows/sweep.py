@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from ..common.options import Option, PowerCapOpt, Ray, folder, plot_file
+from ..common.options import Settings as Sizes
+from ..predict.cluster.step_case import StepsBy
+from .settings import Prices, Settings
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
 
-    from .settings import SweepSettings
+
+@dataclass(frozen=True)
+class SweepSettings(Settings, StepsBy):
+    """Settings of ``opcast sweep``.
+
+    Attributes:
+        workload: Family of the model, or a YAML file with family and sizes.
+    """
+
+    command: ClassVar[str] = "sweep"
+    clusters: Annotated[
+        Sequence[str], Option("Cluster name or file; may be given again.", ("--cluster",))
+    ]
+    out: Annotated[Path, Option("Results folder; a sweep resumes from it.", check=folder)]
+    workload: str = ""
+    sizes: Sizes = ()
+    batches: Annotated[Sequence[int], Option("Batch size; may be given again.", ("--batch",))] = ()
+    grid: Annotated[
+        str,
+        Option("Values of each axis, such as tp=4/8,recompute=none/full; or a YAML file."),
+    ] = ""
+    trials: Annotated[
+        int, Option("Number of plans to search with Optuna; 0 evaluates all.", least=0)
+    ] = 0
+    prices: Prices = field(default_factory=dict)
+    power_cap_w: PowerCapOpt = None
+    workers: Annotated[int, Option("Worker processes.", least=1)] = 1
+    ray: Ray = ""
+    seed: Annotated[int, Option("With --trials: random seed of the search.")] = 0
+    top: Annotated[int, Option("Number of plans to print.")] = 15
+    plot: Annotated[Path | None, Option("Plot memory against time.", check=plot_file)] = None
+    scaling: Annotated[
+        Path | None, Option("Plot strong and weak scaling over the clusters.", check=plot_file)
+    ] = None
 
 
 def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
@@ -27,7 +67,6 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
     from ..common.progress import counting, wrote
-    from ..predict.cluster.step_case import StepsBy
     from ..predict.devices import cluster_device, generation_note
     from ..predict.render.parts import print_notes
     from ..predict.render.step import print_front
@@ -59,9 +98,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         sweeps.plot(rows, settings.plot)
         wrote(settings.plot, "plot")
     if settings.scaling is not None:
-        from ..predict.sweep.scaling import plot_scaling
-
-        plot_scaling(rows, settings.scaling)
+        sweeps.plot_scaling(rows, settings.scaling)
         wrote(settings.scaling, "plot")
     print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
     if missed := nearest_miss(own, rows):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,9 @@ from ...simulate.clusters.catalogue import find_cluster
 from .job import SweepJob, judge
 from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates
 from .workers import Rows, run_pieces, undominated
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
 #: Engineering estimate.
@@ -239,14 +242,8 @@ def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.Da
 
 def plot(frame: pd.DataFrame, path: Path) -> None:
     """Plot memory against step time of all rows, with the Pareto front."""
-    import matplotlib
-
-    # Files only: the default backend may look for a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     front = pareto(frame, ("step_us", "memory_bytes_per_device"))
-    figure, axes = pyplot.subplots(figsize=(7, 5))
+    figure, axes = _subplots(figsize=(7, 5))
     for fits, colour in ((False, "lightgrey"), (True, "tab:blue")):
         part: Any = frame[frame["fits"] == fits]
         label = "fits" if fits else "does not fit"
@@ -260,6 +257,76 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
     axes.plot(front["step_us"] / 1e6, front["memory_bytes_per_device"] / 2**30, "k-", lw=1)
     axes.set(xlabel="step (s)", ylabel="memory of a device (GiB)", xscale="log", yscale="log")
     axes.legend()
+    _write(figure, path)
+
+
+def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
+    """Find the fastest plan that fits for each number of devices and batch.
+
+    Args:
+        frame: Results of a sweep.
+
+    Returns:
+        ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (the batch over the devices),
+        and ``strong`` and ``weak``: tokens per second and device relative to the smallest
+        cluster with the same batch, or with the same batch per device.
+    """
+    fitting = frame[frame["fits"]].sort_values("step_us")
+    best = fitting.groupby(["devices", "batch"], as_index=False).first()
+    best = best[["devices", "batch", "step_us", "plan"]].assign(
+        per_device=best["batch"] / best["devices"],
+        rate=best["batch"] / best["step_us"] / best["devices"],
+    )
+    # The smallest cluster of each group is the reference of its efficiency, so it comes first.
+    first = best.sort_values("devices")
+    strong = first.groupby("batch")["rate"].transform("first")
+    weak = first.groupby("per_device")["rate"].transform("first")
+    best = first.assign(strong=first["rate"] / strong, weak=first["rate"] / weak)
+    return best.drop(columns="rate").reset_index(drop=True)
+
+
+def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
+    """Plot strong and weak scaling side by side.
+
+    Raises:
+        DatasetError: The sweep has clusters of one size only.
+    """
+    best = best_by_size(frame)
+    if best["devices"].nunique() < 2:
+        raise DatasetError(
+            "scaling needs clusters of at least two sizes", hint="give --cluster several times"
+        )
+    figure, axes = _subplots(1, 2, figsize=(10, 4), sharey=True)
+    top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
+    for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
+        for value, part in best.groupby(key):
+            # A single size has no scaling to show.
+            if len(part) > 1:
+                label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
+                side.plot(part["devices"], part[kind], "o-", label=label)
+        side.axhline(1.0, color="grey", lw=0.5)
+        side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
+        side.set_xscale("log", base=2)
+        # The last line is the ideal one at 1, which needs no legend.
+        if side.lines[:-1]:
+            side.legend()
+    axes[0].set_ylabel("tokens/s of a device, relative")
+    _write(figure, path)
+
+
+def _subplots(*shape: int, **settings: Any) -> Any:
+    import matplotlib
+
+    # Files only: the default backend may look for a display.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*shape, **settings)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    from matplotlib import pyplot
+
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

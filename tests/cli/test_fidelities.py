@@ -15,7 +15,7 @@ from opcast.features.dataset import Dataset
 from opcast.workflows.label_with_simulator import simulate_dataset
 from opcast.workflows.reports import fidelities as fidelity_report
 from opcast.workflows.reports.fidelities import FidelityReport, run_fidelity_report
-from opcast.workflows.settings import FidelitySettings
+from opcast.workflows.reports.settings import FidelitySettings
 
 PROGRAM = """
 module @step {{

@@ -222,7 +222,7 @@ def _row(what: str, least: float, predicted: float, by: str) -> dict[str, object
 
 def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
     """Find the best plans of the 8B decoder by number of devices, and plot both scalings."""
-    from ...predict.sweep.scaling import best_by_size, plot_scaling
+    from ...predict.sweep.run import best_by_size, plot_scaling
 
     frames = []
     for name in ("strong", "weak"):

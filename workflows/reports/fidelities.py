@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ...features.devices.device import DeviceSpec
     from ...predict.program.predictor import Predictor
-    from ..settings import FidelitySettings
+    from .settings import FidelitySettings
 
 #: Version of the stored answers; increased when their content changes.
 VERSION = 1

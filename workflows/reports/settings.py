@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from ...common.options import Devices, Option, Seed, Threads, called, json_file
+from ...common.options import Devices, LoweringOpt, Option, Seed, Threads, called, folder, json_file
 from ..settings import Settings
 
 Figures = Annotated[Path, Option("JSON file for the figures.", check=json_file)]
@@ -108,3 +108,36 @@ class OperatorReportSettings(Settings):
     def folder(self) -> Path:
         """Folder of the parts of the report."""
         return self.out.with_name(f"{self.out.stem}-parts")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+@dataclass(frozen=True)
+class FidelitySettings(Settings):
+    """Settings of ``opcast fidelities``.
+
+    Attributes:
+        models: Estimators, as of :func:`~opcast.predict.program.fidelities.compare_fidelities`.
+        progress: Whether to show progress.
+    """
+
+    command: ClassVar[str] = "fidelities"
+    devices: Devices = ("tpu-v3", "tpu-v4")
+    models: Annotated[
+        Sequence[str],
+        Option(
+            "Estimators, comma-separated.",
+            ("--model",),
+            parse=_names,
+            typed="roofline,scalesim,zigzag,learned,compiler",
+        ),
+    ] = ("roofline", "scalesim", "zigzag", "learned", "compiler")
+    suite: Annotated[str, Option("Zoo suite: quick, standard, full; default: small programs.")] = ""
+    lowering: LoweringOpt = "auto"
+    limit: Annotated[int, Option("Maximum number of programs; 0 for all.", least=0)] = 0
+    out: Annotated[
+        Path, Option("Folder for the predictions; a run resumes from it.", check=folder)
+    ] = Path("fidelities-out")
+    progress: bool = True

@@ -13,8 +13,7 @@ from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.sweep import run as sweep_run
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.reasons import reasons, runner_up
-from opcast.predict.sweep.run import Sweep, grid, pareto, plot, search
-from opcast.predict.sweep.scaling import best_by_size, plot_scaling
+from opcast.predict.sweep.run import Sweep, best_by_size, grid, pareto, plot, plot_scaling, search
 from opcast.predict.sweep.space import Candidate, axis_values, candidates, chunks, parse_grid
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.files import save_cluster
