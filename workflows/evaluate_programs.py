@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError, OpcastError
-from ..common.parquet import write_table
 from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
 from ..features.devices.catalogue import in_catalogue
@@ -27,7 +26,7 @@ from ..predict.program.predictor import (
     load_for_programs,
 )
 from ..simulate.clusters.catalogue import find_cluster
-from .steps import FIGURES, measured_rows
+from .judging import FIGURES, measured_rows, write_predictions
 from .training import log_training
 
 if TYPE_CHECKING:
@@ -226,10 +225,7 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
             programs=settings.out.parent / f"{settings.out.stem}-programs",
             on_stream=settings.on_stream,
         )
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_table(frame, settings.out)
-    for reason, count in frame.loc[frame["reason"] != "", "reason"].value_counts().items():
-        console.print(f"{count} programs not predicted: {reason}")
+    write_predictions(console, frame, settings.out, "programs")
     figures = judge_programs(frame)
     if "cluster" in read_table(settings.folder):
         own = measured_rows(frame)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -12,24 +12,32 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.files import write_text
-from ..common.parquet import write_table
 from ..common.progress import counting, wrote
-from ..common.tables_text import in_percent, print_frame
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
 from ..models.steps.fit import slopes_at
 from ..models.steps.model import StepModel, find_step_model
-from ..models.tracking.mlflow_store import RunLog, tidy
+from ..models.tracking.mlflow_store import tidy
 from ..models.tracking.prediction_log import TrackedRun
+from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step import StepPrediction
-from ..predict.cluster.step_runs import StepRuns
-from ..predict.cluster.step_table import StepRow, read_rows, read_steps
+from ..predict.cluster.step_table import StepRow, StepRuns, step_row
 from ..predict.locate import OPERATOR_MODEL
 from ..predict.operator.step_operators import load_step_model
 from ..predict.page.accuracy import SCRIPTS, run_data
 from ..predict.page.assemble import Page, assemble
-from .training import log_training
+from .judging import (
+    FIGURES,
+    Judged,
+    choice,
+    choice_figures,
+    log_judged,
+    measured_rows,
+    print_judged,
+    to_learn,
+    write_predictions,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,21 +53,6 @@ _WORDS = {
     "launch": "launching a kernel takes {1:.2f} times as long as expected",
     "whole": "everything takes {1:.2f} times as long as expected",
 }
-
-
-@dataclass(frozen=True)
-class Judged:
-    """Figures on predicted steps.
-
-    Attributes:
-        by_group: Errors by source and device.
-        overall: Figures over all groups, each counting the same.
-        plans: Regret and rank correlation by model and cluster.
-    """
-
-    by_group: pd.DataFrame
-    overall: dict[str, float]
-    plans: pd.DataFrame
 
 
 def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepModel:
@@ -120,25 +113,6 @@ def _record(row: StepRow, said: StepPrediction) -> dict[str, object]:
     }
 
 
-#: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
-FIGURES = {
-    "rows": ("error", "size"),
-    "mape": ("error", "mean"),
-    "median_ape": ("error", "median"),
-    "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
-    "coverage": ("inside", "mean"),
-}
-
-
-def measured_rows(frame: pd.DataFrame) -> pd.DataFrame:
-    """Predicted rows with a measured time, with ``error``, ``log`` of the ratio, and ``inside``."""
-    own = frame[frame["measured_us"].notna() & frame["latency_us"].notna()].copy()
-    ratio = own["latency_us"].astype(float) / own["measured_us"]
-    own["error"], own["log"] = (ratio - 1.0).abs(), np.log(ratio)
-    own["inside"] = own["measured_us"].between(own["lo_us"], own["hi_us"])
-    return own
-
-
 def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     """Errors of predictions whose answer is given.
 
@@ -150,51 +124,19 @@ def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     own["memory_error"] = (own["memory_bytes"] / own["measured_memory_bytes"] - 1.0).abs()
     groups = own.groupby(["source", "device"], dropna=False)
     by_group = groups.agg(**FIGURES, memory_mape=("memory_error", "mean")).reset_index()
-    plans = plan_choice(own, table)
+    plans = choice(table, SAME, own["latency_us"], own["measured_us"])
+    means = by_group[["mape", "median_ape", "coverage", "memory_mape"]].astype(float).mean()
     overall = {
         "rows": float(len(frame)),
         "expressed": float(frame["latency_us"].notna().mean()),
-        "mape": float(by_group["mape"].mean()),
-        "median_ape": float(by_group["median_ape"].mean()),
-        "coverage": float(by_group["coverage"].mean()),
-        "memory_mape": float(by_group["memory_mape"].mean()),
-        "regret_median": float(plans["regret"].median()) if len(plans) else float("nan"),
-        "regret_mean": float(plans["regret"].mean()) if len(plans) else float("nan"),
-        "kendall_tau": float(plans["tau"].mean()) if len(plans) else float("nan"),
+        **{str(name): float(value) for name, value in means.items()},
+        **choice_figures(plans),
     }
     return Judged(by_group, overall, plans)
 
 
 #: What plans of one model on one cluster have in common.
 SAME = ("source", "model", "device", "n_devices", "seq", "global_batch", "dtype")
-#: Fewest plans that are compared.
-LEAST_PLANS = 3
-
-
-def plan_choice(own: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """How good the plan predicted fastest really is, and how well the order agrees.
-
-    Returns:
-        For each model on a cluster with at least three plans: ``plans``, ``regret`` (how much
-        slower the plan predicted fastest is than the fastest) and Kendall's ``tau``.
-    """
-    from scipy.stats import kendalltau
-
-    have = [name for name in SAME if name in table]
-    if "model" not in have:
-        return pd.DataFrame(columns=[*have, "plans", "regret", "tau"])
-    keys = table.set_index(table["id"].astype(str))[have]
-    joined = own[["id", "latency_us", "measured_us"]].join(keys, on="id")
-    found = []
-    for key, plans in joined.groupby(have, dropna=False):
-        if len(plans) < LEAST_PLANS or plans["measured_us"].nunique() < 2:
-            continue
-        chosen = plans["measured_us"].to_numpy()[int(plans["latency_us"].argmin())]
-        tau = kendalltau(plans["latency_us"], plans["measured_us"]).statistic
-        regret = float(chosen / plans["measured_us"].min() - 1.0)
-        own_key = dict(zip(have, key, strict=True))
-        found.append({**own_key, "plans": len(plans), "regret": regret, "tau": float(tau)})
-    return pd.DataFrame(found, columns=[*have, "plans", "regret", "tau"])
 
 
 def evaluate_steps(
@@ -208,60 +150,42 @@ def evaluate_steps(
     """Predict every row of a table of steps, and judge those whose answer is given.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.step_table.read_steps` gives.
+        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
         model: Of steps.
         operators: Model of library operators; ``None`` for rooflines.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have a time.
         show: Told of progress.
     """
-    rows, reasons = read_rows(table)
+    rows, reasons = read_rows(table, step_row)
     runs = StepRuns([row for row in rows if row is not None], operators, show)
+    known = to_learn(table)
     if calibrate:
-        model = _calibrated(table, rows, runs, model)
+        known = known & table["step_s"].notna().to_numpy()
+        learn = [row for row, own in zip(rows, known, strict=True) if own and row]
+        if not learn:
+            raise DatasetError(
+                "no row to calibrate on",
+                hint="give rows a split that begins with calib, and step_s",
+            )
+        model = adapt_steps(model, runs.part(learn), np.log([row.measured_s for row in learn]))
     frame = predicted_frame(table, rows, reasons, runs.predict(model))
-    judged = frame
-    if calibrate:
-        judged = frame[~_to_learn(table).to_numpy()]
-    return frame, judge(judged, table), model
-
-
-def _to_learn(table: pd.DataFrame) -> pd.Series:
-    if "split" not in table:
-        return pd.Series(False, index=table.index)
-    return table["split"].astype(str).str.startswith("calib") & table["step_s"].notna()
-
-
-def _calibrated(
-    table: pd.DataFrame, rows: Sequence[StepRow | None], runs: StepRuns, model: StepModel
-) -> StepModel:
-    learn = [row for row, own in zip(rows, _to_learn(table), strict=True) if own and row]
-    if not learn:
-        raise DatasetError(
-            "no row to calibrate on", hint="give rows a split that begins with calib, and step_s"
-        )
-    part = runs.part(learn)
-    return adapt_steps(model, part, np.log([row.measured_s for row in learn]))
+    return frame, judge(frame[~known] if calibrate else frame, table), model
 
 
 def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     """Predict every row of a table of steps; print the errors of those with a measured time."""
-    table = read_steps(settings.table)
+    table = read_cases(settings.table, "steps")
     model = find_step_model(settings.model)
     with counting("steps") as show:
         frame, judged, model = evaluate_steps(
             table, model, step_operators(), calibrate=settings.calibrate, show=show
         )
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_table(frame, settings.out)
-    missing = frame.loc[frame["latency_us"].isna(), "reason"]
-    for reason, count in missing.value_counts().head(20).items():
-        console.print(f"{count} rows are not predicted: {reason}", highlight=False)
+    write_predictions(console, frame, settings.out, "rows")
     if settings.calibrate:
         for line in learned_lines(model, table):
             console.print(line, highlight=False)
-    if judged.overall["rows"] and len(judged.by_group):
-        print_frame(console, in_percent(judged.by_group), "measured steps, errors in %")
-        console.print(_sentence(judged), highlight=False, soft_wrap=True)
+    if len(judged.by_group):
+        print_judged(console, judged, "measured steps", [_sentence(judged)])
     wrote(settings.out, f"{len(frame)} rows")
     known = measured_rows(frame)
     if len(known) and (settings.page or settings.track):
@@ -289,19 +213,16 @@ def _keep(console: Console, settings: StepSettings, judged: Judged, known: pd.Da
         write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
         wrote(settings.page, "page")
     if settings.track:
-        metrics = {k: v for k, v in judged.overall.items() if np.isfinite(v)}
-        tables = {"by_group": judged.by_group, "plans": judged.plans}
-        log = RunLog("evaluate-steps", params, metrics, tables=tables, predictions=predictions)
-        log_training(console, log, None)
+        log_judged(console, judged, "evaluate-steps", params, predictions)
 
 
 def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     """Adapt a model to the clusters of a table of one's own steps; print what was learned."""
-    table = read_steps(settings.table)
+    table = read_cases(settings.table, "steps")
     if "source" not in table or table["source"].isna().any():
         # Runs of one's own need no name: they are of one place.
         table["source"] = table["source"].fillna(OWN) if "source" in table else OWN
-    rows, reasons = read_rows(table)
+    rows, reasons = read_rows(table, step_row)
     for name, reason in zip(table["id"], reasons, strict=True):
         if reason:
             console.print(f"{name}: not used: {reason}", highlight=False)
@@ -353,12 +274,8 @@ def _sentence(judged: Judged) -> str:
     ]
     if np.isfinite(o["memory_mape"]):
         parts.append(f"memory {100 * o['memory_mape']:.1f} %")
-    if len(judged.plans):
-        parts.append(
-            f"plan choice over {len(judged.plans)} models on clusters: regret "
-            f"{100 * o['regret_median']:.1f} % (median), {100 * o['regret_mean']:.1f} % (mean), "
-            f"Kendall's tau {o['kendall_tau']:.2f}"
-        )
+    which = f"plan choice over {len(judged.choice)} models on clusters"
+    parts += judged.choice_sentence(which)
     return "; ".join(parts)
 
 

@@ -27,8 +27,8 @@ from ..models.steps.model import (
 )
 from ..models.tracking.mlflow_store import RunLog
 from ..models.trust.calibrator import Calibrator
-from ..predict.cluster.step_runs import StepRuns, fullest
-from ..predict.cluster.step_table import read_rows, read_steps
+from ..predict.cluster.case_table import read_cases, read_rows
+from ..predict.cluster.step_table import StepRuns, fullest, step_row
 from .steps import step_operators
 from .training import digests, log_training
 
@@ -72,7 +72,7 @@ def train_steps(
     """Learn a model of steps, with errors on rows, clusters, sources and chips left out.
 
     Args:
-        table: Measured steps, as :func:`~opcast.predict.cluster.step_table.read_steps` gives.
+        table: Measured steps, as :func:`~opcast.predict.cluster.case_table.read_cases` gives.
         operators: Model of library operators; ``None`` for rooflines.
         tell: Told of progress.
         seed: Of draws.
@@ -83,7 +83,7 @@ def train_steps(
     Raises:
         DatasetError: No row has a measured time and can be expressed.
     """
-    rows = [r for r in read_rows(table)[0] if r is not None and np.isfinite(r.measured_s)]
+    rows = [r for r in read_rows(table, step_row)[0] if r is not None and np.isfinite(r.measured_s)]
     if not rows:
         raise DatasetError(
             "no row with a measured step can be predicted", hint="step_s holds seconds"
@@ -338,7 +338,7 @@ def _thinned(groups: np.ndarray, seed: int) -> list[int]:
 
 def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     """Learn from a table of steps, print errors of what was left out, save and track."""
-    table = read_steps(settings.table)
+    table = read_cases(settings.table, "steps")
 
     def tell(what: str) -> None:
         console.print(what, highlight=False)

@@ -17,15 +17,14 @@ _H100_HEADROOM = 0.7075
 #: The same of an A100 (400 W, 312 TFLOP/s), the most of any chip whose steps were learned from. A
 #: chip with more watts for each operation, such as one with slow matrix units, is no faster for it.
 _MOST_HEADROOM = 1.282
-#: Frameworks that compile a step, or replay it, whatever a row says: the host launches no kernels.
-COMPILED = ("maxtext", "jax", "oneflow", "paxml", "torch-xla")
 #: Source of runs that name none: one's own.
 OWN = "own"
 #: Framework, or cluster, of a step that says nothing of it, and its value as a level.
 UNKNOWN = ""
 UNNAMED = ("", 1.0)
-#: Engine of frameworks that share one.
-ENGINES: dict[str, str] = dict(read_levels("steps")["engines"])
+#: What is known of frameworks by name: ``engines`` of those that share one, those that are
+#: ``compiled``, and ``whole_sequences``.
+FRAMEWORKS = read_levels("steps")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class StepContext:
     @cached_property
     def _levels(self) -> dict[str, Value]:
         # A framework or cluster that is not named is one of all that could be.
-        engine = ENGINES.get(self.framework, "") if self.framework else UNNAMED
+        engine = FRAMEWORKS["engines"].get(self.framework, "") if self.framework else UNNAMED
         return {
             "all": self.platform,
             "architecture": self.architecture,
@@ -72,6 +71,11 @@ class StepContext:
     def get(self, key: str, default: str, /) -> Value:
         """Value of a level of :mod:`~opcast.models.effects.effects`, or ``default``."""
         return self._levels.get(key, default)
+
+
+def is_compiled(framework: str) -> bool:
+    """Whether a framework compiles a step, or replays it, whatever is asked."""
+    return framework.startswith(tuple(FRAMEWORKS["compiled"]))
 
 
 def context_of(

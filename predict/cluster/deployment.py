@@ -11,11 +11,10 @@ from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.serving.checkpoints import find_checkpoint
+from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
 from ...simulate.serving.formats import Formats
-from ...simulate.serving.policies import runs_on
+from ...simulate.serving.policies import known_framework, runs_on
 from ...simulate.serving.served import EnginePlan, ServedModel
-from .served_row import known_framework, served_by_name
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 

@@ -14,8 +14,8 @@ from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
 from ...simulate.step.fitting import memory_of
 from ..sweep.space import candidates
-from .step_runs import StepRuns
-from .step_table import FAULTS, StepRow
+from .case_table import FAULTS
+from .step_table import StepRow, StepRuns
 
 #: Most models and clusters among the measured steps for which plans are tried, and plans tried of
 #: each pair: an engineering choice, which takes seconds.

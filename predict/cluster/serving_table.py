@@ -11,22 +11,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd
 from pathlib import Path
+from typing import Any, cast
 
-import pandas as pd
-
-from ...common.errors import DatasetError, OpcastError, PlanError
+from ...common.errors import DatasetError, PlanError
+from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device
+from ...simulate.serving.checkpoints import plain_name, recurrence_of, served_models
+from ...simulate.serving.formats import Formats, in_formats
 from ...simulate.serving.policies import framework_defaults, framework_of, frameworks
 from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.step.presets import find_preset
+from ...simulate.step.workload import Workload, make_workload
+from .case_table import Cells, meaning, noted_share, noted_sizes
 from .deployment import Deployment, Workers
-from .served_row import served_model
 from .serving_case import EngineOptions, LoadSpec
 from .serving_engine import engine_cache
 from .serving_load import draw
-from .step_table import FAULTS, Cells, reason_of
 
-#: Columns that a row cannot do without.
-NEEDED = ("device", "framework", "load")
 #: Kinds of load.
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
 #: What may be measured, with its unit as the suffix says.
@@ -61,53 +62,6 @@ class ServingRow:
         return float(draw(self.spec).outputs.mean()) if self.spec.concurrency else 0.0
 
 
-def read_serving(path: str | Path) -> pd.DataFrame:
-    """A table of measured serving from CSV or parquet.
-
-    Raises:
-        DatasetError: The file cannot be read, or lacks columns.
-    """
-    file = Path(path)
-    try:
-        if file.suffix == ".parquet":
-            table = pd.read_parquet(file)
-        else:
-            table = pd.read_csv(file, low_memory=False)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"the table cannot be read: {error}", where=str(file)) from None
-    missing = [name for name in NEEDED if name not in table]
-    if missing:
-        raise DatasetError(
-            f"no columns {', '.join(missing)}",
-            where=str(file),
-            hint="docs/serving.md lists the columns of a table of serving",
-        )
-    if "id" not in table:
-        table.insert(0, "id", [f"row{number}" for number in range(len(table))])
-    return table
-
-
-def read_serving_rows(
-    table: pd.DataFrame, folder: Path = Path()
-) -> tuple[list[ServingRow | None], list[str]]:
-    """Rows of a table, and for each that cannot be expressed why; empty for the others.
-
-    Args:
-        table: From :func:`read_serving`.
-        folder: That its traces are in.
-    """
-    rows: list[ServingRow | None] = []
-    reasons = []
-    for record in table.to_dict("records"):
-        try:
-            rows.append(serving_row({str(k): v for k, v in record.items()}, folder))
-            reasons.append("")
-        except (OpcastError, *FAULTS) as error:
-            rows.append(None)
-            reasons.append(reason_of(error))
-    return rows, reasons
-
-
 def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     """A row of a table of serving.
 
@@ -120,7 +74,11 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     """
     cell = Cells(row)
     framework, chunked = framework_of(cell.text("framework")), cell.text("chunked_prefill").lower()
-    model, accepted = served_model(cell), _accepted(cell)
+    method, model = cell.text("method").lower(), served_model(cell)
+    accepted = cell.number("spec_accept_len", meaning("accepted", cell.text("spec_decode").lower()))
+    if accepted < 1.0:
+        raise PlanError(f"spec_accept_len={accepted:g} is below 1", hint="tokens of a step")
+    budgets = framework_defaults(framework).budgets.items()
     engine, prefill = _workers(cell, model)
     spec = _load(cell, folder, engine.count)
     own = Deployment(
@@ -131,7 +89,8 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         prefill=prefill,
         options=EngineOptions(
             max_batch=cell.count("max_num_seqs", 0) or cell.count("decode_batch", 0),
-            token_budget=cell.count("max_num_batched_tokens", 0) or _budget(cell),
+            token_budget=cell.count("max_num_batched_tokens", 0)
+            or next((own for way, own in budgets if method.startswith(way)), 0),
             chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
             accepted=accepted,
             drafts=ceil(accepted) - 1,
@@ -155,13 +114,63 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     )
 
 
-def _budget(cell: Cells) -> int:
-    """Token budget that the way of measuring implies; 0 for the framework's own."""
-    method, rules = (
-        cell.text("method").lower(),
-        framework_defaults(framework_of(cell.text("framework"))),
+def served_model(cell: Cells) -> ServedModel:
+    """The model of a row: of the sizes that the row gives, or those of its name.
+
+    Raises:
+        PlanError: Its sizes or formats are unknown, or do not make a model.
+    """
+    name, note = cell.text("model"), cell.text("attention_note")
+    known, linear, recurrence = plain_name(name), 0, None
+    one_pass: JsonObject = {"mode": "forward", "seq": 1, "batch": 1}
+    entry = served_models().get(known, {})
+    if cell.count("layers", 0) and cell.count("d_model", 0):
+        work = Workload(**{**_row_sizes(cell, note), **one_pass})
+        share = noted_share("linear", f"{note}; {cell.text('arch').lower()}") or 0.0
+        linear = min(work.layers - 1, round(work.layers * share))
+    elif "sizes" in entry:
+        work = Workload(**{**cast("JsonObject", entry["sizes"]), **cell.sizes(), **one_pass})
+        linear = cast("int", entry.get("linear_layers", 0))
+    elif find_preset(known) is not None:
+        work = make_workload(known, one_pass)
+    else:
+        raise PlanError(
+            f"the sizes of {name or 'the model'} are not known",
+            hint="give layers, d_model, heads, d_ff and vocab",
+        )
+    if linear:
+        recurrence = recurrence_of(known)
+    formats = Formats(
+        cell.text("weight_dtype"),
+        cell.text("kv_dtype"),
+        linear_layers=linear,
+        framework=framework_of(cell.text("framework")),
     )
-    return next((most for way, most in rules.budgets.items() if method.startswith(way)), 0)
+    return replace(in_formats(work, formats), recurrence=recurrence)
+
+
+def _row_sizes(cell: Cells, note: str) -> JsonObject:
+    """Sizes that a row gives, fields of a workload."""
+    noted = noted_sizes(note, latent=cell.flag("mla", False))
+    sizes: dict[str, Any] = {"heads": 1, "kv_heads": 0, "d_ff": 0, **cell.sizes(), **noted}
+    if "kv_lora" in noted:
+        sizes["kv_heads"] = 0
+    if cell.text("arch").lower() == "gpt":
+        sizes |= {"gated": False, "norm": "layernorm"}
+    if "window" in noted:
+        sizes["window_share"] = noted_share("window_share", note) or 1.0
+    if not sizes.get("experts"):
+        return {k: v for k, v in sizes.items() if k not in _OF_EXPERTS}
+    # Layers without experts: where they stand in the model does not matter to its time.
+    if share := noted_share("with_experts", note):
+        sizes["dense_layers"] = round(sizes["layers"] * (1.0 - share))
+    if sizes.get("dense_layers"):
+        sizes["dense_ff"] = sizes["d_ff"]
+    return {**sizes, "d_ff": cell.count("moe_d_ff", 0) or sizes["d_ff"]}
+
+
+#: Sizes that only models with experts have.
+_OF_EXPERTS = ("top_k", "shared_experts", "dense_layers", "dense_ff")
 
 
 def _version(cell: Cells, spec: LoadSpec) -> str:
@@ -174,24 +183,6 @@ def _version(cell: Cells, spec: LoadSpec) -> str:
         return ""
     said = cell.text("framework_version")
     return said if said[:1].isdigit() else "0" if spec.batch else ""
-
-
-#: Tokens of a step where drafts are made and nothing says how many are accepted: one of
-#: DeepSeek-V3's extra predictions, of which 85 to 90 % are (DeepSeek-V3, 2024, section 5.4.3).
-_ACCEPTED = 1.85
-#: The same where rows with and without drafts are mixed: times of a further token are 0.67 times
-#: those of their twins without (published-serving pack, README, trap 3).
-_MIXED = 1.5
-
-
-def _accepted(cell: Cells) -> float:
-    """Tokens that a step of decoding yields."""
-    said = cell.text("spec_decode").lower()
-    usual = 1.0 if not said or said.startswith(("no", "unstated")) else _ACCEPTED
-    length = cell.number("spec_accept_len", _MIXED if said.startswith("ambiguous") else usual)
-    if length < 1.0:
-        raise PlanError(f"spec_accept_len={length:g} is below 1", hint="tokens of a step")
-    return length
 
 
 def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | None:

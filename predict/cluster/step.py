@@ -17,7 +17,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
-from ...models.steps.context import COMPILED, OWN, StepContext, context_of
+from ...models.steps.context import OWN, StepContext, context_of, is_compiled
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel, shipped_steps
 from ...simulate.clusters.catalogue import find_cluster
@@ -349,7 +349,7 @@ class StepPredictor:
 
     def _learn(self, workload: Workload) -> StepContext:
         """Take the effects that measured steps have on steps like these."""
-        launched = not self.compiled and not self.framework.startswith(COMPILED)
+        launched = not self.compiled and not is_compiled(self.framework)
         context = context_of(
             workload, self.spec, self.framework, self.source, launched=launched,
             boxes=self.cluster.boxes,

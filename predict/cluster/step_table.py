@@ -1,4 +1,4 @@
-"""Tables of training steps: a row's columns in, the workload, plan and cluster that it means out.
+"""Tables of training steps: the step that each row means, and predictions of many of them.
 
 A row says what was trained, how it was spread and on what; where its source measured the step, how
 long that took. The columns are those of published tables of training runs (docs/steps.md).
@@ -6,34 +6,35 @@ long that took. The columns are those of published tables of training runs (docs
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
 from math import ceil, gcd
-from pathlib import Path
 
-import pandas as pd
+import numpy as np
 
-from ...common.errors import DatasetError, OpcastError, PlanError
+from ...common.errors import OpcastError, PlanError
 from ...features.cost.formats import format_name
 from ...features.devices.catalogue import find_device
-from ...models.steps.context import COMPILED
+from ...features.operators.op import Op
+from ...models.operators import OpModel
+from ...models.steps.context import FRAMEWORKS, StepContext, context_of, is_compiled
+from ...models.steps.effects import EffectTable
+from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
+from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
+from ...simulate.step.costs import Costs, StepEffects
+from ...simulate.step.fitting import memory_of
+from ...simulate.step.memory import StageMemory
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
-
-#: What a rule of opcast may raise on sizes that it was not made for.
-FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
-#: Frameworks whose tensor parallelism keeps the whole sequence on every rank between products:
-#: sequence parallelism came to Megatron-LM in 2022 (Korthikanti et al., arXiv:2205.05198), after
-#: Megatron-DeepSpeed had branched off, and never came to OneFlow's.
-_WHOLE_SEQUENCES = ("megatron-deepspeed", "oneflow")
-#: Dtypes whose recipes have names of their own.
-_FAMILIES = ("fp8", "int8", "mxfp8", "nvfp4")
-#: Columns that a row cannot do without.
-NEEDED = ("device", "n_devices", "layers", "d_model", "heads", "d_ff", "vocab", "seq")
+from ..operator.step_operators import OperatorLatency
+from .case_table import FAULTS, Cells, noted_share, noted_sizes, reason_of
+from .peaks import as_multiplied
+from .step import StepPrediction, StepPredictor
 
 
 @dataclass(frozen=True)
@@ -66,29 +67,6 @@ class StepRow:
     memory_bytes: float
 
 
-def read_steps(path: str | Path) -> pd.DataFrame:
-    """A table of steps from CSV or parquet.
-
-    Raises:
-        DatasetError: The file cannot be read, or lacks columns.
-    """
-    file = Path(path)
-    try:
-        table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"the table cannot be read: {error}", where=str(file)) from None
-    missing = [name for name in NEEDED if name not in table]
-    if missing:
-        raise DatasetError(
-            f"no columns {', '.join(missing)}",
-            where=str(file),
-            hint="docs/steps.md lists the columns of a table of steps",
-        )
-    if "id" not in table:
-        table.insert(0, "id", [f"row{number}" for number in range(len(table))])
-    return table
-
-
 def step_row(row: Mapping[str, object]) -> StepRow:
     """A row of a table of steps.
 
@@ -104,7 +82,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     micro = cell.count("micro_batch", 0) or max(1, batch // (plan.batch_ranks))
     rounds = cell.count("grad_accum", 0) or ceil(batch / (micro * plan.batch_ranks))
     whole = micro * rounds * plan.batch_ranks
-    workload = _workload(cell, whole, spec.platform)
+    workload = _workload(cell, whole)
     plan = plan.changed(microbatches=rounds)
     if plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:
         plan = plan.changed(schedule="interleaved", virtual=cell.count("virtual", 1))
@@ -121,52 +99,11 @@ def step_row(row: Mapping[str, object]) -> StepRow:
             cell.flag("compile", False)
             or "cuda graph" in overlap
             or spec.platform != "gpu"
-            or framework.startswith(COMPILED)
+            or is_compiled(framework)
         ),
         measured_s=cell.number("step_s"),
         memory_bytes=cell.number("memory_gib") * 2.0**30,
     )
-
-
-class Cells:
-    """Cells of a row by type; an empty cell, or no such column, is the default."""
-
-    def __init__(self, row: Mapping[str, object]) -> None:
-        self._row = row
-
-    def _value(self, name: str) -> object | None:
-        value = self._row.get(name)
-        return None if value is None or value != value or value == "" else value
-
-    def filled(self) -> dict[str, object]:
-        """The cells that are not empty."""
-        return {name: value for name in self._row if (value := self._value(name)) is not None}
-
-    def text(self, name: str) -> str:
-        """Text of a cell."""
-        value = self._value(name)
-        return "" if value is None else str(value)
-
-    def number(self, name: str, default: float = float("nan")) -> float:
-        """Number of a cell.
-
-        Raises:
-            DatasetError: It is none.
-        """
-        value = self._value(name)
-        try:
-            return default if value is None else float(str(value))
-        except ValueError:
-            raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
-
-    def count(self, name: str, default: int) -> int:
-        """Whole number of a cell."""
-        return round(self.number(name, default))
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Whether a cell says yes."""
-        text = self.text(name).lower()
-        return text in ("true", "1", "1.0", "yes") if text else default
 
 
 def _cluster(cell: Cells) -> Cluster:
@@ -195,7 +132,7 @@ def _plan(cell: Cells, devices: int) -> Plan:
         dp=dp,
         fsdp=fsdp,
         tp=tp,
-        sp=cell.text("framework").lower() not in _WHOLE_SEQUENCES
+        sp=cell.text("framework").lower() not in FRAMEWORKS["whole_sequences"]
         and "no sequence parallelism" not in cell.text("notes"),
         pp=pp,
         # Experts are spread over data-parallel ranks first; what is left spans tensor ranks,
@@ -209,87 +146,153 @@ def _plan(cell: Cells, devices: int) -> Plan:
     )
 
 
-def _workload(cell: Cells, batch: int, platform: str) -> Workload:
+#: Sizes of a model that have no default.
+_SIZES = ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq")
+
+
+def _workload(cell: Cells, batch: int) -> Workload:
     dtype = format_name(cell.text("dtype") or "bf16")
     # Recipes of one type, such as fp8_full, differ in what they leave out.
-    dtype = next((d for d in _FAMILIES if dtype.startswith(f"{d}_")), dtype)
+    dtype = next((d for d in PRODUCTS if dtype.startswith(f"{d}_")), dtype)
     if dtype not in PRODUCTS:
         raise PlanError(f"dtype {dtype!r} is not known", hint=", ".join(PRODUCTS))
     plain = dtype if dtype in DTYPES and dtype != "fp8" else "bf16"
-    experts = cell.count("experts", 0)
-    sizes = _notes(cell.text("arch_note"))
+    note = cell.text("arch_note")
+    # A size that a row lacks is refused as 0.
+    sizes = {**dict.fromkeys(_SIZES, 0), **cell.sizes(), **noted_sizes(note)}
+    if "window" in sizes:
+        sizes["window_share"] = noted_share("window_share", note) or 1.0
     return Workload(
-        layers=cell.count("layers", 1),
-        d_model=cell.count("d_model", 1),
-        heads=cell.count("heads", 1),
-        kv_heads=cell.count("kv_heads", 0),
-        head_dim=cell.count("head_dim", 0),
-        d_ff=cell.count("d_ff", 1),
-        vocab=cell.count("vocab", 1),
-        seq=cell.count("seq", 1),
-        batch=batch,
-        dtype=plain,
-        products="" if plain == dtype else dtype,
-        experts=experts,
-        top_k=cell.count("top_k", 0),
-        gated=cell.flag("gated", True),
-        tied=cell.flag("tied", False),
-        norm=cell.text("norm") or "rmsnorm",
-        rope=cell.text("position") == "rope",
-        positions=cell.text("position") == "learned",
-        attention=_attention(cell.text("attention")),
-        **sizes,  # type: ignore[arg-type]
+        **{
+            **sizes,
+            "batch": batch,
+            "dtype": plain,
+            "products": "" if plain == dtype else dtype,
+            "norm": cell.text("norm") or "rmsnorm",
+            "rope": cell.text("position") == "rope",
+            "positions": cell.text("position") == "learned",
+            "attention": cell.meant("attention"),
+        }
     )
 
 
-def _attention(text: str) -> str:
-    """Implementation of attention by the source's words; the fastest if it says nothing."""
-    word = text.lower()
-    if word.startswith("torch") or "eager" in word or "unfused" in word:
-        return "eager"
-    if "naive" in word or "dot_product" in word:
-        return "naive"
-    return "flash2" if "flash2" in word or "triton" in word else "fused"
+class StepRuns:
+    """Simulates rows of a table of steps.
+
+    Args:
+        rows: The rows.
+        model: Model of library operators; ``None`` for rooflines.
+        show: Told of progress: rows done and rows in all.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[StepRow],
+        model: OpModel | None,
+        show: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        self.rows = [
+            replace(row, workload=as_multiplied(row.workload, find_device(row.cluster.device)))
+            for row in rows
+        ]
+        self.show, self.operators = show, model
+        #: Tasks of a pipeline that are placed one by one.
+        self.most_tasks = MOST_TASKS
+        self.contexts: list[StepContext] = [row_context(row) for row in self.rows]
+        self._latency: dict[str, OperatorLatency] = {}
+        self._ops: dict[str, dict[Op, np.ndarray]] = {}
+        self._clusters: dict[Cluster, StepPredictor] = {}
+        self._logs: dict[tuple[StepRow, StepEffects], float] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Ask for every operator of every chip at once."""
+        calls: dict[str, dict[Op, None]] = {}
+        for row in self.rows:
+            own = calls.setdefault(row.cluster.device, {})
+            last = row.plan.pp - 1
+            # Operators of a layer are the same in every stage; only a mixed model has more kinds.
+            stages = range(row.plan.pp) if row.workload.mixed else {0, last // 2, last}
+            # A row that fails here fails in its step as well, where it is told.
+            with suppress(OpcastError, *FAULTS):
+                for stage in stages:
+                    own |= dict.fromkeys(operator_counts(row.workload, row.plan, stage))
+        for device, asked in calls.items():
+            latency = OperatorLatency(find_device(device), self.operators)
+            self._latency[device] = latency
+            self._ops[device] = dict(zip(asked, latency(list(asked)), strict=True))
+
+    def part(self, rows: Sequence[StepRow]) -> StepRuns:
+        """Some of the rows, with the operators and collectives that are known by now."""
+        part = copy(self)
+        part.rows, part.contexts = list(rows), [row_context(row) for row in rows]
+        return part
+
+    def _on(self, cluster: Cluster) -> StepPredictor:
+        """Predictor of steps on a cluster; its collectives are asked for once."""
+        if cluster not in self._clusters:
+            own = StepPredictor(cluster, None, latency=self._latency[cluster.device])
+            own.priced.ops = self._ops[cluster.device]
+            self._clusters[cluster] = own
+        return self._clusters[cluster]
+
+    def costs(self, row: StepRow, effects: StepEffects) -> Costs:
+        """Costs of a row under effects."""
+        return self._on(row.cluster).priced.with_effects(effects, row.cluster.box)
+
+    def step(self, row: StepRow, effects: StepEffects) -> StepTime:
+        """Simulate a row."""
+        return step_time(row.workload, row.plan, self.costs(row, effects), self.most_tasks)
+
+    def simulate(
+        self, which: Sequence[int], table: EffectTable, shifts: Mapping[str, float]
+    ) -> np.ndarray:
+        """Logarithms of simulated seconds, as :data:`opcast.models.steps.fit.Simulate`."""
+        return np.array(
+            [self._log(self.rows[i], table.effects(self.contexts[i], shifts)) for i in which]
+        )
+
+    def _log(self, row: StepRow, effects: StepEffects) -> float:
+        """Logarithm of a row's simulated seconds; effects that it does not feel count as none."""
+        none, absent = StepEffects(), set[str]()
+        if not row.workload.experts:
+            absent.add("experts")
+        if row.plan.pp == 1:
+            absent.add("hop_s")
+        if row.cluster.boxes == 1:
+            absent.add("between")
+        key = row, replace(effects, **{name: getattr(none, name) for name in absent})
+        if key not in self._logs:
+            self._logs[key] = float(np.log(self.step(*key).total * row.share))
+        return self._logs[key]
+
+    def predict(self, model: StepModel) -> list[StepPrediction | str]:
+        """Predict every row as a user who types it gets it; where that fails, say why instead."""
+        found: list[StepPrediction | str] = []
+        for row in self.rows:
+            try:
+                own = self._on(row.cluster).run_by(
+                    row.framework, compiled=not row.launched, source=row.source, learned=model
+                )
+                found.append(own.predict(row.workload, row.plan, remedy=False))
+            except (OpcastError, *FAULTS) as error:
+                found.append(reason_of(error))
+            self.show(len(found), len(self.rows))
+        return found
 
 
-def _notes(note: str) -> dict[str, object]:
-    """Sizes that tables have no columns for: latent attention, dense layers, shared experts."""
-    sizes: dict[str, object] = {}
-    latent = re.search(r"MLA q_lora (\d+) kv_lora (\d+) nope \d+ rope (\d+) v (\d+)", note)
-    if latent:
-        names = ("q_lora", "kv_lora", "rope_dim", "v_dim")
-        sizes |= dict(zip(names, map(int, latent.groups()), strict=True))
-    dense = re.search(r"first (?:(\d+) )?layers? dense ff (\d+)", note)
-    if dense:
-        sizes |= {"dense_layers": int(dense[1] or 1), "dense_ff": int(dense[2])}
-    shared = re.search(r"(\d+) shared experts?", note)
-    if shared:
-        sizes["shared_experts"] = int(shared[1])
-    window = re.search(r"sliding window of (\d+)", note)
-    if window:
-        some = re.search(r"(\d+) of (\d+) layers", note)
-        share = int(some[1]) / int(some[2]) if some else 1.0
-        share = 0.5 if "every second layer" in note else share
-        sizes |= {"window": int(window[1]), "window_share": share}
-    return sizes
+def fullest(row: StepRow) -> StageMemory:
+    """Memory of the stage that needs most, by the plain count."""
+    return max(memory_of(row.workload, row.plan), key=lambda stage: stage.total)
 
 
-def read_rows(table: pd.DataFrame) -> tuple[list[StepRow | None], list[str]]:
-    """Rows of a table, and for each that cannot be expressed why; empty for the others."""
-    rows: list[StepRow | None] = []
-    reasons = []
-    for record in table.to_dict("records"):
-        try:
-            rows.append(step_row({str(k): v for k, v in record.items()}))
-            reasons.append("")
-        except (OpcastError, *FAULTS) as error:
-            rows.append(None)
-            reasons.append(reason_of(error))
-    return rows, reasons
-
-
-def reason_of(error: Exception) -> str:
-    """Why a row has no prediction; one row that opcast fails on does not cost the others."""
-    if isinstance(error, OpcastError):
-        return str(error)
-    return f"opcast fails on this row, please report it: {type(error).__name__}: {error}"
+def row_context(row: StepRow) -> StepContext:
+    """Context of a row: its framework, chip and whose cluster it is."""
+    return context_of(
+        row.workload,
+        find_device(row.cluster.device),
+        row.framework,
+        row.source,
+        launched=row.launched,
+        boxes=row.cluster.boxes,
+    )

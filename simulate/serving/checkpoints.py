@@ -1,15 +1,22 @@
-"""Checkpoints on huggingface.co by the names of models, and how many tokens they take."""
+"""Models by name: what a name stands for, its sizes as they are served, and its checkpoint."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from ...common.errors import OpcastError
 from ...common.files import parse_json, parse_yaml
 from ...common.types import JsonObject
+from ..step.hybrid import Recurrence
+from ..step.presets import find_preset, read_config
+from ..step.workload import ALIASES, FAMILIES, make_workload, read_workload
+from .formats import Formats, format_in, in_formats
+from .served import ServedModel
 
 
 class Checkpoint(NamedTuple):
@@ -31,11 +38,79 @@ class Checkpoint(NamedTuple):
 UNKNOWN = Checkpoint("MODEL", drafts=None)
 
 
-@lru_cache(maxsize=1)
+@lru_cache
+def _data(file: str) -> Any:
+    return parse_yaml(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+
+
 def served_models() -> dict[str, JsonObject]:
     """What serving knows of models by name, beside their presets (models.yaml)."""
-    text = Path(__file__).with_name("models.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, JsonObject]", parse_yaml(text))
+    return cast("dict[str, JsonObject]", _data("models.yaml"))
+
+
+def plain_name(name: str) -> str:
+    """A model's name as presets have it: without owner, tuning, format and date.
+
+    ``meta-llama/Llama-3.1-70B-Instruct-FP8`` is ``llama-3.1-70b``.
+    """
+    data = _data("names.yaml")
+    text = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
+    text = re.sub(r"^qwen(\d[\d.]*)", r"qwen-\1", text)
+    text = re.sub(rf"-({data['endings']})(?=-|$)", "", text)
+    for pattern, plain in data["same_sizes"].items():
+        if hit := re.fullmatch(pattern, text):
+            return hit.expand(plain)
+    return text
+
+
+def recurrence_of(known: str) -> Recurrence | None:
+    """Sizes of the layers with a recurrent state of a model by its plain name, if known."""
+    own = cast("list[int]", served_models().get(known, {}).get("recurrence", []))
+    return Recurrence(*own) if own else None
+
+
+def served_by_name(
+    name: str, settings: Mapping[str, object], formats: Formats, *, files: bool = False
+) -> ServedModel:
+    """A model by its name, or by a file.
+
+    Names are those of presets, of ``models.yaml``, and of checkpoints (``Qwen/Qwen3-32B-FP8``),
+    whose format counts where none is given, or else the one that a model is published in; so does
+    the ``quantization_config`` of a ``config.json``.
+
+    Args:
+        name: Of a model; with ``files`` also a ``config.json``, or a YAML file of sizes.
+        settings: Sizes that take precedence.
+        formats: Of its numbers.
+        files: Whether files are read.
+
+    Raises:
+        PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
+    """
+    given = {ALIASES.get(key, key): value for key, value in settings.items()}
+    known, own, recurrent, bare = plain_name(name), "", 0, 0
+    entry, sizes = served_models().get(known, {}), recurrence_of(known)
+    if files and name.lower().endswith(".json"):
+        config = read_config(Path(name))
+        recurrent, own = config.linear_layers, config.weights
+        sizes, bare = config.recurrence, config.bare_layers
+        work = make_workload("llama", {**config.settings, **given})
+    elif files and name.lower().endswith((".yaml", ".yml")):
+        work = read_workload(name, [f"{key}={value}" for key, value in given.items()])
+    elif name in FAMILIES:
+        work = make_workload(name, given)
+    elif "sizes" in entry:
+        recurrent, own = cast("int", entry.get("linear_layers", 0)), format_in(name)
+        pass_of_one = {"mode": "forward", "seq": 1, "batch": 1}
+        work = make_workload("llama", {**entry["sizes"], **pass_of_one, **given})
+    else:
+        # A name that is unknown either way is told as it was given.
+        work = make_workload(known if find_preset(known) else name, given)
+        own = format_in(name)
+    weights, linear = formats.weights or own, formats.linear_layers or recurrent
+    found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
+    drafts = find_checkpoint(name if name.endswith(".json") else known).drafts
+    return replace(found, recurrence=sizes if linear else None, bare_layers=bare, mtp=drafts)
 
 
 def _plain(name: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
@@ -172,6 +173,28 @@ def framework_of(text: str) -> str:
             if re.search(own.words, words):
                 return known
     return name.strip()
+
+
+def known_framework(text: str) -> tuple[str, str]:
+    """:func:`framework_of` of an engine that is known, or that is not named, and its version.
+
+    Args:
+        text: Such as ``vllm`` or ``vllm@0.18.0``.
+
+    Raises:
+        PlanError: The name is none of a framework, or the version has no number.
+    """
+    said, _, version = text.partition("@")
+    name = framework_of(said)
+    if name and name not in frameworks():
+        near = get_close_matches(name, frameworks(), n=3, cutoff=0.5) or list(frameworks())
+        raise PlanError(
+            f"framework {said!r} is not known",
+            hint=f"{', '.join(near)}; empty for one that is not listed",
+        )
+    if "@" in text and not version[:1].isdigit():
+        raise PlanError(f"{version!r} is no version of {said}", hint="as in vllm@0.18.0")
+    return name, version
 
 
 def runs_on(name: str, platform: str, vendor: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +22,14 @@ from opcast.models.serving.model import (
     own_ends,
     shipped_serving,
 )
+from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.cluster.deployment import Workers
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import EngineOptions
 from opcast.predict.cluster.serving_engine import engine_memory
 from opcast.predict.cluster.serving_table import (
     ServingRow,
-    read_serving,
-    read_serving_rows,
+    serving_row,
 )
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.serving_operators import load_serving_operators
@@ -146,7 +147,7 @@ def test_calibration_learns_of_ones_own_runs(plain: pd.DataFrame) -> None:
 
 def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> None:
     # What the engine of a tp=1 row would log if it used 70 % of the memory.
-    rows, _ = read_serving_rows(table())
+    rows, _ = read_rows(table(), serving_row)
     row = rows[0]
     assert row is not None
     own = row.deployment
@@ -192,7 +193,7 @@ def test_training_finds_a_slow_host(plain: pd.DataFrame) -> None:
 def test_what_is_left_out_in_turn() -> None:
     """A device is left out with every run of the framework, on whatever device."""
     asked = table(device=["h100-sxm"] * 4 + ["h200-sxm"] * 2, framework=["vllm", "sglang"] * 3)
-    rows = [row for row in read_serving_rows(asked)[0] if row is not None]
+    rows = [row for row in read_rows(asked, serving_row)[0] if row is not None]
     predictor = ServingPredictor(None, ServingModel())
     contexts = [predictor.context(row.deployment) for row in rows]
     parts = {(part.name, part.value): part for part in left_outs(contexts)}
@@ -305,7 +306,7 @@ def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None
     """Assert that tables and commands give one answer, to the last digit."""
     operators = load_serving_operators(model)
     frame = evaluate_serving(asked, shipped_serving(), operators, folder=TABLE.parent)[0]
-    rows = read_serving_rows(asked, TABLE.parent)[0]
+    rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
     for said, row, (_, cells) in zip(frame.to_dict("records"), rows, asked.iterrows(), strict=True):
         assert row is not None and not said["reason"], said
         result = CliRunner().invoke(app, typed(row, cells, folder, model))
@@ -334,8 +335,8 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 @published
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
-    asked = read_serving(TABLE)
-    rows = read_serving_rows(asked, TABLE.parent)[0]
+    asked = read_cases(TABLE, "serving")
+    rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
     # Sizes of recurrent states have no option: they come with a model's name or config.json.
     plain = [row is not None and row.deployment.model.recurrence is None for row in rows]
     some = asked[plain].sample(30, random_state=0).reset_index(drop=True)
@@ -344,7 +345,7 @@ def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
 
 @published
 def test_the_shipped_model_on_published_runs() -> None:
-    own = read_serving(TABLE).iloc[::60]
+    own = read_cases(TABLE, "serving").iloc[::60]
     frame, judged, _ = evaluate_serving(
         own, shipped_serving(), serving_operators(), folder=TABLE.parent
     )

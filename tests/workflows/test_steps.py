@@ -18,11 +18,13 @@ from opcast.cli import app
 from opcast.common.errors import DeviceError
 from opcast.models.steps.model import StepModel, shipped_steps
 from opcast.predict.cluster import step as steps
-from opcast.predict.cluster.step_table import StepRow, read_rows, read_steps
+from opcast.predict.cluster.case_table import read_cases, read_rows
+from opcast.predict.cluster.step_table import StepRow, step_row
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
 from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.workflows.steps import PARTS, evaluate_steps, judge, plan_choice
+from opcast.workflows.judging import choice
+from opcast.workflows.steps import PARTS, SAME, evaluate_steps, judge
 from opcast.workflows.train_steps import train_steps
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
@@ -55,7 +57,7 @@ def test_regret_and_rank_correlation_by_hand() -> None:
         {"id": ["a", "b", "c"], "latency_us": [1.0, 2.0, 3.0], "measured_us": [12.0, 10.0, 30.0]}
     )
     asked = pd.DataFrame({"id": ["a", "b", "c"], "model": "m", "device": "d", "source": "s"})
-    found = plan_choice(own, asked).iloc[0]
+    found = choice(asked, SAME, own["latency_us"], own["measured_us"]).iloc[0]
     # The plan predicted fastest takes 12 where the fastest takes 10; two of three pairs agree.
     assert found["regret"] == pytest.approx(0.2)
     assert found["tau"] == pytest.approx(1 / 3)
@@ -222,7 +224,7 @@ def test_options_of_other_tables_are_refused(tmp_path: Path) -> None:
 @published
 @pytest.mark.slow
 def test_every_published_step_is_expressed_and_most_are_inside() -> None:
-    asked = read_steps(TABLE)
+    asked = read_cases(TABLE, "steps")
     # Every tenth of each source, and all of the small ones.
     asked = asked[asked.groupby(asked["source"].str.split("@").str[0]).cumcount() % 10 == 0]
     _, judged, _ = evaluate_steps(asked, shipped_steps(), load_step_model("gpu-operators"))
@@ -254,7 +256,7 @@ def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None
     """Assert that tables and commands give one answer, to the last digit."""
     operators = load_step_model(model)
     frame = evaluate_steps(asked, shipped_steps(), operators)[0]
-    for said, row in zip(frame.to_dict("records"), read_rows(asked)[0], strict=True):
+    for said, row in zip(frame.to_dict("records"), read_rows(asked, step_row)[0], strict=True):
         assert row is not None
         result = CliRunner().invoke(app, typed(row, folder, model))
         assert result.exit_code == 0, result.output
@@ -280,7 +282,7 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 @published
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
-    asked = read_steps(TABLE)
-    plain = [row is not None and can_be_typed(row) for row in read_rows(asked)[0]]
+    asked = read_cases(TABLE, "steps")
+    plain = [row is not None and can_be_typed(row) for row in read_rows(asked, step_row)[0]]
     some = asked[plain].sample(30, random_state=0).reset_index(drop=True)
     compare_with_commands(some, tmp_path, OPERATOR_MODEL)

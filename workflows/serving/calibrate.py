@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,9 +30,10 @@ from ...models.serving.model import (
     group_key,
     own_ends,
 )
+from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
-from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from ...predict.cluster.serving_table import ServingRow, serving_row
 from .evaluate import observer, serving_operators
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def calibrate_serving(
     """Learn of one's own runs, with errors before and after.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.serving_table.read_serving` gives; its
+        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives; its
             ``kv_cache_tokens``, where given, say how much of the memory the engines use.
         operators: Model of library operators; ``None`` for rooflines.
         model: That is adapted.
@@ -71,7 +73,7 @@ def calibrate_serving(
     table = table.copy()
     said = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
     table["source"] = said.fillna(OWN).replace("", OWN)
-    rows, reasons = read_serving_rows(table, folder)
+    rows, reasons = read_rows(table, partial(serving_row, folder=folder))
     own = [row for row in rows if row is not None and row.measured]
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
@@ -159,7 +161,7 @@ def _memory(
 def run_calibrate_serving(console: Console, settings: ServingSettings) -> ServingModel:
     """Adapt to a table of one's own runs, print errors before and after, and save the model."""
     model, figures = calibrate_serving(
-        read_serving(settings.table),
+        read_cases(settings.table, "serving"),
         serving_operators(),
         find_serving_model(settings.model),
         settings.table.parent,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,19 +12,26 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError
-from ...common.parquet import write_table
 from ...common.progress import counting, wrote
-from ...common.tables_text import in_percent, print_frame
 from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
 from ...models.serving.effects import Observe, Observed, ServingEffects, adapt_serving
 from ...models.serving.model import METRICS, ServingModel, find_serving_model
-from ...models.tracking.mlflow_store import RunLog
+from ...predict.cluster.case_table import FAULTS, read_cases, read_rows, reason_of
 from ...predict.cluster.serving import ServingPredictor
-from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
-from ...predict.cluster.step_table import FAULTS, reason_of
+from ...predict.cluster.serving_table import ServingRow, serving_row
 from ...predict.operator.serving_operators import load_serving_operators
-from ..training import log_training
+from ..judging import (
+    FIGURES,
+    Judged,
+    choice,
+    choice_figures,
+    log_judged,
+    measured_rows,
+    print_judged,
+    to_learn,
+    write_predictions,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,27 +41,11 @@ if TYPE_CHECKING:
 #: What a row is predicted and judged by: column, metric of the simulator, and whether a larger
 #: figure is better.
 COLUMNS = (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "tpot"), ("out_tok_s", "per_token"))
-#: What configurations of one model have in common, and fewest that are compared.
+#: What configurations of one model have in common.
 SAME = ("source", "model", "device", "isl", "osl", "load")
-LEAST_PLANS = 3
 
 
 Asked = TypeVar("Asked")
-
-
-@dataclass(frozen=True)
-class JudgedServing:
-    """Figures on predicted serving.
-
-    Attributes:
-        by_group: Errors by metric, source, device and model group.
-        overall: Figures over all groups, each counting the same.
-        choice: Regret and rank correlation by model and load.
-    """
-
-    by_group: pd.DataFrame
-    overall: dict[str, float]
-    choice: pd.DataFrame
 
 
 def serving_operators() -> OpModel | None:
@@ -128,19 +120,19 @@ def evaluate_serving(
     folder: Path = Path(),
     calibrate: bool = False,
     show: Callable[[int, int], None] = lambda done, of: None,
-) -> tuple[pd.DataFrame, JudgedServing, ServingModel]:
+) -> tuple[pd.DataFrame, Judged, ServingModel]:
     """Predict every row of a table of serving, and judge those whose answers are given.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.serving_table.read_serving` gives.
+        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
         model: Of serving.
         operators: Model of library operators; ``None`` for rooflines.
         folder: That the table's traces are in.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have answers.
         show: Told of progress.
     """
-    rows, reasons = read_serving_rows(table, folder)
-    learn = _to_learn(table)
+    rows, reasons = read_rows(table, partial(serving_row, folder=folder))
+    learn = to_learn(table)
     if calibrate:
         model = _calibrated(
             [r for r, own in zip(rows, learn, strict=True) if own and r], operators, model
@@ -154,7 +146,7 @@ def evaluate_serving(
         own = {"reason": answer} if isinstance(answer, str) else {"reason": "", **answer}
         records.append({"id": str(name), **own})
     frame = pd.DataFrame(records).reindex(columns=list(_columns()))
-    return frame, judge_serving(frame[~learn.to_numpy()] if calibrate else frame, table), model
+    return frame, judge_serving(frame[~learn] if calibrate else frame, table), model
 
 
 def _columns() -> list[str]:
@@ -194,32 +186,19 @@ def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """Answers that are given, one each: ``metric``, ``error``, ``log`` of the ratio, ``inside``."""
     parts = []
     for name, _ in COLUMNS:
-        own = frame[frame[f"measured_{name}"].notna() & frame[name].notna()].copy()
-        ratio = own[name].astype(float) / own[f"measured_{name}"]
-        measured = own[f"measured_{name}"]
-        own["inside"] = (measured >= own[f"{name}_lo"]) & (measured <= own[f"{name}_hi"])
-        own["metric"], own["error"], own["log"] = name, (ratio - 1.0).abs(), np.log(ratio)
-        parts.append(own)
+        own = measured_rows(frame, name, f"measured_{name}", (f"{name}_lo", f"{name}_hi"))
+        parts.append(own.assign(metric=name))
         if name == "ttft_ms":
-            free = own[own["queued_share"] <= FREE].copy()
-            free["metric"] = "ttft_ms, unsaturated"
-            parts.append(free)
+            free = own[own["queued_share"] <= FREE]
+            parts.append(free.assign(metric="ttft_ms, unsaturated"))
     return pd.concat(parts, ignore_index=True)
 
 
 #: Share of waiting up to which an engine counts as not saturated.
 FREE = 0.3
-#: Figures on a group of :func:`judged_rows`.
-FIGURES = {
-    "rows": ("error", "size"),
-    "median_ape": ("error", "median"),
-    "mape": ("error", "mean"),
-    "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
-    "coverage": ("inside", "mean"),
-}
 
 
-def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> JudgedServing:
+def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     """Errors of predictions whose answers are given.
 
     Args:
@@ -229,22 +208,21 @@ def judge_serving(frame: pd.DataFrame, table: pd.DataFrame) -> JudgedServing:
     own = judged_rows(frame)
     keys = ["metric", "source", "device", "model_group"]
     by_group = own.groupby(keys, dropna=False).agg(**FIGURES).reset_index()
-    choice = configuration_choice(frame, table)
+    plans = configuration_choice(frame, table)
     expressed = frame[[name for name, _ in COLUMNS]].notna().any(axis=1)
     overall: dict[str, float] = {"rows": float(len(frame)), "expressed": float(expressed.mean())}
     for metric, rows in own.groupby("metric"):
         groups = by_group[by_group["metric"] == metric]
-        overall[f"{metric}/rows"] = float(len(rows))
-        overall[f"{metric}/median_ape"] = float(rows["error"].median())
-        overall[f"{metric}/mape"] = float(rows["error"].mean())
-        overall[f"{metric}/median_ape_groups"] = float(groups["median_ape"].mean())
-        overall[f"{metric}/coverage"] = float(rows["inside"].mean())
-        overall[f"{metric}/coverage_groups"] = float(groups["coverage"].mean())
-    if len(choice):
-        overall["regret_median"] = float(choice["regret"].median())
-        overall["regret_mean"] = float(choice["regret"].mean())
-        overall["kendall_tau"] = float(choice["tau"].mean())
-    return JudgedServing(by_group, overall, choice)
+        figures = {
+            "rows": len(rows),
+            "median_ape": rows["error"].median(),
+            "mape": rows["error"].mean(),
+            "median_ape_groups": groups["median_ape"].mean(),
+            "coverage": rows["inside"].mean(),
+            "coverage_groups": groups["coverage"].mean(),
+        }
+        overall |= {f"{metric}/{name}": float(value) for name, value in figures.items()}
+    return Judged(by_group, overall | choice_figures(plans), plans)
 
 
 def configuration_choice(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
@@ -257,29 +235,11 @@ def configuration_choice(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFra
         For each model and load with at least three: ``plans``, ``regret`` (how much less the
         chosen one gives than the best) and Kendall's ``tau``.
     """
-    from scipy.stats import kendalltau
-
-    have = [name for name in SAME if name in table]
-    columns = [*have, "plans", "regret", "tau"]
-    if "model" not in have:
-        return pd.DataFrame(columns=columns)
-    known = table.set_index(table["id"].astype(str))
+    table = table.reset_index(drop=True)
     asked = frame[frame["out_tok_s_per_gpu"].notna()]
-    joined = known.loc[asked["id"], have].reset_index(drop=True)
-    measured = _measured_rate(asked, known.loc[asked["id"]])
-    joined["measured"] = measured / asked["n_gpus"].to_numpy(float)
-    joined["predicted"] = asked["out_tok_s_per_gpu"].to_numpy(float)
-    joined["id"] = asked["id"].to_numpy()
-    found = []
-    for key, plans in joined.dropna(subset=["measured"]).groupby(have, dropna=False):
-        if len(plans) < LEAST_PLANS or plans["measured"].nunique() < 2:
-            continue
-        chosen = plans["measured"].to_numpy()[int(plans["predicted"].argmax())]
-        tau = float(kendalltau(plans["predicted"], plans["measured"]).statistic)
-        regret = float(plans["measured"].max() / chosen - 1.0)
-        own_key = dict(zip(have, key, strict=True))
-        found.append({**own_key, "plans": len(plans), "regret": regret, "tau": tau})
-    return pd.DataFrame(found, columns=columns)
+    measured = _measured_rate(asked, table.loc[asked.index])
+    # By tokens a second and GPU: the more, the less time a token takes.
+    return choice(table, SAME, 1.0 / asked["out_tok_s_per_gpu"], asked["n_gpus"] / measured)
 
 
 def _measured_rate(frame: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
@@ -292,12 +252,6 @@ def _measured_rate(frame: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
     seconds = frame["measured_ttft_ms"] + frame["measured_tpot_ms"] * (output - 1.0)
     made = table["concurrency"].to_numpy(float) * output / seconds.to_numpy(float) * 1e3
     return np.where(np.isnan(rate) & closed, made, rate)
-
-
-def _to_learn(table: pd.DataFrame) -> pd.Series:
-    if "split" not in table:
-        return pd.Series(False, index=table.index)
-    return table["split"].astype(str).str.startswith("calib")
 
 
 def _calibrated(
@@ -315,9 +269,9 @@ def _calibrated(
     return replace(model, effects=adapt_serving(seen, contexts, model.effects))
 
 
-def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedServing:
+def run_evaluate_serving(console: Console, settings: ServingSettings) -> Judged:
     """Predict every row of a table of serving; print the errors of those with answers."""
-    table = read_serving(settings.table)
+    table = read_cases(settings.table, "serving")
     model = find_serving_model(settings.model)
     with counting("runs") as show:
         frame, judged, model = evaluate_serving(
@@ -328,25 +282,17 @@ def run_evaluate_serving(console: Console, settings: ServingSettings) -> JudgedS
             calibrate=settings.calibrate,
             show=show,
         )
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    write_table(frame, settings.out)
-    missing = frame.loc[frame["reason"] != "", "reason"]
-    for reason, count in missing.value_counts().head(20).items():
-        console.print(f"{count} rows cannot be expressed: {reason}")
+    write_predictions(console, frame, settings.out, "rows")
     if len(judged.by_group):
-        print_frame(console, in_percent(judged.by_group), "measured serving, errors in %")
-        for line in overall_lines(judged):
-            console.print(line, soft_wrap=True)
+        print_judged(console, judged, "measured serving", overall_lines(judged))
     wrote(settings.out, f"{len(frame)} rows")
     if settings.track and len(judged.by_group):
-        metrics = {k.replace(", ", "-"): v for k, v in judged.overall.items() if np.isfinite(v)}
         params = {"table": str(settings.table), "model": settings.model}
-        tables = {"by_group": judged.by_group, "choice": judged.choice}
-        log_training(console, RunLog("evaluate-serving", params, metrics, tables=tables), None)
+        log_judged(console, judged, "evaluate-serving", params)
     return judged
 
 
-def overall_lines(judged: JudgedServing) -> list[str]:
+def overall_lines(judged: Judged) -> list[str]:
     """Figures over all groups, in words."""
     o = judged.overall
     lines = []
@@ -358,10 +304,4 @@ def overall_lines(judged: JudgedServing) -> list[str]:
             f"{100 * o[f'{metric}/coverage']:.0f} % inside the 90 % interval"
         )
     lines.append(f"{100 * o['expressed']:.1f} % of {o['rows']:.0f} rows expressed")
-    if len(judged.choice):
-        lines.append(
-            f"choice over {len(judged.choice)} models and loads: regret "
-            f"{100 * o['regret_median']:.1f} % (median), {100 * o['regret_mean']:.1f} % (mean), "
-            f"Kendall's tau {o['kendall_tau']:.2f}"
-        )
-    return lines
+    return lines + judged.choice_sentence(f"choice over {len(judged.choice)} models and loads")

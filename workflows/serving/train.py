@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -32,8 +33,9 @@ from ...models.serving.model import (
     group_key,
 )
 from ...models.tracking.mlflow_store import RunLog
+from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
-from ...predict.cluster.serving_table import ServingRow, read_serving, read_serving_rows
+from ...predict.cluster.serving_table import ServingRow, serving_row
 from ..training import digests, log_training
 from .evaluate import observer, serving_operators
 
@@ -82,7 +84,7 @@ def train_serving(
     """Learn a model of serving, with errors of what was left out.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.serving_table.read_serving` gives.
+        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
         operators: Model of library operators; ``None`` for rooflines.
         tell: Told of progress.
         folder: That the table's traces are in.
@@ -99,7 +101,8 @@ def train_serving(
     """
     flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
     good = table[~flags.str.contains(FAULTY) & counted(table)]
-    rows = [r for r in read_serving_rows(good, folder)[0] if r is not None and r.measured]
+    read, _ = read_rows(good, partial(serving_row, folder=folder))
+    rows = [row for row in read if row is not None and row.measured]
     if not rows:
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
@@ -336,7 +339,7 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
 
 def run_train_serving(console: Console, settings: ServingSettings) -> ServingModel:
     """Learn from a table of serving, print errors of what was left out, save and track."""
-    table = read_serving(settings.table)
+    table = read_cases(settings.table, "serving")
 
     def tell(what: str) -> None:
         console.print(what, highlight=False)

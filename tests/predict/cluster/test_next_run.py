@@ -10,8 +10,7 @@ import pandas as pd
 from opcast.models.steps.fit import informative, slopes_at
 from opcast.models.steps.model import shipped_steps
 from opcast.predict.cluster.next_run import next_run
-from opcast.predict.cluster.step_runs import StepRuns
-from opcast.predict.cluster.step_table import step_row
+from opcast.predict.cluster.step_table import StepRuns, step_row
 
 RUN = {
     "id": "r", "source": "own", "framework": "llm-foundry", "device": "a100-sxm-80gb",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.predict.cluster.served_row import served_by_name
+from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.workload import read_workload

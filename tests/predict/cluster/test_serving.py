@@ -14,7 +14,6 @@ from opcast.common.errors import PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import Known, OwnStack, ServingModel
 from opcast.predict.cluster.deployment import Deployment, Workers, on_cluster
-from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
 from opcast.predict.cluster.serving_engine import cache_transfer
@@ -22,6 +21,7 @@ from opcast.predict.cluster.serving_load import draw, load_of, parse_slo
 from opcast.predict.cluster.serving_prediction import ServingPrediction
 from opcast.predict.export.timeline import serving_trace
 from opcast.predict.page.cluster import serving_page
+from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.load import Load

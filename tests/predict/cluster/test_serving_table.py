@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,15 @@ import pytest
 from opcast.common.errors import DatasetError, PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import ServingModel
-from opcast.predict.cluster.served_row import served_by_name
+from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.cluster.serving import ServingPredictor, Simulated
 from opcast.predict.cluster.serving_engine import engine_policy, request_delay, request_floors
 from opcast.predict.cluster.serving_load import draw
 from opcast.predict.cluster.serving_table import (
     ServingRow,
-    read_serving,
-    read_serving_rows,
     serving_row,
 )
+from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.load import Load
@@ -162,12 +162,14 @@ def test_what_cannot_be_expressed_says_why(change: dict[str, object], says: str)
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("device\nh100-sxm\n")
     with pytest.raises(DatasetError, match="framework, load"):
-        read_serving(tmp_path / "t.csv")
+        read_cases(tmp_path / "t.csv", "serving")
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
 def test_nearly_all_published_rows_are_expressed() -> None:
-    rows, reasons = read_serving_rows(read_serving(TABLE), TABLE.parent)
+    rows, reasons = read_rows(
+        read_cases(TABLE, "serving"), partial(serving_row, folder=TABLE.parent)
+    )
     # Some publishers give neither the lengths of prompts nor those of outputs.
     told = [row for row, why in zip(rows, reasons, strict=True) if "lengths of prompts" not in why]
     assert len(told) / len(rows) > 0.95
@@ -413,8 +415,12 @@ def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
 def test_no_published_run_is_faster_than_the_data_sheet() -> None:
-    table = read_serving(TABLE)
-    rows = [r for r in read_serving_rows(table, TABLE.parent)[0] if r and not r.spec.requests]
+    table = read_cases(TABLE, "serving")
+    rows = [
+        r
+        for r in read_rows(table, partial(serving_row, folder=TABLE.parent))[0]
+        if r and not r.spec.requests
+    ]
     judged = {"ttft": 0, "tpot": 0}
     for row in rows:
         drawn = draw(row.spec)

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError, OpcastError
-from opcast.predict.cluster.step_table import read_rows, read_steps, step_row
+from opcast.predict.cluster.case_table import read_cases, read_rows
+from opcast.predict.cluster.step_table import step_row
 
 LLAMA = {
     "id": "x",
@@ -151,7 +152,7 @@ def test_notes_hold_latent_attention_and_shared_experts() -> None:
 def test_rows_that_cannot_be_expressed_say_why(changes: dict[str, object], message: str) -> None:
     with pytest.raises(OpcastError, match=message):
         step_row(LLAMA | changes)
-    rows, reasons = read_rows(pd.DataFrame([LLAMA, LLAMA | changes]))
+    rows, reasons = read_rows(pd.DataFrame([LLAMA, LLAMA | changes]), step_row)
     assert rows[0] is not None and rows[1] is None
     assert not reasons[0] and reasons[1]
 
@@ -160,15 +161,17 @@ def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     pd.DataFrame([{"device": "h100-sxm", "n_devices": 8}]).to_csv(path)
     with pytest.raises(DatasetError, match="no columns layers, d_model"):
-        read_steps(path)
+        read_cases(path, "steps")
     with pytest.raises(DatasetError, match="cannot be read"):
-        read_steps(tmp_path / "none.csv")
+        read_cases(tmp_path / "none.csv", "steps")
 
 
 def test_parquet_and_csv_hold_the_same(tmp_path: Path) -> None:
     table = pd.DataFrame([LLAMA])
     table.to_csv(tmp_path / "a.csv", index=False)
     table.to_parquet(tmp_path / "a.parquet")
-    rows = [step_row(read_steps(tmp_path / f"a.{kind}").iloc[0]) for kind in ("csv", "parquet")]
+    rows = [
+        step_row(read_cases(tmp_path / f"a.{kind}", "steps").iloc[0]) for kind in ("csv", "parquet")
+    ]
     assert rows[0] == rows[1]
     assert np.isfinite(rows[0].measured_s)

@@ -13,7 +13,6 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.deployment import Deployment, Workers, draft_model
-from opcast.predict.cluster.served_row import served_by_name
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
 from opcast.predict.cluster.serving_launch import launches
@@ -22,7 +21,7 @@ from opcast.predict.plan.serving_search import (
     engine_plans,
     search,
 )
-from opcast.simulate.serving.checkpoints import UNKNOWN, Checkpoint, find_checkpoint
+from opcast.simulate.serving.checkpoints import UNKNOWN, Checkpoint, find_checkpoint, served_by_name
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel

@@ -1,0 +1,180 @@
+"""Tables of measured cases: their files, the cells of a row, and what sources say in words.
+
+A row is a case, such as a training step or an engine under a load, with what was measured of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from ...common.errors import DatasetError, OpcastError
+from ...common.files import parse_yaml
+from ...simulate.step.workload import Workload
+
+#: What a rule of opcast may raise on sizes that it was not made for.
+FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
+#: Columns of models' sizes: fields of a workload that are numbers or flags.
+SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.name != "batch"}
+
+Row = TypeVar("Row")
+
+
+@lru_cache(maxsize=1)
+def case_data() -> Any:
+    """What ``cases.yaml`` holds."""
+    return parse_yaml(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+
+
+def read_cases(path: str | Path, what: str) -> pd.DataFrame:
+    """A table of cases from CSV or parquet.
+
+    Args:
+        path: The file.
+        what: What the cases are: ``steps`` or ``serving``.
+
+    Raises:
+        DatasetError: The file cannot be read, or lacks columns.
+    """
+    file = Path(path)
+    try:
+        if file.suffix == ".parquet":
+            table = pd.read_parquet(file)
+        else:
+            table = pd.read_csv(file, low_memory=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"the table cannot be read: {error}", where=str(file)) from None
+    missing = [name for name in case_data()["needed"][what] if name not in table]
+    if missing:
+        raise DatasetError(
+            f"no columns {', '.join(missing)}",
+            where=str(file),
+            hint=f"docs/{what}.md lists the columns of a table of {what}",
+        )
+    if "id" not in table:
+        table.insert(0, "id", [f"row{number}" for number in range(len(table))])
+    return table
+
+
+def read_rows(
+    table: pd.DataFrame, read: Callable[[Mapping[str, object]], Row]
+) -> tuple[list[Row | None], list[str]]:
+    """Rows of a table, and for each that cannot be expressed why; empty for the others.
+
+    Args:
+        table: From :func:`read_cases`.
+        read: Reads one row.
+    """
+    rows: list[Row | None] = []
+    reasons = []
+    for record in table.to_dict("records"):
+        try:
+            rows.append(read({str(k): v for k, v in record.items()}))
+            reasons.append("")
+        except (OpcastError, *FAULTS) as error:
+            rows.append(None)
+            reasons.append(reason_of(error))
+    return rows, reasons
+
+
+def reason_of(error: Exception) -> str:
+    """Why a row has no prediction; one row that opcast fails on does not cost the others."""
+    if isinstance(error, OpcastError):
+        return str(error)
+    return f"opcast fails on this row, please report it: {type(error).__name__}: {error}"
+
+
+class Cells:
+    """Cells of a row by type; an empty cell, or no such column, is the default."""
+
+    def __init__(self, row: Mapping[str, object]) -> None:
+        self._row = row
+
+    def _value(self, name: str) -> object | None:
+        value = self._row.get(name)
+        return None if value is None or value != value or value == "" else value
+
+    def text(self, name: str) -> str:
+        """Text of a cell."""
+        value = self._value(name)
+        return "" if value is None else str(value)
+
+    def number(self, name: str, default: float = float("nan")) -> float:
+        """Number of a cell.
+
+        Raises:
+            DatasetError: It is none.
+        """
+        value = self._value(name)
+        try:
+            return default if value is None else float(str(value))
+        except ValueError:
+            raise DatasetError(f"{name}={value!r} is not a number", where=self.text("id")) from None
+
+    def count(self, name: str, default: int) -> int:
+        """Whole number of a cell."""
+        return round(self.number(name, default))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Whether a cell says yes."""
+        text = self.text(name).lower()
+        return text in ("true", "1", "1.0", "yes") if text else default
+
+    def sizes(self) -> dict[str, int | float | bool]:
+        """Sizes of a model, as far as the cells say them."""
+        read = {
+            "int": lambda name: self.count(name, 0),
+            "float": self.number,
+            "bool": lambda name: self.flag(name, False),
+        }
+        return {name: read[kind](name) for name, kind in SIZES.items() if self.text(name)}
+
+    def meant(self, name: str) -> Any:
+        """What the words of a cell mean, by the patterns of ``cases.yaml`` under its name."""
+        return meaning(name, self.text(name).lower())
+
+
+def meaning(name: str, words: str) -> Any:
+    """What words mean by the patterns under a name of ``cases.yaml``: the first that they have."""
+    return next(own for pattern, own in case_data()[name].items() if re.search(pattern, words))
+
+
+def noted_sizes(note: str, *, latent: bool = False) -> dict[str, int]:
+    """Sizes of a model that a note gives, fields of a workload.
+
+    Args:
+        note: The note.
+        latent: Whether attention is latent, even if the note does not say it.
+    """
+    found, usual = dict[str, int](), case_data()["latent"]
+    for name, patterns in case_data()["numbers"].items():
+        hits = (re.search(pattern, note, re.IGNORECASE) for pattern in patterns)
+        if hit := next(filter(None, hits), None):
+            found[name] = int(hit[1] or 1)
+    if "kv_lora" in found:
+        return {**usual, "q_lora": 0, **found}
+    return {**usual, **found} if latent else {k: v for k, v in found.items() if k not in usual}
+
+
+def noted_share(name: str, note: str) -> float | None:
+    """Share of a model's layers that a note gives; ``None`` if it does not.
+
+    Args:
+        name: Of the share in ``cases.yaml``.
+        note: The note.
+    """
+    for rule in case_data()["shares"][name]:
+        hit = re.search(rule["pattern"], note, re.IGNORECASE)
+        if hit is None:
+            continue
+        numbers = [int(text) for text in hit.groups()]
+        part, whole = {0: (1, 1), 1: (1, *numbers)}.get(len(numbers), numbers)
+        share = min(1.0, part / max(whole, 1)) * rule.get("share", 1.0)
+        return 1.0 - share if rule.get("rest") else share
+    return None

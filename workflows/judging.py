@@ -1,0 +1,159 @@
+"""Judges predictions of measured cases: errors by group, coverage, and the choice of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.parquet import write_table
+from ..common.tables_text import in_percent, print_frame
+from ..models.tracking.mlflow_store import RunLog
+from .training import log_training
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
+FIGURES = {
+    "rows": ("error", "size"),
+    "mape": ("error", "mean"),
+    "median_ape": ("error", "median"),
+    "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
+    "coverage": ("inside", "mean"),
+}
+#: Fewest plans that are compared.
+LEAST_PLANS = 3
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Figures on predicted cases.
+
+    Attributes:
+        by_group: Errors by group.
+        overall: Figures over all groups, each counting the same.
+        choice: Regret and rank correlation by what is compared, from :func:`choice`.
+    """
+
+    by_group: pd.DataFrame
+    overall: dict[str, float]
+    choice: pd.DataFrame
+
+    def choice_sentence(self, what: str) -> list[str]:
+        """How well plans are chosen, in words; nothing where none were compared."""
+        o = self.overall
+        if not len(self.choice):
+            return []
+        return [
+            f"{what}: regret {100 * o['regret_median']:.1f} % (median), "
+            f"{100 * o['regret_mean']:.1f} % (mean), Kendall's tau {o['kendall_tau']:.2f}"
+        ]
+
+
+def measured_rows(
+    frame: pd.DataFrame,
+    predicted: str = "latency_us",
+    measured: str = "measured_us",
+    ends: tuple[str, str] = ("lo_us", "hi_us"),
+) -> pd.DataFrame:
+    """Predicted rows with a measured answer, and how far off they are.
+
+    Args:
+        frame: Predictions beside what was measured.
+        predicted: Column of the predictions.
+        measured: Column of the answers.
+        ends: Columns of the intervals' ends.
+
+    Returns:
+        The rows with ``error``, ``log`` of the ratio, and ``inside``.
+    """
+    own = frame[frame[measured].notna() & frame[predicted].notna()].copy()
+    ratio = own[predicted].astype(float) / own[measured]
+    own["error"], own["log"] = (ratio - 1.0).abs(), np.log(ratio)
+    own["inside"] = own[measured].between(*(own[end] for end in ends))
+    return own
+
+
+def choice(
+    table: pd.DataFrame, same: Sequence[str], predicted: pd.Series, measured: pd.Series
+) -> pd.DataFrame:
+    """How good the plan predicted fastest really is, and how well the order agrees.
+
+    Args:
+        table: What was predicted.
+        same: Columns, as far as there are any, that are the same in plans that are compared.
+        predicted: Times, by the number of the row in the table.
+        measured: The same as measured; NaN where nothing was.
+
+    Returns:
+        For each model with at least three plans: ``plans``, ``regret`` (how much slower the plan
+        predicted fastest is than the fastest) and Kendall's ``tau``.
+    """
+    from scipy.stats import kendalltau
+
+    have = [name for name in same if name in table]
+    columns = [*have, "plans", "regret", "tau"]
+    if "model" not in have:
+        return pd.DataFrame(columns=columns)
+    asked = table[have].reset_index(drop=True).loc[predicted.index]
+    asked = asked.assign(predicted=predicted, seconds=measured).dropna(subset=["seconds"])
+    found = []
+    for key, plans in asked.groupby(have, dropna=False):
+        if len(plans) < LEAST_PLANS or plans["seconds"].nunique() < 2:
+            continue
+        chosen = plans["seconds"].to_numpy()[int(plans["predicted"].argmin())]
+        regret = float(chosen / plans["seconds"].min() - 1.0)
+        tau = float(kendalltau(plans["predicted"], plans["seconds"]).statistic)
+        found.append([*key, len(plans), regret, tau])
+    return pd.DataFrame(found, columns=columns)
+
+
+def choice_figures(plans: pd.DataFrame) -> dict[str, float]:
+    """Figures over what :func:`choice` gives; NaN where no plans were compared."""
+    return {
+        "regret_median": float(plans["regret"].median()),
+        "regret_mean": float(plans["regret"].mean()),
+        "kendall_tau": float(plans["tau"].mean()),
+    }
+
+
+def to_learn(table: pd.DataFrame) -> np.ndarray:
+    """Rows of splits that begin with calib, bool, shape ``(n,)``."""
+    if "split" not in table:
+        return np.zeros(len(table), bool)
+    return table["split"].astype(str).str.startswith("calib").to_numpy()
+
+
+def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
+    """Write predictions, and print why some rows have none."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_table(frame, out)
+    missing = frame.loc[frame["reason"] != "", "reason"]
+    for reason, count in missing.value_counts().head(20).items():
+        console.print(f"{count} {what} not predicted: {reason}", highlight=False)
+
+
+def print_judged(console: Console, judged: Judged, what: str, lines: Sequence[str]) -> None:
+    """Print errors by group, and a few lines on all of them."""
+    print_frame(console, in_percent(judged.by_group), f"{what}, errors in %")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def log_judged(
+    console: Console,
+    judged: Judged,
+    name: str,
+    params: Mapping[str, object],
+    predictions: pd.DataFrame | None = None,
+) -> None:
+    """Log figures on predictions as a run."""
+    metrics = {k.replace(", ", "-"): v for k, v in judged.overall.items() if np.isfinite(v)}
+    tables = {"by_group": judged.by_group, "choice": judged.choice}
+    run = RunLog(name, dict(params), metrics, tables=tables, predictions=predictions)
+    log_training(console, run, None)
