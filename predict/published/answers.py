@@ -32,6 +32,8 @@ from ...models.power.rows import power_rows
 SMALL = 2.0**20
 #: Columns of a prediction, in seconds.
 TIMES = ("latency", "lo", "hi")
+#: The same by the names that models of collectives give them.
+SECONDS = {f"{name}_s": name for name in TIMES}
 #: Columns of predicted watts: estimate and ends of the 90 % interval.
 WATTS = ("power_w", "power_lo_w", "power_hi_w")
 #: Parameters without which a row of a family of blocks says nothing; the others may be zero.
@@ -196,7 +198,7 @@ def predict_xla_collectives(
 
     def ask(asked: pd.DataFrame) -> pd.DataFrame:
         found = links.predict(asked, lambda name: Links.from_spec(find_device(name)))
-        return found.rename(columns={f"{c}_s": c for c in TIMES})
+        return found.rename(columns=SECONDS)
 
     names = table["kind"].astype(str).to_numpy(object)
     rows["family"] = names + np.where(size < SMALL, ", below 1 MiB", ", from 1 MiB on")

@@ -57,58 +57,53 @@ class PublishedPredictions:
         ).reset_index()
 
 
-def judged_part(
-    path: Path,
-    frame: pd.DataFrame,
-    family: pd.Series,
-    latency: np.ndarray,
-    lo: np.ndarray,
-    hi: np.ndarray,
-    scope: pd.Series,
-) -> PublishedPredictions:
-    """Predictions of one table, in seconds, beside the latencies that it gives."""
-    if "id" not in frame:
+def judged(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
+    """Predictions of one table beside the latencies that it gives.
+
+    Args:
+        path: Its file.
+        rows: ``id``, ``family``, ``device`` (or ``platform``), :data:`~.answers.TIMES` in seconds
+            and ``scope``, ``split`` and ``latency_us`` where given; of the packs' tables also
+            ``suspect`` and ``reason``: rows that their publisher doubts are not judged, nor are
+            those with a reason for having no prediction.
+
+    Raises:
+        DatasetError: The rows have no ``id``.
+    """
+    if "id" not in rows:
         raise DatasetError("column 'id' is missing", where=str(path))
-    times = microseconds(latency, lo, hi)
-    times.insert(0, "id", frame["id"].astype(str).to_numpy())
-    label = np.full(len(frame), np.nan)
-    if "latency_us" in frame:
-        label = frame["latency_us"].to_numpy(np.float64, na_value=np.nan)
-    judged = pd.DataFrame(
+    name = path.name.split(".")[0]
+    times = microseconds(*(rows[c].to_numpy() for c in TIMES))
+    times.insert(0, "id", rows["id"].astype(str).to_numpy())
+    given = rows["latency_us"] if "latency_us" in rows else pd.Series(np.nan, rows.index)
+    label = given.to_numpy(np.float64, na_value=np.nan)
+    figures = pd.DataFrame(
         {
             "id": times["id"],
-            "table": path.name.split(".")[0],
-            "family": family.astype(str).to_numpy(),
-            "device": frame["device" if "device" in frame else "platform"].astype(str).to_numpy(),
-            "split": frame["split"].astype(str).to_numpy() if "split" in frame else "",
-            "scope": scope.to_numpy(),
-            # Where there is no label, error and coverage are NaN and False; the filter below drops
-            # the rows.
+            "table": name,
+            "family": rows["family"].astype(str).to_numpy(),
+            "device": rows["device" if "device" in rows else "platform"].astype(str).to_numpy(),
+            "split": rows["split"].astype(str).to_numpy() if "split" in rows else "",
+            "scope": rows["scope"].to_numpy(),
+            # Where there is no label, error and coverage are NaN and False; such rows are dropped
+            # below.
             "error": times["latency_us"] / label - 1,
             "covered": (label >= times["lo_us"]) & (label <= times["hi_us"]),
-            "calibration": given_rows(frame.assign(latency_us=label)),
+            "calibration": given_rows(rows.assign(latency_us=label)),
         }
     )
-    return PublishedPredictions(times, judged[label > 0].reset_index(drop=True))
-
-
-def judged_pack(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
-    """Judge the rows of a pack's table that its publishers do not doubt."""
-    name = path.name.split(".")[0]
-    latency, lo, hi = (rows[c].to_numpy() for c in TIMES)
-    part = judged_part(path, rows, rows["family"], latency, lo, hi, rows["scope"])
-    keep = ~rows["suspect"].to_numpy(bool) & (rows["reason"] == "").to_numpy()
-    label = np.full(len(rows), np.nan)
-    if "latency_us" in rows:
-        label = rows["latency_us"].to_numpy(np.float64, na_value=np.nan)
-    part.judged = part.judged[keep[label > 0]].reset_index(drop=True)
-    part.frame["table"], part.frame["reason"] = name, rows["reason"].to_numpy()
-    counts = rows["reason"].value_counts()
-    part.notes = [f"{name}: {n} rows not predicted: {why}" for why, n in counts.items() if why]
-    doubted = int((rows["suspect"].to_numpy(bool) & (label > 0)).sum())
-    if doubted:
-        part.notes.append(f"{name}: {doubted} rows that their publisher doubts are not judged")
-    return part
+    keep, notes = label > 0, []
+    if "reason" in rows:
+        doubted, reason = rows["suspect"].to_numpy(bool) & keep, rows["reason"].to_numpy()
+        keep &= ~doubted & (reason == "")
+        times["table"], times["reason"] = name, reason
+        counts = rows["reason"].value_counts()
+        notes = [f"{name}: {n} rows not predicted: {why}" for why, n in counts.items() if why]
+        if doubted.any():
+            notes.append(
+                f"{name}: {int(doubted.sum())} rows that their publisher doubts are not judged"
+            )
+    return PublishedPredictions(times, figures[keep].reset_index(drop=True), notes=notes)
 
 
 def given_rows(frame: pd.DataFrame) -> np.ndarray:

@@ -10,7 +10,7 @@ instead. Every row gets a prediction or a reason; rows whose latency is given ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from ...models.power.model import shipped_power
 from ...models.tiles.model import shipped_tiles
 from ..locate import BLOCK_MODEL, find_model
 from .answers import (
+    SECONDS,
+    TIMES,
     WATTS,
     power_note,
     predict_blocks,
@@ -40,7 +42,7 @@ from .answers import (
     read_blocks,
 )
 from .composition import compose
-from .judged import PublishedPredictions, given_rows, judged_pack, judged_part, microseconds
+from .judged import PublishedPredictions, given_rows, judged, microseconds
 from .pieces import Piece, Pieces
 from .tile_table import predict_tiles, rank_note
 
@@ -80,12 +82,12 @@ def predict_published(
     job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),
-        *job.xla_collectives(),
+        *job.pack(["xla_collectives"], lambda *of: predict_xla_collectives(*of, links)),
         *job.collectives(),
-        *job.products(),
+        *job.pack(PRODUCTS, lambda *of: predict_products(*of, model)),
         *job.convs(),
-        *job.powers(),
-        *job.tiles(),
+        *job.pack(["power"], lambda *of: predict_power(*of, model, shipped_power()), power_note),
+        *job.pack(["tiles"], lambda *of: predict_tiles(*of, shipped_tiles()), rank_note),
         *job.blocks_of_models(),
         *job.programs(),
     ]
@@ -93,9 +95,9 @@ def predict_published(
         wanted = ", ".join(dict.fromkeys(name for own in kinds().values() for name in own.files))
         raise DatasetError("no table to predict", where=str(folder), hint=f"expected {wanted}")
     frame = pd.concat([part.frame for part in parts], ignore_index=True)
-    judged = pd.concat([part.judged for part in parts], ignore_index=True)
+    figures = pd.concat([part.judged for part in parts], ignore_index=True)
     notes = [note for part in parts for note in part.notes]
-    return PublishedPredictions(frame, judged, job.calibrated, notes)
+    return PublishedPredictions(frame, figures, job.calibrated, notes)
 
 
 @dataclass
@@ -135,10 +137,6 @@ class _Job:
         known = rows["key"].isin(list(self.model.families)).to_numpy()
         return (table[known], rows[~known]) if known.any() else (table, rows[:0])
 
-    def xla_collectives(self) -> Iterator[PublishedPredictions]:
-        for path, table in self._tables("xla_collectives"):
-            yield judged_pack(path, predict_xla_collectives(table, path, self.links))
-
     def collectives(self) -> Iterator[PublishedPredictions]:
         tables = list(self._tables("collectives"))
         known = [frame[given_rows(frame)] for _, frame in tables if given_rows(frame).any()]
@@ -147,9 +145,24 @@ class _Job:
             self.links = self.links.calibrated(rows, _links)
             self.calibrated["collectives"] = len(rows)
         for path, frame in tables:
-            prediction = self.links.predict(frame, _links)
-            latency, lo, hi = (prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s"))
-            yield judged_part(path, frame, frame["op"], latency, lo, hi, prediction["scope"])
+            found = self.links.predict(frame, _links).rename(columns=SECONDS)
+            told = {c: found[c].to_numpy() for c in (*TIMES, "scope")}
+            yield judged(path, frame.assign(family=frame["op"], **told))
+
+    def pack(
+        self,
+        kinds: Sequence[str],
+        predict: Callable[[pd.DataFrame, Path], pd.DataFrame],
+        note: Callable[[pd.DataFrame], list[str]] = lambda rows: [],
+    ) -> Iterator[PublishedPredictions]:
+        """Predict the packs' tables of some kinds; those of power get watts beside latencies."""
+        for path, table in self._tables(*kinds):
+            rows = predict(self._drawn(table), path)
+            part = judged(path, rows)
+            for column in filter(rows.__contains__, WATTS):
+                part.frame[column] = rows[column].to_numpy()
+            part.notes += note(rows)
+            yield part
 
     def _tables(self, *wanted: str) -> Iterator[tuple[Path, pd.DataFrame]]:
         """Tables of some kinds; those of other kinds whose names begin alike are left out."""
@@ -166,29 +179,9 @@ class _Job:
         # A fixed draw, so that two models are compared on the same rows.
         return table.sample(self.limit, random_state=0)
 
-    def products(self) -> Iterator[PublishedPredictions]:
-        for path, table in self._tables(*PRODUCTS):
-            yield judged_pack(path, predict_products(self._drawn(table), path, self.model))
-
     def convs(self) -> Iterator[PublishedPredictions]:
         for path, table in self._tables("conv"):
             yield from self.pieces.predict(_conv_part, self.model, [(path, self._drawn(table))])
-
-    def powers(self) -> Iterator[PublishedPredictions]:
-        """Predict tables of board power, whose rows get watts beside their latency."""
-        for path, table in self._tables("power"):
-            rows = predict_power(self._drawn(table), path, self.model, shipped_power())
-            part = judged_pack(path, rows)
-            part.frame[list(WATTS)] = rows[list(WATTS)].to_numpy()
-            part.notes += power_note(rows)
-            yield part
-
-    def tiles(self) -> Iterator[PublishedPredictions]:
-        for path, table in self._tables("tiles"):
-            rows = predict_tiles(self._drawn(table), path, shipped_tiles())
-            part = judged_pack(path, rows)
-            part.notes += rank_note(rows)
-            yield part
 
     def blocks_of_models(self) -> Iterator[PublishedPredictions]:
         """Predict tables of attention and experts, of layers, and of new attention."""
@@ -222,13 +215,11 @@ class _Job:
             composed = compose(
                 labels, read_table(graphs), self._op_latency, self._collective_latency
             )
-            latency, lo, hi = (
-                composed[f"{c}_ms"].to_numpy() * 1e-3 for c in ("latency", "lo", "hi")
-            )
-            scope = pd.Series("composed", index=labels.index, dtype=object)
+            told = {c: composed[f"{c}_ms"].to_numpy() * 1e-3 for c in TIMES}
             if "e2e_ms" in labels:
                 labels = labels.assign(latency_us=labels["e2e_ms"] * 1e3)
-            yield judged_part(path, labels, labels["mode"], latency, lo, hi, scope)
+            rows = labels.assign(family=labels["mode"], scope="composed", **told)
+            yield judged(path, rows)
 
     def _op_latency(self, ops: pd.DataFrame) -> pd.DataFrame:
         """Operators as the op tables time them: alone, called from the host."""
@@ -240,39 +231,32 @@ class _Job:
 
     def _collective_latency(self, calls: pd.DataFrame) -> pd.DataFrame:
         prediction = self.links.predict(calls, _links)
-        return microseconds(*(prediction[c].to_numpy() for c in ("latency_s", "lo_s", "hi_s")))
+        return microseconds(*(prediction[c].to_numpy() for c in SECONDS))
 
 
 def _operator_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, frame = piece
     rows = rows_of_published(frame, model.spec)
     found = model.predict(rows)
-    scope = pd.Series(found.scope, dtype=object)
-    return judged_part(path, rows, rows["key"], found.latency, found.lo, found.hi, scope)
+    told = {column: getattr(found, column) for column in (*TIMES, "scope")}
+    return judged(path, rows.assign(family=rows["key"], **told))
 
 
 def _unknown_part(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
     """Rows of families that the model was not trained on: a reason each, and one note a family."""
-    none = np.full(len(rows), np.nan)
-    part = judged_part(path, rows, rows["key"], none, none, none, rows["key"])
-    reasons = [f"the model knows no operators {key!r}" for key in rows["key"]]
-    part.frame["table"], part.frame["reason"] = path.name.split(".")[0], reasons
-    part.judged = part.judged[:0]
-    part.notes = [
-        f"{path.name.split('.')[0]}: {count} rows not predicted: {why}"
-        for why, count in pd.Series(reasons).value_counts().items()
-    ]
-    return part
+    reason = [f"the model knows no operators {key!r}" for key in rows["key"]]
+    told = {"family": rows["key"], "scope": rows["key"], "suspect": False, "reason": reason}
+    return judged(path, rows.assign(**told, **dict.fromkeys(TIMES, np.nan)))
 
 
 def _conv_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, table = piece
-    return judged_pack(path, predict_convs(table, path, model))
+    return judged(path, predict_convs(table, path, model))
 
 
 def _block_part(model: OpModel, piece: Piece) -> PublishedPredictions:
     path, rows = piece
-    return judged_pack(path, predict_blocks(rows, model))
+    return judged(path, predict_blocks(rows, model))
 
 
 def _links(name: str) -> Links:
