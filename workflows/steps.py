@@ -15,7 +15,7 @@ from ..common.files import write_text
 from ..common.progress import counting, wrote
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
-from ..models.steps.fit import slopes_at
+from ..models.steps.effects import slopes_at
 from ..models.steps.model import StepModel, find_step_model
 from ..models.tracking.mlflow_store import tidy
 from ..models.tracking.prediction_log import TrackedRun

@@ -85,7 +85,7 @@ def run_train_blocks(console: Console, settings: TrainSettings) -> OpModel:
     import hashlib
 
     from ..datagen.published.block_tables import training_blocks
-    from ..datagen.published.kinds import BLOCK_TABLES, kinds
+    from ..datagen.published.packs import BLOCK_TABLES, kinds
     from ..features.devices.catalogue import find_device
 
     assert settings.blocks is not None
@@ -248,7 +248,7 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     from ..common.tables_text import print_frame
     from ..models.operators import OpModel
     from ..predict.locate import BLOCK_MODEL, OPERATOR_MODEL, find_model, model_hash
-    from ..predict.published.pieces import Pieces
+    from ..predict.published.judged import Pieces
     from ..predict.published.tables import predict_published
 
     name = OPERATOR_MODEL if settings.model == "default" else settings.model

@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.operators.schema import BLOCKS
-from .kinds import BLOCK_TABLES, kind_of, pack_data
+from .packs import BLOCK_TABLES, kind_of, pack_data
 
 #: Width of a shared expert where the table gives none, and of the feed-forward layer of Llama 8B.
 _SHARED, _LLAMA_INNER = 512, 14336

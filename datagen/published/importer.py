@@ -38,7 +38,7 @@ from ...features.operators.query import with_defaults
 from ...features.operators.schema import KERNEL_KINDS
 from ...features.operators.sources import methods, sources
 from .clones import CloneFile, clone_files, with_split
-from .pack_rows import CONV_FILE, PRODUCT_FILES, training_convs, training_products
+from .packs import CONV_FILE, PRODUCT_FILES, training_convs, training_products
 
 #: Files with operators, of either pack.
 OPERATOR_FILES = tuple(f"{own.table}.parquet" for own in sources().values() if own.table)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import find_device
-from ...models.steps.fit import Slopes, informative, slopes_at
+from ...models.steps.effects import Slopes, informative, slopes_at
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
 from ...simulate.step.fitting import memory_of

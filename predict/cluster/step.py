@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +219,6 @@ class StepPredictor:
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
         #: Before effects.
         self.priced = cluster_costs(cluster, self.spec, self.latency)
-        self._costs = self.priced
 
     def run_by(
         self, framework: str, *, compiled: bool, source: str, learned: StepModel
@@ -270,14 +269,13 @@ class StepPredictor:
         plan = resolved(workload, plan, self.cluster.size)
         widened = widened_note(workload, self.spec)
         workload = as_multiplied(workload, self.spec)
-        context = self._learn(workload)
+        context, own = self._learned(workload)
         known = self.learned.tier(context)
         # What is learned is of steps on devices of one speed.
-        even = step_time(workload, plan, self._costs)
-        step = step_time(workload, plan, self._costs, speeds=speeds) if speeds else even
+        even = step_time(workload, plan, own)
+        step = step_time(workload, plan, own, speeds=speeds) if speeds else even
         counts = operator_counts(workload, plan, step.worst)
         # Already priced while the step was composed; nothing is predicted again.
-        own = self._costs
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
         # A device file may omit the capacity; everything then fits rather than nothing.
@@ -291,8 +289,11 @@ class StepPredictor:
         # The search composes many neighbouring plans; sweeps turn it off, since they try them
         # anyway.
         if remedy and not fit.fits:
-            priced = self._seconds(workload)
-            fit = find_fit(workload, plan, fit.capacity, priced, self._memory, host)
+
+            def seconds_of(changed: Plan) -> float:
+                return step_time(workload, changed, own).total
+
+            fit = find_fit(workload, plan, fit.capacity, seconds_of, self._memory, host)
         spread = None
         if jitter:
             spread = sample_steps(workload, plan, step, jitter, draws, seed)
@@ -344,19 +345,17 @@ class StepPredictor:
 
     def costs(self, workload: Workload) -> Costs:
         """Times of operators and collectives as :meth:`predict` takes them for a workload."""
-        self._learn(as_multiplied(workload, self.spec))
-        return self._costs
+        return self._learned(as_multiplied(workload, self.spec))[1]
 
-    def _learn(self, workload: Workload) -> StepContext:
-        """Take the effects that measured steps have on steps like these."""
+    def _learned(self, workload: Workload) -> tuple[StepContext, Costs]:
+        """What steps like these have in common, and costs with the effects measured of them."""
         launched = not self.compiled and not is_compiled(self.framework)
         context = context_of(
             workload, self.spec, self.framework, self.source, launched=launched,
             boxes=self.cluster.boxes,
         )  # fmt: skip
         effects = self.learned.table.whole_effects(context)
-        self._costs = self.priced.with_effects(effects, self.cluster.box)
-        return context
+        return context, self.priced.with_effects(effects, self.cluster.box)
 
     def _scopes(self, seconds: dict[Op, float]) -> dict[str, float]:
         """Share of the operators' time by scope."""
@@ -369,9 +368,6 @@ class StepPredictor:
     def _memory(self, workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
         law = law_of(self.learned.memory, self.framework)
         return tuple(law.applied(stage) for stage in memory_of(workload, plan))
-
-    def _seconds(self, workload: Workload) -> Callable[[Plan], float]:
-        return lambda plan: step_time(workload, plan, self._costs).total
 
 
 def _by_name(seconds: dict[Op, float]) -> dict[str, float]:

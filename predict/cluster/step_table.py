@@ -247,7 +247,7 @@ class StepRuns:
     def simulate(
         self, which: Sequence[int], table: EffectTable, shifts: Mapping[str, float]
     ) -> np.ndarray:
-        """Logarithms of simulated seconds, as :data:`opcast.models.steps.fit.Simulate`."""
+        """Logarithms of simulated seconds, as :data:`opcast.models.steps.effects.Simulate`."""
         return np.array(
             [self._log(self.rows[i], table.effects(self.contexts[i], shifts)) for i in which]
         )

@@ -13,8 +13,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
 from ...datagen.published.block_tables import block_rows
-from ...datagen.published.kinds import pack_data
-from ...datagen.published.pack_rows import CONV_SIZES, conv_rows, product_rows
+from ...datagen.published.packs import CONV_SIZES, conv_rows, pack_data, product_rows
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.operators import family_keys

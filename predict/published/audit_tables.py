@@ -11,8 +11,7 @@ import pandas as pd
 from ...common.errors import DatasetError, DeviceError, OpcastError
 from ...common.parquet import read_table
 from ...datagen.published.block_tables import block_rows
-from ...datagen.published.kinds import BLOCK_TABLES, PRODUCTS, kind_of
-from ...datagen.published.pack_rows import conv_rows, product_rows
+from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, conv_rows, kind_of, product_rows
 from ...features.dataset import Dataset
 from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec

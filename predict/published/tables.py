@@ -19,7 +19,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
-from ...datagen.published.kinds import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
+from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
 from ...features.operators.schema import families_told
 from ...features.operators.sources import sources
@@ -42,8 +42,7 @@ from .answers import (
     read_blocks,
 )
 from .composition import compose
-from .judged import PublishedPredictions, given_rows, judged, microseconds
-from .pieces import Piece, Pieces
+from .judged import Piece, Pieces, PublishedPredictions, given_rows, judged, microseconds
 from .tile_table import predict_tiles, rank_note
 
 #: Graphs of the programs of a folder.

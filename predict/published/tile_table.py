@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...datagen.published.kinds import pack_data
+from ...datagen.published.packs import pack_data
 from ...features.devices.catalogue import in_catalogue
 from ...models.tiles.model import TileModel, ranking
 from ...models.tiles.rows import NEEDED, TileRows, tile_rows

@@ -19,8 +19,8 @@ from opcast.common.errors import DatasetError, OpcastError
 from opcast.common.ray_tasks import run_tasks
 from opcast.models.operators import OpModel
 from opcast.predict.locate import OPERATOR_MODEL, find_model
-from opcast.predict.published import pieces, tables
-from opcast.predict.published.pieces import Pieces
+from opcast.predict.published import judged, tables
+from opcast.predict.published.judged import Pieces
 from opcast.predict.sweep import run as sweep_run
 from opcast.predict.sweep import workers as sweep_workers
 
@@ -90,7 +90,7 @@ def write_rows(folder):
 
 @pytest.mark.slow
 def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, cluster, monkeypatch):
-    monkeypatch.setattr(pieces, "_ROWS", 5)
+    monkeypatch.setattr(judged, "_ROWS", 5)
     write_rows(tmp_path)
     model = OpModel.load(find_model(OPERATOR_MODEL))
     here = tables.predict_published(tmp_path, model)
@@ -103,7 +103,7 @@ def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, cluster, monk
             if place == 0:
                 cluster.remove_node(second)
 
-    monkeypatch.setattr(pieces, "run_tasks", losing_a_node)
+    monkeypatch.setattr(judged, "run_tasks", losing_a_node)
     there = tables.predict_published(tmp_path, model, pieces=Pieces(cluster.address))
     pd.testing.assert_frame_equal(here.frame, there.frame, check_exact=True)
     pd.testing.assert_frame_equal(here.judged, there.judged, check_exact=True)
@@ -113,7 +113,7 @@ def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, cluster, monk
 KILLED = """
 import os, signal, sys
 from opcast.cli import app
-from opcast.predict.published import pieces
+from opcast.predict.published import judged
 from opcast.predict.sweep import run
 
 left = [int(sys.argv[1])]
@@ -126,8 +126,8 @@ def dying(write):
             os.kill(os.getpid(), signal.SIGKILL)
     return written
 
-pieces._ROWS, run.PIECE = 2, 4
-pieces.Pieces._write = dying(pieces.Pieces._write)
+judged._ROWS, run.PIECE = 2, 4
+judged.Pieces._write = dying(judged.Pieces._write)
 run.Sweep._write = dying(run.Sweep._write)
 app(sys.argv[2:])
 """
@@ -160,7 +160,7 @@ def counting_tasks(monkeypatch, module):
 
 @pytest.mark.slow
 def test_an_evaluation_goes_on_after_its_process_died(tmp_path, cluster, monkeypatch):
-    monkeypatch.setattr(pieces, "_ROWS", 2)
+    monkeypatch.setattr(judged, "_ROWS", 2)
     folder = write_rows(tmp_path / "tables")
     here, there = tmp_path / "here.parquet", tmp_path / "there.parquet"
     ran("evaluate", "--published", folder, "--out", here)
@@ -168,7 +168,7 @@ def test_an_evaluation_goes_on_after_its_process_died(tmp_path, cluster, monkeyp
     killed_after(3, *on_ray)
     kept = tmp_path / "there-parts"
     assert not there.exists() and len(list(kept.glob("*.json"))) == 3
-    sent = counting_tasks(monkeypatch, pieces)
+    sent = counting_tasks(monkeypatch, judged)
     assert "goes on" in ran(*on_ray)
     # Eight pieces of two rows, three of which were there; to the bit, and nothing is left over.
     assert len(sent) == 5
@@ -197,7 +197,7 @@ def test_a_sweep_goes_on_after_its_process_died(tmp_path, cluster, monkeypatch):
 
 
 def test_kept_pieces_are_those_of_the_same_rows_and_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "_ROWS", 5)
+    monkeypatch.setattr(judged, "_ROWS", 5)
     folder = write_rows(tmp_path / "tables")
     model = OpModel.load(find_model(OPERATOR_MODEL))
     asked = []

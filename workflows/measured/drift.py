@@ -22,7 +22,7 @@ from ...common.parquet import read_table
 from ...common.progress import stages, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...datagen.published.clones import version_numbers
-from ...datagen.published.kinds import BLOCK_TABLES, kind_of
+from ...datagen.published.packs import BLOCK_TABLES, kind_of
 from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
 from ...features.operators.query import with_defaults

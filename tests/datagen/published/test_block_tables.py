@@ -7,7 +7,7 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.datagen.published.block_tables import block_rows
-from opcast.datagen.published.kinds import BLOCK_TABLES, kind_of
+from opcast.datagen.published.packs import BLOCK_TABLES, kind_of
 
 MIXED = {
     "id": "KA1", "source": "LLMServingSim", "op": "attention", "family": "attention_mixed",

@@ -9,7 +9,7 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.datagen.published.importer import import_published
-from opcast.datagen.published.pack_rows import conv_rows, product_rows, training_convs
+from opcast.datagen.published.packs import conv_rows, product_rows, training_convs
 from opcast.features.dataset import Dataset
 from opcast.models.operators import rows_of_dataset
 

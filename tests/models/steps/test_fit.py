@@ -9,8 +9,7 @@ import pytest
 
 from opcast.models.effects.effects import WHOLE
 from opcast.models.steps.context import StepContext
-from opcast.models.steps.effects import PRIOR, EffectTable
-from opcast.models.steps.fit import fit_effects, slopes_at
+from opcast.models.steps.effects import PRIOR, EffectTable, fit_effects, slopes_at
 from opcast.models.steps.model import StepModel, interval_ends
 from opcast.models.trust.calibrator import Calibrator
 

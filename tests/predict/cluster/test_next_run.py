@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from opcast.models.steps.fit import informative, slopes_at
+from opcast.models.steps.effects import informative, slopes_at
 from opcast.models.steps.model import shipped_steps
 from opcast.predict.cluster.next_run import next_run
 from opcast.predict.cluster.step_table import StepRuns, step_row

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import CompilerError, DeviceError, ProgramError
-from opcast.datagen.published.pack_rows import product_rows
+from opcast.datagen.published.packs import product_rows
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.target_compiler.install import find_compiler

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.parquet import read_table
-from opcast.datagen.published.kinds import kind_of
-from opcast.datagen.published.pack_rows import conv_rows, product_rows
+from opcast.datagen.published.packs import conv_rows, kind_of, product_rows
 from opcast.features.operators.physics import BACKENDS
 from opcast.features.operators.schema import FAMILIES, NAMES, PARAMETERS, family_keys
 
