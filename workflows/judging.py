@@ -75,7 +75,7 @@ def measured_rows(
     own = frame[frame[measured].notna() & frame[predicted].notna()].copy()
     ratio = own[predicted].astype(float) / own[measured]
     own["error"], own["log"] = (ratio - 1.0).abs(), np.log(ratio)
-    own["inside"] = own[measured].between(*(own[end] for end in ends))
+    own["inside"] = own[measured].between(own[ends[0]], own[ends[1]])
     return own
 
 

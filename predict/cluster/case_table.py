@@ -128,7 +128,7 @@ class Cells:
 
     def sizes(self) -> dict[str, int | float | bool]:
         """Sizes of a model, as far as the cells say them."""
-        read = {
+        read: dict[str, Callable[[str], int | float | bool]] = {
             "int": lambda name: self.count(name, 0),
             "float": self.number,
             "bool": lambda name: self.flag(name, False),
@@ -175,6 +175,6 @@ def noted_share(name: str, note: str) -> float | None:
             continue
         numbers = [int(text) for text in hit.groups()]
         part, whole = {0: (1, 1), 1: (1, *numbers)}.get(len(numbers), numbers)
-        share = min(1.0, part / max(whole, 1)) * rule.get("share", 1.0)
+        share = min(1.0, part / max(whole, 1)) * float(rule.get("share", 1.0))
         return 1.0 - share if rule.get("rest") else share
     return None

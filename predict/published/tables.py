@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +82,14 @@ def predict_published(
     job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),
-        *job.pack(["xla_collectives"], lambda *of: predict_xla_collectives(*of, links)),
+        *job.pack(["xla_collectives"], partial(predict_xla_collectives, links=links)),
         *job.collectives(),
-        *job.pack(PRODUCTS, lambda *of: predict_products(*of, model)),
+        *job.pack(PRODUCTS, partial(predict_products, model=model)),
         *job.convs(),
-        *job.pack(["power"], lambda *of: predict_power(*of, model, shipped_power()), power_note),
-        *job.pack(["tiles"], lambda *of: predict_tiles(*of, shipped_tiles()), rank_note),
+        *job.pack(
+            ["power"], lambda *of: predict_power(of[0], of[1], model, shipped_power()), power_note
+        ),
+        *job.pack(["tiles"], lambda *of: predict_tiles(of[0], of[1], shipped_tiles()), rank_note),
         *job.blocks_of_models(),
         *job.programs(),
     ]
@@ -244,8 +247,8 @@ def _operator_part(model: OpModel, piece: Piece) -> PublishedPredictions:
 def _unknown_part(path: Path, rows: pd.DataFrame) -> PublishedPredictions:
     """Rows of families that the model was not trained on: a reason each, and one note a family."""
     reason = [f"the model knows no operators {key!r}" for key in rows["key"]]
-    told = {"family": rows["key"], "scope": rows["key"], "suspect": False, "reason": reason}
-    return judged(path, rows.assign(**told, **dict.fromkeys(TIMES, np.nan)))
+    rows = rows.assign(family=rows["key"], scope=rows["key"], suspect=False, reason=reason)
+    return judged(path, rows.assign(**dict.fromkeys(TIMES, np.nan)))
 
 
 def _conv_part(model: OpModel, piece: Piece) -> PublishedPredictions:
