@@ -14,7 +14,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.operators.schema import BLOCKS
-from .packs import BLOCK_TABLES, kind_of, pack_data
+from .packs import BLOCK_TABLES, doubted, kind_of, pack_data
 
 #: Width of a shared expert where the table gives none, and of the feed-forward layer of Llama 8B.
 _SHARED, _LLAMA_INNER = 512, 14336
@@ -50,9 +50,8 @@ def block_rows(table: pd.DataFrame) -> pd.DataFrame:
     for column in ("split", "latency_us"):
         if column in table:
             rows[column] = table[column].to_numpy()
-    doubted = _numbers(table, "above_peak") > 0
     rows = read(table.reset_index(drop=True), rows)
-    rows["suspect"] = doubted
+    rows["suspect"] = doubted(table)
     return rows
 
 

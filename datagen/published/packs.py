@@ -121,7 +121,7 @@ def product_rows(table: pd.DataFrame) -> pd.DataFrame:
         rows["family"] = rows["source"].map(only).fillna(rows["family"])
         rows = _with_layout(rows, table)
     rows["op"] = rows["family"]
-    rows["suspect"] = _suspect(table) | faulty(rows, "doubted")
+    rows["suspect"] = doubted(table) | faulty(rows, "doubted")
     return rows
 
 
@@ -181,13 +181,14 @@ def _formats(table: pd.DataFrame) -> np.ndarray:
     return np.where(narrow, "fp8", same.map(lambda name: names.get(name, name))).astype(object)
 
 
-def _suspect(table: pd.DataFrame) -> np.ndarray:
-    doubted = np.zeros(len(table), bool)
+def doubted(table: pd.DataFrame) -> np.ndarray:
+    """Rows that their publisher marks as wrong, bool, shape ``(n,)``."""
+    marked = np.zeros(len(table), bool)
     if "suspect" in table:
-        doubted |= table["suspect"].notna().to_numpy()
+        marked |= (table["suspect"].fillna("").astype(str) != "").to_numpy()
     if "above_peak" in table:
-        doubted |= table["above_peak"].to_numpy(np.float64, na_value=0.0) > 0
-    return doubted
+        marked |= (pd.to_numeric(table["above_peak"], errors="coerce") > 0).to_numpy()
+    return marked
 
 
 def training_products(paths: Iterable[Path]) -> dict[Path, pd.DataFrame]:

@@ -18,8 +18,7 @@ from ...common.errors import DatasetError
 from ...features.devices.catalogue import find_described, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators.schema import BLOCKS, FAMILIES, families_told
-from .audit_part import REASONS, SLACK, AuditPart, audit_part
-from .audit_tables import COLLECTIVE, KERNEL, read_audited
+from .audit_rows import COLLECTIVE, KERNEL, REASONS, SLACK, AuditPart, audit_part, read_audited
 
 #: Excess over the peak that a card's clock explains: an RTX 3090 boosts past the 1,695 MHz of its
 #: data sheet by a tenth. Such rows are suspicious only; engineering estimate.
