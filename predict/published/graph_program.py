@@ -12,11 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.files import parse_yaml
 from ..operator.prices import PROBE
 from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, element_width, graph_ops, op_rows
 
@@ -42,27 +45,10 @@ class LayerSpan:
     second: str
 
 
-# First and last node of layer 0, as torch.fx names them. Generated names such as ``add_15`` count
-# calls from the top of the model, so they hold for the first layer alone.
-SPANS = {
-    "bert": LayerSpan(
-        "bert_encoder_layer_0_attention_self_query",
-        "bert_encoder_layer_0_output_layer_norm",
-        "bert_encoder_layer_0_",
-        "bert_encoder_layer_1_",
-    ),
-    "gpt": LayerSpan("transformer_h_0_ln_1", "add_15", "transformer_h_0_", "transformer_h_1_"),
-    "opt": LayerSpan(
-        "model_decoder_layers_0_self_attn_layer_norm",
-        "view_11",
-        "model_decoder_layers_0_",
-        "model_decoder_layers_1_",
-    ),
-}
-#: Layers of models whose labels omit the number (those of distributed runs): BERT large (Devlin et
-#: al., 2019), GPT-2 large (Radford et al., 2019, table 2), GPT-3 XL and 2.7B (Brown et al., 2020,
-#: table 2.1), OPT 1.3B (Zhang et al., 2022, table 1).
-LAYERS = {"bert_large": 24, "gpt2_large": 36, "gpt3_xl": 24, "gpt3_27": 32, "opt_13": 24}
+_DATA: Any = parse_yaml(Path(__file__).with_name("graphs.yaml").read_text(encoding="utf-8"))
+#: Repeated layers by family, and layers of models whose labels omit the number.
+SPANS = {family: LayerSpan(**own) for family, own in _DATA["spans"].items()}
+LAYERS: dict[str, int] = _DATA["layers"]
 
 
 @dataclass(frozen=True)
