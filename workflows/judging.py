@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,6 +127,19 @@ def to_learn(table: pd.DataFrame) -> np.ndarray:
     if "split" not in table:
         return np.zeros(len(table), bool)
     return table["split"].astype(str).str.startswith("calib").to_numpy()
+
+
+def few_of_each(keys: Iterable[Hashable], most: int, seed: int = 0) -> list[int]:
+    """Numbers of at most so many rows of each key, drawn at random, in order.
+
+    Args:
+        keys: Of the rows.
+        most: Rows of a key.
+        seed: Of the draw.
+    """
+    codes, _ = pd.factorize(pd.Series(list(keys), dtype=object))
+    drawn = pd.Series(codes).iloc[np.random.default_rng(seed).permutation(len(codes))]
+    return sorted(drawn.index[drawn.groupby(drawn).cumcount() < most].tolist())
 
 
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:

@@ -28,6 +28,7 @@ from ..models.tracking.mlflow_store import RunLog
 from ..models.trust.calibrator import Calibrator
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
+from .judging import few_of_each
 from .steps import step_operators
 from .training import digests, log_training
 
@@ -91,7 +92,7 @@ def train_steps(
     runs = StepRuns(rows, operators)
     measured = np.log([row.measured_s for row in rows])
     groups = np.array([context.cluster for context in runs.contexts])
-    chosen = _thinned(groups, seed)
+    chosen = few_of_each(groups, MOST_ROWS, seed)
     runs.most_tasks = PLACED
     part = runs.part([rows[i] for i in chosen])
     effects = fit_effects(part.contexts, measured[chosen], groups[chosen], part.simulate, tell)
@@ -321,18 +322,6 @@ class _Study:
             for i in np.flatnonzero(which & np.isfinite(score)):
                 scores.setdefault(own.known[i], []).append((str(self.groups[i]), float(score[i])))
         return scores
-
-
-def _thinned(groups: np.ndarray, seed: int) -> list[int]:
-    """At most :data:`MOST_ROWS` rows of each group, in order."""
-    order = np.random.default_rng(seed).permutation(len(groups))
-    kept: dict[str, int] = {}
-    chosen = []
-    for index in order:
-        kept[groups[index]] = kept.get(groups[index], 0) + 1
-        if kept[groups[index]] <= MOST_ROWS:
-            chosen.append(int(index))
-    return sorted(chosen)
 
 
 def run_train_steps(console: Console, settings: StepSettings) -> StepModel:

@@ -315,7 +315,8 @@ def audit_part(
         names = ["device", *NAMES, *parameters_of(key), *extra]
     identity = {c: _hashes(rows[c], c) for c in map(str, names) if c in rows}
     slow = np.zeros(len(rows), bool)
-    return AuditPart(key, rows, seconds, **figures, identity=identity, slow=slow)
+    flops, peak, moved, cache, bandwidth, base = (figures[c] for c in _FIGURES)
+    return AuditPart(key, rows, seconds, flops, peak, moved, cache, bandwidth, base, identity, slow)
 
 
 #: What physics gives of each row.

@@ -36,6 +36,7 @@ from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_row
+from ..judging import few_of_each
 from ..training import digests, log_training
 from .evaluate import observer, serving_operators
 
@@ -107,7 +108,10 @@ def train_serving(
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
         )
-    rows = few_of_each(rows, seed)
+    served = [(row.deployment, row.group) for row in rows]
+    keys = [(own.source, group, own.framework, own.device) for own, group in served]
+    # A group counts by the root of its rows, so that more of them take time and teach little.
+    rows = [rows[at] for at in few_of_each(keys, MOST_ROWS, seed)]
     measured = _measured(rows)
     predictor = ServingPredictor(
         operators,
@@ -246,22 +250,6 @@ def _learned(
 
 def _often(counts: Counter[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name, rows in counts.items() if rows >= LEAST))
-
-
-def few_of_each(rows: Sequence[ServingRow], seed: int = 0) -> list[ServingRow]:
-    """At most :data:`MOST_ROWS` of a source's rows of one model, framework and device, at random.
-
-    A group counts by the root of its rows, so that more of them take time and teach little.
-    """
-    taken: Counter[tuple[str, ...]] = Counter()
-    kept = []
-    for at in np.random.default_rng(seed).permutation(len(rows)):
-        own = rows[at].deployment
-        key = (own.source, rows[at].group, own.framework, own.device)
-        taken[key] += 1
-        if taken[key] <= MOST_ROWS:
-            kept.append(at)
-    return [rows[at] for at in sorted(kept)]
 
 
 class LeftOut(NamedTuple):
