@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,13 +96,16 @@ class Worker:
         yield from iter(waiting.get, None)
 
     def _answer(self, request: JsonObject, prepared: Future[list[Prepared]] | None) -> None:
+        from . import device_probe, host
         from .measure import reason_of
+        from .plan import zoo_suite
 
+        memory = {"memory_limit_bytes": self._limits.memory}
         answers: dict[str, Callable[[], dict[str, object]]] = {
-            "hello": self._hello,
-            "probe": self._probe,
-            "ceilings": self._ceilings,
-            "suite": lambda: self._suite(request["name"]),
+            "hello": lambda: {"host": host.describe_host() | memory},
+            "probe": lambda: {"device": asdict(device_probe.probe_device())},
+            "ceilings": lambda: {"device": asdict(device_probe.probe_ceilings())},
+            "suite": lambda: {"size": len(zoo_suite(request["name"]))},
             "anchors": self._measure_anchors,
             "measure": lambda: self._measure(request["items"], prepared),
         }
@@ -111,30 +115,6 @@ class Worker:
         except Exception as error:
             reply = {"error": reason_of(error)}
         self._reply({"done": request["do"], **reply})
-
-    def _hello(self) -> dict[str, object]:
-        from .host import describe_host
-
-        return {"host": describe_host() | {"memory_limit_bytes": self._limits.memory}}
-
-    def _probe(self) -> dict[str, object]:
-        from dataclasses import asdict
-
-        from .device_probe import probe_device
-
-        return {"device": asdict(probe_device())}
-
-    def _ceilings(self) -> dict[str, object]:
-        from dataclasses import asdict
-
-        from .device_probe import probe_ceilings
-
-        return {"device": asdict(probe_ceilings())}
-
-    def _suite(self, name: str) -> dict[str, object]:
-        from .plan import zoo_suite
-
-        return {"size": len(zoo_suite(name))}
 
     def _measure_anchors(self) -> dict[str, object]:
         from .anchors import anchor_items, read_anchors
