@@ -74,7 +74,7 @@ def served_by_name(
 ) -> ServedModel:
     """A model by its name, or by a file.
 
-    Names are those of presets, of ``models.yaml``, and of checkpoints (``Qwen/Qwen3-32B-FP8``),
+    Names are those of presets, of the data file, and of checkpoints (``Qwen/Qwen3-32B-FP8``),
     whose format counts where none is given, or else the one that a model is published in; so does
     the ``quantization_config`` of a ``config.json``.
 
