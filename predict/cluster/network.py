@@ -8,7 +8,7 @@ from functools import lru_cache
 from ...models.collectives.on_cluster import ClusterCollectives
 from ...simulate.clusters.topology import Cluster
 from ...simulate.collectives.choose import collective_latency_s
-from ...simulate.step.calls import Estimate
+from ...simulate.step.costs import Estimate
 from ...simulate.step.plan import Group
 
 #: Time of a collective: name, bytes that each rank puts in, ranks, cluster.
@@ -55,7 +55,7 @@ class ClusterNetwork:
         """Return the time of a collective.
 
         Args:
-            kind: As of a :class:`~opcast.simulate.step.calls.CommCall`.
+            kind: As of a :class:`~opcast.simulate.step.costs.CommCall`.
             size: As there.
             group: Devices that take part.
         """

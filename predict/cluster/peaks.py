@@ -11,9 +11,8 @@ from dataclasses import replace
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
-from ...simulate.step.compose import operator_counts
+from ...simulate.step.blocks import step_stages
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
-from ...simulate.step.placement import kind_counts
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
 
@@ -77,14 +76,10 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
         plan: Resolved.
         spec: The devices.
     """
-    known: dict[tuple[object, ...], float] = {}
-    for stage in range(plan.pp):
-        layers = tuple(kind_counts(workload, plan, stage).items())
-        key = (layers, stage == 0, stage == plan.pp - 1)
-        if key not in known:
-            counts = operator_counts(workload, plan, stage)
-            known[key] = sum(_least(call, spec) * count for call, count in counts.items())
-    return max(known.values())
+    return max(
+        sum(_least(call, spec) * count for call, count in stage.counts().items())
+        for stage in dict.fromkeys(step_stages(workload, plan))
+    )
 
 
 def _least(call: Op, spec: DeviceSpec) -> float:

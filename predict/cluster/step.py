@@ -22,11 +22,9 @@ from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel, shipped_steps
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import OpLatency
-from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
-from ...simulate.step.costs import Costs
+from ...simulate.step.compose import MOST_TASKS, StepSpread, StepTime, sample_steps, step_time
+from ...simulate.step.costs import Costs, OpLatency
 from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
-from ...simulate.step.jitter import StepSpread, sample_steps
 from ...simulate.step.memory import StageMemory, box_host
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Plan
@@ -274,7 +272,7 @@ class StepPredictor:
         # What is learned is of steps on devices of one speed.
         even = step_time(workload, plan, own)
         step = step_time(workload, plan, own, speeds=speeds) if speeds else even
-        counts = operator_counts(workload, plan, step.worst)
+        counts = step.busiest.counts()
         # Already priced while the step was composed; nothing is predicted again.
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
         capacity = self.spec.memory_bytes
@@ -296,7 +294,7 @@ class StepPredictor:
             fit = find_fit(workload, plan, fit.capacity, seconds_of, self._memory, host)
         spread = None
         if jitter:
-            spread = sample_steps(workload, plan, step, jitter, draws, seed)
+            spread = sample_steps(plan, step, jitter, draws, seed)
         if explain and speeds:
             raise PlanError(
                 "terms are those of a step on devices of one speed",
@@ -402,7 +400,7 @@ def step_interval(
         latency: What priced its operators.
         most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
     """
-    counts = operator_counts(workload, plan, step.worst)
+    counts = step.busiest.counts()
     kinds = dict[str, float]()
     for call, count in counts.items():
         own = float(costs.ops[call][0]) * costs.effects.of(call) * count

@@ -24,7 +24,8 @@ from ...models.steps.effects import EffectTable
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.compose import MOST_TASKS, StepTime, operator_counts, step_time
+from ...simulate.step.blocks import step_stages
+from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
 from ...simulate.step.memory import StageMemory
@@ -210,13 +211,10 @@ class StepRuns:
         calls: dict[str, dict[Op, None]] = {}
         for row in self.rows:
             own = calls.setdefault(row.cluster.device, {})
-            last = row.plan.pp - 1
-            # Operators of a layer are the same in every stage; only a mixed model has more kinds.
-            stages = range(row.plan.pp) if row.workload.mixed else {0, last // 2, last}
             # A row that fails here fails in its step as well, where it is told.
             with suppress(OpcastError, *FAULTS):
-                for stage in stages:
-                    own |= dict.fromkeys(operator_counts(row.workload, row.plan, stage))
+                for stage in dict.fromkeys(step_stages(row.workload, row.plan)):
+                    own |= dict.fromkeys(stage.counts())
         for device, asked in calls.items():
             latency = OperatorLatency(find_device(device), self.operators)
             self._latency[device] = latency

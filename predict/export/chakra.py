@@ -15,15 +15,15 @@ from ...features.devices.device import DeviceSpec
 from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
 from ...simulate.chakra.ranks import Work, least_bytes, process_groups, rank_trace
-from ...simulate.chakra.step_blocks import Message, StageBlocks, stage_blocks
+from ...simulate.chakra.step_blocks import StageBlocks, stage_blocks
 from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds, own_bytes
 from ...simulate.chakra.step_ranks import Ranks, StageTrace, stage_trace
 from ...simulate.clusters.topology import Cluster, Topology
 from ...simulate.program.nodes import Collective, Node
+from ...simulate.step.blocks import Stage
 from ...simulate.step.compose import stage_orders
-from ...simulate.step.costs import Costs
+from ...simulate.step.costs import Costs, Message
 from ...simulate.step.plan import Group, Plan
-from ...simulate.step.traffic import hop_call
 from ..cluster.partitioned import PartitionedPrediction
 from ..cluster.step import StepPrediction
 
@@ -206,19 +206,15 @@ def export_step(
         raise ProgramError(
             "a step on one device has no communication", hint="choose a larger cluster"
         )
-    orders = stage_orders(workload, plan)
+    orders = stage_orders(plan, train=workload.mode == "train")
     units = _units_of_a_block(prediction, max(map(len, orders)), most_nodes)
-    known: dict[tuple[object, ...], StageBlocks] = {}
-    blocks = []
-    for stage, times in enumerate(step.stages):
-        # Equal stages share their times (``step_time``), and so their blocks.
-        key = (id(times), stage == 0, stage == plan.pp - 1)
-        if key not in known:
-            known[key] = stage_blocks(workload, plan, costs, stage, times, units)
-        blocks.append(known[key])
-    call = hop_call(workload, plan)
-    hop = Message(call.name, call.kind, Group(plan.pp, call.group.stride), call.size, step.hop)
-    stages = [stage_trace(plan, own, orders, s, hop) for s, own in enumerate(blocks)]
+    known = dict[Stage, StageBlocks]()
+    for stage, times in zip(step.work, step.stages, strict=True):
+        if stage not in known:
+            known[stage] = stage_blocks(stage, costs, times, units)
+    call = step.work[0].hop
+    hop = Message(call.name, call.kind, call.group, call.size, step.hop)
+    stages = [stage_trace(plan, known[own], orders, s, hop) for s, own in enumerate(step.work)]
     counts = Counter[Message]()
     for trace in stages:
         counts.update(talk.message for talk in trace.talks.values())
@@ -241,7 +237,7 @@ def export_step(
 def _axis(message: Message, plan: Plan) -> Group:
     """The group that decides about axes: all stages of a pipeline are one axis."""
     if message.name in ("pipeline", "tied"):
-        return Group(plan.pp, plan.stage_hop.stride)
+        return plan.pipeline_group
     return message.group
 
 

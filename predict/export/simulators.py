@@ -20,7 +20,7 @@ from ...common.errors import PlanError
 from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import CommCall, OpLatency
+from ...simulate.step.costs import CommCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from ...simulate.step.placement import resolved
 from ...simulate.step.plan import Group, Plan

@@ -18,7 +18,7 @@ from ...common.files import write_text
 from ...features.operators.op import Op
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.calls import OpLatency
+from ...simulate.step.costs import OpLatency
 from ...simulate.step.plan import Group
 from ...simulate.step.workload import Workload
 from ..cluster.network import ClusterNetwork

@@ -1,7 +1,7 @@
 """Pipelines: a step in stages of layers, which micro-batches go through one after the other.
 
 Each stage is a program of its own, for one micro-batch, over its own devices. What it takes is
-composed as 1F1B orders micro-batches (``simulate/step/schedules.py``), with the sends between
+composed as 1F1B orders micro-batches (``simulate/step/pipeline.py``), with the sends between
 stages; the optimiser, and gradients that are all-reduced, come once.
 """
 
@@ -16,8 +16,11 @@ from typing import NamedTuple
 from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.pipeline import run_pipeline
-from ...simulate.step.schedules import FORWARD, Task, orders
+from ...simulate.step.compose import StepTime
+from ...simulate.step.compose import compose as compose_stages
+from ...simulate.step.costs import Part
+from ...simulate.step.plan import Plan as StepPlan
+from ...simulate.step.stage_times import StageTimes
 from ..cluster.network import xla_time
 from ..cluster.spread import COMPOSITION_ERROR
 from ..program.predictor import Predictor
@@ -66,25 +69,7 @@ class Sends(NamedTuple):
     once: float
 
 
-class Composed(NamedTuple):
-    """A step of a pipeline; seconds.
-
-    Attributes:
-        total: Time of the step.
-        busy: Time of the stage that is busy longest.
-        sends: Share of the time that transfers between stages add.
-        bubble: The rest: waiting for other stages.
-        worst: The stage that is busy longest.
-    """
-
-    total: float
-    busy: float
-    sends: float
-    bubble: float
-    worst: int
-
-
-def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> Composed:
+def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> StepTime:
     """Time of a step whose micro-batches go through stages as 1F1B orders them.
 
     Args:
@@ -92,19 +77,12 @@ def compose(stages: Sequence[StageSeconds], sends: Sends, micro: int) -> Compose
         sends: What transfers between stages take.
         micro: Number of micro-batches.
     """
-    order = orders(SCHEDULE, len(stages), micro)
-
-    def duration(stage: int, task: Task) -> float:
-        return stages[stage].forward if task.kind == FORWARD else stages[stage].backward
-
-    def end(hop: float) -> float:
-        run = run_pipeline(order, duration, hop)
-        return max(float(run.end(n)) + own.once for n, own in enumerate(stages))
-
-    free, total = end(0.0), end(sends.hop) + sends.once
-    busy = [micro * (own.forward + own.backward) + own.once for own in stages]
-    worst = max(range(len(stages)), key=lambda n: busy[n])
-    return Composed(total, busy[worst], total - free, free - busy[worst], worst)
+    plan = StepPlan(pp=len(stages), microbatches=micro, schedule=SCHEDULE)
+    times = [
+        StageTimes(Part(own.forward), Part(own.backward), update=Part(own.once)) for own in stages
+    ]
+    made = compose_stages(times, plan, sends.hop)
+    return replace(made, total=made.total + sends.once, sends=made.sends + sends.once)
 
 
 def stage_sheets(staged: StagedProgram, sheet: Sheet) -> dict[tuple[int, str], Sheet]:
@@ -179,7 +157,7 @@ def screen_pipeline(
     seconds = [own for own, _ in costs]
     made = compose(seconds, _sends(staged, plan, cluster), plan.change.micro)
     memory = max(held + staged.more_memory(n, plan) for n, (_, held) in enumerate(costs))
-    return Screened(plan, made.total, made.busy, made.total - made.busy, 0.0, memory)
+    return Screened(plan, made.total, made.compute, made.total - made.compute, 0.0, memory)
 
 
 class Pipelines:
@@ -308,7 +286,7 @@ def pipeline_row(
         latency_us=interval.value * 1e6,
         lo_us=interval.lo * 1e6,
         hi_us=interval.hi * 1e6,
-        compute_us=made.busy * 1e6 - exposed,
+        compute_us=made.compute * 1e6 - exposed,
         communication_us=worst.communication_us * most + made.sends * 1e6,
         exposed_communication_us=exposed + made.sends * 1e6,
         bubble_us=made.bubble * 1e6,

@@ -22,7 +22,7 @@ from ...features.lowering.repeated_layers.stages import (
     stage_module,
     step_values,
 )
-from ...simulate.step.schedules import in_flight
+from ...simulate.step.pipeline import in_flight
 from .arguments import Argument
 from .cost import cut_parts
 from .dimensions import Step

@@ -15,9 +15,9 @@ from math import prod
 import numpy as np
 
 from ..clusters.topology import Dimension, Topology
+from ..step.costs import Message
 from ..step.plan import Group
 from .ranks import SPLITS
-from .step_blocks import Message
 
 #: Fastest bandwidth of a dimension, in bytes/s: where latency alone explains all times, and where
 #: nothing is sent. The format has no infinite one; far above any link of today.
@@ -79,7 +79,7 @@ def ring_work(kind: str, ranks: int, size: float) -> tuple[float, float]:
     average. Each collective is cut into :data:`~.ranks.SPLITS` parts, one after the other.
 
     Args:
-        kind: Of a :class:`~.step_blocks.Message`.
+        kind: Of a :class:`~opcast.simulate.step.costs.Message`.
         ranks: In the ring.
         size: ``comm_size``: what a rank puts in.
     """

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..step.pipeline import producers
+from ..step.costs import Message
+from ..step.pipeline import BACKWARD, Order, Task, producers
 from ..step.plan import Plan
-from ..step.schedules import BACKWARD, Order, Task
 from ..step.trace import NAMES
 from .messages import CommType, EtNode, NodeType, Value
 from .ranks import COMM_TYPES, FIRST_GROUP, least_bytes
-from .step_blocks import Block, Message, StageBlocks
+from .step_blocks import Block, StageBlocks
 from .step_network import Axes, own_bytes
 
 #: First tag of transfers round a ring, above those between stages.
@@ -121,7 +121,7 @@ def stage_trace(
                 )
         own = blocks.last if task in final else blocks.passes[task.kind]
         name = f"{NAMES[task.kind]} {task.micro}"
-        _pass(trace, [b.scaled(1.0 / plan.virtual) for b in own], name, overlap=plan.overlap)
+        _pass(trace, own, name, overlap=plan.overlap)
         for other in takers.get(task, ()):
             far, tag = (other - stage) * hop.group.stride, tags[stage, task, other]
             talk = _Talk(hop, far, tag=tag)
@@ -201,8 +201,8 @@ def _end(trace: StageTrace, blocks: StageBlocks) -> None:
     trace.waits |= trace.reductions
     for message in blocks.tied:
         trace.waits.add(trace.send(message.name, message, trace.ready()))
-    if blocks.update.seconds > 0:
-        trace.compute("update", blocks.update.seconds)
+    if blocks.update > 0:
+        trace.compute("update", blocks.update)
     for message in blocks.gathers:
         trace.waits.add(trace.send(message.name, message, trace.ready()))
 

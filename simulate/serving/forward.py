@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     """A collective of a forward pass.
 
     Attributes:
-        kind: As of :class:`~opcast.simulate.step.calls.CommCall`.
+        kind: As of :class:`~opcast.simulate.step.costs.CommCall`.
         size: Bytes, as there.
         ranks: Devices that take part, neighbours of each other.
         times: How often.

@@ -7,19 +7,30 @@ last. Devices of a stage do the same work, so one of each stage stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from ...features.operators.op import Op
+import numpy as np
+from scipy.special import ndtri
+
+from ...common.errors import PlanError
+from .blocks import Stage, step_stages
 from .costs import Costs
-from .layer_ops import embedding_ops, head_ops, layer_ops, update_ops
-from .memory import stage_held
-from .pipeline import PipelineRun, run_pipeline
-from .placement import kind_counts, stage_speeds
+from .pipeline import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Order,
+    PipelineRun,
+    Seconds,
+    Task,
+    forward_orders,
+    orders,
+    run_pipeline,
+)
+from .placement import stage_speeds
 from .plan import Plan
-from .schedules import FORWARD, WEIGHTS, Order, Task, forward_orders, orders
-from .stage_times import StageCost, StageTimes
-from .traffic import hop_call, local_parameters
+from .stage_times import StageTimes, stage_times, traffic
 from .workload import Workload
 
 #: Most tasks of a pipeline that are all placed; longer ones are extrapolated, so that a plan's cost
@@ -40,27 +51,36 @@ class StepTime:
 
     Attributes:
         total: From the first micro-batch to the last update.
-        compute: Computation of the device that is busy longest.
+        compute: Computation of the device that is busy longest (``worst``).
         exposed: Communication of that device that nothing hides, transfers between stages included.
         bubble: The rest: waiting for other stages.
-        communication: All communication of that device, hidden or not, by name.
+        sends: What transfers between stages add to the total.
         stages: Times of each stage.
         run: The pipeline; of a very long one its first micro-batches.
         worst: The stage that is busy longest.
         hop: Seconds from one stage to the next.
         host: Waiting of that device for its host.
+        communication: All communication of that device, hidden or not, by name.
+        work: What each stage does.
     """
 
     total: float
     compute: float
     exposed: float
     bubble: float
-    communication: dict[str, float]
+    sends: float
     stages: tuple[StageTimes, ...]
     run: PipelineRun
     worst: int
-    hop: float = 0.0
-    host: float = 0.0
+    hop: float
+    host: float
+    communication: dict[str, float] = field(default_factory=dict)
+    work: tuple[Stage, ...] = ()
+
+    @property
+    def busiest(self) -> Stage:
+        """What the stage that is busy longest does."""
+        return self.work[self.worst]
 
 
 def step_time(
@@ -83,81 +103,61 @@ def step_time(
     Raises:
         PlanError: A rank is not part of the plan, or a speed is not positive.
     """
+    work = step_stages(workload, plan)
     # One batched request: the operator model is vectorised, and a call costs more than a row.
-    costs.prepare(c for s in range(plan.pp) for c in operator_counts(workload, plan, s))
-    known: dict[tuple[tuple[tuple[Workload, int], ...], bool, bool], StageTimes] = {}
-    stages = []
-    for stage in range(plan.pp):
-        layers = tuple(kind_counts(workload, plan, stage).items())
-        # Stages with the same layers and ends are equal: at most a few differ, whatever ``pp`` is.
-        key = (layers, stage == 0, stage == plan.pp - 1)
-        if key not in known:
-            known[key] = StageCost(workload, plan, costs, stage).times()
-        stages.append(known[key])
+    costs.prepare(c for stage in dict.fromkeys(work) for c in stage.counts())
+    known = {stage: stage_times(stage, costs) for stage in dict.fromkeys(work)}
+    stages = [known[stage] for stage in work]
     if speeds:
         own = stage_speeds(plan, speeds)
         stages = [s.slowed(1.0 / speed) for s, speed in zip(stages, own, strict=True)]
-    hop = costs.link(hop_call(workload, plan))
-    wait = costs.effects.hop_s if plan.pp > 1 else 0.0
-    stages = [s.with_hop(wait) for s in stages]
-    run, ends = _ends(workload, plan, stages, hop, most_tasks)
-    still = _ends(workload, plan, stages, 0.0, most_tasks)[1] if hop else ends
-    total = max(end + s.tail for end, s in zip(ends, stages, strict=True))
-    free = max(end + s.tail for end, s in zip(still, stages, strict=True))
+    hop = costs.link(work[0].hop)
+    made = compose(stages, plan, hop, most_tasks, train=workload.mode == "train")
+    return replace(made, communication=traffic(work[made.worst], costs), work=work)
+
+
+def compose(
+    stages: Sequence[StageTimes],
+    plan: Plan,
+    hop: float,
+    most_tasks: int = MOST_TASKS,
+    *,
+    train: bool = True,
+) -> StepTime:
+    """Time of a step from the times of its stages.
+
+    Args:
+        stages: Times of each.
+        plan: Gives the schedule and the number of micro-batches.
+        hop: Seconds from one stage to the next.
+        most_tasks: As of :func:`step_time`.
+        train: Whether there is a backward pass.
+    """
+    run, ends = _ends(stages, plan, hop, most_tasks, train=train)
+    still = _ends(stages, plan, 0.0, most_tasks, train=train)[1] if hop else ends
+    total, free = (
+        max(end + s.tail for end, s in zip(found, stages, strict=True)) for found in (ends, still)
+    )
     count = plan.microbatches
-    worst = max(range(len(stages)), key=lambda i: stages[i].micro.total * count + stages[i].tail)
-    mine = stages[worst]
-    compute = mine.micro.compute * count + mine.update.compute
-    sent = mine.micro.exposed * count + mine.reduction + mine.update.exposed
-    host = mine.micro.host * count + mine.update.host
+    busy = [s.micro.total * count + s.tail for s in stages]
+    worst = busy.index(max(busy))
+    mine, bubble = stages[worst], free - busy[worst]
     return StepTime(
         total=total,
-        compute=compute,
-        exposed=sent + (total - free),
-        bubble=_bubble(free, free - compute - sent - host),
-        communication=StageCost(workload, plan, costs, worst).traffic(),
+        compute=mine.micro.compute * count + mine.update.compute,
+        exposed=mine.micro.exposed * count + mine.reduction + mine.update.exposed + (total - free),
+        bubble=bubble if bubble > ROUNDING * free else 0.0,
+        sends=total - free,
         stages=tuple(stages),
         run=run,
         worst=worst,
         hop=hop,
-        host=host,
+        host=mine.micro.host * count + mine.update.host,
     )
 
 
-def _bubble(total: float, rest: float) -> float:
-    return rest if rest > ROUNDING * total else 0.0
-
-
-def operator_counts(workload: Workload, plan: Plan, stage: int) -> dict[Op, float]:
-    """Count how often a device of a stage runs each operator in a step.
-
-    Args:
-        workload: The model.
-        plan: Resolved.
-        stage: Index of the stage, from 0.
-    """
-    counts = dict[Op, float]()
-    kinds = kind_counts(workload, plan, stage)
-    parts = [(layer_ops(w, plan), float(n * plan.microbatches)) for w, n in kinds.items()]
-    layers = len(parts)
-    if stage == 0:
-        parts.append((embedding_ops(workload, plan), float(plan.microbatches)))
-    if stage == plan.pp - 1:
-        parts.append((head_ops(workload, plan), float(plan.microbatches)))
-    train = workload.mode == "train"
-    for number, (ops, times) in enumerate(parts):
-        again = {"none": (), "selective": ops.selective, "full": ops.forward}[plan.recompute]
-        again = again if number < layers else ()
-        run = (*ops.forward, *((*ops.backward, *ops.weights, *again) if train else ()))
-        for call in run:
-            counts[call] = counts.get(call, 0.0) + times
-    for call in update_ops(local_parameters(stage_held(workload, plan, stage), plan), workload):
-        counts[call] = counts.get(call, 0.0) + 1.0
-    return counts
-
-
 def _ends(
-    workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float, most_tasks: int
+    stages: Sequence[StageTimes], plan: Plan, hop: float, most_tasks: int, *, train: bool
 ) -> tuple[PipelineRun, list[float]]:
     """Run the pipeline; return it and the time at which each stage ends its last micro-batch.
 
@@ -168,55 +168,130 @@ def _ends(
     tasks = plan.pp * plan.microbatches * plan.virtual * 2
     rounds = plan.microbatches // plan.pp
     if tasks <= most_tasks or rounds <= STEADY_ROUNDS:
-        run = run_stages(workload, plan, stages, hop)
+        run = run_stages(stages, plan, hop, train=train)
         return run, [float(run.end(i)) for i in range(plan.pp)]
     # The remainder is kept in both runs, so that they differ by exactly one round.
     rest = plan.microbatches % plan.pp
     counts = [plan.pp * r + rest for r in (STEADY_ROUNDS - 1, STEADY_ROUNDS)]
-    less, run = (run_stages(workload, plan.changed(microbatches=m), stages, hop) for m in counts)
+    less, run = (run_stages(stages, plan.changed(microbatches=m), hop, train=train) for m in counts)
     more = rounds - STEADY_ROUNDS
     ends = [float(run.end(i) + more * (run.end(i) - less.end(i))) for i in range(plan.pp)]
     return run, ends
 
 
-def task_seconds(plan: Plan, times: StageTimes, kind: str) -> float:
-    """Return the seconds of one task of a stage.
-
-    Args:
-        plan: Gives the number of chunks.
-        times: Times of the stage.
-        kind: ``F``, ``B`` or ``W``.
-    """
-    # Chunks are taken as equal parts of the stage. Only zero-bubble has W tasks, without chunks.
-    if kind == FORWARD:
-        return times.forward.total / plan.virtual
-    if kind == WEIGHTS:
-        return times.weights.total
-    return times.backward.total / plan.virtual
-
-
-def stage_orders(workload: Workload, plan: Plan) -> tuple[Order, ...]:
+def stage_orders(plan: Plan, *, train: bool) -> tuple[Order, ...]:
     """Return what each stage runs, in order."""
-    if workload.mode == "train":
+    if train:
         return orders(plan.schedule, plan.pp, plan.microbatches, plan.virtual)
     return forward_orders(plan.pp, plan.microbatches, plan.virtual)
 
 
 def run_stages(
-    workload: Workload, plan: Plan, stages: Sequence[StageTimes], hop: float
+    stages: Sequence[StageTimes],
+    plan: Plan,
+    hop: float,
+    noise: Callable[[], Seconds] = lambda: 1.0,
+    *,
+    train: bool,
 ) -> PipelineRun:
     """Run the pipeline of a step.
 
     Args:
-        workload: Says whether there is a backward pass.
-        plan: Gives the schedule.
         stages: Times of each stage.
+        plan: Gives the schedule.
         hop: Seconds from one stage to the next.
+        noise: Factors on the time of a task.
+        train: Whether there is a backward pass.
     """
-    order = stage_orders(workload, plan)
-    seconds = [{k: task_seconds(plan, s, k) for k in "FBW"} for s in stages]
+    # Chunks are taken as equal parts of the stage. Only zero-bubble has W tasks, without chunks.
+    seconds = [
+        {
+            FORWARD: s.forward.total / plan.virtual,
+            BACKWARD: s.backward.total / plan.virtual,
+            WEIGHTS: s.weights.total,
+        }
+        for s in stages
+    ]
 
-    def duration(stage: int, task: Task) -> float:
-        return seconds[stage][task.kind]
+    def duration(stage: int, task: Task) -> Seconds:
+        return seconds[stage][task.kind] * noise()
 
-    return run_pipeline(order, duration, hop, plan.virtual)
+    return run_pipeline(stage_orders(plan, train=train), duration, hop, plan.virtual)
+
+
+@dataclass(frozen=True)
+class StepSpread:
+    """Samples of a step's time, in seconds.
+
+    Attributes:
+        samples: Shape ``(draws,)``.
+    """
+
+    samples: np.ndarray
+
+    def to_dict(self) -> dict[str, float]:
+        """Return mean and percentiles in microseconds."""
+        levels = np.percentile(self.samples, (5, 50, 95, 99)) * 1e6
+        names = ("p5_us", "p50_us", "p95_us", "p99_us")
+        return {
+            "mean_us": float(self.samples.mean()) * 1e6,
+            **dict(zip(names, map(float, levels), strict=True)),
+        }
+
+
+def sample_steps(
+    plan: Plan, step: StepTime, jitter: float, draws: int = 1000, seed: int = 0
+) -> StepSpread:
+    """Draw times of a step on devices whose tasks vary.
+
+    All devices of a stage wait for one another in their collectives, and all replicas at the end of
+    the step. The slowest of ``n`` devices with independent normal log errors is drawn directly: if
+    ``U`` is uniform, ``U^(1/n)`` is distributed as the quantile level of the largest of ``n`` draws
+    (order statistics). So no device is drawn by itself, and cost does not depend on their number.
+
+    Args:
+        plan: Resolved.
+        step: Its step without jitter, stragglers included.
+        jitter: Standard deviation of the logarithm of a task's time on one device.
+        draws: Number of samples.
+        seed: Seed of the random numbers.
+
+    Raises:
+        PlanError: The jitter is negative, or there are no draws.
+    """
+    if jitter < 0 or draws < 1:
+        raise PlanError(f"jitter={jitter}, draws={draws}", hint="jitter is not negative")
+    rng = np.random.default_rng(seed)
+    # Tensor and context collectives synchronise their ranks within every task. ZeRO 3 gathers
+    # parameters in every layer, which adds the data-parallel ranks; otherwise these only meet when
+    # gradients are reduced, once a step.
+    partners = plan.tp * plan.cp
+    if plan.stage >= 3:
+        partners *= plan.batch_ranks
+    replicas = max(1, plan.batch_ranks * plan.tp * plan.cp // partners)
+
+    # A task ends with the slowest of its synchronised devices; tasks vary independently.
+    def noise() -> np.ndarray:
+        return np.exp(jitter * slowest(rng, partners, draws)) if jitter else np.ones(draws)
+
+    run = run_stages(step.stages, plan, step.hop, noise, train=step.work[0].train)
+    one = np.maximum.reduce([run.end(i) + s.tail for i, s in enumerate(step.stages)])
+    return StepSpread(_slowest_replica(rng, one, replicas))
+
+
+def slowest(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
+    """Draw the largest of ``count`` standard normals, ``draws`` times, shape ``(draws,)``."""
+    # Both guards keep ``ndtri`` finite: a level of 0 is minus infinity, a level that rounds to 1
+    # (likely for large counts) is plus infinity.
+    level = rng.uniform(1e-12, 1.0, draws) ** (1.0 / count)
+    return np.asarray(ndtri(np.minimum(level, 1.0 - 1e-16)))
+
+
+def _slowest_replica(rng: np.random.Generator, one: np.ndarray, replicas: int) -> np.ndarray:
+    """Draw the slowest of ``replicas`` pipelines from a normal with the moments of one.
+
+    A pipeline's time sums many tasks, hence the normal distribution.
+    """
+    if replicas == 1 or one.std() == 0.0:
+        return one
+    return np.asarray(one.mean() + one.std() * slowest(rng, replicas, len(one)))

@@ -1,16 +1,107 @@
-"""Times of calls, each predicted once, and their split into computation and communication."""
+"""What prices operators and collectives, and times of calls, each predicted once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from ...features.devices.device import HOST_BANDWIDTH
 from ...features.operators.op import Op
-from .calls import CommCall, Estimate, Network, OpLatency
 from .plan import Group
+
+
+@dataclass(frozen=True, slots=True)
+class CommCall:
+    """One collective that a device takes part in.
+
+    Attributes:
+        name: Its purpose, such as ``tensor``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``alltoall``, or ``send_recv``
+            from each device to its neighbour in the group.
+        size: Bytes as nccl-tests counts them: the buffer of an all-reduce or transfer, the full
+            buffer of a gather or scatter, one device's send buffer of an all-to-all.
+        group: Devices that take part.
+        times: How often.
+        copies: Of an all-to-all that sends each token to several experts: to how many.
+        boxes: Most boxes that these lie in; 0 for any number.
+    """
+
+    name: str
+    kind: str
+    size: float
+    group: Group
+    times: float = 1.0
+    copies: int = 1
+    boxes: int = 0
+
+    def across(self, box: int) -> float:
+        """Share of the bytes that cross from box to box where a box gets each token once.
+
+        Dispatchers send a token once to every box that needs it and copy it inside (DeepSeek-V3
+        2024, section 3.2.2). ``copies`` drawn from ``b`` boxes meet ``b (1 - (1 - 1/b)^copies)`` of
+        them, and routing limited to some boxes draws from these alone (section 2.1.2).
+
+        Args:
+            box: Devices of a box.
+        """
+        boxes = -(-self.group.size * self.group.stride // box)
+        if self.copies <= 1 or boxes <= 1:
+            return 1.0
+        drawn = min(boxes, self.boxes or boxes)
+        return drawn * (1.0 - (1.0 - 1.0 / drawn) ** self.copies) / self.copies
+
+    @property
+    def needed(self) -> bool:
+        """Whether any bytes are sent."""
+        return self.group.size > 1 and self.size > 0 and self.times > 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """Collectives of one purpose, kind and group with their time.
+
+    Attributes:
+        name: Purpose, as of a :class:`CommCall`.
+        kind: As there.
+        group: Devices that take part.
+        size: Bytes of all of them, counted as there.
+        seconds: Predicted time of all of them.
+    """
+
+    name: str
+    kind: str
+    group: Group
+    size: float
+    seconds: float
+
+
+class Estimate(NamedTuple):
+    """Seconds, with both ends of a 90 % interval."""
+
+    seconds: float
+    lo: float
+    hi: float
+
+    def times(self, factor: float) -> Estimate:
+        """Return the estimate with all three values multiplied."""
+        return Estimate(self.seconds * factor, self.lo * factor, self.hi * factor)
+
+
+class OpLatency(Protocol):
+    """Latencies of operators on the device of interest."""
+
+    def __call__(self, calls: Sequence[Op]) -> np.ndarray:
+        """Seconds and both ends of the interval, shape ``(n, 3)``."""
+
+
+class Network(Protocol):
+    """Latencies of collectives in the cluster of interest."""
+
+    def __call__(self, kind: str, size: float, group: Group) -> Estimate:
+        """Time of one collective; ``size`` as in :class:`CommCall`."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +141,10 @@ class Part:
     def times(self, factor: float) -> Part:
         """All parts multiplied."""
         return Part(self.compute * factor, self.exposed * factor, self.host * factor)
+
+
+#: Of what does not run.
+NOTHING = Part()
 
 
 @dataclass(frozen=True)
@@ -155,11 +250,11 @@ class Costs:
         """Return the seconds of a collective, all its executions."""
         if not call.needed:
             return 0.0
-        outside = self.leaves_box(call.group)
+        group = call.group._replace(size=2) if call.kind == "send_recv" else call.group
+        outside = self.leaves_box(group)
         factor = self.effects.between if outside else self.effects.inside
-        if outside:
-            call = replace(call, size=call.size * call.across(self.box))
-        return self.estimate(call.kind, call.size, call.group).seconds * call.times * factor
+        size = call.size * (call.across(self.box) if outside else 1.0)
+        return self.estimate(call.kind, size, group).seconds * call.times * factor
 
     def leaves_box(self, group: Group) -> bool:
         """Whether the ranks of a group span more than a box."""
@@ -177,3 +272,11 @@ class Costs:
     def comm(self, calls: Iterable[CommCall]) -> float:
         """Return the seconds of collectives that run one after another."""
         return sum(self.link(call) for call in calls)
+
+    def messages(self, calls: Iterable[CommCall]) -> tuple[Message, ...]:
+        """Collectives with their times; those that send nothing are left out."""
+        return tuple(
+            Message(c.name, c.kind, c.group, c.size * c.times, self.link(c))
+            for c in calls
+            if c.needed
+        )

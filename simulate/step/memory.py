@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .layer_ops import micro_tokens
+from .pipeline import in_flight
 from .placement import kind_counts
 from .plan import Plan
-from .schedules import in_flight
 from .traffic import (
     Parameters,
     gradient_bytes,
@@ -191,7 +191,7 @@ def _temporary(workload: Workload, plan: Plan, stage: int) -> float:
         layer += layer_activations(workload, plan.changed(recompute="none"))
     gathered = 0.0
     if plan.stage >= 3:
-        # The layer in use and the one gathered ahead (``ahead`` of :func:`.overlap.run_passes`).
+        # The layer in use and the one gathered ahead (``ahead`` of ``run_passes``).
         gathered = 2.0 * layer_held(workload, plan).total * width
     loss = 0.0
     if stage == plan.pp - 1:

@@ -187,15 +187,15 @@ class Plan:
         return Group(self.ep, self.tp * self.cp)
 
     @property
-    def stage_hop(self) -> Group:
-        """A device and its partner in the next stage."""
+    def pipeline_group(self) -> Group:
+        """A device and its partners in the other stages."""
         # Stages are outermost in rank order, so partners are a whole stage apart.
-        return Group(2, self.devices // self.pp)
+        return Group(self.pp, self.devices // self.pp)
 
     @property
     def pipeline_ends(self) -> Group:
         """A device of the first stage and its counterpart in the last."""
-        return Group(2, self.stage_hop.stride * max(1, self.pp - 1))
+        return Group(2, self.pipeline_group.stride * max(1, self.pp - 1))
 
     def changed(self, **changes: Any) -> Plan:
         """Return the plan with some settings changed."""

@@ -1,57 +1,20 @@
 """Times of one device of a pipeline stage: a micro-batch, the reduction of gradients, the update.
 
-A stage is a sequence of units: the embedding, layers, the head. Each has its computation, the
-exposed collectives of its activations, and parameters that may have to be gathered and reduced.
+Collectives of parameters run beside computation: two streams of one device, each in its own order.
+All times are in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...features.operators.op import Op
-from .calls import CommCall
-from .costs import Costs, Part
-from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
-from .memory import layer_activations, stage_held
-from .overlap import Pass, exposed, ring, run_passes
-from .placement import kind_counts, stage_kinds
-from .plan import Plan
-from .traffic import (
-    Parameters,
-    expert_calls,
-    gather_calls,
-    hop_call,
-    layer_held,
-    local_parameters,
-    replica_calls,
-    ring_call,
-    scatter_calls,
-    table_held,
-    tensor_calls,
-    tied_calls,
-)
-from .workload import Workload
-
-#: Makes the collectives that some parameters need.
-ParameterCalls = Callable[[Parameters, Workload, Plan], list[CommCall]]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A layer, the embedding or the head.
-
-    Attributes:
-        forward: Forward pass of one micro-batch.
-        backward: Backward pass, recomputation included, gradients of weights not.
-        weights: Gradients of weights.
-        held: Parameters on this device before sharding over data-parallel ranks.
-    """
-
-    forward: Part
-    backward: Part
-    weights: Part
-    held: Parameters
+from .blocks import Block, Stage, Unit
+from .costs import NOTHING, CommCall, Costs, Message, Part
+from .pipeline import BACKWARD, FORWARD, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -64,13 +27,16 @@ class StageTimes:
         weights: Gradients of weights, where they are apart.
         reduction: Reduction of gradients that the last backward pass does not hide.
         update: The optimiser, with what ZeRO gathers after it and what offloading costs.
+        slowing: Exposed seconds of ``forward``, ``backward`` and ``reduction`` that are no waiting:
+            by which hidden collectives slow the kernels beside them.
     """
 
     forward: Part
-    backward: Part
-    weights: Part
-    reduction: float
-    update: Part
+    backward: Part = NOTHING
+    weights: Part = NOTHING
+    reduction: float = 0.0
+    update: Part = NOTHING
+    slowing: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def micro(self) -> Part:
@@ -83,20 +49,13 @@ class StageTimes:
         def slower(part: Part) -> Part:
             return replace(part, compute=part.compute * factor)
 
-        return StageTimes(
-            slower(self.forward),
-            slower(self.backward),
-            slower(self.weights),
-            self.reduction,
-            slower(self.update),
+        return replace(
+            self,
+            forward=slower(self.forward),
+            backward=slower(self.backward),
+            weights=slower(self.weights),
+            update=slower(self.update),
         )
-
-    def with_hop(self, seconds: float) -> StageTimes:
-        """The stage with time in which the host hands every micro-batch on."""
-        if not seconds:
-            return self
-        wait = Part(0.0, 0.0, seconds)
-        return replace(self, forward=self.forward + wait, backward=self.backward + wait)
 
     @property
     def tail(self) -> float:
@@ -104,231 +63,269 @@ class StageTimes:
         return self.reduction + self.update.total
 
 
-class StageCost:
-    """Works out the times of one stage.
+@dataclass(frozen=True)
+class UnitCost:
+    """A unit in one pass, priced.
 
-    Args:
-        workload: The model.
-        plan: Resolved.
-        costs: Times of calls.
-        stage: From 0.
+    Attributes:
+        ops: Its operators.
+        part: Its time.
+        hiding: The part of its computation beside which ``beside`` runs.
+        before: Gathers of its parameters.
+        beside: Collectives of activations that run beside it, exposed as far as they take longer.
+        after: Collectives for whose results the next operator waits.
+        reduce: Reductions of its gradients in every micro-batch.
+        once: Those after the last backward pass.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, costs: Costs, stage: int) -> None:
-        self.workload, self.plan, self.costs, self.stage = workload, plan, costs, stage
-        self.kinds = stage_kinds(workload, plan, stage)
-        self.layers = len(self.kinds)
-        self.train = workload.mode == "train"
-        self.units = self._units()
+    ops: tuple[Op, ...]
+    part: Part
+    hiding: float = 0.0
+    before: tuple[Message, ...] = ()
+    beside: tuple[Message, ...] = ()
+    after: tuple[Message, ...] = ()
+    reduce: tuple[Message, ...] = ()
+    once: tuple[Message, ...] = ()
 
-    def times(self) -> StageTimes:
-        """Compute the times of a micro-batch, the reduction and the update."""
-        # Only zero-bubble schedules place gradients of weights as tasks of their own.
-        split = self.plan.schedule == "zero-bubble"
-        forward = [u.forward for u in self.units]
-        backward = [u.backward if split else u.backward + u.weights for u in self.units[::-1]]
-        weights = [u.weights for u in self.units] if split else []
-        ahead, back, tail = self._passes(forward, backward)
-        return StageTimes(
-            forward=ahead,
-            backward=back,
-            weights=_sum(weights) if self.train else Part(),
-            reduction=tail,
-            update=self._update(forward) if self.train else Part(),
-        )
 
-    def _passes(self, forward: list[Part], backward: list[Part]) -> tuple[Part, Part, float]:
-        """Time a micro-batch in the steady state, and what the last one leaves to be reduced.
+def unit_costs(stage: Stage, costs: Costs) -> dict[str, list[UnitCost]]:
+    """Price the passes of a micro-batch: its units in the order in which they run, by kind."""
+    known = {unit: _unit_costs(stage, unit, costs) for unit in Counter(stage.units)}
+    found = {FORWARD: [known[unit][FORWARD] for unit in stage.units]}
+    if stage.train:
+        found[BACKWARD] = [known[unit][BACKWARD] for unit in reversed(stage.units)]
+    if stage.train and stage.split:
+        found[WEIGHTS] = [known[unit][WEIGHTS] for unit in stage.units]
+    return found
 
-        Reductions of one micro-batch (ZeRO 2 and 3) continue beside the next one, so up to three
-        micro-batches are run; a backlog that still grows is extrapolated. The last backward pass
-        also has the reductions that are made once per step.
-        """
-        # ZeRO 3 gathers parameters before every use; ZeRO 2 and 3 scatter the gradients of every
-        # micro-batch, in the order in which the backward pass makes them.
-        gathers = self._each(gather_calls) if self.plan.stage >= 3 else []
-        scatters = self._each(scatter_calls)[::-1] if self.plan.stage >= 2 and self.train else []
-        ahead, back = _sum(forward), _sum(backward) if self.train else Part()
-        once = self._once()[::-1] if self.train else []
-        if not self.plan.overlap:
-            sent = sum(gathers)
-            more = Part(0.0, (sent + sum(scatters)) if self.train else 0.0)
-            return ahead + Part(0.0, sent), back + more, sum(once)
-        up = Pass([p.total for p in forward], gathers)
-        if not self.train:
-            wait = run_passes([up]).total - ahead.computing
-            return ahead.waiting(self._slowed(wait, gathers, forward)), Part(), 0.0
-        down = Pass([p.total for p in backward], gathers[::-1], scatters)
-        # Three: the first has no backlog, the second meets it, the third shows whether it grows.
-        count = min(self.plan.microbatches, 3)
-        steady = run_passes([up, down] * count)
-        both = [a + b for a, b in zip(scatters or [0.0] * len(once), once, strict=True)]
-        last = run_passes([*[up, down] * (count - 1), up, down._replace(scatter=both)])
-        # Ends of the previous backward, the last forward and the last backward pass: their
-        # differences are the passes of the steady state.
-        ends = (0.0, *steady.ends)[-3:]
-        # Backlog of reductions after the last backward pass, and by how much it grew since the one
-        # before; the micro-batches that were not run add as much each.
-        left = steady.total - steady.ends[-1]
-        fewer = run_passes([up, down] * max(1, count - 1))
-        piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (self.plan.microbatches - count)
-        waits = (ends[1] - ends[0] - ahead.computing, ends[2] - ends[1] - back.computing)
-        tail = max(0.0, last.total - ends[2]) + piled
-        return (
-            ahead.waiting(self._slowed(waits[0], gathers, forward)),
-            back.waiting(self._slowed(waits[1], [*gathers, *scatters], backward)),
-            self._slowed(tail, once, []),
-        )
 
-    def _slowed(self, wait: float, sent: Sequence[float], run: Sequence[Part]) -> float:
-        """Return a pass's exposed time, with what hidden collectives take from kernels beside them.
+def _unit_costs(stage: Stage, unit: Unit, costs: Costs) -> dict[str, UnitCost]:
+    before = costs.messages(unit.gathers)
+    weights = UnitCost(unit.weights.ops, _part([unit.weights], costs))
+    forward = _unit_cost(stage, [unit.forward], unit.moved, costs)
+    back = _unit_cost(stage, unit.backward, unit.moved, costs)
+    if not stage.split:
+        back = replace(back, part=back.part + weights.part, ops=(*back.ops, *weights.ops))
+    reduce, once = costs.messages(unit.scatters), costs.messages(unit.once)
+    return {
+        FORWARD: replace(forward, before=before),
+        BACKWARD: replace(back, before=before, reduce=reduce, once=once),
+        WEIGHTS: weights,
+    }
 
-        Args:
-            wait: Time that the pass takes beyond its computation.
-            sent: Collectives of parameters and gradients that run beside it.
-            run: Its units, whose own collectives are exposed anyway.
-        """
-        # Rounding may leave a wait just below zero.
-        wait = max(0.0, wait)
+
+def _unit_cost(stage: Stage, blocks: Sequence[Block], moved: float, costs: Costs) -> UnitCost:
+    """Price blocks that run one after another, beside ``moved`` bytes from or to the host."""
+    part = _part(blocks, costs)
+    hidden = part.total if stage.plan.overlap else 0.0
+    beside = [own for block in blocks for own in block.beside if own.call.needed]
+    return UnitCost(
+        ops=tuple(c for block in blocks for c in block.ops),
+        part=part + Part(exposed=exposed(moved / costs.host_bandwidth, hidden)),
+        hiding=sum(costs.compute(own.ops) * own.share for own in beside),
+        beside=costs.messages(own.call for own in beside),
+        after=costs.messages(call for block in blocks for call in block.sent),
+    )
+
+
+def _part(blocks: Sequence[Block], costs: Costs) -> Part:
+    """Time of blocks, with what nothing hides of the collectives of their activations."""
+    total = NOTHING
+    for block in blocks:
+        left = costs.comm(block.sent)
+        for own in block.beside:
+            left += exposed(costs.link(own.call), costs.compute(own.ops) * own.share)
+        # Transfers round a ring are not prepared one by one.
+        count = sum(c.times for c in block.calls if c.needed and c.kind != "send_recv")
+        total += costs.part(block.ops, left, round(count))
+    return total
+
+
+def stage_times(stage: Stage, costs: Costs) -> StageTimes:
+    """Compute the times of a micro-batch, the reduction and the update.
+
+    Args:
+        stage: What the device does.
+        costs: Times of calls.
+    """
+    passes = unit_costs(stage, costs)
+    # Handing a micro-batch to the next stage is the host's work.
+    wait = Part(host=costs.effects.hop_s if stage.plan.pp > 1 else 0.0)
+    found = _passes(stage, passes, costs.contention)
+    found = replace(found, forward=found.forward + wait)
+    if not stage.train:
+        return found
+    return replace(
+        found,
+        backward=found.backward + wait,
+        weights=_sum(passes.get(WEIGHTS, ())),
+        update=_update(stage, passes[FORWARD], costs),
+    )
+
+
+def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) -> StageTimes:
+    """Time a micro-batch in the steady state, and what the last one leaves to be reduced.
+
+    Reductions of one micro-batch (ZeRO 2 and 3) continue beside the next one, so up to three
+    micro-batches are run; a backlog that still grows is extrapolated. The last backward pass
+    also has the reductions that are made once per step.
+    """
+    forward, backward = passes[FORWARD], passes.get(BACKWARD, [])
+    ahead, back = _sum(forward), _sum(backward)
+    gathers = [_seconds(u.before) for u in forward]
+    scatters = [_seconds(u.reduce) for u in backward]
+    once = [_seconds(u.once) for u in backward]
+    if not stage.plan.overlap:
+        sent = sum(gathers)
+        more = Part(exposed=(sent + sum(scatters)) if stage.train else 0.0)
+        return StageTimes(ahead + Part(exposed=sent), back + more, reduction=sum(once))
+    up = Pass([u.part.total for u in forward], gathers)
+    down = Pass([u.part.total for u in backward], gathers[::-1], scatters)
+    # Three: the first has no backlog, the second meets it, the third shows whether it grows.
+    count = min(stage.plan.microbatches, 3)
+    steady = run_passes([up, down] * count)
+    both = [a + b for a, b in zip(scatters, once, strict=True)]
+    last = run_passes([*[up, down] * (count - 1), up, down._replace(scatter=both)])
+    # Ends of the previous backward, the last forward and the last backward pass: their
+    # differences are the passes of the steady state.
+    ends = (0.0, *steady.ends)[-3:]
+    # Backlog of reductions after the last backward pass, and by how much it grew since the one
+    # before; the micro-batches that were not run add as much each.
+    left = steady.total - steady.ends[-1]
+    fewer = run_passes([up, down] * max(1, count - 1))
+    piled = max(0.0, left - (fewer.total - fewer.ends[-1])) * (stage.plan.microbatches - count)
+    # Rounding may leave a wait just below zero.
+    there = max(0.0, ends[1] - ends[0] - ahead.computing)
+    again = max(0.0, ends[2] - ends[1] - back.computing)
+    tail = max(0.0, last.total - ends[2]) + piled
+
+    def slowing(wait: float, sent: float, own: float) -> float:
         # Part of the wait is the units' own exposed collectives; the rest is exposed time of
         # ``sent``. What is hidden of it occupies cores and slows the kernels beside it, for the
         # share ``contention`` of its time.
-        own = sum(part.exposed for part in run)
-        return wait + self.costs.contention * max(0.0, sum(sent) - max(0.0, wait - own))
+        return contention * max(0.0, sent - max(0.0, wait - own))
 
-    def _once(self) -> list[float]:
-        """Return the seconds of each unit's reductions that are made once per step."""
-        sums = self._each(replica_calls)
-        # ZeRO 1 keeps whole gradients until the end of the step and scatters them then.
-        if self.plan.stage == 1:
-            sums = [a + b for a, b in zip(sums, self._each(scatter_calls), strict=True)]
-        return sums
-
-    def _units(self) -> list[Unit]:
-        w, p = self.workload, self.plan
-        table = table_held(w, p)
-        known = {kind: self._layer(kind) for kind in kind_counts(w, p, self.stage)}
-        units = [known[kind] for kind in self.kinds] if w.mixed else [known[w]] * self.layers
-        if self.stage == 0:
-            units.insert(0, self._end(embedding_ops(w, p), table))
-        if self.stage == p.pp - 1:
-            # A tied head has no parameters of its own to gather or reduce.
-            own = Parameters(0.0) if w.tied and p.pp == 1 else table
-            units.append(self._end(head_ops(w, p), own))
-        return units
-
-    def _end(self, ops: PassOps, held: Parameters) -> Unit:
-        parts = [self.costs.part(c) for c in (ops.forward, ops.backward, ops.weights)]
-        return Unit(parts[0], parts[1], parts[2], held)
-
-    def _layer(self, w: Workload) -> Unit:
-        p, c = self.plan, self.costs
-        ops = layer_ops(w, p)
-        c.prepare((*ops.forward, *ops.backward, *ops.weights))
-        # Collectives of tensor and expert parallelism lie on the critical path of a layer: the next
-        # operator needs their result. They are exposed in both passes alike.
-        sent, swapped = c.comm(tensor_calls(w, p)), c.comm(expert_calls(w, p))
-        calls = round(sum(c.times for c in (*tensor_calls(w, p), *expert_calls(w, p)) if c.needed))
-        # Beside another micro-batch, as much of an exchange is hidden as a pass computes.
-        left = [
-            exposed(swapped, c.compute(part) if p.hide_experts else 0.0)
-            for part in (ops.forward, ops.backward)
-        ]
-        there = sent + left[0] + self._ring(ops.forward, backward=False)
-        back = sent + left[1] + self._ring(ops.backward, backward=True)
-        forward = c.part(ops.forward, there, calls)
-        backward = c.part(ops.backward, back, calls)
-        # Full recomputation repeats the forward pass with its collectives; selective recomputation
-        # only repeats operators that need none.
-        if p.recompute == "full":
-            backward = backward + forward
-        elif p.recompute == "selective":
-            backward = backward + c.part(ops.selective)
-        if p.offload == "activations" and self.train:
-            forward, backward = self._offloaded(w, forward), self._offloaded(w, backward)
-        return Unit(forward, backward, c.part(ops.weights), layer_held(w, p))
-
-    def _ring(self, calls: Sequence[Op], *, backward: bool) -> float:
-        """Return the seconds of exchanging keys and values that attention does not hide."""
-        steps = self.plan.cp
-        if steps == 1:
-            return 0.0
-        send = self.costs.link(ring_call(self.workload, self.plan, backward=backward))
-        if not self.plan.overlap:
-            return (steps - 1) * send
-        # The operator stands for all ``cp`` blocks (its scale); a block is hidden by one of them.
-        core = self.costs.compute([c for c in calls if c.family == "attention"])
-        return exposed(ring(core / steps, send, steps), core)
-
-    def _offloaded(self, workload: Workload, part: Part) -> Part:
-        moved = layer_activations(workload, self.plan) / self.costs.host_bandwidth
-        hidden = part.total if self.plan.overlap else 0.0
-        return part + Part(0.0, exposed(moved, hidden))
-
-    def _each(self, calls: ParameterCalls) -> list[float]:
-        """Return the seconds of some collectives of every unit."""
-        # Equal layers hold equal parameters and are priced once.
-        make: dict[Parameters, float] = {}
-        for unit in self.units:
-            if unit.held not in make:
-                make[unit.held] = self.costs.comm(calls(unit.held, self.workload, self.plan))
-        return [make[unit.held] for unit in self.units]
-
-    def _update(self, forward: list[Part]) -> Part:
-        w, p, c = self.workload, self.plan, self.costs
-        held = stage_held(w, p, self.stage)
-        own = local_parameters(held, p)
-        moved = 0.0
-        if p.stage in (1, 2):
-            # Updated parameters are gathered for the next step, whose first forward pass may hide
-            # that; the exposed rest is booked here.
-            gathers = self._each(gather_calls)
-            own_time = [part.total for part in forward]
-            hidden = run_passes([Pass(own_time, gathers)]).total - sum(own_time)
-            moved = hidden if p.overlap else sum(gathers)
-        # To the host an f32 gradient per parameter, back its new weight.
-        if p.offload == "optimizer":
-            moved += own * (w.width + 4) / c.host_bandwidth
-        moved += c.comm(tied_calls(w, p, self.stage))
-        return c.part(update_ops(own, w), moved)
-
-    def _exchanges(self) -> float:
-        """Seconds of the all-to-alls of a micro-batch in one pass, all layers."""
-        counts = kind_counts(self.workload, self.plan, self.stage)
-        return sum(n * self.costs.comm(expert_calls(w, self.plan)) for w, n in counts.items())
-
-    def traffic(self) -> dict[str, float]:
-        """Return the seconds of all communication of a step, hidden or not, by name."""
-        w, p, c, train = self.workload, self.plan, self.costs, self.train
-        count, held = p.microbatches, stage_held(w, p, self.stage)
-        # Forward, backward, and the forward pass once more under full recomputation.
-        passes = (2.0 + (p.recompute == "full")) if train else 1.0
-        both = 2.0 if train else 1.0
-        seconds = {
-            "tensor": passes * count * self.layers * c.comm(tensor_calls(w, p)),
-            "expert": passes * count * self._exchanges(),
-            "pipeline": both * count * c.link(hop_call(w, p)),
-        }
-        if p.cp > 1:
-            # The ring of the forward pass, again where it is recomputed, and that of the backward.
-            sends = (passes - 1.0 if train else 1.0) * c.link(ring_call(w, p, backward=False))
-            sends += c.link(ring_call(w, p, backward=True)) if train else 0.0
-            seconds["context"] = (p.cp - 1) * count * self.layers * sends
-        if p.stage:
-            # ZeRO 3: before every pass; ZeRO 1 and 2: once, after the update.
-            gathers = both * count if p.stage >= 3 else 1.0
-            seconds["gather"] = gathers * c.comm(gather_calls(held, w, p))
-        if train and p.stage:
-            scatters = count if p.stage >= 2 else 1
-            seconds["scatter"] = scatters * c.comm(scatter_calls(held, w, p))
-        if train:
-            seconds["gradient"] = c.comm(replica_calls(held, w, p))
-            seconds["tied"] = c.comm(tied_calls(w, p, self.stage))
-        return {name: value for name, value in seconds.items() if value > 0}
+    slow = (
+        slowing(there, sum(gathers), ahead.exposed),
+        slowing(again, sum(gathers) + sum(scatters), back.exposed) if stage.train else 0.0,
+        slowing(tail, sum(once), 0.0),
+    )
+    return StageTimes(
+        ahead.waiting(there + slow[0]),
+        back.waiting(again + slow[1]),
+        reduction=tail + slow[2],
+        slowing=slow,
+    )
 
 
-def _sum(parts: Sequence[Part]) -> Part:
-    total = Part()
-    for part in parts:
-        total = total + part
-    return total
+def _update(stage: Stage, forward: Sequence[UnitCost], costs: Costs) -> Part:
+    gathers = [costs.comm(unit.renewed) for unit in stage.units]
+    # The next step's first forward pass may hide the gathers; the exposed rest is booked here.
+    own = [unit.part.total for unit in forward]
+    hidden = run_passes([Pass(own, gathers)]).total - sum(own)
+    waiting = hidden if stage.plan.overlap else sum(gathers)
+    waiting += stage.moved / costs.host_bandwidth + costs.comm(stage.tied)
+    return costs.part(stage.update, waiting)
+
+
+def traffic(stage: Stage, costs: Costs) -> dict[str, float]:
+    """Return the seconds of all communication of a step, hidden or not, by name."""
+    seconds = dict[str, float]()
+
+    def add(calls: Sequence[CommCall], times: float) -> None:
+        for call in calls:
+            seconds[call.name] = seconds.get(call.name, 0.0) + times * costs.link(call)
+
+    micro = stage.plan.microbatches
+    passes = micro * (2 if stage.train else 1)
+    for unit, number in Counter(stage.units).items():
+        for block in (unit.forward, *unit.backward):
+            add(block.calls, number * micro)
+        add(unit.gathers, number * passes)
+        add(unit.scatters, number * micro)
+        add((*unit.once, *unit.renewed), number)
+    add(stage.tied, 1)
+    add([stage.hop], passes)
+    return {name: value for name, value in seconds.items() if value > 0}
+
+
+def _sum(units: Sequence[UnitCost]) -> Part:
+    return sum((unit.part for unit in units), NOTHING)
+
+
+def _seconds(messages: Sequence[Message]) -> float:
+    return sum(message.seconds for message in messages)
+
+
+class Pass(NamedTuple):
+    """A pass over layers, in the order in which they run.
+
+    Attributes:
+        compute: Seconds of each layer.
+        gather: Gather of each layer's parameters before it runs; empty for none.
+        scatter: Reduction of each layer's gradients after it has run; empty for none.
+    """
+
+    compute: Sequence[float]
+    gather: Sequence[float] = ()
+    scatter: Sequence[float] = ()
+
+
+class PassRun(NamedTuple):
+    """Ends of passes.
+
+    Attributes:
+        ends: End of each pass's computation, in seconds.
+        links: End of the last collective, in seconds.
+    """
+
+    ends: tuple[float, ...]
+    links: float
+
+    @property
+    def total(self) -> float:
+        """End of everything."""
+        return max(self.ends[-1], self.links)
+
+
+def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
+    """Run passes one after another, with their collectives beside them on one stream.
+
+    The gather of layer ``i`` may start when layer ``i - 1 - ahead`` has ended, so that at most
+    ``1 + ahead`` layers are gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023); the first
+    ones of a pass wait for the previous pass. A layer's gather takes precedence over the reduction
+    of the layer before it; reductions continue beside later passes.
+
+    Args:
+        passes: Passes in order, at least one.
+        ahead: Layers gathered in advance. 1 is FSDP's default prefetch, which also bounds memory.
+    """
+    # ``device`` and ``links`` are the times at which either stream becomes free.
+    device = links = 0.0
+    waiting: deque[tuple[float, float]] = deque()
+    pass_ends = []
+    for compute, gather, scatter in passes:
+        begin, ends = device, list[float]()
+        for layer, own in enumerate(compute):
+            if gather and gather[layer] > 0.0:
+                free = ends[layer - 1 - ahead] if layer > ahead else begin
+                # Reductions that were ready before this gather could start were issued before it,
+                # and a communicator keeps the order in which collectives are issued.
+                while waiting and waiting[0][0] <= free:
+                    ready, seconds = waiting.popleft()
+                    links = max(links, ready) + seconds
+                links = max(links, free) + gather[layer]
+                device = max(device, links)
+            device += own
+            ends.append(device)
+            if scatter and scatter[layer] > 0.0:
+                waiting.append((device, scatter[layer]))
+        pass_ends.append(device)
+    for ready, seconds in waiting:
+        links = max(links, ready) + seconds
+    return PassRun(tuple(pass_ends), links)
+
+
+def exposed(total: float, compute: float) -> float:
+    """Return the part of a total that computation does not cover, never negative."""
+    return max(0.0, total - compute)

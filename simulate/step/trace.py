@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...common.chrome_trace import ChromeTrace
 from ...common.types import JsonObject
 from .compose import StepTime
+from .pipeline import BACKWARD, FORWARD, WEIGHTS
 from .plan import Plan
-from .schedules import BACKWARD, FORWARD, WEIGHTS
 
 NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
 #: Most stages that get a track, from the first on; more make a trace unwieldy (engineering choice).

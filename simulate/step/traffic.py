@@ -1,6 +1,6 @@
 """The collectives of one device: for a layer's activations and for its parameters.
 
-Sizes follow :class:`~.calls.CommCall`. Tensor parallelism: with sequence parallelism an all-gather
+Sizes follow :class:`~.costs.CommCall`. Tensor parallelism: with sequence parallelism an all-gather
 before and a reduce-scatter after attention and feed-forward each, without it an all-reduce after
 each (Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., MLSys 2023). Context parallelism: keys
 and values travel round a ring in ``cp - 1`` steps (Liu et al., Ring Attention, 2023). Experts:
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from .calls import CommCall
+from .costs import CommCall
 from .layer_ops import micro_tokens
 from .plan import Group, Plan
 from .workload import Workload
@@ -77,20 +77,21 @@ def expert_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     return [CommCall("expert", "alltoall", size, group, 2.0, workload.top_k, limit)]
 
 
-def ring_call(workload: Workload, plan: Plan, *, backward: bool) -> CommCall:
-    """Return a layer's step round the ring: keys and values; backward their gradients as well."""
-    # A step is a transfer to the next neighbour, in the shape of a pair of ranks.
+def ring_calls(workload: Workload, plan: Plan, *, backward: bool) -> list[CommCall]:
+    """List a layer's steps round the ring: keys and values; backward their gradients as well."""
+    if plan.cp == 1:
+        return []
     groups = max(1, workload.groups // plan.tp)
     size = 2.0 * micro_tokens(workload, plan) * groups * workload.head * workload.width
-    pair = plan.context_group._replace(size=min(2, plan.cp))
-    return CommCall("context", "send_recv", size * (2.0 if backward else 1.0), pair)
+    size *= 2.0 if backward else 1.0
+    return [CommCall("context", "send_recv", size, plan.context_group, plan.cp - 1.0)]
 
 
 def hop_call(workload: Workload, plan: Plan) -> CommCall:
     """Return the transfer of a micro-batch's activations, or gradients, between stages."""
     tokens = micro_tokens(workload, plan) / plan.sequence_parallel
     size = tokens * workload.d_model * workload.width
-    return CommCall("pipeline", "send_recv", size, plan.stage_hop, 1.0 if plan.pp > 1 else 0.0)
+    return CommCall("pipeline", "send_recv", size, plan.pipeline_group)
 
 
 def gradient_bytes(workload: Workload, plan: Plan) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from opcast.simulate.step.pipeline import BACKWARD, FORWARD, Task, orders
 from opcast.simulate.step.plan import Group, Plan
-from opcast.simulate.step.schedules import BACKWARD, FORWARD, Task, orders
 
 #: Direction, micro-batch, stage and layer of an event.
 Name = tuple[str, int, int, int]
@@ -122,7 +122,8 @@ class _Rank:
         self.per_stage = plan.devices // plan.pp
         self.stage = rank // self.per_stage
         self.layers = stages[self.stage]
-        self.hop = wire.seconds("send_recv", hop_bytes, plan.stage_hop) if plan.pp > 1 else 0.0
+        pair = plan.pipeline_group._replace(size=2)
+        self.hop = wire.seconds("send_recv", hop_bytes, pair) if plan.pp > 1 else 0.0
         self.compute: list[_Item] = []
         self.links: list[_Item] = []
         order = orders(plan.schedule, plan.pp, plan.microbatches)[self.stage]

@@ -22,7 +22,7 @@ from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
 from opcast.predict.render.program import print_partitioned
 from opcast.simulate.clusters.catalogue import find_cluster
-from opcast.simulate.step.calls import Estimate
+from opcast.simulate.step.costs import Estimate
 
 TESTS = Path(__file__).parents[2]
 HLO = TESTS / "features" / "data" / "gpu_schedule.hlo"

@@ -14,9 +14,9 @@ from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.export.chakra import export_step
 from opcast.simulate.chakra.folder import read_folder
 from opcast.simulate.chakra.messages import CommType, NodeType
-from opcast.simulate.chakra.step_blocks import Message
 from opcast.simulate.chakra.step_network import Axes, fitted_network, network_seconds, ring_work
 from opcast.simulate.chakra.timeline import run_traces
+from opcast.simulate.step.costs import Message
 from opcast.simulate.step.plan import Group, parse_plan
 from opcast.simulate.step.workload import read_workload
 

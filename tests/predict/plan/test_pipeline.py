@@ -95,7 +95,7 @@ def test_a_pipeline_by_hand():
     # 1F1B: (m + p - 1) times a micro-batch, then the optimiser.
     made = compose(equal, Sends(0.0, 0.0), 4)
     assert made.total == pytest.approx((4 + 2 - 1) * 3.0 + 0.5)
-    assert (made.busy, made.sends) == (4 * 3.0 + 0.5, 0.0)
+    assert (made.compute, made.sends) == (4 * 3.0 + 0.5, 0.0)
     assert made.bubble == pytest.approx(3.0)
     # One micro-batch goes there and back; single numbers are sent once.
     one = compose(equal, Sends(0.25, 0.125), 1)

@@ -9,9 +9,8 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.features.operators.op import Op
-from opcast.simulate.step.calls import CommCall, Estimate
 from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import Costs, StepEffects
+from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.placement import resolved, stage_layers

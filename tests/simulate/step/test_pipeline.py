@@ -1,15 +1,15 @@
 import pytest
 
-from opcast.simulate.step.overlap import Pass, ring, run_passes
-from opcast.simulate.step.pipeline import run_pipeline
-from opcast.simulate.step.schedules import (
+from opcast.simulate.step.pipeline import (
     BACKWARD,
     FORWARD,
     WEIGHTS,
     Task,
     in_flight,
     orders,
+    run_pipeline,
 )
+from opcast.simulate.step.stage_times import Pass, run_passes
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
 
@@ -120,8 +120,3 @@ def test_overlap_lies_between_the_longer_part_and_the_sum(compute, gather, scatt
     for count in (1, 3):
         total = run_passes([one] * count).total / count
         assert max(layers * compute, sent) - 1e-9 <= total <= layers * compute + sent + 1e-9
-
-
-def test_ring_hides_transfers_behind_blocks():
-    assert ring(2.0, 1.0, 4) == 8.0
-    assert ring(1.0, 2.0, 4) == 1.0 + 3 * 2.0

@@ -26,7 +26,7 @@ def test_ranks_are_numbered_tensor_innermost_and_pipeline_outermost():
     assert plan.context_group == Group(3, 2)
     assert plan.shard_group == Group(5 * 3, 2)
     assert plan.replica_group == Group(1, 30)
-    assert plan.stage_hop == Group(2, 2 * 3 * 5)
+    assert plan.pipeline_group == Group(7, 2 * 3 * 5)
 
 
 def test_fsdp_shards_inside_and_replicates_outside():

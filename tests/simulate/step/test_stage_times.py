@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from opcast.simulate.step.calls import CommCall, Estimate
-from opcast.simulate.step.costs import Costs, StepEffects
+from opcast.simulate.step.blocks import step_stages
+from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
 from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import Group, parse_plan
-from opcast.simulate.step.stage_times import StageCost
+from opcast.simulate.step.stage_times import stage_times, traffic
 from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK = 1e14, 1e11
@@ -45,16 +45,16 @@ def ring(kind, size, group):
     return Estimate(seconds, seconds, seconds)
 
 
-def costs_of(text, work=WORK, network=ring, box=0):
+def stages_of(text, work=WORK, network=ring, box=0):
     plan = parse_plan(text)
     plan = resolved(work, plan, plan.devices)
     costs = Costs(at_peak, network, box=box)
-    return plan, [StageCost(work, plan, costs, stage) for stage in range(plan.pp)]
+    return costs, step_stages(work, plan)
 
 
 def stages(text):
-    plan, costs = costs_of(text)
-    return plan, [stage.times() for stage in costs]
+    costs, found = stages_of(text)
+    return found[0].plan, [stage_times(stage, costs) for stage in found]
 
 
 def test_the_head_is_what_the_last_stage_has_more():
@@ -145,19 +145,20 @@ def test_tied_weights_are_reduced_between_the_ends_in_the_width_of_gradients():
         return ring(kind, size, group)
 
     tied = replace(WORK, tied=True)
-    _plan, parts = costs_of("tp=2,pp=4,microbatches=4,overlap=false", tied, network)
-    with_table = [stage.times().update.exposed for stage in parts]
+    costs, parts = stages_of("tp=2,pp=4,microbatches=4,overlap=false", tied, network)
+    with_table = [stage_times(stage, costs).update.exposed for stage in parts]
     # A half of the table on each device, gradients in f32 as micro-batches are added up; ranks 0
     # and 6 (three stages of two) share it.
     assert set(asked) == {(VOCAB * D / 2 * 4, Group(2, 6))}
     assert with_table == pytest.approx([VOCAB * D / 2 * 4 / LINK, 0, 0, VOCAB * D / 2 * 4 / LINK])
-    assert parts[0].traffic()["tied"] == pytest.approx(with_table[0])
-    assert "tied" not in parts[1].traffic()
-    assert all("tied" not in stage.traffic() for stage in costs_of("tp=2,pp=4")[1])
+    assert traffic(parts[0], costs)["tied"] == pytest.approx(with_table[0])
+    assert "tied" not in traffic(parts[1], costs)
+    costs, parts = stages_of("tp=2,pp=4")
+    assert all("tied" not in traffic(stage, costs) for stage in parts)
 
 
 def test_the_ends_of_a_pipeline_in_one_box_do_not_leave_it():
-    plan, _ = costs_of("pp=4")
+    plan = parse_plan("pp=4")
     costs = Costs(at_peak, ring, effects=StepEffects(inside=1.0, between=10.0), box=4)
     call = CommCall("tied", "all_reduce", 100.0, plan.pipeline_ends)
     assert costs.link(call) == pytest.approx(100.0 / LINK)
@@ -167,9 +168,23 @@ def test_the_ends_of_a_pipeline_in_one_box_do_not_leave_it():
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 1), ("full", 2)])
 def test_recomputation_sends_keys_and_values_round_the_ring_again(recompute, forwards):
-    plan, (stage,) = costs_of(f"cp=2,microbatches=2,recompute={recompute}")
+    costs, (stage,) = stages_of(f"cp=2,microbatches=2,recompute={recompute}")
     # Keys and values of half a sequence in four heads of 64, two bytes each; with their gradients
     # backward.
     send = 2 * (SEQ * BATCH / 2 / 2) * 4 * 64 * 2 / LINK
-    assert plan.microbatches == 2
-    assert stage.traffic()["context"] == pytest.approx(2 * LAYERS * (forwards + 2) * send)
+    assert stage.plan.microbatches == 2
+    assert traffic(stage, costs)["context"] == pytest.approx(2 * LAYERS * (forwards + 2) * send)
+
+
+@pytest.mark.parametrize("slower", [0.01, 100.0])
+def test_a_ring_hides_transfers_behind_blocks_of_attention(slower):
+    def network(kind, size, group):
+        return ring(kind, size, group).times(slower)
+
+    costs, (stage,) = stages_of("cp=4,microbatches=1", network=network)
+    core = sum(c.flops() for c in stage.units[1].forward.ops if c.family == "attention")
+    # Keys and values of a quarter of the tokens, in four heads of 64.
+    send = slower * 2 * (SEQ * BATCH / 4) * 4 * 64 * 2 / LINK
+    left = max(0.0, send - core / 4 / PEAK)
+    assert (left > 0) == (slower > 1.0)
+    assert stage_times(stage, costs).forward.exposed == pytest.approx(LAYERS * 3 * left)

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.step.calls import Estimate
-from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import Costs
+from opcast.simulate.step.compose import sample_steps, slowest, step_time
+from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import find_fit, memory_of
-from opcast.simulate.step.jitter import sample_steps, slowest
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
 from opcast.simulate.step.placement import resolved, stage_speeds
@@ -208,7 +206,7 @@ def test_what_does_not_fit_is_told_with_the_smallest_change():
 def test_stragglers_slow_their_stage():
     w = small(layers=8)
     plan, found = step(w, "pp=4,dp=2,microbatches=8")
-    exact = sample_steps(w, plan, found, jitter=0.0, draws=1)
+    exact = sample_steps(plan, found, jitter=0.0, draws=1)
     assert exact.samples.tolist() == [pytest.approx(found.total)]
     _, slow = step(w, "pp=4,dp=2,microbatches=8", speeds={7: 0.5})
     assert found.total * 1.3 < slow.total < found.total * 2
@@ -222,9 +220,7 @@ def test_jitter_grows_with_the_devices_that_wait_for_one_another():
     w = small(batch=64)
     few, many = (step(w, text) for text in ("tp=2,dp=1", "tp=2,dp=32"))
     means = [
-        sample_steps(w, plan, found, jitter=0.1, draws=2000).to_dict()["mean_us"]
-        / found.total
-        / 1e6
+        sample_steps(plan, found, jitter=0.1, draws=2000).to_dict()["mean_us"] / found.total / 1e6
         for plan, found in (few, many)
     ]
     assert 1.0 < means[0] < means[1] < 1.5

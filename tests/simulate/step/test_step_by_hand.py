@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 
-from opcast.simulate.step.calls import Estimate
 from opcast.simulate.step.compose import step_time
-from opcast.simulate.step.costs import Costs
+from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.memory import layer_activations
-from opcast.simulate.step.pipeline import run_pipeline
+from opcast.simulate.step.pipeline import orders, run_pipeline
 from opcast.simulate.step.placement import resolved
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.schedules import orders
-from opcast.simulate.step.traffic import ring_call
+from opcast.simulate.step.traffic import ring_calls
 from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK, HOST = 1e14, 1e11, 1e9
@@ -70,7 +68,7 @@ def test_keys_and_values_go_round_the_ring():
     plan, found = step("cp=4,overlap=false")
     # Of each token on a rank: keys and values of 4 heads of 64, two bytes each.
     tokens = 512 * 16 / plan.microbatches / 4
-    forward = ring_call(WORK, plan, backward=False).size
+    forward = ring_calls(WORK, plan, backward=False)[0].size
     assert forward == tokens * 2 * 4 * 64 * 2
     # Three hops a layer and micro-batch; backward also the gradients: twice the bytes.
     rounds = 3 * 4 * plan.microbatches
