@@ -214,8 +214,7 @@ def _print_fit(
     import numpy as np
 
     from ..common.tables_text import print_frame
-    from ..models.collectives.baselines import fit_three
-    from ..models.collectives.study import summary
+    from ..models.collectives.study import fit_three, summary
     from ..models.collectives.table import collective_table
 
     table, latency = collective_table(rows, find), rows["latency_us"].to_numpy(float)

@@ -16,10 +16,10 @@ import pandas as pd
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...simulate.clusters.topology import Cluster, Dimension
 from ...simulate.collectives.choose import collective_name, dims_cost
+from .fit import cell_key
 from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
-from .residual import cell_key
 from .table import RING_PERMUTE, XLA, XLA_AMD
 
 #: Operation in the tables that the curves were fitted to, and whether its size there is the full

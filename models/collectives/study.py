@@ -13,17 +13,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from .baselines import fit_three, knots_us, predict_three
-from .fit import CurveTree, fit_tree, groups, refine_tree
+from .fit import CurveTree, cells, fit_tree, groups, refine_tree
 from .measurements import size_bins
 from .model import FindLinks, measured_table
-from .report import held_out_rows, naive_ring_us
-from .residual import cells
 from .table import CollectiveTable
 
 #: What is compared on held-out rows, and on machines that were left out.
 KNOWN = ("fitted", "three", "knots", "ring")
 UNSEEN = ("left_out", "four_sizes", "from_a100")
+#: Knots of the interpolation: about one for every two octaves of the usual range of sizes.
+KNOTS = 12
+#: Start of the fit: launch and latency of a step in microseconds, share of the bandwidth. Plausible
+#: for NCCL over NVLink; the bounds of e^-8 to e^4 around it exclude nothing realistic.
+START = np.log([8.0, 1.0, 0.6])
+#: Start-up time of one step of the plain ring, in microseconds. Engineering estimate, not fitted:
+#: the ring is the baseline that the curves have to beat.
+NAIVE_START_US = 3.0
 #: Sizes of a cell that ``four_sizes`` is given, in octaves: 4 KiB, 256 KiB, 8 MiB and 256 MiB, so
 #: that each part of the curve has one.
 FOUR = (12.0, 18.0, 23.0, 28.0)
@@ -130,3 +135,92 @@ def summary(
         figures[f"{name} mean"] = grouped[name].mean()
         figures[f"{name} median"] = grouped[name].median()
     return pd.DataFrame(figures).round(1)
+
+
+def naive_ring_us(table: CollectiveTable) -> np.ndarray:
+    """The alpha–beta ring with nominal bandwidth, in microseconds, shape ``(n,)``."""
+    points = table.points
+    return np.asarray(NAIVE_START_US * points.steps + points.wire / points.bandwidth)
+
+
+def held_out_rows(rows: pd.DataFrame) -> np.ndarray:
+    """Mask of the validation rows: split ``val…``, or every fifth row of a source without any."""
+    named = rows["split"].astype(str).str.startswith("val").to_numpy()
+    source = rows["source"].to_numpy()
+    fifth = np.arange(len(rows)) % 5 == 4
+    without = [s for s in set(source.tolist()) if not named[source == s].any()]
+    return np.asarray(named | (fifth & np.isin(source, without)))
+
+
+def three_parameters(table: CollectiveTable, latency_us: np.ndarray) -> np.ndarray:
+    """Fit ``launch + steps · latency + wire bytes / (efficiency · bandwidth)`` in logarithms.
+
+    Returns:
+        Launch and latency in microseconds, and efficiency, shape ``(3,)``.
+    """
+    from scipy.optimize import least_squares
+
+    def residuals(parameters: np.ndarray) -> np.ndarray:
+        return np.asarray(np.log(three_parameter_us(np.exp(parameters), table) / latency_us))
+
+    bounds = (START - 8.0, START + 4.0)
+    # Linear beyond errors of 10 %, so that a change of protocol, which this form cannot follow,
+    # does not rule the fit.
+    solution = least_squares(residuals, START, loss="soft_l1", f_scale=0.1, bounds=bounds)
+    return np.asarray(np.exp(solution.x))
+
+
+def three_parameter_us(parameters: np.ndarray, table: CollectiveTable) -> np.ndarray:
+    """Microseconds by the three parameters, shape ``(n,)``."""
+    launch, latency, efficiency = parameters
+    points = table.points
+    moved = points.wire / (efficiency * points.bandwidth)
+    return np.asarray(launch + points.steps * latency + moved)
+
+
+def fit_three(table: CollectiveTable, latency_us: np.ndarray) -> dict[tuple[str, ...], np.ndarray]:
+    """Three parameters of every machine's fabric, operation and library."""
+    return {
+        path: three_parameters(table.take(rows), latency_us[rows])
+        for path, rows in groups(table, depth=4).items()
+    }
+
+
+def predict_three(fitted: dict[tuple[str, ...], np.ndarray], table: CollectiveTable) -> np.ndarray:
+    """Microseconds by :func:`fit_three`, NaN where nothing was fitted; shape ``(n,)``."""
+    result = np.full(len(table), np.nan)
+    for path, rows in groups(table, depth=4).items():
+        if path in fitted:
+            result[rows] = three_parameter_us(fitted[path], table.take(rows))
+    return result
+
+
+def knots_us(table: CollectiveTable, latency_us: np.ndarray, others: CollectiveTable) -> np.ndarray:
+    """Log-linear interpolation between :data:`KNOTS` knots fitted to each cell of ``table``.
+
+    Returns:
+        Microseconds of ``others``, NaN where a cell was not measured; shape ``(n_others,)``.
+    """
+    measured = groups(table, depth=4)
+    result = np.full(len(others), np.nan)
+    for path, rows in groups(others, depth=4).items():
+        known = cells(table, measured[path]) if path in measured else {}
+        for world, own in cells(others, rows).items():
+            if world in known:
+                here = known[world]
+                x, y = np.log2(table.points.size[here]), np.log(latency_us[here])
+                result[own] = np.exp(_hats(x, y, np.log2(others.points.size[own])))
+    return result
+
+
+def _hats(x: np.ndarray, y: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Least squares over hat functions, with a weak penalty on second differences."""
+    low, high = min(x.min(), at.min()), max(x.max(), at.max())
+    # The knots cover the asked sizes, too; the offset keeps the last one inside the last interval.
+    knots = np.linspace(low, high + 1e-9, KNOTS)
+    basis = np.stack([np.interp(x, knots, row) for row in np.eye(KNOTS)], axis=1)
+    # Weak against the data; it only determines knots that no measurement touches.
+    smooth = 0.03 * np.diff(np.eye(KNOTS), 2, axis=0)
+    matrix = np.concatenate([basis, smooth])
+    values = np.linalg.lstsq(matrix, np.concatenate([y, np.zeros(KNOTS - 2)]), rcond=None)[0]
+    return np.asarray(np.interp(at, knots, values))

@@ -5,14 +5,19 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError, DeviceError
-from opcast.models.collectives.baselines import knots_us, three_parameter_us, three_parameters
-from opcast.models.collectives.fit import fit_curve, fit_tree
+from opcast.models.collectives.fit import fit_curve, fit_residual, fit_tree, read_residual
 from opcast.models.collectives.links import Links
 from opcast.models.collectives.measurements import parse_nccl_tests, read_collectives, size_bins
 from opcast.models.collectives.model import CollectiveModel
 from opcast.models.collectives.on_cluster import ClusterCollectives
-from opcast.models.collectives.residual import fit_residual, read_residual
-from opcast.models.collectives.study import four_of_each_cell, study, summary
+from opcast.models.collectives.study import (
+    four_of_each_cell,
+    knots_us,
+    study,
+    summary,
+    three_parameter_us,
+    three_parameters,
+)
 from opcast.models.collectives.table import collective_table
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.topology import Cluster, Dimension, Topology

@@ -9,12 +9,7 @@ from opcast.common.errors import DatasetError, DeviceError, ModelError
 from opcast.models.collectives.curve import START, curve_us
 from opcast.models.collectives.links import Links
 from opcast.models.collectives.model import CollectiveModel, fit_collectives, leave_one_out
-from opcast.models.collectives.report import (
-    collective_errors,
-    error_table,
-    held_out_rows,
-    naive_ring_us,
-)
+from opcast.models.collectives.study import held_out_rows, naive_ring_us, study, summary
 from opcast.models.collectives.table import collective_table, device_rows
 
 DEVICES = {
@@ -180,10 +175,10 @@ def test_naive_ring_is_volume_over_bandwidth_and_3_us_a_step():
 def test_report_groups_validation_and_left_out_errors(measured):
     rows = measured.assign(source="made up", split="train")
     assert held_out_rows(rows).sum() == len(rows) // 5
-    table = error_table(collective_errors(rows, find), ("op", "family"))
+    table = summary(study(rows, find), ("op", "architecture"), ("fitted", "left_out"))
     assert len(table) == 4 and table["rows"].sum() == len(rows)
-    assert (table["val_median"] < 5).all()
-    assert (table["unseen_device_median"] > table["val_median"]).all()
+    assert (table["fitted median"] < 5).all()
+    assert (table["left_out median"] > table["fitted median"]).all()
 
 
 def published():
@@ -199,7 +194,7 @@ def test_published_collectives_beat_the_plain_ring():
     tables = ("published-latency/devices.csv", "published-tensor-core/devices2.csv")
     links = device_rows(*(pd.read_csv(folder / t) for t in tables))
     rows = pd.read_csv(folder / "published-tensor-core" / "collectives_tc.csv.gz")
-    errors = collective_errors(rows, links)
-    assert errors["val"].median() < 5.0
+    errors = study(rows, links)
+    assert errors["fitted"].median() < 5.0
     nvlink = errors[errors["fabric"] == "scale_up"]
-    assert nvlink["unseen_device"].median() < 0.6 * nvlink["ring"].median()
+    assert nvlink["left_out"].median() < 0.6 * nvlink["ring"].median()
