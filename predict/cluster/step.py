@@ -26,8 +26,7 @@ from ...simulate.step.compose import MOST_TASKS, StepSpread, StepTime, sample_st
 from ...simulate.step.costs import Costs, OpLatency
 from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
 from ...simulate.step.memory import StageMemory, box_host
-from ...simulate.step.placement import resolved
-from ...simulate.step.plan import Plan
+from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency

@@ -29,8 +29,7 @@ from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects
 from ...simulate.step.fitting import memory_of
 from ...simulate.step.memory import StageMemory
-from ...simulate.step.placement import resolved
-from ...simulate.step.plan import Plan
+from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
 from ..operator.step_operators import OperatorLatency
 from .case_table import FAULTS, Cells, noted_share, noted_sizes, reason_of

@@ -22,8 +22,7 @@ from ...features.operators.op import Op
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.costs import CommCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
-from ...simulate.step.placement import resolved
-from ...simulate.step.plan import Group, Plan
+from ...simulate.step.plan import Group, Plan, resolved
 from ...simulate.step.traffic import expert_calls, gradient_bytes, layer_held, tensor_calls
 from ...simulate.step.workload import Workload, layer_kinds
 from ..cluster.network import ClusterNetwork

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from ...common.errors import PlanError
 from ...common.types import JsonObject
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.placement import resolved
-from ...simulate.step.plan import RECOMPUTE, Plan
+from ...simulate.step.plan import RECOMPUTE, Plan, resolved
 from ...simulate.step.settings import read_pairs
 from ...simulate.step.workload import Workload
 

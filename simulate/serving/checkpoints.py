@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 from ...common.errors import OpcastError
 from ...common.files import parse_json, parse_yaml
 from ...common.types import JsonObject
-from ..step.hybrid import Recurrence
-from ..step.presets import find_preset, read_config
+from ..step.configs import read_config
+from ..step.presets import Recurrence, find_preset
 from ..step.workload import ALIASES, FAMILIES, make_workload, read_workload
 from .formats import Formats, format_in, in_formats
 from .served import ServedModel

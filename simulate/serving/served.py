@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ...common.errors import PlanError
 from ...features.cost.formats import FORMATS
-from ..step.hybrid import Recurrence
+from ..step.presets import Recurrence
 from ..step.workload import Workload, layer_kinds
 
 #: Formats of served weights.

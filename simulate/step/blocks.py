@@ -18,8 +18,7 @@ from ...features.operators.op import Op
 from .costs import CommCall
 from .layer_ops import PassOps, embedding_ops, head_ops, layer_ops, update_ops
 from .memory import layer_activations, stage_held
-from .placement import kind_counts, stage_kinds
-from .plan import Plan
+from .plan import Plan, kind_counts, stage_kinds
 from .traffic import (
     Parameters,
     expert_calls,
@@ -147,7 +146,7 @@ def step_stages(workload: Workload, plan: Plan) -> tuple[Stage, ...]:
 
     Args:
         workload: The model.
-        plan: Resolved by :func:`~.placement.resolved`.
+        plan: Resolved by :func:`~.plan.resolved`.
     """
     known: dict[tuple[object, ...], Stage] = {}
     stages = []

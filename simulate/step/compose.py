@@ -28,8 +28,7 @@ from .pipeline import (
     orders,
     run_pipeline,
 )
-from .placement import stage_speeds
-from .plan import Plan
+from .plan import Plan, stage_speeds
 from .stage_times import StageTimes, stage_times, traffic
 from .workload import Workload
 
@@ -94,7 +93,7 @@ def step_time(
 
     Args:
         workload: The model.
-        plan: Resolved by :func:`~.placement.resolved`.
+        plan: Resolved by :func:`~.plan.resolved`.
         costs: Times of calls.
         most_tasks: Tasks of a pipeline up to which every one is placed; fewer are faster.
         speeds: Relative speed of devices by rank, 1 where omitted. A stage computes at that of its

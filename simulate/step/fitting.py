@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from ...common.errors import PlanError
 from .memory import StageMemory, box_host, stage_memory
-from .placement import resolved
-from .plan import Plan
+from .plan import Plan, resolved
 from .workload import Workload
 
 #: Memory of every stage of a resolved plan.

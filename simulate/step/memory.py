@@ -14,8 +14,7 @@ import numpy as np
 
 from .layer_ops import micro_tokens
 from .pipeline import in_flight
-from .placement import kind_counts
-from .plan import Plan
+from .plan import Plan, kind_counts
 from .traffic import (
     Parameters,
     gradient_bytes,

@@ -11,7 +11,8 @@ from ...common.errors import PlanError
 from ...common.units import plain
 from ...features.cost.formats import FORMATS
 from ...features.operators.op import attention_flops, visible_pairs
-from .presets import Preset, close_names, find_preset, read_config, unsupported
+from .configs import read_config
+from .presets import Preset, close_names, find_preset, unsupported
 from .settings import build, read_pairs
 
 #: Formats of parameters and activations.

@@ -11,8 +11,7 @@ from opcast.features.operators.op import Op
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import CommCall, Costs, Estimate
 from opcast.simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
-from opcast.simulate.step.placement import resolved
-from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
 from opcast.simulate.step.traffic import (
     Parameters,
     gather_calls,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from opcast.simulate.step.placement import resolved
-from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.plan import parse_plan, resolved
 from opcast.simulate.step.workload import make_workload
 
 from .by_rank import LayerSeconds, Wire, step_by_rank

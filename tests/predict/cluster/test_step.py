@@ -30,8 +30,7 @@ from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
-from opcast.simulate.step.placement import resolved
-from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
 from opcast.simulate.step.workload import make_workload
 
 LLAMA = {

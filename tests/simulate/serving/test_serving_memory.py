@@ -21,8 +21,8 @@ from opcast.simulate.serving.memory import (
 from opcast.simulate.serving.occupancy import Occupancy
 from opcast.simulate.serving.policies import Policy, framework_defaults
 from opcast.simulate.serving.served import EnginePlan, ServedModel
-from opcast.simulate.step.hybrid import Recurrence
 from opcast.simulate.step.memory import RESERVED_BYTES
+from opcast.simulate.step.presets import Recurrence
 from opcast.simulate.step.workload import Workload
 
 ONE = EnginePlan()

@@ -13,8 +13,7 @@ from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import layer_activations
-from opcast.simulate.step.placement import resolved, stage_layers
-from opcast.simulate.step.plan import Group, Plan
+from opcast.simulate.step.plan import Group, Plan, resolved, stage_layers
 from opcast.simulate.step.workload import Workload, layer_kinds
 
 SMALL = Workload(layers=4, d_model=256, heads=4, kv_heads=4, d_ff=512, vocab=1000, seq=128, batch=8)

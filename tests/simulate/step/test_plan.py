@@ -1,8 +1,7 @@
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.step.placement import resolved, stage_layers
-from opcast.simulate.step.plan import Group, Plan, parse_plan
+from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved, stage_layers
 from opcast.simulate.step.workload import make_workload
 
 SIZES = {

@@ -11,8 +11,7 @@ import pytest
 
 from opcast.simulate.step.blocks import step_stages
 from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
-from opcast.simulate.step.placement import resolved
-from opcast.simulate.step.plan import Group, parse_plan
+from opcast.simulate.step.plan import Group, parse_plan, resolved
 from opcast.simulate.step.stage_times import stage_times, traffic
 from opcast.simulate.step.workload import make_workload
 

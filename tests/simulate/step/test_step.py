@@ -9,8 +9,7 @@ from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import find_fit, memory_of
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
-from opcast.simulate.step.placement import resolved, stage_speeds
-from opcast.simulate.step.plan import Plan, parse_plan
+from opcast.simulate.step.plan import Plan, parse_plan, resolved, stage_speeds
 from opcast.simulate.step.trace import step_events, step_trace
 from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls
 from opcast.simulate.step.workload import make_workload

@@ -8,8 +8,7 @@ from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.memory import layer_activations
 from opcast.simulate.step.pipeline import orders, run_pipeline
-from opcast.simulate.step.placement import resolved
-from opcast.simulate.step.plan import parse_plan
+from opcast.simulate.step.plan import parse_plan, resolved
 from opcast.simulate.step.traffic import ring_calls
 from opcast.simulate.step.workload import make_workload
 

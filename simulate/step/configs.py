@@ -1,0 +1,327 @@
+"""Hugging Face's ``config.json`` as settings of a workload.
+
+Layers with a recurrent state project every token to queries, keys, values and gates, run a
+recurrence over them, and project its output back: gated delta nets (Yang et al., 2025), Mamba-2
+(Dao and Gu, 2024), Kimi delta attention (Kimi Linear, 2025), lightning attention (MiniMax-01,
+2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import PlanError
+from ...common.files import parse_json, parse_yaml
+from ...common.types import JsonMapping
+from .presets import INSTEAD, Preset, Recurrence
+
+#: A context longer than this is what a model may be used with, not what it is trained with.
+_MOST_SEQ = 8192
+#: Names of layers with a state in ``layer_types``.
+_KINDS = ("linear_attention", "mamba")
+#: Letters of Nemotron-H's patterns: Mamba-2, attention, feed-forward, experts.
+_MAMBA, _ATTENTION, _FED, _EXPERTS = "M*-E"
+_LETTERS = {"mamba": _MAMBA, "attention": _ATTENTION, "mlp": _FED, "moe": _EXPERTS}
+
+
+def read_config(path: Path) -> Preset:
+    """Read a model's ``config.json``, as transformers writes it; nothing is downloaded.
+
+    Args:
+        path: The file.
+
+    Raises:
+        PlanError: It cannot be read, lacks a key, or describes a model that no workload can.
+    """
+    where = str(path)
+    try:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise PlanError(
+            "no configuration of a model: it has no model_type",
+            where=where,
+            hint="give the config.json of a model on huggingface.co",
+        )
+    notes: list[str] = []
+    if isinstance(data.get("text_config"), dict):
+        # A model of text and images: the decoder alone.
+        notes.append(f"only the text model of {data['model_type']} is described")
+        whole = {"tie_word_embeddings": data.get("tie_word_embeddings", True)}
+        if "quantization_config" in data:
+            whole["quantization_config"] = data["quantization_config"]
+        data = {**data["text_config"], **whole}
+    kind = str(data.get("model_type", ""))
+    if data.get("is_encoder_decoder"):
+        raise PlanError(
+            f"{kind} is an encoder and a decoder with cross-attention, which no workload has",
+            where=where,
+            hint=INSTEAD,
+        )
+    kinds = _rules()["kinds"]
+    if kind not in kinds:
+        raise PlanError(
+            f"configurations of {kind!r} are not known",
+            where=where,
+            hint=f"known: {', '.join(kinds)}; or describe it with --workload llama --set …",
+        )
+    own = {**kinds[kind], **{k: v for k, v in data.items() if v is not None}}
+    settings: dict[str, object] = {}
+    try:
+        _read(kinds[kind]["reader"], own, settings, notes)
+        weights = _published_format(own.get("quantization_config"))
+        linear = recurrent_layers(own)
+        recurrence = recurrence_of(own) if linear else None
+        bare = int(str(settings.pop("bare_layers", 0)))
+    except KeyError as error:
+        raise PlanError(f"the configuration lacks {error}", where=where) from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
+    of_steps = []
+    if weights:
+        of_steps.append("quantization_config is not read: --set products=fp8 quantises products")
+    if own.get("num_nextn_predict_layers"):
+        of_steps.append("the modules of multi-token prediction are left out")
+    served_only = f"a model of which {linear} layers have a recurrent state" if linear else ""
+    if "attention_chunk_size" in own:
+        served_only = "a model of chunked attention whose layers take turns with experts"
+    elif "index_topk" in own:
+        served_only = "a model of sparse attention, which trains by other rules"
+    return Preset(
+        settings,
+        tuple(notes),
+        tuple(of_steps),
+        source=where,
+        linear_layers=linear,
+        recurrence=recurrence,
+        bare_layers=bare,
+        weights=weights,
+        served_only=served_only,
+    )
+
+
+def _published_format(data: object) -> str:
+    """Format of the weights by ``quantization_config``, as it is named there if it is unusual."""
+    if not isinstance(data, dict):
+        return ""
+    # ModelOpt and compressed-tensors (LLM Compressor) name formats of their own.
+    groups = data.get("config_groups")
+    first: object = next(iter(groups.values()), {}) if isinstance(groups, dict) else {}
+    weights = first.get("weights") if isinstance(first, dict) else None
+    kind = weights if isinstance(weights, dict) else {}
+    named = str(data.get("quant_algo") or data.get("quant_method") or "").lower()
+    bits = int(data.get("bits") or kind.get("num_bits") or 0)
+    if named in ("awq", "gptq", "compressed-tensors", "modelopt", "auto-round"):
+        floating = "float" in str(kind.get("type", ""))
+        named = {4: "nvfp4" if floating else "int4", 8: "fp8" if floating else "int8"}.get(bits, "")
+    named = {"fbgemm_fp8": "fp8", "modelopt_fp4": "nvfp4", "w4a16_awq": "int4"}.get(named, named)
+    named = named or str(data.get("quant_method", "quantised"))
+    return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named
+
+
+@cache
+def _rules() -> dict[str, dict[str, Any]]:
+    rules: dict[str, dict[str, Any]] = parse_yaml(
+        Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8")
+    )
+    return rules
+
+
+def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    """Add the settings that a reader of ``configs.yaml`` gives, those of others first."""
+    rule = _rules()["readers"][reader]
+    if "like" in rule:
+        renamed = {k: data[own] for k, own in rule.get("rename", {}).items() if own in data}
+        _read(rule["like"], {**data, **renamed}, out, notes)
+    out.update(rule.get("set", {}))
+    for name, key in rule.get("read", {}).items():
+        out[name] = _value(data, key if isinstance(key, list) else [key])
+    if reader in _MORE:
+        _MORE[reader](data, out, notes)
+
+
+def _value(data: JsonMapping, keys: list[Any]) -> object:
+    """The first of some keys that is there; the last entry may be a value instead."""
+    *_, last = keys
+    found = next((key for key in keys if key in data), last)
+    return data[found] if isinstance(found, str) else found
+
+
+def _decoder(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    out["seq"] = min(data.get("max_position_embeddings", _MOST_SEQ), _MOST_SEQ)
+    window = data.get("sliding_window")
+    if window and data.get("use_sliding_window", True):
+        out["window"] = window
+        types = data.get("layer_types")
+        if types:
+            share = sum(t == "sliding_attention" for t in types) / len(types)
+        elif "sliding_window_pattern" in data:
+            layers = data["num_hidden_layers"]
+            share = 1.0 - (layers // data["sliding_window_pattern"]) / layers
+        else:
+            share = 1.0
+        # No layer has it: as if there were none.
+        out.update({"window_share": share} if share else {"window": 0})
+
+
+def _experts(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    if data.get("decoder_sparse_step", 1) != 1 or data.get("mlp_only_layers"):
+        raise PlanError("layers take turns with and without experts, which no workload has")
+    shared = data.get("shared_expert_intermediate_size", 0)
+    if shared:
+        out["shared_experts"] = max(1, round(shared / int(str(out["d_ff"]))))
+
+
+def _granite_experts(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    width = data["intermediate_size"]
+    out["shared_experts"] = max(1, round(data["shared_intermediate_size"] / width))
+
+
+def _deepseek(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    if data.get("moe_layer_freq", 1) != 1:
+        raise PlanError("layers take turns with and without experts, which no workload has")
+    grouped = (data.get("n_group") or 1) > 1
+    out["expert_boxes"] = data.get("topk_group") or 0 if grouped else 0
+
+
+def _llama4(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    layers, every = data["num_hidden_layers"], data.get("interleave_moe_layer_step", 1)
+    types = data.get("layer_types") or ()
+    # Where they stand does not matter to serving.
+    out["dense_layers"] = layers - layers // every
+    chunked = sum(t == "chunked_attention" for t in types)
+    out["window_share"] = chunked / layers if types else 0.75
+
+
+def _gpt2(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    out["d_ff"] = data.get("n_inner", 4 * data["n_embd"])
+
+
+def _vit(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    tokens = (data["image_size"] // data["patch_size"]) ** 2 + 1
+    notes.append("the embedding of patches counts as a lookup")
+    # A configuration lists its classes; ImageNet's where it lists none. The class token alone
+    # reaches the head.
+    out.update(vocab=len(data.get("id2label", ())) or 1000, seq=tokens, head_share=1.0 / tokens)
+
+
+def recurrent_layers(data: JsonMapping) -> int:
+    """Layers with a recurrent state of a configuration."""
+    if "hybrid_override_pattern" in data or "layers_block_type" in data:
+        return layer_pattern(data).count(_MAMBA)
+    if "linear_attn_config" in data:
+        return len(data["linear_attn_config"]["kda_layers"])
+    if "attn_type_list" in data:
+        return sum(kind == 0 for kind in data["attn_type_list"])
+    types = data.get("layer_types") or ()
+    named = sum(kind in _KINDS for kind in types)
+    every = data.get("full_attention_interval")
+    return named or (data["num_hidden_layers"] * (every - 1) // every if every else 0)
+
+
+def recurrence_of(data: JsonMapping) -> Recurrence | None:
+    """Sizes of these layers; ``None`` where the configuration does not say them."""
+    if "linear_num_value_heads" in data:
+        return _gated(
+            data["linear_num_key_heads"] * data["linear_key_head_dim"],
+            data["linear_num_value_heads"],
+            data["linear_value_head_dim"],
+            data["linear_key_head_dim"],
+            gates=2,
+        )
+    if "mamba_num_heads" in data or "mamba_n_heads" in data:
+        # Mamba-2 in the same terms: B and C of each group, inputs and gates, a step for each head.
+        long = "mamba_num_heads" in data
+        names = (
+            ("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
+            if long
+            else ("mamba_n_groups", "mamba_d_state", "mamba_n_heads", "mamba_d_head")
+        )
+        groups, state, heads, dim = (data[name] for name in names)
+        return _gated(groups * state, heads, dim, state, gates=1)
+    if "linear_attn_config" in data:
+        own = data["linear_attn_config"]
+        heads, dim = own["num_heads"], own["head_dim"]
+        wide = heads * dim
+        # Two gates through products as narrow as a head, which count as so many columns.
+        narrow = 2 * (dim + round(dim * wide / data["hidden_size"]))
+        return Recurrence(3 * wide + narrow + heads, wide, wide * dim)
+    if "attn_type_list" in data:
+        heads, dim = data["num_attention_heads"], data["head_dim"]
+        return Recurrence(4 * heads * dim, heads * dim, heads * dim * dim)
+    return None
+
+
+def _gated(keys: int, heads: int, dim: int, key_dim: int, gates: int) -> Recurrence:
+    """Queries and keys of ``keys`` columns each, values with as many gates, ``gates`` a head."""
+    values = heads * dim
+    return Recurrence(2 * keys + 2 * values + gates * heads, values, values * key_dim)
+
+
+def layer_pattern(data: JsonMapping) -> str:
+    """A letter for each block of a Nemotron-H model: ``M``, ``*``, ``-`` or ``E``.
+
+    Raises:
+        PlanError: A block is none of them.
+    """
+    if "hybrid_override_pattern" in data:
+        text = str(data["hybrid_override_pattern"])
+    else:
+        text = "".join(_LETTERS.get(kind, "?") for kind in data["layers_block_type"])
+    other = set(text) - set(_LETTERS.values())
+    if other or not text:
+        raise PlanError(
+            f"blocks {sorted(other)} of the pattern {text!r} are not known",
+            hint="M (Mamba-2), * (attention), - (feed-forward) and E (experts)",
+        )
+    return text
+
+
+def _nemotron(data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
+    """Add the layers and feed-forwards of a Nemotron-H model.
+
+    Blocks are counted as layers of attention or Mamba-2, most of which a feed-forward follows.
+
+    Raises:
+        PlanError: There are more feed-forwards than layers, or experts of a narrower width.
+    """
+    pattern = layer_pattern(data)
+    mixers = pattern.count(_MAMBA) + pattern.count(_ATTENTION)
+    fed = pattern.count(_FED) + pattern.count(_EXPERTS)
+    if not 0 < fed <= mixers:
+        raise PlanError(
+            f"{fed} feed-forwards behind {mixers} layers of attention or Mamba-2",
+            hint="at least one, and at most as many as layers",
+        )
+    out.update(layers=mixers, bare_layers=mixers - fed, gated=False)
+    if _EXPERTS in pattern:
+        if data.get("moe_latent_size"):
+            raise PlanError("experts work on a narrower width, which no workload has")
+        width = data["moe_intermediate_size"]
+        shared = data.get("moe_shared_expert_intermediate_size", width)
+        out.update(
+            experts=data["n_routed_experts"],
+            top_k=data["num_experts_per_tok"],
+            shared_experts=round(data.get("n_shared_experts", 0) * shared / width),
+            # Where they stand does not matter to serving.
+            dense_layers=round(pattern.count(_FED) * mixers / fed),
+            dense_ff=data["intermediate_size"],
+            d_ff=width,
+        )
+
+
+#: What readers add by arithmetic.
+_MORE: dict[str, Callable[[JsonMapping, dict[str, object], list[str]], None]] = {
+    "decoder": _decoder,
+    "experts": _experts,
+    "granite_experts": _granite_experts,
+    "deepseek": _deepseek,
+    "nemotron": _nemotron,
+    "llama4": _llama4,
+    "gpt2": _gpt2,
+    "vit": _vit,
+}
