@@ -41,8 +41,8 @@ def simulate(
         refuse(context, "a step without --jitter", {"seed"})
     from ..common.chrome_trace import write_trace
     from ..common.files import write_text
+    from ..predict.export.timeline import step_trace
     from ..predict.operator.step_operators import load_step_model
-    from ..simulate.step.trace import step_trace
     from ..simulate.step.workload import read_workload, workload_notes
 
     named = workload_of(workload, hf)

@@ -15,23 +15,13 @@ import pandas as pd
 
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...simulate.clusters.topology import Cluster, Dimension
-from ...simulate.collectives.choose import collective_name, dims_cost
+from ...simulate.collectives.choose import COLLECTIVES, collective_name, dims_cost
 from .fit import cell_key
 from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
 from .table import RING_PERMUTE, XLA, XLA_AMD
 
-#: Operation in the tables that the curves were fitted to, and whether its size there is the full
-#: (gathered) buffer, as in nccl-tests, rather than what one rank puts in.
-_TABLE = {
-    "all_reduce": ("all_reduce", False),
-    "all_gather": ("all_gather", True),
-    "reduce_scatter": ("reduce_scatter", False),
-    "all_to_all": ("alltoall", False),
-    "send_recv": ("send_recv", False),
-    "collective_permute": (RING_PERMUTE, False),
-}
 #: Largest group on a machine that was never measured: most published scale-up measurements come
 #: from boxes of eight, so beyond that the curves would extrapolate.
 MOST_DEVICES = 8
@@ -136,7 +126,8 @@ class ClusterCollectives:
         # every rank.
         size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
         dims = cluster.topology.group_dims(ranks)
-        if algorithm == "auto" and size > 0 and plain in _TABLE and _of_gpus(cluster, dims):
+        measured = COLLECTIVES[plain].measured
+        if algorithm == "auto" and size > 0 and measured and _of_gpus(cluster, dims):
             for library in _LIKE.get(backend, (backend,)):
                 learned = _learned(self.model, plain, size, dims, cluster, library)
                 if learned is not None:
@@ -174,24 +165,26 @@ def _learned(
     spec, first = find_device(cluster.device), cluster.topology.dims[0]
     world, inside = prod(d.size for d in dims), dims[0].size
     links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
-    operation, gathered = _TABLE[kind]
+    asked = COLLECTIVES[kind]
     # Machines on which this library was measured: another one's may have another of the names.
     paths = [key.split("/", 3) for key in model.tree.curves if key.count("/") >= 3]
-    machines = {p[3] for p in paths if p[1] == operation and p[2] in (library, _AMD.get(library))}
+    machines = {
+        p[3] for p in paths if p[1] == asked.measured and p[2] in (library, _AMD.get(library))
+    }
     # A calibration may have named the cluster itself, which is closer than the device's name.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {
-        "op": operation,
-        "bytes": max(size * (world if gathered else 1), 1.0),
+        "op": asked.measured,
+        "bytes": max(size * (world if asked.gathers else 1), 1.0),
         # A shift is a transfer between two devices for each of them.
-        "world_size": 2 if operation == RING_PERMUTE else world,
+        "world_size": 2 if asked.measured == RING_PERMUTE else world,
         "devices_per_node": inside,
         "device": machine or spec.name,
         "backend": library,
     }
     # Networks differ more than their data sheets (docs/collectives.md): across boxes only
     # measurements of this very machine and number of devices count, otherwise the closed forms do.
-    cell = cell_key(("network", operation, library, machine), world)
+    cell = cell_key(("network", asked.measured, library, machine), world)
     if len(dims) > 1 and cell not in model.tree.residuals:
         return None
     prediction = model.predict(pd.DataFrame([row]), lambda _: links).iloc[0]

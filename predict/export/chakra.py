@@ -14,11 +14,12 @@ from ...common.progress import tracked
 from ...features.devices.device import DeviceSpec
 from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
-from ...simulate.chakra.ranks import Work, least_bytes, process_groups, rank_trace
+from ...simulate.chakra.ranks import Work, comm_type, least_bytes, process_groups, rank_trace
 from ...simulate.chakra.step_blocks import StageBlocks, stage_blocks
 from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds, own_bytes
 from ...simulate.chakra.step_ranks import Ranks, StageTrace, stage_trace
 from ...simulate.clusters.topology import Cluster, Topology
+from ...simulate.collectives.choose import COLLECTIVES
 from ...simulate.program.nodes import Collective, Node
 from ...simulate.step.blocks import Stage
 from ...simulate.step.compose import stage_orders
@@ -75,14 +76,6 @@ def export_chakra(
     return summary(traces)
 
 
-#: Names of a step's collectives by those of programs.
-_STEP_KINDS = {
-    "all_to_all": "alltoall",
-    "ragged_all_to_all": "alltoall",
-    "collective_permute": "send_recv",
-}
-
-
 def _program_network(
     nodes: list[Node], transfer: list[float], devices: int
 ) -> tuple[list[Node], Axes | None, Topology | None]:
@@ -119,13 +112,14 @@ def _program_network(
 
 def _message(own: Collective, seconds: float) -> Message | None:
     """A collective of a program as one of a step; ``None`` if its groups are no axis of a grid."""
-    kind = _STEP_KINDS.get(own.kind, own.kind)
-    if kind == "send_recv":
+    if comm_type(own.kind) is None:
         pairs = own.groups or tuple(zip(own.group, own.group[1:], strict=False))
         far = [abs(pair[1] - pair[0]) for pair in pairs if pair[0] != pair[1]]
         # Wrapping round a ring is one hop of it, too; the nearest partners tell the axis.
         group = Group(2, min(far)) if far else Group(1, 1)
-        return Message(kind, kind, group, own.size, seconds)
+        return Message("send_recv", "send_recv", group, own.size, seconds)
+    # Steps call them as tables of measured ones do.
+    kind = COLLECTIVES[own.kind.removeprefix("ragged_")].measured
     groups = [ranks for ranks in own.groups or (own.group,) if len(ranks) > 1]
     if not groups:
         return Message(kind, kind, Group(1, 1), own.size, seconds)

@@ -8,9 +8,9 @@ from ...common.types import JsonObject
 from ...common.units import duration
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS
 from ...simulate.serving.load import History
-from ...simulate.step.trace import step_events
 from ..cluster.serving_prediction import ServingPrediction
 from ..cluster.step import StepPrediction, breakdown
+from ..export.timeline import step_events
 from .assemble import Page, assemble, rounded, short
 
 STEP_SCRIPTS = ("breakdown.js", "timeline.js", "step.js")

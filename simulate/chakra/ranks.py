@@ -15,21 +15,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...common.errors import ProgramError
+from ..collectives.choose import COLLECTIVES, collective_name
 from ..program.nodes import Collective, Node
 from .messages import CommType, EtNode, NodeType, Value
 
-#: Collectives as Chakra names them; transfers from device to device are sends and receives.
-COMM_TYPES = {
-    "all_reduce": CommType.ALL_REDUCE,
-    "all_gather": CommType.ALL_GATHER,
-    "reduce_scatter": CommType.REDUCE_SCATTER,
-    "all_to_all": CommType.ALL_TO_ALL,
-    "ragged_all_to_all": CommType.ALL_TO_ALL,
-    "broadcast": CommType.BROADCAST,
-}
-#: Kinds that become pairs of a send and a receive.
-TRANSFERS = ("collective_permute", "send_recv")
 #: ASTRA-sim takes group 0 for all ranks, whatever the file says, so names begin at 1.
 FIRST_GROUP = 1
 #: Parts into which ASTRA-sim cuts each collective (``preferred-dataset-splits``, as in its example
@@ -50,6 +39,12 @@ class Work:
     bytes: float = 0.0
 
 
+def comm_type(kind: str) -> CommType | None:
+    """A collective as Chakra types it; ``None`` for transfers, which are sends and receives."""
+    name = COLLECTIVES[collective_name(kind)].chakra
+    return CommType[name] if name else None
+
+
 def least_bytes(ranks: int) -> int:
     """Return the smallest size of a collective that ASTRA-sim can cut among so many ranks.
 
@@ -64,7 +59,7 @@ def process_groups(nodes: Sequence[Node]) -> dict[tuple[int, ...], str]:
     names: dict[tuple[int, ...], str] = {}
     for node in nodes:
         own = node.collective
-        if own is None or own.kind in TRANSFERS:
+        if own is None or comm_type(own.kind) is None:
             continue
         for group in own.groups or (own.group,):
             if len(group) > 1 and group not in names:
@@ -91,9 +86,6 @@ def rank_trace(
         work: Work of each node.
         scheduled: Whether a collective starts at its place in the order, or as soon as its
             operands are ready.
-
-    Raises:
-        ProgramError: A collective has no counterpart in Chakra.
     """
     return _Rank(rank, groups, scheduled).run(nodes, transfer, work)
 
@@ -221,16 +213,15 @@ class _Rank:
 
     def _once(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         """Write one execution; an empty set if this rank takes no part."""
-        if own.kind in TRANSFERS:
+        kind = comm_type(own.kind)
+        if kind is None:
             return self._transfers(node, own, deps, micros)
-        if own.kind not in COMM_TYPES:
-            raise ProgramError(f"Chakra has no collective {own.kind!r}", where=node.name)
         group = next((g for g in own.groups or (own.group,) if self.rank in g), ())
         if len(group) < 2:
             return set()
         attrs: dict[str, Value] = {
             "is_cpu_op": False,
-            "comm_type": int(COMM_TYPES[own.kind]),
+            "comm_type": int(kind),
             # Whole bytes, and no fewer than can be cut: the loss is a single number.
             "comm_size": max(round(own.size), least_bytes(len(group))),
             "pg_name": self.groups[group],

@@ -10,18 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..step.costs import Message
-from ..step.pipeline import BACKWARD, Order, Task, producers
+from ..step.pipeline import BACKWARD, NAMES, Order, Task, producers
 from ..step.plan import Plan
-from ..step.trace import NAMES
-from .messages import CommType, EtNode, NodeType, Value
-from .ranks import COMM_TYPES, FIRST_GROUP, least_bytes
+from .messages import EtNode, NodeType, Value
+from .ranks import FIRST_GROUP, comm_type, least_bytes
 from .step_blocks import Block, StageBlocks
 from .step_network import Axes, own_bytes
 
 #: First tag of transfers round a ring, above those between stages.
 RING_TAGS = 1 << 24
-#: Chakra's collectives by the names that steps use.
-_TYPES: dict[str, CommType] = {**COMM_TYPES, "alltoall": CommType.ALL_TO_ALL}
 
 
 @dataclass(frozen=True)
@@ -245,12 +242,11 @@ class Ranks:
         members = self.axes.members(message.group, rank)
         name = self.groups.setdefault(members, str(FIRST_GROUP + len(self.groups)))
         size = max(round(own_bytes(message, self.axes)), least_bytes(len(members)))
+        kind = comm_type(message.kind)
+        assert kind is not None
         return {
-            "is_cpu_op": False,
-            "comm_type": int(_TYPES[message.kind]),
-            "comm_size": size,
-            "pg_name": name,
-        }
+            "is_cpu_op": False, "comm_type": int(kind), "comm_size": size, "pg_name": name
+        }  # fmt: skip
 
     def _transfer(self, talk: _Talk, rank: int, *, sends: bool) -> dict[str, Value]:
         other = rank + talk.ahead

@@ -115,7 +115,7 @@ def joined(
         if not between:
             return _one_box(spec, count)
         # Without links of a box, such as superchips of one device each, all go over the network.
-        rule = _rules("dgx")["h100"]
+        rule = _unnamed_boxes()
         network = replace(_network(count, rule), bandwidth=between)
         return Cluster(name, spec.name, Topology((network,)), 1, _sources(rule, network.name, spec))
     table, rule = matched
@@ -133,8 +133,7 @@ def joined(
         return box
     over = "multislice" if table == "slices" else "dgx"
     known = (r for r in _rules(over).values() if spec.name in (r["device"], *r["like"]))
-    # Boxes that no rule names are joined like the newest ones, by the device's own bandwidth.
-    between_boxes = next(known, _rules("dgx")["h100"])
+    between_boxes = next(known, _unnamed_boxes())
     if spec.name not in (between_boxes["device"], *between_boxes["like"]):
         between = between or spec.inter_node_bandwidth
         if not between:
@@ -174,6 +173,11 @@ def _has(rule: Rule, device: str) -> bool:
 @cache
 def _rules(name: str) -> dict[str, Rule]:
     return cast("dict[str, Rule]", parse_yaml((_FOLDER / f"{name}.yaml").read_text("utf-8")))
+
+
+def _unnamed_boxes() -> Rule:
+    """How boxes that no rule names are joined, but for the bandwidth."""
+    return next(rule for rule in _rules("dgx").values() if rule.get("others"))
 
 
 def _rule_of(device: str) -> tuple[str, Rule] | None:

@@ -14,33 +14,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from ...common.errors import DeviceError
 from ..clusters.topology import Cluster, Dimension, Topology
 from .one_dimension import IN_DIMENSION, allowed, fastest
 from .trees import Cost, flow_rate, leaves
 
-#: Collectives that can be estimated.
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "ragged_all_to_all",
-    "collective_permute",
-    "broadcast",
-    "send_recv",
-)
-#: Spellings of HLO, StableHLO and nccl-tests; half of a transfer is priced as the whole transfer.
-ALIASES = {
-    "alltoall": "all_to_all",
-    "collective_broadcast": "broadcast",
-    "permute": "collective_permute",
-    "send": "send_recv",
-    "recv": "send_recv",
-    "sendrecv": "send_recv",
-    "p2p": "send_recv",
+
+class Collective(NamedTuple):
+    """What a collective is called elsewhere.
+
+    Attributes:
+        aliases: Other spellings of HLO, StableHLO and nccl-tests.
+        measured: Operation of the tables of measured collectives; empty if they have none.
+        gathers: Whether its size there is the gathered buffer rather than what one rank puts in.
+        chakra: Type of Chakra's; empty for transfers, which are sends and receives.
+    """
+
+    aliases: tuple[str, ...] = ()
+    measured: str = ""
+    gathers: bool = False
+    chakra: str = ""
+
+
+#: Collectives that can be estimated; half of a transfer is priced as the whole transfer.
+COLLECTIVES = {
+    "all_reduce": Collective((), "all_reduce", chakra="ALL_REDUCE"),
+    "all_gather": Collective((), "all_gather", gathers=True, chakra="ALL_GATHER"),
+    "reduce_scatter": Collective((), "reduce_scatter", chakra="REDUCE_SCATTER"),
+    "all_to_all": Collective(("alltoall",), "alltoall", chakra="ALL_TO_ALL"),
+    "ragged_all_to_all": Collective(chakra="ALL_TO_ALL"),
+    "collective_permute": Collective(("permute",), "collective_permute"),
+    "broadcast": Collective(("collective_broadcast",), chakra="BROADCAST"),
+    "send_recv": Collective(("send", "recv", "sendrecv", "p2p"), "send_recv"),
 }
+_ALIASES = {alias: name for name, own in COLLECTIVES.items() for alias in own.aliases}
 #: Algorithms that can be forced; ``auto`` takes the fastest.
 ALGORITHMS = (*IN_DIMENSION, "hierarchical", "multi_ring")
 #: Kinds whose bytes take one route, called ``direct``: there is no other algorithm to choose.
@@ -77,7 +86,7 @@ def collective_name(kind: str) -> str:
     """
     # ``all-reduce-start`` is HLO's asynchronous form, ``all_reduce_perf`` the nccl-tests binary.
     name = kind.lower().replace("-", "_").removesuffix("_start").removesuffix("_perf")
-    name = ALIASES.get(name, name)
+    name = _ALIASES.get(name, name)
     if name not in COLLECTIVES:
         raise DeviceError(f"unknown collective {kind!r}", hint=f"one of {', '.join(COLLECTIVES)}")
     return name

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...common.errors import PlanError
 from ...common.files import parse_json, parse_yaml
@@ -125,10 +125,8 @@ def _published_format(data: object) -> str:
 
 @cache
 def _rules() -> dict[str, dict[str, Any]]:
-    rules: dict[str, dict[str, Any]] = parse_yaml(
-        Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8")
-    )
-    return rules
+    text = Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8")
+    return cast("dict[str, dict[str, Any]]", parse_yaml(text))
 
 
 def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 
 #: Kinds of tasks, with the letters of the zero-bubble paper: W makes gradients of weights.
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
+NAMES = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weight gradients"}
 
 
 class Task(NamedTuple):

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.predict.export.timeline import step_events, step_trace
 from opcast.simulate.step.compose import sample_steps, slowest, step_time
 from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import find_fit, memory_of
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
 from opcast.simulate.step.plan import Plan, parse_plan, resolved, stage_speeds
-from opcast.simulate.step.trace import step_events, step_trace
 from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls
 from opcast.simulate.step.workload import make_workload
 
