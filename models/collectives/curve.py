@@ -143,16 +143,17 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
     """Latency in microseconds.
 
     Args:
-        parameters: As listed in :data:`PARAMETERS`, shape ``(17,)``.
+        parameters: As listed in :data:`PARAMETERS`, shape ``(17,)``, or several, ``(17, m, 1)``.
         points: The collectives, ``n`` of them.
 
     Returns:
-        Shape ``(n,)``, positive.
+        Shape ``(n,)`` or ``(m, n)``, positive.
     """
     p = dict(zip(PARAMETERS, parameters, strict=True))
     # Most machines were measured with 2, 4 and 8 devices; np.interp holds the ends beyond them.
     octave = np.log2(points.spread)
-    ratio = np.exp(np.interp(octave, [1.0, 2.0, 3.0], [0.0, p["log_r4"], p["log_r8"]]))
+    four, eight = (np.interp(octave, [1.0, 2.0, 3.0], own) for own in ([0, 1, 0], [0, 0, 1]))
+    ratio = np.exp(p["log_r4"] * four + p["log_r8"] * eight)
     count = points.steps
     ideal = points.wire / (ratio * points.bandwidth)
     shot = points.wire_low / (ratio * points.bandwidth)
@@ -174,7 +175,7 @@ def curve_us(parameters: np.ndarray, points: Points) -> np.ndarray:
     return np.asarray((device**8 + host**8) ** 0.125)
 
 
-def _start(p: dict[str, float], part: str, count: np.ndarray, points: Points) -> np.ndarray:
+def _start(p: dict[str, np.ndarray], part: str, count: np.ndarray, points: Points) -> np.ndarray:
     base = np.exp(p[f"log_a_{part}"]) + np.exp(p[f"log_b_{part}"]) * count
     return np.asarray(base * points.scale)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...common.types import JsonMapping
 from ..core.store import read_json_model, write_json_model
-from ..estimators.small_trees import SavedTrees, applied, grow
+from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
 from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
 from .law import PRETRAINED, PowerLaw, fit_law, left_out_errors, pair
 from .rows import PowerRows
@@ -224,7 +224,7 @@ def fit_power(
     log_power = np.log(share / _of_law(law, rows, said))
     read = learn & (readings >= LEAST)
     power = grow(rows.features(said, classes), log_power, read, _TREES[1], _DEPTH, _LEAF, seed)
-    trees = (SavedTrees.of(time), SavedTrees.of(power))
+    trees = (SavedTrees(compact(time)), SavedTrees(compact(power)))
     model = PowerModel(
         law, classes, sorted(set(map(str, device[learn]))), trees,
         ((-0.5, 0.5), (-1.0, 1.0)), [(-0.5, 0.5)], (-0.5, 0.5), np.array([]),

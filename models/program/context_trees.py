@@ -13,7 +13,8 @@ with the correction ``c``, the label's log-ratio ``r``, the predicted time of al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.table.roofline import roofline
 from ..core.base import KernelPrediction
+from ..estimators.xgboost_trees import BoostedTrees
 from .context import CONTEXT, context_features, loop_factors
 
 if TYPE_CHECKING:
@@ -100,7 +102,6 @@ class ContextTrees:
     """
 
     raw: bytes
-    _booster: Booster | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def fit(
@@ -141,15 +142,10 @@ class ContextTrees:
         shift = self.booster.inplace_predict(features, validate_features=False)
         return np.asarray(np.clip(shift, -MAX_SHIFT, MAX_SHIFT), np.float64)
 
-    @property
+    @cached_property
     def booster(self) -> Booster:
         """The trees, read on first use."""
-        if self._booster is None:
-            import xgboost as xgb
-
-            self._booster = xgb.Booster({"nthread": 1})
-            self._booster.load_model(bytearray(self.raw))
-        return self._booster
+        return BoostedTrees(None, partial(bytes, self.raw)).booster
 
 
 def objective(

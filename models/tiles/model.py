@@ -16,7 +16,7 @@ from ...common.errors import ModelError
 from ...common.paths import PACKAGE
 from ...features.operators.sources import faulty
 from ..core.store import read_json_model, write_json_model
-from ..estimators.small_trees import SavedTrees, applied, grow
+from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
 from ..trust.calibrator import UNCALIBRATED, Calibrator
 from .rows import TileRows, keys_of
 
@@ -190,8 +190,8 @@ def fit_tiles(rows: TileRows, seconds: np.ndarray, seed: int = 0) -> tuple[TileM
         keys,
         sorted({f"{d}|{op}" for d, op in zip(rows.device, rows.names[:, 0], strict=True)}),
         (
-            SavedTrees.of(_grow(own, target, every, _KNOWN, seed)),
-            SavedTrees.of(trees),
+            SavedTrees(compact(_grow(own, target, every, _KNOWN, seed))),
+            SavedTrees(compact(trees)),
         ),
         intervals,
         offsets,

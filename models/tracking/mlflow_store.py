@@ -200,7 +200,7 @@ def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
         ModelError: There is no store, or no such run.
     """
     table = runs(root)
-    found = [_one_run(table, name) for name in names]
+    found = [find_run(table, name).iloc[0] for name in names]
     shown = {}
     for column in table.columns:
         kind, _, name = str(column).partition(".")
@@ -219,13 +219,20 @@ def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["what", *labels])
 
 
-def _one_run(table: pd.DataFrame, name: str) -> pd.Series:
-    named = table["tags.mlflow.runName"] == name
-    mine = table[named if named.any() else table["run_id"].str.startswith(name)]
-    if not len(mine):
-        known = ", ".join(dict.fromkeys(table["tags.mlflow.runName"].astype(str)))
-        raise ModelError(f"no run {name!r}", hint=f"there are: {known[:500]}")
-    return mine.iloc[0]
+def find_run(table: pd.DataFrame, wanted: str, or_else: str = "") -> pd.DataFrame:
+    """The row of a run by its id, by its name (the newest of that name), or by how its id begins.
+
+    Raises:
+        ModelError: There is no such run; the message lists the newest.
+    """
+    ids, names = table["run_id"].astype(str), table["tags.mlflow.runName"].astype(str)
+    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
+    begins = ids.str.startswith(wanted) & (len(wanted) >= 6)
+    for rows in (ids == wanted, names == wanted, begins):
+        if rows.any():
+            return table[rows].head(1)
+    known = ", ".join(dict.fromkeys(names.head(8)))
+    raise ModelError(f"no run {wanted!r}", hint=f"newest: {known}{or_else}")
 
 
 def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -> int:
@@ -241,8 +248,9 @@ def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -
     mlflow = connect(root)
     own = mlflow.get_experiment_by_name(EXPERIMENT).experiment_id
     command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
+    command += ["--port", str(port), "--workers", "1"]  # one user; each takes seconds to start
     # A separate session, so that its workers can be ended with it.
-    server = subprocess.Popen([*command, "--port", str(port)], start_new_session=True)
+    server = subprocess.Popen(command, start_new_session=True)
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

@@ -73,20 +73,11 @@ def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[Trac
 
 
 def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
-    from .mlflow_store import EXPERIMENT, PARENT
+    from .mlflow_store import EXPERIMENT, PARENT, find_run
 
     if wanted == EXPERIMENT:
         return table
-    ids, names = table["run_id"].astype(str), table["tags.mlflow.runName"].astype(str)
-    own = table[ids == wanted]
-    if not len(own):
-        own = table[names == wanted].head(1)
-    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
-    if not len(own) and len(wanted) >= 6:
-        own = table[ids.str.startswith(wanted)].head(1)
-    if not len(own):
-        known = ", ".join(dict.fromkeys(names.head(8)))
-        raise ModelError(f"no tracked run {wanted!r}", hint=f"newest: {known}; or {EXPERIMENT}")
+    own = find_run(table, wanted, f"; or {EXPERIMENT}")
     if PARENT in table:
         below = table[table[PARENT] == own["run_id"].iloc[0]]
         own = pd.concat([own, below])

@@ -15,28 +15,30 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import ModelError
-from ...common.files import parse_json, write_text
-from ...common.paths import home
+from ...common.files import parse_json, parse_yaml, write_text
+from ...common.paths import PACKAGE, home
 from ...common.types import JsonObject
 from ...features.dataset import Dataset
-from ..core.base import Estimator
-from ..estimators.tuning_spaces import Space, search_space
-from ..training_data.crossfit import fit_rows, predict_entries
+from ..core.registry import estimator_class
+from ..training_data.crossfit import fold_models, predict_entries
 from ..training_data.metrics import absolute_percentage_error
 from ..training_data.prepared import PreparedDataset, prepare
-from ..training_data.splits import fold_groups, make_folds, make_split
+from ..training_data.splits import make_split
 from .train import estimator_factory
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
+#: Draws keywords of an estimator from a trial.
+Space = Callable[["Trial"], dict[str, object]]
+_SPACES = PACKAGE / "models" / "training" / "tuning.yaml"
 #: Settings of training that are not parameters of an estimator, and so do not belong in the file.
 _SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
 
@@ -100,6 +102,29 @@ class Tuning:
         """The best finished trials, one row each, least error first."""
         done = sorted((t for t in self.trials if not t.pruned), key=lambda t: t.error)[:count]
         return pd.DataFrame([{"trial": t.number, "error": t.error, **t.params} for t in done])
+
+
+def search_space(model: str) -> Space:
+    """The search space of an estimator: what it declares itself, else that of ``tuning.yaml``.
+
+    Raises:
+        ModelError: No such estimator, or it declares no search space.
+    """
+    declared: Space | None = getattr(estimator_class(model), "search_space", None)
+    if declared is not None:
+        return declared
+    read = parse_yaml(_SPACES.read_text(encoding="utf-8"))
+    spaces = cast(dict[str, dict[str, JsonObject]], read)
+    if model not in spaces:
+        raise ModelError(
+            f"estimator {model!r} declares no search space",
+            hint=f"tune one of: {', '.join(sorted(spaces))}",
+        )
+    return lambda trial: {name: _drawn(trial, name, **how) for name, how in spaces[model].items()}
+
+
+def _drawn(trial: Trial, name: str, suggest: str, **options: object) -> object:
+    return getattr(trial, f"suggest_{suggest}")(name, **options)
 
 
 def write_params(path: Path, tuning: Tuning) -> None:
@@ -238,22 +263,15 @@ class _Judge:
     def errors(self, params: Mapping[str, object]) -> Iterator[float]:
         """Error after each fold, over all rows predicted so far; the last one counts."""
         factory = estimator_factory(self.model, self.seed, self.n_jobs, params)
-        frame = self.data.frame.iloc[self.rows].reset_index(drop=True)
-        groups = fold_groups(frame, self.split)
+        data, rows = self.data, self.rows
         measured: list[np.ndarray] = []
         predicted: list[np.ndarray] = []
-        for fold in make_folds(frame, groups, self.folds, self.seed, inside=self.data.inside):
-            fitting = self.data.kernel_rows(self.rows[fold.train])
-            held = self.data.kernel_rows(self.rows[fold.test])
-            if not len(fitting) or not len(held):
-                continue
-            predicted.append(self._predict(factory(), fitting, held))
-            measured.append(self.data.latency_s[held])
-            yield OBJECTIVES[self.objective](np.concatenate(measured), np.concatenate(predicted))
-
-    def _predict(self, model: Estimator, fitting: np.ndarray, held: np.ndarray) -> np.ndarray:
-        fitted = fit_rows(model, self.data, fitting, self.split)
-        return predict_entries(fitted, self.data, self.data.entry[held]).latency
+        for model, test in fold_models(factory, data, rows, self.split, self.folds, self.seed):
+            held = data.kernel_rows(rows[test])
+            if len(held):
+                predicted.append(predict_entries(model, data, data.entry[held]).latency)
+                measured.append(data.latency_s[held])
+                yield OBJECTIVES[self.objective](*map(np.concatenate, (measured, predicted)))
 
     def error(self, params: Mapping[str, object]) -> float:
         """Error over all folds.

@@ -9,7 +9,7 @@ and Artificial Intelligence 74, 2015).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,26 +61,36 @@ def cross_fit(
         folds: Number of folds.
         seed: Seed of the folds.
     """
-    frame = data.frame.iloc[rows].reset_index(drop=True)
-    groups = fold_groups(frame, split)
-    inside = data.inside
     predicted, scores = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
     program_kernels: dict[int, np.ndarray] = {}
-    for fold in make_folds(frame, groups, folds, seed, inside=inside):
-        fitting = data.kernel_rows(rows[fold.train])
-        if not len(fitting):
-            continue
-        model = fit_rows(factory(), data, fitting, split)
-        own = fold.test[data.entry[rows[fold.test]] >= 0]
+    for model, test in fold_models(factory, data, rows, split, folds, seed):
+        own = test[data.entry[rows[test]] >= 0]
         entries = data.entry[rows[own]]
         predicted[own] = predict_entries(model, data, entries).latency
         if isinstance(model, TableEstimator) and model.domain is not None and len(own):
             scores[own] = model.domain.score(data.table.take(entries))
-        for program in data.programs_among(rows[fold.test]):
+        for program in data.programs_among(rows[test]):
             program_kernels[program.row] = predict_program_kernels(model, data, program)
-    # Rows of folds without anything to fit to have no prediction.
     done = np.isfinite(predicted)
     return CrossFit(rows[done], predicted[done], scores[done], program_kernels)
+
+
+def fold_models(
+    factory: Callable[[], Estimator],
+    data: PreparedDataset,
+    rows: np.ndarray,
+    split: str,
+    folds: int,
+    seed: int,
+) -> Iterator[tuple[Estimator, np.ndarray]]:
+    """A model for each fold of the rows, fitted to the others, and the fold's positions in them."""
+    frame = data.frame.iloc[rows].reset_index(drop=True)
+    groups = fold_groups(frame, split)
+    for fold in make_folds(frame, groups, folds, seed, inside=data.inside):
+        fitting = data.kernel_rows(rows[fold.train])
+        # Rows of folds without anything to fit to have no prediction.
+        if len(fitting):
+            yield fit_rows(factory(), data, fitting, split), fold.test
 
 
 def fit_and_calibrate(
@@ -127,17 +137,14 @@ def predict_entries(
     parts: dict[str, list[int]] = {}
     for place, entry in enumerate(entries.tolist()):
         parts.setdefault(data.entry_device[entry], []).append(place)
-    fields: dict[str, np.ndarray] = {}
+    found = KernelPrediction.empty(len(entries))
     for device, places in parts.items():
         kernels = kernels_from_irs([data.irs[entries[p]] for p in places])
         part = estimator.predict(kernels, data.devices[device])
-        for name in KernelPrediction.__slots__:
-            # ``unclamped`` is missing where a model limits nothing.
-            if getattr(part, name) is None:
-                continue
-            values = np.asarray(getattr(part, name))
-            fields.setdefault(name, np.empty(len(entries), values.dtype))[places] = values
-    return KernelPrediction(**fields)
+        if part.unclamped is not None and found.unclamped is None:
+            found.unclamped = np.empty(len(entries))
+        found.put(np.array(places), part)
+    return found
 
 
 def predict_program_kernels(

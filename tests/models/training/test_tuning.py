@@ -9,13 +9,13 @@ import pytest
 
 from opcast.common.errors import ModelError
 from opcast.models.core.registry import estimator_class, make_estimator
-from opcast.models.estimators.tuning_spaces import search_space
 from opcast.models.training.tuning import (
     TrialRecord,
     Tuning,
     mean_abs_log,
     median_ape,
     read_params,
+    search_space,
     tune,
     write_params,
 )
