@@ -41,7 +41,7 @@ from ...simulate.program.collective_passes import combine_all
 from ...simulate.program.nodes import Node, check_devices, program_nodes
 from ...simulate.program.streams import StreamRun, run_streams
 from ..devices import cluster_device, resolve_device
-from ..program.notes import model_notes
+from ..program.prediction import model_notes
 from ..program.predictor import Predictor, roofline_predictor
 from .network import CollectiveTime, xla_time
 from .program_seconds import ProgramSeconds, program_seconds

@@ -12,11 +12,10 @@ from ...common.interval import Interval
 from ...common.types import JsonObject
 from ...features.lowering.options import LoweringOptions
 from ...features.lowering.target_compiler.process import CompileSettings
-from ...models.power.energy import energy_fields
+from ...models.power.energy import energy_fields, program_energy
 from ...simulate.clusters.topology import Cluster, Dimension, Topology
 from ..api import loaded
 from ..cluster.partitioned import PartitionedPrediction, predict_partitioned
-from ..program.energy import program_energy
 from .case import PlanCase
 from .space import Change, Plan
 

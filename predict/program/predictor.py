@@ -13,16 +13,15 @@ from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.devices.identity import speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...models.power.energy import capped_kernels, capped_total, program_energy
 from ...models.power.law import cap_share
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .case import ProgramCase as ProgramCase
-from .energy import capped_kernels, capped_total, program_energy
-from .notes import capped_note, model_notes, rematerialised
 from .prediction import KernelEstimate as KernelEstimate
 from .prediction import Memory as Memory
 from .prediction import Prediction as Prediction
-from .prediction import kernel_estimates
+from .prediction import capped_note, kernel_estimates, model_notes, rematerialised
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
