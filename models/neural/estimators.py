@@ -16,8 +16,8 @@ from ...common.plugins import extra_hint
 from ...features.table.kernel_graph import graph_schema_hash
 from ..core.kernel_table import KernelGraphs, KernelTable
 from ..core.store import check_schema
-from .base import Network, NetworkParams, NeuralEstimator, Scaling, Weights
-from .batches import GraphRows, TableRows
+from .base import Network, NetworkParams, NeuralEstimator, Weights
+from .batches import GraphRows, Scaling, TableRows
 
 
 class MLPEstimator(NeuralEstimator):

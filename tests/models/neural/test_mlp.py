@@ -10,7 +10,8 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.kernel_table import KernelTable
 from opcast.models.core.store import pack_tensors, unpack_tensors
-from opcast.models.neural.base import Bound, Scaling, best_epoch, learning_rates, shuffled
+from opcast.models.neural.base import Bound, best_epoch, learning_rates, shuffled
+from opcast.models.neural.batches import Scaling
 from opcast.models.neural.estimators import MLPEstimator
 
 Tables = Callable[..., tuple[KernelTable, np.ndarray]]
