@@ -3,8 +3,8 @@
 The physics is ring volume over link bandwidth plus start-ups (:mod:`.curve`); on top come a few
 fitted parameters for each fabric, operation, library and machine (:mod:`.fit`). A machine without
 measurements takes the parameters of its fabric, operation and library, scaled by its own bandwidth
-and clock. The parameters shipped with the package are made by :mod:`.report`;
-:mod:`.on_cluster` applies the model to the ranks of a cluster.
+and clock. Fitted parameters ship with the package; :mod:`.on_cluster` applies the model to the
+ranks of a cluster.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class KnownDevices:
     """Chips and vendors of the devices that a model was fitted to.
 
     Attributes:
-        chips: Identity of the chip (:func:`~.family_tables.chip_of`) by device.
+        chips: Identity of the chip (:func:`chip_of`) by device.
         vendors: Vendor by device.
         platforms: Kinds of device, such as ``gpu``.
     """

@@ -18,7 +18,7 @@ from ...common.errors import PlanError
 from .settings import build, read_pairs
 from .workload import Workload, layer_kinds
 
-#: Orders of micro-batches in a pipeline; :mod:`.schedules` names their papers.
+#: Orders of micro-batches in a pipeline; :mod:`.pipeline` names their papers.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 #: What the backward pass computes again instead of keeping it (names as in Megatron-LM).
 RECOMPUTE = ("none", "selective", "full")
