@@ -382,7 +382,7 @@ def explain(
     from ..predict.program.case import ProgramCase
     from ..predict.program.explain import explain as explain_program
     from ..predict.program.predictor import load_for_programs
-    from ..predict.render.explain import print_explanation
+    from ..predict.render.program import print_explanation
 
     predictor = load_for_programs(asked.model)
     place = measured_device(asked.device, predictor.model.devices)

@@ -88,7 +88,7 @@ def predict_on_cluster(
     if timeline is not None:
         write_trace(stream_trace(prediction), timeline)
         wrote(timeline, "Chrome trace")
-    from ..predict.render.program import print_partitioned
+    from ..predict.render.step import print_partitioned
 
     print_answer(json_output, prediction, print_partitioned, top)
 

@@ -223,7 +223,6 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
     """Print the kernels that took most time, and the total, predicted beside measured."""
     from rich.text import Text
 
-    from ..common.interval import Interval
     from ..common.units import duration
     from ..predict.render.parts import Compared, compared_table, compared_total, print_notes
 
@@ -242,11 +241,9 @@ def print_check(console: Console, result: CheckResult, top: int = 10) -> None:
         console.print(
             f"{len(errors)} kernels measured, median absolute error {np.median(errors):.0%}"
         )
-    predicted = Interval(p.latency_us * 1e-6, p.lo_us * 1e-6, p.hi_us * 1e-6)
+    total = Compared(p.latency_us, p.lo_us, p.hi_us, result.measured_us)
     span = f" ({duration(result.p10_us)}–{duration(result.p90_us)})"
-    console.print(
-        compared_total(predicted, "measured", result.measured_us * 1e-6, result.error, span)
-    )
+    console.print(compared_total(total, "measured", span))
     print_notes(console, [*p.notes, *_beyond_kernels(result)])
 
 

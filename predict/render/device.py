@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from rich.console import Console
@@ -28,6 +29,10 @@ class Figure(NamedTuple):
     value: float
     source: str
     defaulted: bool
+
+
+#: A device, and its figures by key.
+_Known = tuple[DeviceSpec, dict[str, Figure]]
 
 
 def figures(spec: DeviceSpec) -> list[Figure]:
@@ -63,49 +68,41 @@ def print_device(console: Console, spec: DeviceSpec) -> None:
 
 def print_devices(console: Console, specs: Iterable[DeviceSpec]) -> None:
     """Print devices side by side, one per line."""
-    columns = (
-        Column("name", justify="left"),
-        Column("cores", 4),
-        Column("f32 vector", 3),
-        Column("bf16"),
-        Column("f8", 2),
-        Column("s8", 6),
-        Column("L2 MB", 5),
-        Column("L2 GB/s", 7),
-        Column("GB/s"),
-        Column("GB"),
-        Column("link GB/s", 1),
-        Column("W", 1),
-        Column("also", 8, "left"),
+    columns: tuple[Column[_Known], ...] = (
+        Column("name", lambda d: d[0].name, justify="left"),
+        *(
+            Column(name, partial(_cell, key), rank)
+            for name, key, rank in (
+                ("cores", "core_count", 4),
+                ("f32 vector", "vector_tflops.f32", 3),
+                ("bf16", "peak_tflops.bf16", 0),
+                ("f8", "peak_tflops.f8e4m3fn", 2),
+                ("s8", "peak_tflops.s8", 6),
+                ("L2 MB", "l2_mb", 5),
+                ("L2 GB/s", "l2_bandwidth_gbps", 7),
+                ("GB/s", "hbm_bandwidth_gbps", 0),
+                ("GB", "memory_gb", 0),
+                ("link GB/s", "link_gbps", 1),
+                ("W", "power_w", 1),
+            )
+        ),
+        Column("also", lambda d: d[0].aliases[0] if d[0].aliases else "", 8, "left"),
     )
-    console.print(fitted_table(console.width, columns, [list(_row(spec)) for spec in specs]))
+    known = ((spec, {figure.key: figure for figure in figures(spec)}) for spec in specs)
+    console.print(fitted_table(console.width, columns, known))
     console.print(
         "rates in TFLOPS, matrix unit where not said otherwise; ~ marks what a rule filled; "
         "sources: opcast device NAME"
     )
 
 
-def _row(spec: DeviceSpec) -> Iterator[str | Text]:
-    known = {figure.key: figure for figure in figures(spec)}
-    yield Text(spec.name)
-    for key in (
-        "core_count",
-        "vector_tflops.f32",
-        "peak_tflops.bf16",
-        "peak_tflops.f8e4m3fn",
-        "peak_tflops.s8",
-        "l2_mb",
-        "l2_bandwidth_gbps",
-        "hbm_bandwidth_gbps",
-        "memory_gb",
-        "link_gbps",
-        "power_w",
-    ):
-        figure = known.get(key)
-        # Figures that a rule filled are less certain than a data sheet's.
-        mark = "~" if figure and figure.defaulted else ""
-        yield mark + _short(figure.value) if figure else "–"
-    yield Text(spec.aliases[0] if spec.aliases else "")
+def _cell(key: str, device: _Known) -> str:
+    figure = device[1].get(key)
+    if figure is None:
+        return "–"
+    value = f"{figure.value:.4g}" if figure.value < 1e4 else f"{figure.value:.0f}"
+    # Figures that a rule filled are less certain than a data sheet's.
+    return f"~{value}" if figure.defaulted else value
 
 
 def _numbers(spec: DeviceSpec) -> dict[str, float]:
@@ -141,7 +138,3 @@ def _rates(spec: DeviceSpec) -> Iterator[tuple[str, float]]:
         for dtype in RATES[table]:
             if dtype in rates:
                 yield f"{table}.{dtype}", rates[dtype] / TERA
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -35,18 +35,6 @@ if TYPE_CHECKING:
 SHOWN_REASONS = 4
 #: The same of libraries in a mixture.
 SHOWN_LIBRARIES = 6
-#: Columns of PyTorch's operators; the time, the line and the operator are never left out.
-_TORCH_COLUMNS = (
-    Column("share"),
-    Column("time"),
-    Column("runs", 1),
-    Column("line", justify="left"),
-    Column("module and operator", justify="left", least=24, ends=True),
-    Column("shape", 2, "left"),
-    Column("dtype", 3, "left"),
-    Column("source", 4, "left"),
-    Column("interval of one", 5),
-)
 
 
 def print_op(console: Console, estimate: OpEstimate) -> None:
@@ -122,28 +110,41 @@ def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:
     for own in p.operators:
         key = (own.name, own.shape, own.dtype, own.phase, own.source_line, star(own.module))
         groups.setdefault(key, []).append(own)
-    total = sum(o.latency_us for o in p.operators) or 1.0
-    ranked = sorted(groups.values(), key=lambda g: -sum(o.latency_us for o in g))
-    rows = []
-    for group in ranked[:top]:
-        own, time = group[0], sum(o.latency_us for o in group)
-        phase = "" if own.phase == "forward" else f" ({own.phase})"
-        place = star(own.module) if len(group) > 1 else own.module
-        ends = min(o.lo_us for o in group), max(o.hi_us for o in group)
-        rows.append(
-            [
-                f"{time / total:.1%}",
-                duration(time),
-                str(len(group)),
-                line_of(own.source_line),
-                f"{place}{phase} {own.name}".strip(),
-                "×".join(map(str, own.shape)) or size(own.bytes),
-                own.dtype,
-                own.source,
-                "–".join(map(duration, ends)),
-            ]
-        )
-    return fitted_table(width, _TORCH_COLUMNS, rows)
+
+    def total(operators: Sequence[AtenEstimate]) -> float:
+        return sum(o.latency_us for o in operators)
+
+    def what(group: Sequence[AtenEstimate]) -> str:
+        own = group[0]
+        return f"{star(own.module) if len(group) > 1 else own.module}{_named(own)}".strip()
+
+    def interval(group: Sequence[AtenEstimate]) -> str:
+        return f"{duration(min(o.lo_us for o in group))}–{duration(max(o.hi_us for o in group))}"
+
+    whole = total(p.operators) or 1.0
+    # The time, the line and the operator are never left out.
+    columns: tuple[Column[Sequence[AtenEstimate]], ...] = (
+        Column("share", lambda g: f"{total(g) / whole:.1%}"),
+        Column("time", lambda g: duration(total(g))),
+        Column("runs", lambda g: str(len(g)), 1),
+        Column("line", lambda g: line_of(g[0].source_line), justify="left"),
+        Column("module and operator", what, justify="left", least=24, ends=True),
+        Column("shape", lambda g: _shape(g[0]), 2, "left"),
+        Column("dtype", lambda g: g[0].dtype, 3, "left"),
+        Column("source", lambda g: g[0].source, 4, "left"),
+        Column("interval of one", interval, 5),
+    )
+    ranked = sorted(groups.values(), key=lambda g: -total(g))
+    return fitted_table(width, columns, ranked[:top])
+
+
+def _named(own: AtenEstimate) -> str:
+    """Phase and name, behind the module."""
+    return f"{'' if own.phase == 'forward' else f' ({own.phase})'} {own.name}"
+
+
+def _shape(own: AtenEstimate) -> str:
+    return "×".join(map(str, own.shape)) or size(own.bytes)
 
 
 def print_torch_explanation(console: Console, explained: TorchExplanation) -> None:
@@ -156,11 +157,9 @@ def print_torch_explanation(console: Console, explained: TorchExplanation) -> No
     )
     for own in explained.operators:
         one = own.estimate
-        phase = "" if one.phase == "forward" else f" ({one.phase})"
-        shape = "×".join(map(str, one.shape)) or size(one.bytes)
         console.print()
         console.print(
-            f"{one.module}{phase} {one.name} {shape} {one.dtype}: {own.share:.1%} of the "
+            f"{one.module}{_named(one)} {_shape(one)} {one.dtype}: {own.share:.1%} of the "
             f"operators' time, {own.count} of {duration(one.latency_us)} "
             f"({duration(one.lo_us)} to {duration(one.hi_us)}), {line_of(one.source_line)}".strip()
         )
@@ -209,33 +208,21 @@ def _known(terms: Mapping[str, float]) -> dict[str, float]:
     return {name: us for name, us in terms.items() if us > 0}
 
 
-_COLUMNS = (
-    Column("device", justify="left"),
-    Column("op", 2, "left"),
-    Column("rank"),
-    Column("time"),
-    Column("implementation", 1, "left"),
-    Column("settings", justify="left", least=30),
-    Column("of ceiling", 3),
-    Column("90 % interval", 4, "left"),
-    Column("scope", 5, "left"),
-)
-
-
 def candidates_table(ranked: pd.DataFrame, width: int) -> Table:
     """Make a table of candidates, as ``rank_configurations`` returns them, that fits a width."""
-    rows = [
-        [
-            str(row["device"]),
-            str(row["op"]),
-            str(row["rank"]),
-            duration(row["latency_us"]),
-            str(row["implementation"]),
-            str(row["config"]),
-            f"{row['of_ceiling']:.0%}",
-            f"{duration(row['lo_us'])} to {duration(row['hi_us'])}",
-            str(row["scope"]),
-        ]
-        for row in ranked.to_dict("records")
-    ]
-    return fitted_table(width, _COLUMNS, rows)
+
+    def interval(row: Mapping[Hashable, float]) -> str:
+        return f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
+
+    columns: tuple[Column[Mapping[Hashable, float]], ...] = (
+        Column("device", lambda r: str(r["device"]), justify="left"),
+        Column("op", lambda r: str(r["op"]), 2, "left"),
+        Column("rank", lambda r: str(r["rank"])),
+        Column("time", lambda r: duration(r["latency_us"])),
+        Column("implementation", lambda r: str(r["implementation"]), 1, "left"),
+        Column("settings", lambda r: str(r["config"]), justify="left", least=30),
+        Column("of ceiling", lambda r: f"{r['of_ceiling']:.0%}", 3),
+        Column("90 % interval", interval, 4, "left"),
+        Column("scope", lambda r: str(r["scope"]), 5, "left"),
+    )
+    return fitted_table(width, columns, ranked.to_dict("records"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -16,7 +16,9 @@ from ...common.errors import WARNING
 from ...common.interval import HasLatency, Interval
 from ...common.units import duration, plain
 from ...models.power.energy import cost_of
-from ..groups import K, Timed, grouped
+from ..groups import Group, K, Timed, grouped
+
+T = TypeVar("T")
 
 
 def headline(figure: str, rest: str) -> Text:
@@ -24,15 +26,12 @@ def headline(figure: str, rest: str) -> Text:
     return Text.assemble((figure, "bold"), rest)
 
 
-def timed_headline(latency_us: float, lo_us: float, hi_us: float, rest: str) -> Text:
-    """Make a headline of a predicted time in microseconds with its interval."""
+def timed_headline(
+    latency_us: float, lo_us: float, hi_us: float, rest: str, what: str = ""
+) -> Text:
+    """Make a headline of a predicted time in microseconds, of ``what``, with its interval."""
     span = f"(90 % interval {duration(lo_us)} to {duration(hi_us)})"
-    return headline(duration(latency_us), f"  {span}  {rest}")
-
-
-def interval_text(interval: Interval) -> str:
-    """Write out an interval."""
-    return f"(90 % interval {duration(interval.lo * 1e6)} to {duration(interval.hi * 1e6)})"
+    return headline(duration(latency_us), f"{what}  {span}  {rest}")
 
 
 def print_notes(
@@ -70,11 +69,12 @@ def unfit(needed: float, capacity: float) -> Text:
 
 
 @dataclass(frozen=True)
-class Column:
+class Column(Generic[T]):
     """A column of :func:`fitted_table`.
 
     Attributes:
         name: Heading.
+        cell: Text of a row, taken literally.
         rank: The column of the highest rank is left out first; one of rank 0 never.
         justify: Alignment.
         least: Width to which texts may be cut to make room; 0 for columns that are never cut.
@@ -82,6 +82,7 @@ class Column:
     """
 
     name: str
+    cell: Callable[[T], str | Text]
     rank: int = 0
     justify: Literal["left", "right"] = "right"
     least: int = 0
@@ -96,17 +97,15 @@ def _cut_inside(text: Text, width: int) -> Text:
     return Text.assemble(text[: width - 1 - end], "…", text[-end:])
 
 
-def fitted_table(
-    width: int, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]
-) -> Table:
+def fitted_table(width: int, columns: Sequence[Column[T]], rows: Iterable[T]) -> Table:
     """Make a table that fits a width: columns are left out by rank before any is cut further.
 
     Args:
         width: Of the console.
         columns: In order.
-        rows: A cell for each column; texts are literal.
+        rows: What the columns are cells of.
     """
-    lines = [[cell if isinstance(cell, Text) else Text(cell) for cell in row] for row in rows]
+    lines = [[Text.assemble(c.cell(row)) for c in columns] for row in rows]
     full = [
         max([cell_len(c.name), *(cell_len(row[i].plain) for row in lines)])
         for i, c in enumerate(columns)
@@ -188,29 +187,24 @@ def place_table(
         aside: Heading of a further column, and its text for a kernel; a group shows the commonest.
     """
     root = root_of(kernels)
-    columns = (
-        Column("share"),
-        Column("time"),
-        Column("kernels", 2),
-        Column(by, justify="left", least=0 if by == "line" else 30, ends=True),
-        Column(aside[0], 3, "left"),
-        Column("of it", 1, "left", least=24),
+
+    def name(group: Group[K]) -> str:
+        own = line_of(group.name) if by == "line" else group.name.removeprefix(root)
+        return own or "(none)"
+
+    def of_it(group: Group[K]) -> str:
+        shares = group.shares(lambda k: k.what)
+        return ", ".join(f"{what} {share:.0%}" for what, share in list(shares.items())[:3])
+
+    columns: tuple[Column[Group[K]], ...] = (
+        Column("share", lambda g: f"{g.share:.1%}"),
+        Column("time", lambda g: duration(g.total_us)),
+        Column("kernels", lambda g: str(len(g.kernels)), 2),
+        Column(by, name, justify="left", least=0 if by == "line" else 30, ends=True),
+        Column(aside[0], lambda g: next(iter(g.shares(aside[1]))), 3, "left"),
+        Column("of it", of_it, 1, "left", least=24),
     )
-    rows = []
-    for group in grouped(kernels, by)[:top]:
-        name = line_of(group.name) if by == "line" else group.name.removeprefix(root)
-        of_it = group.shares(lambda k: k.what)
-        rows.append(
-            [
-                f"{group.share:.1%}",
-                duration(group.total_us),
-                str(len(group.kernels)),
-                name or "(none)",
-                next(iter(group.shares(aside[1]))),
-                ", ".join(f"{what} {share:.0%}" for what, share in list(of_it.items())[:3]),
-            ]
-        )
-    return fitted_table(width, columns, rows)
+    return fitted_table(width, columns, grouped(kernels, by)[:top])
 
 
 def root_of(kernels: Iterable[Timed]) -> str:
@@ -249,7 +243,7 @@ def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:
 
 
 class Compared(NamedTuple):
-    """A kernel's prediction beside what was observed; microseconds of one execution.
+    """A prediction of a kernel or program beside what was observed; microseconds of one execution.
 
     Attributes:
         predicted_us: Prediction.
@@ -257,7 +251,7 @@ class Compared(NamedTuple):
         hi_us: Upper end.
         observed_us: Measured, or of a trace.
         runs: Executions.
-        kind: Kind of kernel.
+        kind: Kind of kernel; empty for a program.
         name: Its name.
         origin: What it was made of; empty if not known.
     """
@@ -266,10 +260,15 @@ class Compared(NamedTuple):
     lo_us: float
     hi_us: float
     observed_us: float
-    runs: float
-    kind: str
-    name: str
+    runs: float = 1.0
+    kind: str = ""
+    name: str = ""
     origin: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_us / self.observed_us - 1.0
 
 
 def compared_table(width: int, kernels: Sequence[Compared], observed: str, kernel: str) -> Table:
@@ -282,50 +281,33 @@ def compared_table(width: int, kernels: Sequence[Compared], observed: str, kerne
         kernel: Heading of the kernels' names.
     """
     named = any(k.origin for k in kernels)
-    columns = (
-        Column("predicted"),
-        Column("interval", 3),
-        Column(observed),
-        Column("error"),
-        Column("runs", 2),
-        *((Column("from", justify="left", least=20),) if named else ()),
-        Column("kind", 1, "left"),
+    origin: Column[Compared] = Column("from", lambda k: k.origin, justify="left", least=20)
+    columns: tuple[Column[Compared], ...] = (
+        Column("predicted", lambda k: duration(k.predicted_us)),
+        Column("interval", lambda k: f"{duration(k.lo_us)}–{duration(k.hi_us)}", 3),
+        Column(observed, lambda k: duration(k.observed_us)),
+        Column("error", lambda k: f"{k.error:+.0%}" if k.observed_us else ""),
+        Column("runs", lambda k: plain(k.runs), 2),
+        *((origin,) if named else ()),
+        Column("kind", lambda k: k.kind, 1, "left"),
         # Without an origin only the name distinguishes kernels.
-        Column(kernel, 4 if named else 0, "left", least=20),
+        Column(kernel, lambda k: k.name, 4 if named else 0, "left", least=20),
     )
-    rows = [
-        [
-            duration(k.predicted_us),
-            f"{duration(k.lo_us)}–{duration(k.hi_us)}",
-            duration(k.observed_us),
-            f"{k.predicted_us / k.observed_us - 1:+.0%}" if k.observed_us else "",
-            plain(k.runs),
-            *((k.origin,) if named else ()),
-            k.kind,
-            k.name,
-        ]
-        for k in kernels
-    ]
-    return fitted_table(width, columns, rows)
+    return fitted_table(width, columns, kernels)
 
 
-def compared_total(
-    predicted: Interval, observed: str, seconds: float, error: float, span: str = ""
-) -> Text:
+def compared_total(total: Compared, observed: str, span: str = "") -> Text:
     """A line that has the predicted time of a whole program beside the observed one.
 
     Args:
-        predicted: In seconds.
-        observed: What is beside it: ``measured`` or ``traced``.
-        seconds: That time.
-        error: Of the prediction, as a share.
+        total: Both.
+        observed: What the observed time is: ``measured`` or ``traced``.
         span: Spread of the observed time in words; empty for one reading.
     """
-    value, lo, hi = (duration(own * 1e6) for own in predicted)
     return Text.assemble(
         "total: predicted ",
-        (value, "bold"),
-        f" ({lo}–{hi}), {observed} ",
-        (duration(seconds * 1e6), "bold"),
-        f"{span}, error {error:+.0%}",
+        (duration(total.predicted_us), "bold"),
+        f" ({duration(total.lo_us)}–{duration(total.hi_us)}), {observed} ",
+        (duration(total.observed_us), "bold"),
+        f"{span}, error {total.error:+.0%}",
     )

@@ -1,9 +1,9 @@
-"""Print the prediction of a program."""
+"""Print predictions of programs, their comparisons and explanations."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -12,15 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.units import duration, plain, quantity, size
-from ..cluster.partitioned import PartitionedPrediction
+from ...models.explain.kernel import TREESHAP, KernelExplanation, Outside
+from ...models.trust.neighbours import Neighbour
 from ..groups import starring
+from ..program.explain import ExplainedKernel, ProgramExplanation
 from ..program.fidelities import Comparison
 from ..program.many import NOTES
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import (
     Column,
     cost_line,
+    factor_table,
     fitted_table,
+    headline,
     line_of,
     place_table,
     plain_table,
@@ -28,22 +32,6 @@ from .parts import (
     root_of,
     timed_headline,
     unfit,
-)
-
-#: What kernels of a table may be put together by.
-GROUPS = ("kernel", "line", "module")
-#: Columns of kernels. The time, its share, the source line and what runs there are never left out.
-_COLUMNS = (
-    Column("share"),
-    Column("time"),
-    Column("runs", 1),
-    Column("line", justify="left"),
-    Column("module and op", justify="left", least=24, ends=True),
-    Column("bound", 2, "left"),
-    Column("kind", 3, "left"),
-    Column("source", 4, "left"),
-    Column("interval of one", 5),
-    Column("kernel", 6, "left"),
 )
 
 
@@ -60,7 +48,7 @@ def print_prediction(
         console: Where to.
         prediction: The prediction.
         top: Rows of the table.
-        by: One of :data:`GROUPS`: equal kernels, source lines or modules.
+        by: ``kernel`` for equal kernels, ``line`` or ``module``.
         price: Of the device for an hour; without one no cost is printed.
     """
     p = prediction
@@ -117,60 +105,53 @@ def kernel_table(kernels: Sequence[KernelEstimate], top: int, width: int) -> Tab
     """
     root = root_of(kernels)
     star = starring((k.module, k.what) for k in kernels)
-    groups = _grouped(
-        kernels,
-        lambda k: (
-            star(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
-            k.in_domain, k.flops, k.bytes,
-        ),
-    )  # fmt: skip
-    total = sum(k.total_us for k in kernels) or 1.0
-    rows = []
-    for group in groups[:top]:
-        k, time = group[0], sum(k.total_us for k in group)
-        more = f" +{len(group) - 1}" if len(group) > 1 else ""
-        spans = f"{duration(min(k.lo_us for k in group))}–{duration(max(k.hi_us for k in group))}"
-        rows.append(
-            [
-                f"{time / total:.1%}",
-                duration(time),
-                f"{sum(k.multiplicity for k in group):.0f}",
-                line_of(k.source_line),
-                _what(k, root, star if len(group) > 1 else str),
-                k.bound,
-                k.kind,
-                k.source + ("" if k.in_domain else " (outside)"),
-                spans,
-                # Names of fusions grow with their ops.
-                k.name[:34] + more,
-            ]
-        )
-    return fitted_table(width, _COLUMNS, rows)
-
-
-def _grouped(
-    kernels: Iterable[KernelEstimate], key: Callable[[KernelEstimate], object]
-) -> list[list[KernelEstimate]]:
-    """Kernels by a key, the costliest group first, the costliest kernel of each first."""
+    # The costliest group first, the costliest kernel of each first.
     groups: dict[object, list[KernelEstimate]] = {}
     for k in sorted(kernels, key=lambda k: -k.total_us):
-        groups.setdefault(key(k), []).append(k)
-    return sorted(groups.values(), key=lambda group: -sum(k.total_us for k in group))
+        key = (
+            star(k.module), k.phase, k.source_op, k.source_line, k.kind, k.bound, k.source,
+            k.in_domain, k.flops, k.bytes,
+        )  # fmt: skip
+        groups.setdefault(key, []).append(k)
+    total = _total(kernels) or 1.0
+
+    def what(group: Sequence[KernelEstimate]) -> str:
+        """Module and op as the user's code names them; the compiler's name if there is neither."""
+        k, named = group[0], star if len(group) > 1 else str
+        module = named(k.module).removeprefix(named(root))
+        phase = f"({k.phase})" if k.phase in ("backward", "recomputed") else ""
+        op = k.source_op.removeprefix("stablehlo.")
+        return " ".join(filter(None, (module, phase, op))) or k.name
+
+    def source(group: Sequence[KernelEstimate]) -> str:
+        return group[0].source + ("" if group[0].in_domain else " (outside)")
+
+    def interval(group: Sequence[KernelEstimate]) -> str:
+        return f"{duration(min(k.lo_us for k in group))}–{duration(max(k.hi_us for k in group))}"
+
+    def name(group: Sequence[KernelEstimate]) -> str:
+        # Names of fusions grow with their ops.
+        return group[0].name[:34] + (f" +{len(group) - 1}" if len(group) > 1 else "")
+
+    # The time, its share, the source line and what runs there are never left out.
+    columns: tuple[Column[Sequence[KernelEstimate]], ...] = (
+        Column("share", lambda g: f"{_total(g) / total:.1%}"),
+        Column("time", lambda g: duration(_total(g))),
+        Column("runs", lambda g: f"{sum(k.multiplicity for k in g):.0f}", 1),
+        Column("line", lambda g: line_of(g[0].source_line), justify="left"),
+        Column("module and op", what, justify="left", least=24, ends=True),
+        Column("bound", lambda g: g[0].bound, 2, "left"),
+        Column("kind", lambda g: g[0].kind, 3, "left"),
+        Column("source", source, 4, "left"),
+        Column("interval of one", interval, 5),
+        Column("kernel", name, 6, "left"),
+    )
+    ranked = sorted(groups.values(), key=lambda group: -_total(group))
+    return fitted_table(width, columns, ranked[:top])
 
 
-def _module(k: KernelEstimate, root: str, named: Callable[[str], str]) -> str:
-    module = named(k.module).removeprefix(named(root))
-    phase = f"({k.phase})" if k.phase in ("backward", "recomputed") else ""
-    return " ".join(filter(None, (module, phase)))
-
-
-def _what(k: KernelEstimate, root: str, named: Callable[[str], str]) -> str:
-    """Module and op as the user's code names them; the compiler's name where there is neither."""
-    return " ".join(filter(None, (_module(k, root, named), _op(k)))) or k.name
-
-
-def _op(k: KernelEstimate) -> str:
-    return k.source_op.removeprefix("stablehlo.")
+def _total(kernels: Sequence[KernelEstimate]) -> float:
+    return sum(k.total_us for k in kernels)
 
 
 #: Figures of a design in its name.
@@ -224,46 +205,6 @@ def _memory(peak: object, fits: object) -> Text:
     return Text(f"{size(peak)}{' fits' if fits is True else ''}")
 
 
-def print_partitioned(console: Console, prediction: PartitionedPrediction, top: int = 10) -> None:
-    """Print the time, the collectives, and the longest nodes of the critical path."""
-    r, span = prediction.run, prediction.interval
-    capacity = f" of {size(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
-    console.print(
-        timed_headline(span.value * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {prediction.cluster}")
-        + unfit(prediction.peak_memory_bytes, prediction.capacity_bytes)
-    )
-    console.print(
-        f"computation {duration(r.compute * 1e6)}; collectives "
-        f"{duration(float(prediction.transfer.sum()) * 1e6)} alone, of which "
-        f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)}"
-        f"{capacity}; lowering {prediction.lowering}"
-    )
-    print_notes(console, prediction.notes, loud=True)
-    table = plain_table("collective", "runs", "bytes put in", "alone")
-    for kind, (count, total, seconds) in prediction.by_collective().items():
-        table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
-    if prediction.by_collective():
-        console.print(table)
-    console.print(_critical(prediction, top))
-    print_notes(console, prediction.notes, loud=False)
-
-
-def _critical(prediction: PartitionedPrediction, top: int) -> Table:
-    run = prediction.run
-    # Longest first (the key is a negative duration); then printed in the order of execution.
-    spans = sorted(run.critical, key=lambda p: run.start[p] - run.end[p])[:top]
-    names = ("share", "time", "on the critical path")
-    table = plain_table(*names, fold=names[2:])
-    for place in sorted(spans):
-        length = float(run.end[place] - run.start[place])
-        node = prediction.nodes[place]
-        # As text: names come from the program and may hold markup.
-        name = Text(node.name[:60] + (" (collective)" if node.collective else ""))
-        share = f"{length / (run.makespan or 1.0):.1%}"
-        table.add_row(share, duration(length * 1e6), name)
-    return table
-
-
 #: Marks a kernel's time that was taken from the roofline because the estimator has none.
 _BORROWED = "*"
 
@@ -309,3 +250,101 @@ def _table(comparison: Comparison, top: int) -> Table:
 def _ratio(times: list[float]) -> str:
     # A kernel that one estimator takes to be free has no ratio.
     return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"
+
+
+#: Number of contributions to print; the others are summed into one row.
+_SHOWN = 6
+#: A factor this close to one would print as 1.00 or 1.01, so it is left out.
+_SAME = 0.005
+
+
+def print_explanation(console: Console, explanation: ProgramExplanation) -> None:
+    """Print the total and, for each kernel, what its prediction is made of."""
+    p = explanation.prediction
+    console.print(
+        headline(duration(p.latency_us), f" on {p.device}, model {p.model}, lowering {p.lowering}")
+    )
+    for kernel in explanation.kernels:
+        console.print()
+        _print_kernel(console, kernel)
+    notes = dict.fromkeys(
+        [*p.notes, *(n for k in explanation.kernels for n in k.explanation.notes)]
+    )
+    print_notes(console, notes)
+
+
+def _print_kernel(console: Console, kernel: ExplainedKernel) -> None:
+    e = kernel.explanation
+    title = Text(kernel.name, style="bold")
+    title.append(
+        f"  {e.kind}, {kernel.share:.1%} of the kernel time, {kernel.executions:.0f} executions",
+        style="not bold",
+    )
+    if kernel.origin:
+        title.append(f", from {kernel.origin}", style="not bold")
+    console.print(title)
+    console.print(
+        f"  {duration(e.latency_us)} = (roofline {duration(e.roofline_us)} [{e.bound}] + floor "
+        f"{duration(e.floor_us)}) × {e.factor:.2f} ({e.source})"
+    )
+    # How the program around it changes the kernel's time, such as operands left in a cache.
+    place = kernel.in_program_us / e.latency_us if e.latency_us > 0 else 1.0
+    if abs(place - 1.0) >= _SAME:
+        console.print(
+            f"  in this program {duration(kernel.in_program_us)}: × {place:.2f} for its place "
+            "(what caches hold of its operands, loops, kernels beside it)"
+        )
+    if e.contributions:
+        console.print(_contributions(e))
+    console.print(Text(f"  {_domain_text(e)}"))
+    if e.neighbours:
+        console.print(_neighbours(e.neighbours))
+
+
+def _contributions(e: KernelExplanation) -> Table:
+    # Both start from a reference: SHAP values from the mean over the training data (Lundberg et
+    # al., Nature Machine Intelligence 2020), ablation from the median kernel of the kind.
+    how = "TreeSHAP" if e.method == TREESHAP else "ablation to the training median"
+    start = "mean of training" if e.method == TREESHAP else "median kernel of its kind"
+    rows = [(start, e.baseline), *((c.group, c.log_ratio) for c in e.contributions[:_SHOWN])]
+    rest = e.contributions[_SHOWN:]
+    if rest:
+        rows.append((f"{len(rest)} other groups", sum(c.log_ratio for c in rest)))
+    return factor_table(f"learned factor by group ({how})", [*rows, ("together", e.log_ratio)])
+
+
+def _domain_text(e: KernelExplanation) -> str:
+    if e.domain_score is None or e.domain_threshold is None:
+        return "in the domain of the model" if e.in_domain else "outside the domain of the model"
+    figures = f"score {e.domain_score:.2f}, threshold {e.domain_threshold:.2f}"
+    side = "in" if e.in_domain else "outside"
+    text = f"{side} the training domain ({figures})"
+    # Features beyond their range explain more than a score; else only the combination is unusual.
+    beyond = [o for o in e.outside if o.beyond]
+    if beyond:
+        return text + ": " + "; ".join(map(_beyond_text, beyond))
+    if e.in_domain:
+        return text
+    names = ", ".join(o.feature for o in e.outside[:3])
+    return f"{text}: no training kernel near it combines {names}"
+
+
+def _beyond_text(o: Outside) -> str:
+    side = "below" if o.value < o.low else "above"
+    return f"{o.feature} = {plain(o.value)} is {side} the trained {plain(o.low)} to {plain(o.high)}"
+
+
+def _neighbours(neighbours: tuple[Neighbour, ...]) -> Table:
+    figures = ("label", "predicted unseen", "distance")
+    names = ("  nearest kernels of the dataset", "kind", "device", *figures)
+    table = plain_table(*names, right=figures, fold=names, indented=True)
+    for n in neighbours:
+        table.add_row(
+            f"  {n.label}",
+            n.kind,
+            n.device,
+            duration(n.measured_us),
+            duration(n.predicted_us),
+            f"{n.distance:.2f}",
+        )
+    return table

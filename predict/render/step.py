@@ -1,4 +1,4 @@
-"""Print the prediction of a training step, and the Pareto front of a sweep."""
+"""Print predictions on clusters: of a training step, of a partitioned program, and of plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rich.text import Text
 
 from ...common.units import duration, energy, plain, quantity, size
 from ...models.power.energy import cost_of
+from ..cluster.partitioned import PartitionedPrediction
 from ..cluster.step import StepPrediction, breakdown
-from .parts import headline, interval_text, plain_table, print_notes, timed_headline, unfit
+from .parts import plain_table, print_notes, timed_headline, unfit
 
 if TYPE_CHECKING:
     from ..plan.answer import PlanAnswer
@@ -25,12 +26,11 @@ TOP = 8
 def print_step(console: Console, prediction: StepPrediction) -> None:
     """Print the step's time, where it goes, what the devices hold, and notes."""
     s, n = prediction.step, prediction.plan.devices
-    fit = prediction.fit
+    fit, span = prediction.fit, prediction.interval
     needed, most = fit.worst.total, fit.capacity
     console.print(
-        headline(
-            duration(s.total * 1e6),
-            f" a step  {interval_text(prediction.interval)}  on {n} × {prediction.device}",
+        timed_headline(
+            s.total * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {n} × {prediction.device}", " a step"
         )
         + (unfit(needed, most) if fit.host_fits else unfit(fit.offloaded, fit.host.capacity))
     )
@@ -201,3 +201,43 @@ def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
         one = failed[0]
         console.print(f"{len(failed)} could not be compiled, such as {one.name}: {one.error}")
     print_notes(console, answer.notes, loud=False)
+
+
+def print_partitioned(console: Console, prediction: PartitionedPrediction, top: int = 10) -> None:
+    """Print the time, the collectives, and the longest nodes of the critical path."""
+    r, span = prediction.run, prediction.interval
+    capacity = f" of {size(prediction.capacity_bytes)}" if prediction.capacity_bytes else ""
+    console.print(
+        timed_headline(span.value * 1e6, span.lo * 1e6, span.hi * 1e6, f"on {prediction.cluster}")
+        + unfit(prediction.peak_memory_bytes, prediction.capacity_bytes)
+    )
+    console.print(
+        f"computation {duration(r.compute * 1e6)}; collectives "
+        f"{duration(float(prediction.transfer.sum()) * 1e6)} alone, of which "
+        f"{duration(r.exposed * 1e6)} exposed; memory {size(prediction.peak_memory_bytes)}"
+        f"{capacity}; lowering {prediction.lowering}"
+    )
+    print_notes(console, prediction.notes, loud=True)
+    table = plain_table("collective", "runs", "bytes put in", "alone")
+    for kind, (count, total, seconds) in prediction.by_collective().items():
+        table.add_row(kind, f"{count:.0f}", size(total), duration(seconds * 1e6))
+    if prediction.by_collective():
+        console.print(table)
+    console.print(_critical(prediction, top))
+    print_notes(console, prediction.notes, loud=False)
+
+
+def _critical(prediction: PartitionedPrediction, top: int) -> Table:
+    run = prediction.run
+    # Longest first (the key is a negative duration); then printed in the order of execution.
+    spans = sorted(run.critical, key=lambda p: run.start[p] - run.end[p])[:top]
+    names = ("share", "time", "on the critical path")
+    table = plain_table(*names, fold=names[2:])
+    for place in sorted(spans):
+        length = float(run.end[place] - run.start[place])
+        node = prediction.nodes[place]
+        # As text: names come from the program and may hold markup.
+        name = Text(node.name[:60] + (" (collective)" if node.collective else ""))
+        share = f"{length / (run.makespan or 1.0):.1%}"
+        table.add_row(share, duration(length * 1e6), name)
+    return table

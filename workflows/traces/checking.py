@@ -14,7 +14,7 @@ import numpy as np
 from ...common.errors import DatasetError
 from ...features.cost.formats import FORMATS, format_name
 from .importing import device_of, lowered_programs, read_one, refuse_program
-from .waterfall import KernelPair, TraceCheck, by_class, common_factor, waterfall
+from .waterfall import ClassTime, KernelPair, TraceCheck, by_class, common_factor, waterfall
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -302,7 +302,6 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     """Print classes, the waterfall and the kernels that differ most."""
     from rich.text import Text
 
-    from ...common.interval import Interval
     from ...common.units import duration
     from ...predict.render.parts import (
         Column,
@@ -317,26 +316,22 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
         return f"{'+' if us >= 0 else '−'}{duration(abs(us))}"
 
     console.print(Text.assemble((Path(result.trace).name, "bold"), f" on {result.device}"))
-    classes = (
-        Column("predicted"), Column("traced"), Column("ratio"), Column("kernels", 1),
-        Column("class", justify="left", least=20),
-    )  # fmt: skip
-    rows = [
-        [
-            duration(c.predicted_us),
-            duration(c.traced_us),
-            f"{c.predicted_us / c.traced_us:.2f}" if c.traced_us else "",
-            str(c.count),
-            c.kind,
-        ]
-        for c in result.classes
-    ]
-    console.print(fitted_table(console.width, classes, rows))
+    classes: tuple[Column[ClassTime], ...] = (
+        Column("predicted", lambda c: duration(c.predicted_us)),
+        Column("traced", lambda c: duration(c.traced_us)),
+        Column("ratio", lambda c: f"{c.predicted_us / c.traced_us:.2f}" if c.traced_us else ""),
+        Column("kernels", lambda c: str(c.count), 1),
+        Column("class", lambda c: c.kind, justify="left", least=20),
+    )
+    console.print(fitted_table(console.width, classes, result.classes))
     console.print()
-    steps = [["predicted", duration(result.predicted_us)]]
-    steps += [[p.what, signed(p.us)] for p in result.waterfall if abs(p.us) >= 0.0005]
-    steps.append(["traced", duration(result.traced_us)])
-    explained = (Column("what explains the difference", justify="left", least=20), Column("time"))
+    steps = [("predicted", duration(result.predicted_us))]
+    steps += [(p.what, signed(p.us)) for p in result.waterfall if abs(p.us) >= 0.0005]
+    steps.append(("traced", duration(result.traced_us)))
+    explained: tuple[Column[tuple[str, str]], ...] = (
+        Column("what explains the difference", lambda s: s[0], justify="left", least=20),
+        Column("time", lambda s: s[1]),
+    )
     console.print(fitted_table(console.width, explained, steps))
     console.print()
     differing = sorted(result.kernels, key=lambda k: -abs(k.traced_us - k.predicted_us) * k.runs)[
@@ -352,7 +347,7 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     if len(result.unmatched) > 5:
         rest = sum(us for _, us in result.unmatched[5:])
         console.print(f"and {len(result.unmatched) - 5} others: {duration(rest)}")
-    predicted = Interval(result.predicted_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
-    total = compared_total(predicted, "traced", result.traced_us * 1e-6, result.error)
+    whole = Compared(result.predicted_us, result.lo_us, result.hi_us, result.traced_us)
+    total = compared_total(whole, "traced")
     console.print(total + f"; between runs {duration(result.host_us)}")
     print_notes(console, result.notes)

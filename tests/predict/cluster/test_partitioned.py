@@ -20,7 +20,7 @@ from opcast.predict.export.timeline import stream_trace
 from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.explain import explain
 from opcast.predict.program.fidelities import compare_fidelities
-from opcast.predict.render.program import print_partitioned
+from opcast.predict.render.step import print_partitioned
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.costs import Estimate
 

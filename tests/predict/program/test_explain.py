@@ -13,7 +13,7 @@ from opcast.models.explain.kernel import KernelExplanation, Outside
 from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.explain import ProgramExplanation, explain, explain_lowered
 from opcast.predict.program.predictor import Predictor
-from opcast.predict.render.explain import print_explanation
+from opcast.predict.render.program import print_explanation
 
 
 def case(program, device) -> ProgramCase:
