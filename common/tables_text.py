@@ -11,56 +11,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-#: Numeric columns of a metrics table that fit on a terminal, text columns aside.
-_SHOWN = (
-    "group",
-    "n",
-    "median_ape",
-    "mape",
-    "bias",
-    "spearman",
-    "kendall",
-    "top_k_recall",
-    "coverage",
-    "width_median",
-    "noise_median_ape",
-    "noise_mape",
-    "mean_abs_log",
-)
-
-
-#: Columns that a narrow terminal leaves out first.
+#: Numeric columns of a metrics table that every terminal shows.
+_ALWAYS = ("group", "n", "median_ape", "mape", "coverage")
+#: Those that a narrow terminal leaves out, in this order.
 _SPARE = (
-    "mean_abs_log",
-    "top_k_recall",
-    "kendall",
-    "noise_mape",
-    "width_median",
-    "spearman",
-    "bias",
+    "mean_abs_log", "top_k_recall", "kendall", "noise_mape", "width_median", "spearman", "bias",
     "noise_median_ape",
-)
-
-
-#: Columns that hold shares.
-_PERCENT = {
-    "median_ape",
-    "mape",
-    "bias",
-    "coverage",
-    "width_median",
-    "noise_median_ape",
-    "noise_mape",
-    "top_k_recall",
-}
+)  # fmt: skip
+#: Those of both that hold no shares.
+_NO_SHARES = ("group", "n", "spearman", "kendall", "mean_abs_log")
 
 
 def print_metrics(console: Console, table: pd.DataFrame, title: str) -> None:
     """Print a metrics table, relative figures in percent."""
-    keep = [c for c in table.columns if c in _SHOWN or not pd.api.types.is_numeric_dtype(table[c])]
+    figures = {*_ALWAYS, *_SPARE}
+    keep = [c for c in table.columns if c in figures or not pd.api.types.is_numeric_dtype(table[c])]
     shown = table[keep].copy()
     for column in keep:
-        if column in _PERCENT:
+        if column in figures.difference(_NO_SHARES):
             # v == v is false for NaN: a figure that could not be computed.
             shown[column] = [f"{v:.1%}" if v == v else "–" for v in table[column]]
         elif column == "n":
