@@ -314,10 +314,10 @@ def _child(
         limit_memory(memory_bytes)
         # A core dump would write the models' memory to disk for each crash.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        lengths = TASK.unpack(_exactly(task, TASK.size))
-        head: Task = json.loads(_exactly(task, lengths[0]))
+        lengths = TASK.unpack(task.recv(TASK.size, socket.MSG_WAITALL))
+        head: Task = json.loads(task.recv(lengths[0], socket.MSG_WAITALL))
         signal.setitimer(signal.ITIMER_REAL, head["timeout_s"])  # SIGALRM kills the child
-        payload = _exactly(task, lengths[1])
+        payload = task.recv(lengths[1], socket.MSG_WAITALL)
         threading.Thread(target=_end_with, args=(task,), daemon=True).start()
         status, body = answer(predictors, head, payload)
         task.sendall(REPLY.pack(status, len(body)) + body)
@@ -332,17 +332,6 @@ def _end_with(task: socket.socket) -> None:
     # Nothing follows a task, so that this returns at the end of the connection alone.
     task.recv(1)
     os._exit(0)
-
-
-def _exactly(task: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
-        received = task.recv_into(view)
-        if not received:
-            raise EOFError("the server closed the connection")
-        view = view[received:]
-    return bytes(data)
 
 
 if __name__ == "__main__":

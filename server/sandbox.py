@@ -125,15 +125,15 @@ class Sandbox:
         with ours:
             with theirs:
                 self._hand_over(theirs)
-            ours.setblocking(False)
             loop = asyncio.get_running_loop()
             started = loop.time()
+            reader, writer = await asyncio.open_connection(sock=ours)
             try:
                 head = json.dumps(task).encode()
-                lengths = TASK.pack(len(head), len(payload))
-                await loop.sock_sendall(ours, lengths + head + payload)
-                status, length = REPLY.unpack(await _exactly(ours, REPLY.size))
-                return status, await _exactly(ours, length)
+                writer.write(TASK.pack(len(head), len(payload)) + head + payload)
+                await writer.drain()
+                status, length = REPLY.unpack(await reader.readexactly(REPLY.size))
+                return status, await reader.readexactly(length)
             except (OSError, EOFError):
                 # The timer's signal and a crash look alike from here, an end of file; the clock
                 # tells them apart (with 50 ms of tolerance for scheduling).
@@ -141,6 +141,8 @@ class Sandbox:
                     raise out_of_time(self.settings.timeout_s) from None
                 self.crashes += 1
                 raise ended(task) from None
+            finally:
+                writer.transport.abort()
 
     def _hand_over(self, task: socket.socket) -> None:
         assert self._control is not None
@@ -167,15 +169,3 @@ def out_of_time(limit_s: float) -> RequestError:
         f"it takes longer than {limit_s:g} s",
         hint="ask for less, or start the server with more time: opcast serve --timeout",
     )
-
-
-async def _exactly(connection: socket.socket, count: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = bytearray(count)
-    view = memoryview(data)
-    while view:
-        received = await loop.sock_recv_into(connection, view)
-        if not received:
-            raise EOFError
-        view = view[received:]
-    return bytes(data)
