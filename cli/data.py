@@ -261,7 +261,7 @@ def data_agree(
     """Compare the TPU compiler's estimates with a model's."""
     from ..features.devices.catalogue import find_typed
     from ..predict.program.predictor import load
-    from ..workflows.reports.tpu_compiler import agreement, print_agreement
+    from ..workflows.check import agreement, print_agreement
 
     predictor = load(model)
     rows = [

@@ -17,7 +17,7 @@ from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering import lower as lowering
-from opcast.workflows.reports.tpu_compiler import agreement
+from opcast.workflows.check import agreement
 
 DATA = Path(__file__).parents[1] / "features" / "data" / "absent"
 
