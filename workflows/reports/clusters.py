@@ -50,6 +50,13 @@ SCALING_GRID = {
     "pp": ["1", "2"],
 }
 CLUSTER = "dgx-h100-x64"
+#: Plans of each model to print.
+_BEST = 5
+#: Groupings of the tables of collectives: held-out rows, and machines left out.
+KNOWN_BY = (("source",), ("source", "size"), ("machine", "size"), ("op",), ("fabric", "world_size"))
+UNSEEN_BY = (("source",), ("machine",), ("machine", "size"), ("fabric", "world_size"))
+
+Rows = list[dict[str, object]]
 
 
 def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dict[str, object]:
@@ -67,22 +74,19 @@ def run_cluster_report(console: Console, settings: ClusterReportSettings) -> dic
     """
     from ...common.files import write_text
     from ...common.progress import wrote
-    from . import cluster_tables as tables
 
     settings.save(settings.folder)
     figures: dict[str, object] = {}
     if settings.published is None:
         console.print("collectives: no measurements given; --published DIR")
     else:
-        figures["collectives"] = tables.print_collectives(
-            console, collective_errors(console, settings.published, settings.folder)
-        )
-    figures["cost"] = tables.print_cost(console, simulation_cost())
-    figures["sanity"] = tables.print_sanity(console, orders_of_magnitude())
-    figures["scaling"] = tables.print_scaling(console, *scaling(settings))
+        errors = collective_errors(console, settings.published, settings.folder)
+        figures["collectives"] = print_collectives(console, errors)
+    figures["cost"] = _print(console, simulation_cost(), "cost of one step, 8B decoder")
+    figures["sanity"] = _print(console, orders_of_magnitude(), "orders of magnitude")
+    figures["scaling"] = _print_scaling(console, *scaling(settings))
     figures["best"] = [
-        tables.print_best(console, name, best_plans(settings, name))
-        for name in settings.models or MODELS
+        _print_best(console, name, best_plans(settings, name)) for name in settings.models or MODELS
     ]
     write_text(settings.out, json.dumps(figures, indent=1))
     wrote(settings.out, f"figures; plots in {settings.folder}")
@@ -217,7 +221,8 @@ def orders_of_magnitude() -> pd.DataFrame:
 
 
 def _row(what: str, least: float, predicted: float, by: str) -> dict[str, object]:
-    return {"what": what, "by_hand": least, "predicted": predicted, "hand": by}
+    ratio = predicted / least
+    return {"what": what, "by_hand": least, "predicted": predicted, "hand": by, "ratio": ratio}
 
 
 def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
@@ -293,3 +298,78 @@ def _collective(kind: str, size: float, cluster: str) -> float:
 
     own = find_cluster(cluster)
     return float(np.asarray(learned_time(kind, size, range(own.size), own).seconds))
+
+
+def print_collectives(console: Console, errors: pd.DataFrame) -> dict[str, Rows]:
+    """Print errors on held-out rows beside simpler models, and on machines left out."""
+    from ...models.collectives.study import KNOWN, UNSEEN, summary
+
+    tables = {}
+    for groups, columns, title in (
+        (KNOWN_BY, KNOWN, "collectives, held-out rows"),
+        (UNSEEN_BY, UNSEEN, "collectives, machines left out, with four sizes of each, A100 alone"),
+    ):
+        for by in groups:
+            table = summary(errors, by, columns).reset_index()
+            name = f"{title}, error in % by {', '.join(by)}"
+            tables[name] = _print(console, table, name)
+    return tables
+
+
+def _print_scaling(console: Console, best: pd.DataFrame, path: Path) -> Rows:
+    """Print the best plan at each size, with both efficiencies."""
+    table = best.assign(step_s=best["step_us"] / 1e6).sort_values(["batch", "devices"])[
+        ["devices", "batch", "step_s", "strong", "weak", "plan"]
+    ]
+    rows = _print(console, table, "scaling of the 8B decoder, best plans")
+    console.print(f"{path}: strong and weak scaling", highlight=False)
+    return rows
+
+
+def _print_best(console: Console, name: str, frame: pd.DataFrame) -> dict[str, object]:
+    """The fastest plans that fit, why the best is the best, and what holds the second one back."""
+    from ...predict.sweep.reasons import reasons, runner_up
+
+    fitting = frame[frame["fits"]].sort_values("step_us")
+    table = pd.DataFrame(
+        {
+            "plan": fitting["plan"],
+            "step_s": fitting["step_us"] / 1e6,
+            "compute_s": fitting["compute_us"] / 1e6,
+            "exposed_s": fitting["exposed_communication_us"] / 1e6,
+            "bubble_s": fitting["bubble_us"] / 1e6,
+            "host_s": fitting["host_us"] / 1e6,
+            "mfu": fitting["mfu"],
+            "gib": fitting["memory_bytes_per_device"] / 2**30,
+        }
+    ).head(_BEST)
+    cluster = str(frame["cluster"].iloc[0])
+    title = f"{name}, batch {int(frame['batch'].iloc[0])}, on {cluster}"
+    title += f": best of {len(frame)} plans, {len(fitting)} of which fit"
+    rows = _print(console, table, title)
+    said = [*runner_up(frame), *reasons(frame)]
+    for line in said:
+        console.print(f"  {line}", highlight=False, markup=False)
+    counts = {"plans": len(frame), "fit": len(fitting)}
+    return {"model": name, **counts, "best": rows, "reasons": said}
+
+
+def _print(console: Console, frame: pd.DataFrame, title: str) -> Rows:
+    """Print a table, and return its rows as plain data."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*map(str, frame.columns), title=title, title_justify="left", box=None)
+    for values in frame.to_numpy(dtype=object):
+        table.add_row(*(Text(_text(v)) for v in values))
+    console.print(table)
+    # JSON has no NaN.
+    plain = frame.set_axis(map(str, frame.columns), axis=1).astype(object)
+    return plain.where(frame.notna().to_numpy(), None).to_dict("records")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        # NaN, where a group has no such figure.
+        return "–" if value != value else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return str(value)

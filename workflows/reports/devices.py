@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -71,21 +71,20 @@ def _require_compilers(devices: Sequence[DeviceSpec], lowering: str) -> None:
             target_of(device)
 
 
-HEADER = (
-    "program",
-    "device",
-    "compiled in s",
-    "from cache in s",
-    "kernels",
-    "roofline",
-    "compiler",
-    "learned",
-    "90 % interval",
-    "peak memory",
-    "fits",
-)
-
-
+#: Columns by heading: their text for a row without an error.
+COLUMNS: dict[str, Callable[[DeviceRow], str]] = {
+    "program": lambda r: r.program,
+    "device": lambda r: r.device,
+    "compiled in s": lambda r: f"{r.compile_s:.1f}",
+    "from cache in s": lambda r: f"{r.lower_s:.2f}",
+    "kernels": lambda r: str(r.kernels),
+    "roofline": lambda r: duration(r.roofline_us),
+    "compiler": lambda r: "–" if r.compiler_us is None else duration(r.compiler_us),
+    "learned": lambda r: duration(r.learned_us),
+    "90 % interval": lambda r: f"{duration(r.learned_lo_us)} – {duration(r.learned_hi_us)}",
+    "peak memory": lambda r: size(r.peak_memory_bytes),
+    "fits": lambda r: {True: "yes", False: "no", None: "–"}[r.fits],
+}
 #: Columns of text; the others hold figures.
 _LEFT = ("program", "device", "fits")
 
@@ -96,7 +95,7 @@ def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[
     from rich.text import Text
 
     shown = Table(title="predictions for devices", title_justify="left", box=None, pad_edge=False)
-    for name in HEADER:
+    for name in COLUMNS:
         shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
     for _, group in groupby(table, key=lambda row: row.program):
         for place, row in enumerate(group):
@@ -111,23 +110,11 @@ def print_report(console: Console, table: Sequence[DeviceRow], checks: Sequence[
         console.print(Text(line))
 
 
-def cells_of(row: DeviceRow) -> tuple[str, ...]:
-    """Format a row as text, in the order of :data:`HEADER`."""
+def cells_of(row: DeviceRow) -> list[str]:
+    """Format a row as text, in the order of :data:`COLUMNS`."""
     if row.error:
-        return (row.program, row.device, *("–" for _ in HEADER[2:-1]), "no: see below")
-    return (
-        row.program,
-        row.device,
-        f"{row.compile_s:.1f}",
-        f"{row.lower_s:.2f}",
-        str(row.kernels),
-        duration(row.roofline_us),
-        "–" if row.compiler_us is None else duration(row.compiler_us),
-        duration(row.learned_us),
-        f"{duration(row.learned_lo_us)} – {duration(row.learned_hi_us)}",
-        size(row.peak_memory_bytes),
-        {True: "yes", False: "no", None: "–"}[row.fits],
-    )
+        return [row.program, row.device, *["–"] * (len(COLUMNS) - 3), "no: see below"]
+    return [cell(row) for cell in COLUMNS.values()]
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
@@ -142,8 +129,8 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 def markdown(table: Sequence[DeviceRow], checks: Sequence[Check]) -> str:
     """Format the report as Markdown: a table, then errors and checks as lists."""
-    rule = "|".join("---" if name in _LEFT else "---:" for name in HEADER)
-    lines = [f"| {' | '.join(HEADER)} |", f"|{rule}|"]
+    rule = "|".join("---" if name in _LEFT else "---:" for name in COLUMNS)
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{rule}|"]
     lines += [f"| {' | '.join(cells_of(row))} |" for row in table]
     errors = [f"- {row.program} on {row.device}: {row.error}" for row in table if row.error]
     demands = [

@@ -13,9 +13,12 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.workflows.reports import cluster_tables
 from opcast.workflows.reports import clusters as cluster_report
-from opcast.workflows.reports.clusters import collective_errors, run_cluster_report
+from opcast.workflows.reports.clusters import (
+    collective_errors,
+    print_collectives,
+    run_cluster_report,
+)
 from opcast.workflows.reports.settings import ClusterReportSettings
 
 TINY = ("layers=4", "d_model=512", "heads=8", "kv_heads=8", "d_ff=1024", "vocab=1024",
@@ -72,7 +75,7 @@ def test_collectives_are_judged_once_and_kept(tmp_path: Path, monkeypatch) -> No
     first = collective_errors(Console(), tmp_path, tmp_path)
     monkeypatch.setattr("opcast.models.collectives.study.study", None)
     pd.testing.assert_frame_equal(collective_errors(Console(), tmp_path, tmp_path), first)
-    tables = cluster_tables.print_collectives(Console(width=200), first)
+    tables = print_collectives(Console(width=200), first)
     title = "collectives, held-out rows, error in % by fabric, world_size"
     assert [row["world_size"] for row in tables[title]] == [2, 8]
 

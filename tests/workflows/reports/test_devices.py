@@ -41,8 +41,8 @@ from opcast.workflows.reports.device_rows import (
     figures,
 )
 from opcast.workflows.reports.devices import (
+    COLUMNS,
     DEVICES,
-    HEADER,
     check_lines,
     markdown,
     run_device_report,
@@ -194,7 +194,7 @@ def test_the_command_writes_figures_and_checks(tmp_path: Path) -> None:
     table = [DeviceRow(**r) for r in data["rows"]]
     text = markdown(table, [Check(**check) for check in data["checks"]])
     head, rule, first = text.splitlines()[:3]
-    assert head.count("|") == rule.count("|") == first.count("|") == len(HEADER) + 1
+    assert head.count("|") == rule.count("|") == first.count("|") == len(COLUMNS) + 1
 
 
 def test_what_users_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
