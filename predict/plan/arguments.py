@@ -105,32 +105,29 @@ def arguments_of(
         rows = {colours[n][d] for n, d in batch.items()}
     made = []
     for n, kind in kinds.items():
-        role: Role
-        own, met = -1, set(colours[n]) - {0}
-        if batch is not None and n in batch:
-            role, own = "batch", batch[n]
-        elif n in donated:
-            role = "parameter" if uses[n] and not met & rows else "state"
-        elif n in named and (rows or not donated):
-            role = "parameter"
-        elif batch is None and colours[n] and colours[n][0] in rows:
-            role, own = "batch", 0
-        elif n in weights and not met & rows and (rows or not donated):
-            role = "parameter"
-        elif rows and met and met <= held:
-            role = "state"
-        elif batch is None and not rows and len(kind.shape) and kind.shape[0] > 1:
+        met, sought = set(colours[n]) - {0}, batch is None
+        told_apart = bool(rows) or not donated
+        # The first rule that holds tells the role.
+        rules: tuple[tuple[Role, bool], ...] = (
+            ("batch", n in (batch or ())),
+            ("parameter", n in donated and bool(uses[n]) and not met & rows),
+            ("state", n in donated),
+            ("parameter", n in named and told_apart),
+            ("batch", sought and not rows.isdisjoint(colours[n][:1])),
+            ("parameter", n in weights and not met & rows and told_apart),
+            ("state", bool(rows and met) and met <= held),
             # No product tells: whatever is not a key of random numbers.
-            role, own = ("other", -1) if kind[:2] in _KEYS else ("batch", 0)
-        else:
-            role = "other"
+            ("batch", sought and not rows and kind.shape[:1] > (1,) and kind[:2] not in _KEYS),
+            ("other", True),
+        )
+        role = next(role for role, holds in rules if holds)
         made.append(
             Argument(
                 told[n],
                 kind,
                 role,
                 found.value_classes(((program.entry, places[n]), 0)),
-                own,
+                (batch or {}).get(n, 0) if role == "batch" else -1,
                 tuple(uses[n]) if role == "parameter" else (),
                 donated.get(n, -1),
             )

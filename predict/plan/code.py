@@ -33,47 +33,45 @@ _KEYS = """\
 """
 
 
+#: The mesh, the cuts of arguments and how they are given to jit.
+_SHARDINGS = """\
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+devices = np.array(jax.devices()[:{devices}]).reshape({shape})
+mesh = Mesh(devices, ({axes}))
+# By the path of an argument; the others are whole on every device.
+SPECS = {{
+{specs}}}
+
+
+def shardings(name, tree):
+    \"""Sharding of each leaf of an argument by the argument's name.\"""
+    def own(path, leaf):
+        spec = SPECS.get(name + jax.tree_util.keystr(path), P())
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+# jax.jit(step, in_shardings=({trees}), donate_argnums=…);
+# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, shardings(…)).
+"""
+
+
 def code_of(program: PlannedProgram, plan: Plan) -> str:
     """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
-    axes = "".join(f'"{axis}", ' for axis, _ in plan.mesh)
-    shape = ", ".join(str(n) for _, n in plan.mesh)
-    lines = [
-        "import jax",
-        "import numpy as np",
-        "from jax.sharding import Mesh, NamedSharding, PartitionSpec as P",
-        "",
-        f"devices = np.array(jax.devices()[:{plan.devices}]).reshape({shape})",
-        f"mesh = Mesh(devices, ({axes.rstrip()}))",
-        "# By the path of an argument; the others are whole on every device.",
-        "SPECS = {",
-    ]
-    roots: list[str] = []
-    for own in program.arguments:
-        cut = program.argument_spec(own, plan)
-        root = own.name.partition("[")[0].partition(".")[0]
-        if root not in roots:
-            roots.append(root)
-        if any(cut):
-            lines.append(f"    {own.name!r}: {_spec(cut)},")
-    lines += [
-        "}",
-        "",
-        "",
-        "def shardings(name, tree):",
-        '    """Sharding of each leaf of an argument by the argument\'s name."""',
-        "    def own(path, leaf):",
-        "        spec = SPECS.get(name + jax.tree_util.keystr(path), P())",
-        "        return NamedSharding(mesh, spec)",
-        "",
-        "    return jax.tree_util.tree_map_with_path(own, tree)",
-        "",
-        "",
-        "# jax.jit(step, in_shardings=("
-        + "".join(f'shardings("{r}", {r.replace(" ", "_")}), ' for r in roots)
-        + "), donate_argnums=…);",
-        "# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, "
-        "shardings(…)).",
-    ]
+    cuts = [(own.name, program.argument_spec(own, plan)) for own in program.arguments]
+    roots = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name, _ in cuts)
+    text = _SHARDINGS.format(
+        devices=plan.devices,
+        shape=", ".join(str(n) for _, n in plan.mesh),
+        axes=" ".join(f'"{axis}",' for axis, _ in plan.mesh),
+        specs="".join(f"    {name!r}: {_spec(cut)},\n" for name, cut in cuts if any(cut)),
+        trees="".join(f'shardings("{r}", {r.replace(" ", "_")}), ' for r in roots),
+    )
+    lines = text.splitlines()
     inside = program.lines(plan)
     if inside:
         lines.append("# Results of products, by jax.lax.with_sharding_constraint(x, spec):")

@@ -364,8 +364,8 @@ def _print(console: Console, frame: pd.DataFrame, title: str) -> Rows:
         table.add_row(*(Text(_text(v)) for v in values))
     console.print(table)
     # JSON has no NaN.
-    plain = frame.set_axis(map(str, frame.columns), axis=1).astype(object)
-    return plain.where(frame.notna().to_numpy(), None).to_dict("records")
+    rows = frame.astype(object).where(frame.notna(), None).to_numpy().tolist()
+    return [dict(zip(map(str, frame.columns), row, strict=True)) for row in rows]
 
 
 def _text(value: object) -> str:
