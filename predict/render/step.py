@@ -12,11 +12,11 @@ from rich.text import Text
 
 from ...common.units import duration, energy, plain, quantity, size
 from ...models.power.energy import cost_of
-from ..cluster.partitioned import PartitionedPrediction
 from ..cluster.step import StepPrediction, breakdown
 from .parts import plain_table, print_notes, timed_headline, unfit
 
 if TYPE_CHECKING:
+    from ..cluster.partitioned import PartitionedPrediction
     from ..plan.answer import PlanAnswer
 
 #: Number of operators to list: those that fit the width of a table.
