@@ -1,22 +1,23 @@
-"""FLOPs and transcendentals of one op, by XLA's rules.
+"""FLOPs, transcendentals and bytes of ops, kernels and programs, by XLA's rules.
 
-XLA counts one FLOP for each element of an elementwise result, of whatever type; exp, log, sin and
-their like count as transcendentals instead. Data movement counts nothing. The rules were found by
-experiments with XLA's cost analysis, from which they differ on purpose in four places: FFTs cost
-``5 N log2 N``, half if real (XLA: 8), triangular solves ``n² m`` (XLA: twice that), and top-k and
-known library calls are not free.
+They are the same for StableHLO and for HLO. XLA counts one FLOP for each element of an elementwise
+result, of whatever type; exp, log, sin and their like count as transcendentals instead. Data
+movement counts nothing. The rules were found by experiments with XLA's cost analysis, from which
+they differ on purpose in four places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
+solves ``n² m`` (XLA: twice that), and top-k and known library calls are not free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ..ir.op_table import OPS, by_op
 from ..ir.program import Computation, Op, Program
-from .bytes import FREE
+from .bytes import FREE, fusion_bytes, op_bytes
 from .convolution import conv_flops
-from .library_calls import custom_call_flops, fft_flops, top_k_flops
+from .library_calls import custom_call_flops, fft_flops, is_annotation, top_k_flops
 
 Work = tuple[float, float]
 _NONE: Work = (0.0, 0.0)
@@ -251,3 +252,84 @@ _RULES: dict[str, _Rule] = by_op(
         "custom-call": _custom_call,
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Work of one execution.
+
+    Attributes:
+        flops: Floating-point (and integer) operations; a multiply-add counts as two.
+        transcendentals: exp, log, tanh and their like, which XLA counts apart.
+        bytes_in: Bytes read, only what is touched.
+        bytes_out: Bytes written, only what is touched.
+    """
+
+    flops: float = 0.0
+    transcendentals: float = 0.0
+    bytes_in: float = 0.0
+    bytes_out: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read and written."""
+        return self.bytes_in + self.bytes_out
+
+
+def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) -> Cost:
+    """Compute the cost of one op, everything that it calls included.
+
+    Args:
+        op: Any op.
+        comp: The computation that holds it.
+        program: The program that holds the called computations.
+        loops: Whether the body of a ``while`` counts as often as it runs; otherwise, and where
+            the trip count is unknown, it counts once. Its condition counts as often.
+
+    Returns:
+        FLOPs, transcendentals and touched bytes. For a ``conditional``, each of the four comes from
+        the branch with most of it, as XLA counts; a fusion has the bytes of operands and results.
+    """
+    return Cost(*op_work(op, comp, program, loops), *_traffic(op, comp, program, loops))
+
+
+def _traffic(op: Op, comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
+    """Count the bytes that an op reads and writes, those of what it calls included."""
+    # Inside a fusion values stay in registers: only its boundary has traffic.
+    if op.opcode == "fusion" and op.called:
+        return fusion_bytes(program.computations[op.called[0]], program.computations)
+    if op.opcode in CONTROL and op.called:
+        called = (program.computations[name] for name in op.called)
+        return of_called(op, [_computation_traffic(c, program, loops) for c in called], loops)
+    if op.opcode == "custom-call" and is_annotation(op):
+        return 0.0, 0.0
+    return op_bytes(op, comp)
+
+
+def _computation_traffic(comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
+    moved = [_traffic(op, comp, program, loops) for op in comp.ops if op.opcode not in FREE]
+    return sum(m[0] for m in moved), sum(m[1] for m in moved)
+
+
+def program_cost(program: Program, *, loops: bool = True) -> Cost:
+    """Compute the cost of one run of a program.
+
+    Args:
+        program: From StableHLO (every op moves its operands and results) or HLO (fusions move
+            only their operands and results).
+        loops: Whether loop bodies count as often as they run, as in :func:`op_cost`. XLA's own
+            cost analysis counts them once.
+    """
+    entry = program.entry_computation
+    work = computation_work(entry, program, loops)
+    return Cost(*work, *_computation_traffic(entry, program, loops))
+
+
+def kernel_cost(body: Program) -> Cost:
+    """Compute the cost of one execution of a kernel.
+
+    Args:
+        body: A module with one instruction, the root, beside the parameters of its entry.
+    """
+    entry = body.entry_computation
+    return op_cost(entry.root_op, entry, body)

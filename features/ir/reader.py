@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
-from .foreign_files import foreign_file
 from .jax_function import FunctionCall
 from .platforms import Platform, known_platform
 from .program import Program
 from .torch.program import TorchProgram, as_torch_program
 from .trip_counts import apply_given
-from .untrusted import check_bytecode, check_text
+from .untrusted import check_bytecode, check_text, foreign_file
 
 if TYPE_CHECKING:
     from jax import export

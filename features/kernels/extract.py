@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ..cost.totals import op_cost
+from ..cost.flops import op_cost
 from ..ir.program import Computation, Op, Program, Source
 from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
 from .kernel import Kernel

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cost.totals import Cost, kernel_cost
+from ..cost.flops import Cost, kernel_cost
 from ..ir.hlo_printer import print_hlo
 from ..ir.hlo_reader import parse_hlo
 from ..ir.program import Op, Program

@@ -1,21 +1,31 @@
-"""Infer the sources of kernels that the compiler rewrote without recording their origin.
+"""Where in the user's program and model a kernel comes from.
 
 XLA's CPU compiler drops the names of the convolutions that it reverses for weight gradients,
 and of the products that it makes of convolutions. Such a kernel is recognised by its neighbours: it
 writes what a StableHLO op wrote for its users, or reads what that op read.
+
+Modules and passes are read from the names of MLIR locations. JAX names an op by the scopes that it
+was traced in, as in ``jit(train_step)/transpose(jvp(Llama))/Block_0/attention/query/dot_general``:
+transformations around modules, the op's own name last. Flax adds a scope for each module,
+``jax.named_scope`` any other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..ir.mlir.locations import MAX_CALLS, SourceOps, function_of
 from ..ir.program import Source
+from ..ir.reader import SourceProgram
 from .kernel import Kernel
 
 if TYPE_CHECKING:
     from jaxlib.mlir.ir import Operation
+
 
 _VIEWS = frozenset(
     f"stablehlo.{name}"
@@ -138,3 +148,144 @@ def _nearest(start: list[int], kernels: Sequence[Kernel], step: _Step) -> set[in
         if not front:
             break
     return origins
+
+
+FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
+_PHASES = ("", FORWARD, BACKWARD, RECOMPUTED)
+#: Scopes that JAX itself adds.
+_OWN = re.compile(
+    r"(?:while|body|cond|scan|closed_call|core_call|checkpoint|remat\d?|rematted_computation|pjit"
+    r"|xla_call|custom_[jv]+p_call\w*|shard_map|branch_\d+_fun|.*->.*|)$"
+)
+#: A transformation or a function around a scope.
+_WRAPPED = re.compile(r"(\w+)\((.*)\)$", re.DOTALL)
+#: The function that a program was made of, which begins the name of an op that has all scopes.
+_ENTRY = re.compile(r"(?:jit|pjit|xla_call)\(")
+#: Wrappers that name a traced function rather than a transformation.
+_FUNCTIONS = ("jit", "pjit", "xla_call")
+_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+# What follows a file's name in a location: ``:12:3``.
+_POSITION = re.compile(r"\s*:\d+(?::\d+|\s|$)")
+
+
+class ModulePath(NamedTuple):
+    """A place in the user's model.
+
+    Attributes:
+        modules: Outermost first, such as ``("Llama", "Block_0", "attention")``; empty outside.
+        phase: ``forward``, ``backward`` or ``recomputed``; empty where no gradient is taken.
+    """
+
+    modules: tuple[str, ...] = ()
+    phase: str = ""
+
+
+_NOWHERE = ModulePath()
+
+
+class ModulePaths:
+    """Places of a program's kernels.
+
+    Args:
+        source: The program that the kernels were made of.
+    """
+
+    def __init__(self, source: SourceProgram) -> None:
+        self._ops = SourceOps(source.module, source.origin) if source.kind == "stablehlo" else None
+        self._known: dict[int, ModulePath | None] = {}
+        self._callers: dict[str, ModulePath] = {}
+
+    def of(self, kernel: Kernel) -> ModulePath:
+        """Place a kernel by the op that it mainly came from, else by the next one with a name."""
+        places = (self._place(source) for source in kernel.sources)
+        return next((place for place in places if place is not None), _NOWHERE)
+
+    def _place(self, source: Source) -> ModulePath | None:
+        if self._ops is None or source.index < 0:
+            return parse_scopes(source.op) if "/" in source.op else None
+        if source.index not in self._known:
+            self._known[source.index] = self._of_op(self._ops.operations[source.index])
+        return self._known[source.index]
+
+    def _of_op(self, op: Operation, depth: int = 0) -> ModulePath | None:
+        """Place an op by its own location, in an outlined function by its calls' locations."""
+        name = _location_name(str(op.location.attr))
+        place = parse_scopes(name) if name else None
+        caller = self._of_calls(function_of(op), depth)
+        if caller is None or place is None:
+            return place or caller
+        # JAX outlines the bodies of loops, and functions that are traced twice: names in them
+        # start at the call.
+        starts_anew = bool(place.modules) and _ENTRY.match(name) is not None
+        modules = place.modules if starts_anew else caller.modules + place.modules
+        return ModulePath(modules, max(place.phase, caller.phase, key=_PHASES.index))
+
+    def _of_calls(self, function: str, depth: int) -> ModulePath | None:
+        """What the places of all calls of a function share, in the pass of the first."""
+        calls = self._ops.calls.get(function, []) if self._ops is not None else []
+        if not calls or depth > MAX_CALLS:
+            return None
+        if function not in self._callers:
+            # A function that calls itself is in no module.
+            self._callers[function] = _NOWHERE
+            places = [self._of_op(call, depth + 1) or _NOWHERE for call in calls]
+            shared = _common([place.modules for place in places])
+            self._callers[function] = ModulePath(shared, places[0].phase)
+        return self._callers[function]
+
+
+def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """What several paths begin with."""
+    first, last = min(paths), max(paths)
+    # Whatever both ends of the order begin with, all between them do.
+    differs = (n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(differs, len(first))]
+
+
+@cache
+def parse_scopes(name: str) -> ModulePath:
+    """Parse an op's name into modules and pass; the last part, the op itself, is left out."""
+    modules = []
+    phase = ""
+    # Order matters: recomputation happens within the backward pass, and both within jvp.
+    if "rematted_computation" in name:
+        phase = RECOMPUTED
+    elif "transpose(" in name:
+        phase = BACKWARD
+    elif "jvp(" in name:
+        phase = FORWARD
+    for part in _parts(name)[:-1]:
+        scope = _unwrapped(part)
+        if not _OWN.match(scope):
+            modules.append(scope)
+    return ModulePath(tuple(modules), phase)
+
+
+def _unwrapped(part: str) -> str:
+    """Return the scope inside transformations; empty for a traced function."""
+    while wrapped := _WRAPPED.match(part):
+        if wrapped[1] in _FUNCTIONS:
+            return ""
+        part = wrapped[2]
+    return part
+
+
+def _parts(name: str) -> list[str]:
+    """Split at the slashes that stand outside of parentheses."""
+    parts, depth = [""], 0
+    for letter in name:
+        # A slash inside `jit(f/g)` is part of a function's name.
+        depth += (letter == "(") - (letter == ")")
+        if letter == "/" and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _location_name(location: str) -> str:
+    """Find the first name in a printed location that is not a file position; else empty."""
+    for match in _NAME.finditer(location):
+        if not _POSITION.match(location, match.end()):
+            return match[1]
+    return ""

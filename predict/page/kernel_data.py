@@ -12,7 +12,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.hlo_reader import parse_hlo
 from ...features.kernels.kernel import LoweredProgram
 from ...features.kernels.memory import memory_over_time
-from ...features.kernels.module_paths import ModulePath, ModulePaths
+from ...features.kernels.provenance import ModulePath, ModulePaths
 from ...features.table.roofline import roofline
 from ...models.program.schedule_cost import durations, reads
 from ...simulate.program.list_schedule import list_schedule

@@ -11,7 +11,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.platforms import platform_of
 from ...features.ir.reader import SourceProgram, read_program
 from ...features.kernels.kernel import LoweredProgram
-from ...features.kernels.module_paths import ModulePaths
+from ...features.kernels.provenance import ModulePaths
 from ...features.lowering.lower import lower, lower_with
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ..devices import resolve_device

@@ -220,7 +220,7 @@ def kernel_estimates(
         found: Their predictions.
         source: The program that they were made of, which names their modules.
     """
-    from ...features.kernels.module_paths import ModulePath, ModulePaths
+    from ...features.kernels.provenance import ModulePath, ModulePaths
 
     paths = ModulePaths(source) if source is not None else None
     # Converted as whole columns: reading NumPy scalars one by one is many times slower.

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ....common.errors import LoweringError
 from ...ir.program import Computation, Op, Program
-from .classify import is_consumer
-from .clusters import Cluster, Clusters
+from .clusters import Cluster, Clusters, is_consumer
 from .convolutions import REVERSED
 from .graph import Node
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .classify import Shape, reduction, source_of
-from .clusters import Cluster, Clusters
+from .clusters import Cluster, Clusters, Shape, reduction, source_of
 from .convolutions import REVERSED
 from .folding import is_elementwise, is_splat, reshape, splat
 from .graph import Node

@@ -5,7 +5,7 @@ XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 
 from __future__ import annotations
 
-from .classify import source_of
+from .clusters import source_of
 from .folding import splat, splat_node
 from .graph import Graph, Node, topological
 

@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Hashable, Iterator
 
 from ...ir.op_table import UPDATES, ops_with
-from .classify import Shape, is_loop_reduction, reduction, source_of
-from .clusters import Cluster, Clusters
+from .clusters import Cluster, Clusters, Shape, is_loop_reduction, reduction, source_of
 from .folding import is_elementwise, splat, splat_node
 from .graph import Graph, Node
 from .work import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...ir.program import TensorType
-from .classify import source_of
+from .clusters import source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import isqrt
 
 from ...ir.program import Computation, Op, Program, TensorType
-from .classify import Reduction, Shape, is_loop_reduction, reduction
+from .clusters import Reduction, Shape, is_loop_reduction, reduction
 from .folding import padded, reshape, splat_node, spread, transposed
 from .graph import Graph, Node, rewrite
 

@@ -15,7 +15,7 @@ from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of
 from ...ir.dtypes import DTYPE_BITS
 from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
-from .classify import Shape, is_loop_reduction, reduction, source_of
+from .clusters import Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 
 #: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from opcast.features.cost.totals import Cost, kernel_cost, op_cost, program_cost
+from opcast.features.cost.flops import Cost, kernel_cost, op_cost, program_cost
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Program
 

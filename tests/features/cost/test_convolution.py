@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from opcast.features.cost.convolution import conv_flops, read_dim_labels, valid_positions
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import TensorType, WindowDim
 

@@ -9,8 +9,8 @@ import zipfile
 import pytest
 
 from opcast.common.errors import ProgramError
-from opcast.features.ir.foreign_files import foreign_file
 from opcast.features.ir.reader import read_program
+from opcast.features.ir.untrusted import foreign_file
 
 HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 SAFETENSORS = struct.pack("<Q", len(HEADER)) + HEADER + bytes(8)

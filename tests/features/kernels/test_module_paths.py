@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 
 from opcast.features.ir.reader import read_program
-from opcast.features.kernels.module_paths import ModulePath, ModulePaths, parse_scopes
+from opcast.features.kernels.provenance import ModulePath, ModulePaths, parse_scopes
 from opcast.features.lowering.lower import lower
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import LoweringError
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.devices.device import DeviceSpec, MemoryLevel, local_device_name
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.cache import LoweringCache

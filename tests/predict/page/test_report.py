@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opcast.features.ir.reader import read_program
-from opcast.features.kernels.module_paths import ModulePaths
+from opcast.features.kernels.provenance import ModulePaths
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.options import LoweringOptions
 from opcast.predict.devices import resolve_device

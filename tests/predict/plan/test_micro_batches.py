@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.ir.jax_compat import compile_module, execute
 from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program

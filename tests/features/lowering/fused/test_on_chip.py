@@ -11,7 +11,7 @@ from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import Kernel
-from opcast.features.lowering.fused.on_chip import OnChip, on_chip_of, place_on_chip
+from opcast.features.lowering.fused.lower import OnChip, on_chip_of, place_on_chip
 from opcast.features.lowering.lower import lower
 
 MIB = 2**20

@@ -17,13 +17,13 @@ from opcast.features.ir.program import TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.lowering.fused import graph as graphs
-from opcast.features.lowering.fused.classify import (
+from opcast.features.lowering.fused.clusters import (
+    Clusters,
     Shape,
     is_loop,
     is_loop_reduction,
     reduction,
 )
-from opcast.features.lowering.fused.clusters import Clusters
 from opcast.features.lowering.fused.epilogues import fuse_epilogues, fuse_softmax
 from opcast.features.lowering.fused.graph import Node, build_graph
 from opcast.features.lowering.fused.loops import drop_dead_state, merge_counters

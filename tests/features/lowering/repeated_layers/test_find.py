@@ -10,7 +10,7 @@ import pytest
 
 from opcast.common.errors import CompilerError
 from opcast.datagen.zoo.registry import build
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_compat import tag_locations, write_bytecode
 from opcast.features.ir.reader import SourceProgram, read_program

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.datagen.zoo.registry import build
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_compat import (
     compile_module,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.datagen.zoo.registry import build
-from opcast.features.cost.totals import op_cost
+from opcast.features.cost.flops import op_cost
 from opcast.features.ir.jax_compat import compile_module, execute, parse_module, write_bytecode
 from opcast.features.ir.mlir.shardings import inline_calls
 from opcast.features.ir.reader import read_program

@@ -14,7 +14,7 @@ import pytest
 
 from opcast.common.errors import CompilerError, LoweringError
 from opcast.datagen.zoo import build
-from opcast.features.cost.totals import program_cost
+from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.partitioning import annotated_devices, header_counts
 from opcast.features.ir.reader import read_program

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from opcast.features.cost.totals import Cost, kernel_cost, op_cost, program_cost
+from opcast.features.cost.flops import Cost, kernel_cost, op_cost, program_cost
 from opcast.features.ir.hlo_reader import parse_hlo
 
 F32 = jnp.float32
