@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from ..zoo.catalog import Setting
+    from ..zoo.registry import Setting
     from ..zoo.workload import PyTree
     from .workload import Spec
 

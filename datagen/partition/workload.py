@@ -25,8 +25,7 @@ from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, 
 from ...features.ir.hlo_attributes import read_header
 from ...features.ir.program import Program
 from ...features.ir.replica_groups import parse_replica_groups
-from ..zoo.catalog import Setting
-from ..zoo.registry import resolve
+from ..zoo.registry import Setting, resolve
 
 #: Seconds after which partitioning is given up: large models over hundreds of devices take minutes
 #: (engineering choice).

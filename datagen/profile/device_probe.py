@@ -23,7 +23,7 @@ from ...features.devices.identity import (
     SAME_CLASS,
     SINGLE_THREAD,
 )
-from ...features.ir.dtypes import HLO_NAMES
+from ...features.ir.program import HLO_NAMES
 from . import host
 from .anchors import READINGS, present_anchors, typical
 from .runner import Runner, wait

@@ -19,7 +19,7 @@ from ...common.errors import ProfileError
 from ...common.types import JsonObject
 
 if TYPE_CHECKING:
-    from ..zoo.catalog import Setting
+    from ..zoo.registry import Setting
     from ..zoo.workload import PyTree
     from .runner import MakeArguments
 

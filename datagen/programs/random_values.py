@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ...features.ir.dtypes import HLO_NAMES
+from ...features.ir.program import HLO_NAMES
 from .cost import Estimate, estimate
 from .draws import FLOATS, Draws, gradient, struct, values
 from .source import Arg

@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ...common.errors import ProfileError
-from ...features.ir.dtypes import NUMPY_NAMES
-from ...features.ir.program import TensorType
+from ...features.ir.program import NUMPY_NAMES, TensorType
 
 Kind = Literal["normal", "uniform", "integer", "spd", "triangular"]
 

@@ -22,7 +22,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
-from ...features.operators.sources import sources
+from ...features.operators.schema import sources
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,7 @@ from ...features.operators import FAMILIES, family_keys, op_features
 from ...features.operators.columns import texts_of
 from ...features.operators.hlo import op_texts
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import KERNEL_KINDS
-from ...features.operators.sources import methods, sources
+from ...features.operators.schema import KERNEL_KINDS, methods, sources
 from .clones import CloneFile, clone_files, with_split
 from .packs import CONV_FILE, PRODUCT_FILES, training_convs, training_products
 

@@ -21,8 +21,7 @@ from ...common.errors import DatasetError
 from ...common.files import parse_yaml
 from ...common.parquet import read_table
 from ...features.devices.catalogue import find_device
-from ...features.operators.schema import PARAMETERS
-from ...features.operators.sources import faulty, methods, sources
+from ...features.operators.schema import PARAMETERS, faulty, methods, sources
 
 #: Kinds whose rows are matrix products, and layers or blocks of models.
 PRODUCTS = ("matmul", "gemm")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +25,73 @@ from ...features.kernels.kernel import LoweredProgram
 from ..dataset_folder import Row, RunWriter, latency_columns, sample_rows
 from ..published.importer import samples
 from .aten import TracedOperator, traced_operators
+from .kineto import read_kineto
+from .nsys import read_nsys, read_nsys_csv
 from .trace import RunTime, Trace, TraceKernel, by_run, chosen, host_seconds, run_time, typical
-from .xla import TracedProgram, anonymous, traced_programs
+from .xla import TracedProgram, anonymous, read_xplane, traced_programs
+
+_XPLANE = ".xplane.pb"
+_EXPECTED = (
+    "expected xplane.pb (or the log directory) of jax.profiler, .json or .json.gz of "
+    "torch.profiler, .sqlite or .csv of nsys"
+)
+
+
+def trace_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files of traces; a log directory of ``jax.profiler`` gives its latest profile.
+
+    Raises:
+        DatasetError: A path does not exist, or a directory holds no profile.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            files.append(path)
+            continue
+        found = sorted(path.rglob(f"*{_XPLANE}")) if path.is_dir() else []
+        if not found:
+            what = "no profile in this directory" if path.is_dir() else "no such file"
+            raise DatasetError(what, where=str(path), hint=_EXPECTED)
+        # Sessions are folders named after the time; each host of one writes a file.
+        latest = max(own.parent for own in found)
+        files += [own for own in found if own.parent == latest]
+    return files
+
+
+def read_trace(path: Path, moved: Callable[[int, int], None] = lambda done, total: None) -> Trace:
+    """Read a trace of any format.
+
+    Args:
+        path: The file.
+        moved: Told how many bytes of a long text are read, and of how many.
+
+    Raises:
+        DatasetError: Its format is unknown, it is cut off, or it holds no kernels.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise DatasetError(f"cannot be read: {error}", where=str(path), hint=_EXPECTED) from None
+    name = path.name.lower()
+    if not head:
+        raise DatasetError("the file is empty", where=str(path), hint=_EXPECTED)
+    if head.startswith(b"SQLite format 3"):
+        return read_nsys(path)
+    if name.endswith((".nsys-rep", ".qdrep", ".qdstrm")):
+        raise DatasetError(
+            "a report in nsys' own format",
+            where=str(path),
+            hint=f"export it: nsys export --type sqlite {path.name}",
+        )
+    if name.endswith(".pb"):
+        return read_xplane(path)
+    if name.endswith(".csv"):
+        return read_nsys_csv(path)
+    if name.endswith((".json", ".json.gz")):
+        return read_kineto(path, moved)
+    raise DatasetError("a trace of no known format", where=str(path), hint=_EXPECTED)
+
 
 #: Source of the samples, and of the rows of operators, whose timing method it does not name: they
 #: are sums of kernels then.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...common.errors import DatasetError
-from ...features.ir.dtypes import DTYPE_BITS, HLO_NAMES
+from ...features.ir.program import DTYPE_BITS, HLO_NAMES
 from ..profile.trace import Event
 from .trace import Collective, Nested, Operator, Trace, TraceKernel
 

@@ -6,8 +6,9 @@ Nothing heavy is imported before a program is built; building needs jax, flax an
 
 from __future__ import annotations
 
-from .catalog import Family, Setting
 from .registry import (
+    Family,
+    Setting,
     all_families,
     build,
     describe,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import jax
     from jax import export
 
-    from .catalog import Setting
+    from .registry import Setting
 
 PyTree = Any
 """Arrays or their types in nested containers of any kind, as JAX names it."""

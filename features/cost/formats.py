@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..ir.dtypes import DTYPE_BITS, HLO_NAMES
+from ..ir.program import DTYPE_BITS, HLO_NAMES
 
 
 class Format(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 from ...common.errors import DeviceError
 from ...common.files import parse_json
 from ...common.types import JsonObject
-from ..ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
+from ..ir.program import DTYPE_BITS, DTYPES, REDUCED
 
 #: Bytes/s in one direction to the host where a device's file says none: PCI Express 4.0 x16, 16
 #: GT/s x 16 lanes / 8 bits (31.5 GB/s after 128b/130b encoding), rounded as data sheets do.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...common.files import parse_yaml
 from ...common.paths import PACKAGE
-from ..ir.dtypes import DTYPE_BITS
+from ..ir.program import DTYPE_BITS
 
 _FILE = PACKAGE / "features" / "devices" / "generations" / "architectures.yaml"
 #: Matrix types that a device file may list; every other type takes the rate of one of them.

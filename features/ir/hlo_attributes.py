@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .dtypes import DTYPE_BITS
 from .mlir.locations import FRAMEWORK, STARTS
-from .program import Program, Source, TensorType, WindowDim, constant_value
+from .program import DTYPE_BITS, Program, Source, TensorType, WindowDim, constant_value
 
 #: A quoted string, as a regular expression.
 QUOTED = r'"(?:[^"\\]++|\\.)*+"'

@@ -2,8 +2,8 @@
 
 One row is one kernel (or one group of kernels) of a library: a GEMM, a convolution, an attention, a
 mixture of experts, an element-wise pass. ``columns`` holds a table, ``gemm``, ``conv``,
-``pointwise``, ``attention`` and ``moe`` the physics of each family, ``features`` joins them.
-``datagen`` imports tables, ``models`` learns from them.
+``pointwise`` and ``attention`` the physics of each family (experts are products), ``features``
+joins them. ``datagen`` imports tables, ``models`` learns from them.
 """
 
 from .columns import OpTable

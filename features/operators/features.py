@@ -16,9 +16,8 @@ from .attention import attention
 from .blocks import PHYSICS
 from .columns import OpRows, OpTable
 from .conv import conv, library_conv
-from .gemm import gemm, tuned_gemm
+from .gemm import gemm, moe, tuned_gemm
 from .hlo import op_texts
-from .moe import moe
 from .physics import Physics
 from .pointwise import pointwise
 from .schema import BLOCKS, FAMILIES, MAY_BE_ZERO, OPTIONAL, parameters_of

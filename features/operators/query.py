@@ -10,7 +10,7 @@ import numpy as np
 from ...common.errors import ProgramError
 from ...common.types import JsonObject
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
-from ..ir.dtypes import NUMPY_NAMES
+from ..ir.program import NUMPY_NAMES
 from .conv import DIRECTIONS
 from .physics import BACKENDS
 from .schema import DEFAULTS, FAMILIES, MAY_BE_ZERO, NAMES, OPTIONAL, PARAMETERS, SEVERAL, TRACED

@@ -10,8 +10,7 @@ import tomllib
 from typing import NamedTuple
 
 from ...common.paths import PACKAGE
-from ..ir.dtypes import DTYPE_BITS, NONE, dtype_family
-from ..ir.program import BOOKKEEPING, TensorType
+from ..ir.program import BOOKKEEPING, DTYPE_BITS, NONE, TensorType, dtype_family
 from ..kernels.kernel import KINDS
 
 _READ = tomllib.loads((PACKAGE / "features" / "table" / "columns.toml").read_text("utf-8"))

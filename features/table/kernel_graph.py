@@ -10,9 +10,8 @@ from math import log2
 
 import numpy as np
 
-from ..ir.dtypes import FAMILIES
 from ..ir.op_table import OPS, OpSpec, by_op
-from ..ir.program import Op
+from ..ir.program import FAMILIES, Op
 from ..kernels.kernel import Kernel
 from .columns import (
     AMOUNTS,

@@ -14,9 +14,8 @@ import numpy as np
 
 from ...common.types import JsonObject
 from ..cost.bytes import array_traffic, on_chip_bytes
-from ..ir.dtypes import DTYPE_CODE, FAMILIES, INTEGER
 from ..ir.op_table import OPS, OpSpec
-from ..ir.program import Computation, Op, Program, TensorType
+from ..ir.program import DTYPE_CODE, FAMILIES, INTEGER, Computation, Op, Program, TensorType
 from ..kernels.kernel import Kernel
 from .columns import (
     CODE,

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log2, prod
 
-from ..ir.dtypes import COMPLEX, FLOAT, HALF
 from ..ir.op_table import by_op
-from ..ir.program import Op, Program, TensorType
+from ..ir.program import COMPLEX, FLOAT, HALF, Op, Program, TensorType
 from .columns import FREE, TypeFacts, type_facts
 from .row_products import Row, convolution_row, custom_call_row, dot_row, linalg_row
 

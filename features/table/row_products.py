@@ -9,8 +9,7 @@ from typing import Any
 
 from ..cost.convolution import read_dim_labels
 from ..cost.library_calls import CONV, EIGH, LU, QR
-from ..ir.dtypes import DTYPE_BITS, DTYPE_CODE, matrix_rate
-from ..ir.program import Op, Program, TensorType, WindowDim
+from ..ir.program import DTYPE_BITS, DTYPE_CODE, Op, Program, TensorType, WindowDim, matrix_rate
 from .columns import CODE, type_facts
 
 Row = dict[str, float]

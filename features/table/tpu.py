@@ -16,8 +16,7 @@ import numpy as np
 
 from ..cost.bytes import array_traffic
 from ..devices.device import DeviceSpec, MemoryLevel
-from ..ir.dtypes import DTYPE_BITS
-from ..ir.program import ON_CHIP, Computation, Op, TensorType
+from ..ir.program import DTYPE_BITS, ON_CHIP, Computation, Op, TensorType
 from ..kernels.kernel import Kernel
 from .columns import INDEX, TPU_COLUMNS
 from .ratios import log_ratio, real_share

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import DTYPE_BITS
+from ...features.ir.program import DTYPE_BITS
 from ..core.base import KernelPrediction
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
 from .operator_library import Operators, physics_of, widened, with_rate, without_memory

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import DTYPE_BITS, DTYPES
+from ...features.ir.program import DTYPE_BITS, DTYPES
 from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 from ...features.table.row import rows

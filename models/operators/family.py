@@ -12,8 +12,7 @@ from ...common.errors import ModelError
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows
-from ...features.operators.schema import BLOCKS
-from ...features.operators.sources import faulty
+from ...features.operators.schema import BLOCKS, faulty
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class

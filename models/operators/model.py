@@ -18,8 +18,7 @@ from ...common.files import parse_yaml
 from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
-from ...features.operators.schema import BLOCKS, NAMES, parameters_of
-from ...features.operators.sources import faulty
+from ...features.operators.schema import BLOCKS, NAMES, faulty, parameters_of
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.store import (
     DAMAGE,

@@ -21,7 +21,7 @@ from ...common.errors import DatasetError
 from ...common.parquet import read_table, write_table
 from ...features.devices.device import DeviceSpec
 from ...features.operators.features import ops_schema_hash
-from ...features.operators.sources import faulty
+from ...features.operators.schema import faulty
 from .model import MIN_ROWS, OpModel, default_settings
 
 #: Columns by which figures are grouped.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...common.errors import DeviceError
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import DTYPE_BITS, DTYPES, REDUCED
+from ...features.ir.program import DTYPE_BITS, DTYPES, REDUCED
 from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 

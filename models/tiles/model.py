@@ -14,7 +14,7 @@ from numpy.random import default_rng
 
 from ...common.errors import ModelError
 from ...common.paths import PACKAGE
-from ...features.operators.sources import faulty
+from ...features.operators.schema import faulty
 from ..core.store import read_json_model, write_json_model
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
 from ..trust.calibrator import UNCALIBRATED, Calibrator

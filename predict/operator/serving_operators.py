@@ -16,7 +16,7 @@ from ...common.files import parse_yaml
 from ...common.paths import PACKAGE
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.dtypes import DTYPE_BITS
+from ...features.ir.program import DTYPE_BITS
 from ...features.operators.op import ABSORBED, EXPANDED, Op
 from ...models.operators import OpModel
 from ...simulate.serving.policies import framework_defaults

@@ -18,8 +18,7 @@ from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.operators import family_keys
 from ...features.operators.conv import DIRECTIONS
-from ...features.operators.schema import BLOCKS
-from ...features.operators.sources import methods, sources
+from ...features.operators.schema import BLOCKS, methods, sources
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import xla_rows
 from ...models.collectives.model import CollectiveModel

@@ -22,8 +22,7 @@ from ...common.errors import DatasetError
 from ...common.parquet import read_table
 from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
-from ...features.operators.schema import families_told
-from ...features.operators.sources import sources
+from ...features.operators.schema import families_told, sources
 from ...models.collectives.links import Links
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published

@@ -81,7 +81,7 @@ def _load(folder: Path, methods: set[str]) -> tuple[pd.DataFrame, dict[str, Devi
     """Load the rows whose latency was measured by one of the methods, and their devices."""
     from ...datagen.published.importer import OPERATOR_FILES
     from ...features.devices.catalogue import find_device
-    from ...features.operators.sources import methods as known_methods
+    from ...features.operators.schema import methods as known_methods
     from ...models.operators import rows_of_published
 
     files = [p for name in OPERATOR_FILES for p in sorted(folder.rglob(name))]

@@ -29,7 +29,7 @@ def read_one(path: Path, what: str = "reading") -> Trace:
         DatasetError: It cannot be read, or is a directory with profiles of several hosts.
     """
     from ...common.progress import counting
-    from ...datagen.traces.read import read_trace, trace_files
+    from ...datagen.traces.importer import read_trace, trace_files
 
     files = trace_files([path])
     if len(files) > 1:
@@ -147,8 +147,7 @@ def run_import_traces(
     Raises:
         OpcastError: A trace cannot be read or labelled, or its device is unknown.
     """
-    from ...datagen.traces.importer import import_trace
-    from ...datagen.traces.read import trace_files
+    from ...datagen.traces.importer import import_trace, trace_files
 
     results = []
     for path in trace_files(paths):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import DTYPE_BITS, NUMPY_NAMES
-from ..program import TensorType, constant_value
+from ..program import DTYPE_BITS, NUMPY_NAMES, TensorType, constant_value
 
 # Texts as MLIR prints attributes: ``3 : i64``, ``1.0e-05 : f32``, ``array<i64: 1, 2>``, ``dense<[1,
 # 2]> : tensor<2xi64>``, ``#stablehlo.gather<offset_dims = [1], …>``.

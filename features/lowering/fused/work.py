@@ -13,8 +13,8 @@ from math import ceil, prod
 
 from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of
-from ...ir.dtypes import DTYPE_BITS
 from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
+from ...ir.program import DTYPE_BITS
 from .clusters import Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 

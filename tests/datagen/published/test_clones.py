@@ -12,7 +12,7 @@ from opcast.datagen.published.clones import clone_files
 from opcast.datagen.published.importer import import_published
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
-from opcast.features.operators.sources import sources
+from opcast.features.operators.schema import sources
 from opcast.models.operators import rows_of_dataset
 
 GRID = "Grid x,Grid y,Grid z,Block x,Block y,Block z,Kernels"

@@ -6,9 +6,8 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.datagen.traces.aten import traced_operators
-from opcast.datagen.traces.importer import import_trace
+from opcast.datagen.traces.importer import import_trace, read_trace, trace_files
 from opcast.datagen.traces.nsys import read_nsys, read_nsys_csv
-from opcast.datagen.traces.read import read_trace, trace_files
 from opcast.datagen.traces.xla import traced_programs
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device

@@ -8,8 +8,7 @@ import pytest
 
 from opcast.common.errors import DatasetError
 from opcast.common.wire import fields
-from opcast.datagen.traces.importer import import_trace
-from opcast.datagen.traces.read import trace_files
+from opcast.datagen.traces.importer import import_trace, trace_files
 from opcast.datagen.traces.trace import RunTime, typical
 from opcast.datagen.traces.xla import read_xplane, traced_programs
 from opcast.features.dataset import Dataset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opcast.features.cost.formats import FORMATS, TABLE_FORMATS, UNQUANTISED, format_name
-from opcast.features.ir.dtypes import DTYPE_BITS, REDUCED
+from opcast.features.ir.program import DTYPE_BITS, REDUCED
 from opcast.simulate.serving.served import CACHES, WEIGHTS
 from opcast.simulate.step.workload import PRODUCTS
 

@@ -24,7 +24,7 @@ from opcast.features.devices.catalogue import (
 )
 from opcast.features.devices.device import DeviceSpec, device_slug
 from opcast.features.devices.sheet import NUMBERS, RATES, read_sheet
-from opcast.features.ir.dtypes import DTYPE_BITS
+from opcast.features.ir.program import DTYPE_BITS
 from opcast.features.table.roofline import memory_seconds
 
 ROOT = Path(__file__).resolve().parents[3]

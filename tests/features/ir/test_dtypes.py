@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from opcast.features.ir.dtypes import (
+from opcast.features.ir.program import (
     DTYPE_BITS,
     DTYPE_CODE,
     FAMILIES,

@@ -8,7 +8,7 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
-from opcast.features.ir.dtypes import matrix_rate
+from opcast.features.ir.program import matrix_rate
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.table.roofline import roofline
 

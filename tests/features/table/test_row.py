@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.features.cost.convolution import read_dim_labels
-from opcast.features.ir.dtypes import DTYPE_CODE
-from opcast.features.ir.program import TensorType
+from opcast.features.ir.program import DTYPE_CODE, TensorType
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.table.columns import CODE, CODES, COLUMNS, COMMON, INDEX, type_facts
 from opcast.features.table.row import code_flags, kernel_row, rows

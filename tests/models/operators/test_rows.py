@@ -8,8 +8,7 @@ from opcast.common.errors import DatasetError
 from opcast.features.dataset import Dataset
 from opcast.features.operators import FAMILIES
 from opcast.features.operators.hlo import op_ir
-from opcast.features.operators.schema import ALIKE
-from opcast.features.operators.sources import faulty
+from opcast.features.operators.schema import ALIKE, faulty
 from opcast.models.operators.rows import (
     codes,
     group_draw,

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DatasetError
-from opcast.features.operators.sources import faulty
+from opcast.features.operators.schema import faulty
 from opcast.predict.published.audit import audit
 
 ROOT = Path(__file__).resolve().parents[3]

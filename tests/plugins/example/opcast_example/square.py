@@ -3,8 +3,8 @@
 import jax
 from flax import linen as nn
 
-from opcast.datagen.zoo.catalog import COMMON, COMMON_CHOICES, Family
 from opcast.datagen.zoo.families.parts import Input, Model, precision, value_loss
+from opcast.datagen.zoo.registry import COMMON, COMMON_CHOICES, Family
 
 FAMILY = Family(
     "square", "A dense layer that keeps its width", "", {**COMMON, "width": 64}, COMMON_CHOICES
