@@ -1,14 +1,16 @@
-"""Latencies of collectives in a cluster, in the form that the composition of a step calls."""
+"""What a cluster costs a step: its collectives, its hosts, and the cores that collectives take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from ...features.devices.device import DeviceSpec
 from ...models.collectives.on_cluster import ClusterCollectives
 from ...simulate.clusters.topology import Cluster
 from ...simulate.collectives.choose import collective_latency_s
-from ...simulate.step.costs import Estimate
+from ...simulate.step.costs import Costs, Estimate, OpLatency
+from ...simulate.step.fitting import Host
 from ...simulate.step.plan import Group
 
 #: Time of a collective: name, bytes that each rank puts in, ranks, cluster.
@@ -17,6 +19,13 @@ CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Estimate]
 #: It holds only where closed forms are asked for by name (:func:`analytical_time`): the learned
 #: model gives its own closed forms a factor of three (docs/collectives.md).
 FACTOR = 1.4
+#: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
+#: Engineering estimate; not fitted (12 % of an H100's 132).
+COLLECTIVE_CORES = 16
+#: Bytes of a host's memory for each device under it, where no file says: 2 TB for the eight of a
+#: DGX H100 or H200 (NVIDIA's data sheets), 448 GB for the four of a TPU v5p host (Google Cloud,
+#: machine type ct5p-hightpu-4t, from memory).
+USUAL_HOST = {"gpu": 250e9, "tpu": 112e9}
 
 
 def learned_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
@@ -64,6 +73,32 @@ class ClusterNetwork:
         # rank contributes. For every other collective the two conventions agree.
         own = size / group.size if kind == "all_gather" else size
         return self.time(kind, own, ranks, self.cluster)
+
+
+def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
+    """Memory of the host of a box: as the cluster's file says, or usual for so many devices."""
+    box = cluster.devices_per_node or cluster.size
+    if cluster.host_memory:
+        return Host(box, cluster.host_memory, "host_memory_gb of the cluster")
+    usual = USUAL_HOST.get(spec.platform, USUAL_HOST["gpu"])
+    said = f"{usual / 1e9:.0f} GB a device taken as usual; host_memory_gb of a cluster file says it"
+    return Host(box, usual * box, said)
+
+
+def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
+    """Costs of operators on a device, of collectives between them, and of its host."""
+    return Costs(latency, ClusterNetwork(cluster), spec.host_link, _contention(spec))
+
+
+def _contention(spec: DeviceSpec) -> float:
+    """Share of the compute cores that a running collective takes away from kernels.
+
+    Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.
+    """
+    if spec.platform != "gpu" or not spec.core_count:
+        return 0.0
+    # Guard for chips with few cores; engineering estimate.
+    return min(0.5, COLLECTIVE_CORES / spec.core_count)
 
 
 # One instance for all clusters: it holds the fitted parameters, which a sweep must not reload.

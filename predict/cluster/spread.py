@@ -9,11 +9,14 @@ from math import exp, log
 import numpy as np
 
 from ...features.operators.op import Op
+from ...models.steps.context import StepContext
 from ...models.steps.effects import FIELDS
+from ...models.steps.model import StepModel
 from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
+from ..operator.step_operators import OperatorLatency
 
 #: Correlation between the errors of one step's operators. Engineering estimate: 0 would mean that
 #: errors cancel, 1 that the model is off by the same factor everywhere.
@@ -117,3 +120,41 @@ def unknown_operators(
     if not middle:
         return 0.0, 0.0
     return share * log(middle / max(low, 1e-3 * middle)), share * log(high / middle)
+
+
+def step_interval(
+    learned: StepModel,
+    context: StepContext,
+    workload: Workload,
+    plan: Plan,
+    costs: Costs,
+    step: StepTime,
+    latency: OperatorLatency,
+    most_tasks: int = MOST_TASKS,
+) -> tuple[float, float]:
+    """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
+
+    The interval is as wide as the effects that decide the step are unsure; on a chip of which no
+    step was measured, it is wider by what is not known of the chip's operators.
+
+    Args:
+        learned: Model of steps.
+        context: Of the step.
+        workload: The model that is trained.
+        plan: Resolved.
+        costs: Under which the step was composed.
+        step: The step.
+        latency: What priced its operators.
+        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
+    """
+    counts = step.busiest.counts()
+    kinds = dict[str, float]()
+    for call, count in counts.items():
+        own = float(costs.ops[call][0]) * costs.effects.of(call) * count
+        kinds[call.kind] = kinds.get(call.kind, 0.0) + own
+    slopes = sensitivities(workload, plan, costs, step, kinds, most_tasks)
+    reach = (0.0, 0.0)
+    if latency.spec.name not in learned.devices:
+        share = sum(slopes[kind] for kind in kinds)
+        reach = unknown_operators(costs.ops, counts, latency.scopes, share)
+    return learned.interval(context, slopes, reach)

@@ -22,33 +22,26 @@ from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel, shipped_steps
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.compose import MOST_TASKS, StepSpread, StepTime, sample_steps, step_time
-from ...simulate.step.costs import Costs, OpLatency
-from ...simulate.step.fitting import Fit, Host, find_fit, memory_of
+from ...simulate.step.compose import StepSpread, StepTime, sample_steps, step_time
+from ...simulate.step.costs import Costs
+from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.memory import StageMemory, box_host
 from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
-from .network import ClusterNetwork
+from .network import cluster_costs, host_of
 from .peaks import arithmetic_seconds, as_multiplied, widened_note
-from .spread import sensitivities, unknown_operators
+from .spread import step_interval
 from .waterfall import Term, Waterfall
 
-#: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
-#: Engineering estimate; not fitted (12 % of an H100's 132).
-COLLECTIVE_CORES = 16
 #: Share of a training step above which waiting for expert parallelism is noted, and the share of
 #: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
 #: published 1,543 tokens/s and H800 (2,048 of them, 2024, with DualPipe and node-limited routing)
 #: stand against 830 that are predicted for as many H100.
 EXCHANGE_SHARE = 0.3
 EXCHANGE_SAVED = 0.7
-#: Bytes of a host's memory for each device under it, where no file says: 2 TB for the eight of a
-#: DGX H100 or H200 (NVIDIA's data sheets), 448 GB for the four of a TPU v5p host (Google Cloud,
-#: machine type ct5p-hightpu-4t, from memory).
-USUAL_HOST = {"gpu": 250e9, "tpu": 112e9}
 
 
 @dataclass(frozen=True)
@@ -374,44 +367,6 @@ def _by_name(seconds: dict[Op, float]) -> dict[str, float]:
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
-def step_interval(
-    learned: StepModel,
-    context: StepContext,
-    workload: Workload,
-    plan: Plan,
-    costs: Costs,
-    step: StepTime,
-    latency: OperatorLatency,
-    most_tasks: int = MOST_TASKS,
-) -> tuple[float, float]:
-    """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
-
-    The interval is as wide as the effects that decide the step are unsure; on a chip of which no
-    step was measured, it is wider by what is not known of the chip's operators.
-
-    Args:
-        learned: Model of steps.
-        context: Of the step.
-        workload: The model that is trained.
-        plan: Resolved.
-        costs: Under which the step was composed.
-        step: The step.
-        latency: What priced its operators.
-        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
-    """
-    counts = step.busiest.counts()
-    kinds = dict[str, float]()
-    for call, count in counts.items():
-        own = float(costs.ops[call][0]) * costs.effects.of(call) * count
-        kinds[call.kind] = kinds.get(call.kind, 0.0) + own
-    slopes = sensitivities(workload, plan, costs, step, kinds, most_tasks)
-    reach = (0.0, 0.0)
-    if latency.spec.name not in learned.devices:
-        share = sum(slopes[kind] for kind in kinds)
-        reach = unknown_operators(costs.ops, counts, latency.scopes, share)
-    return learned.interval(context, slopes, reach)
-
-
 def exchange_wait(workload: Workload, step: StepTime) -> float:
     """Seconds in which a training step waits for all-to-alls of expert parallelism.
 
@@ -432,32 +387,6 @@ def least_seconds(workload: Workload, step: StepTime) -> float:
     if wait <= EXCHANGE_SHARE * step.total:
         return step.total
     return step.total - EXCHANGE_SAVED * wait * step.total / (step.total - step.bubble)
-
-
-def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
-    """Memory of the host of a box: as the cluster's file says, or usual for so many devices."""
-    box = cluster.devices_per_node or cluster.size
-    if cluster.host_memory:
-        return Host(box, cluster.host_memory, "host_memory_gb of the cluster")
-    usual = USUAL_HOST.get(spec.platform, USUAL_HOST["gpu"])
-    said = f"{usual / 1e9:.0f} GB a device taken as usual; host_memory_gb of a cluster file says it"
-    return Host(box, usual * box, said)
-
-
-def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
-    """Costs of operators on a device, of collectives between them, and of its host."""
-    return Costs(latency, ClusterNetwork(cluster), spec.host_link, _contention(spec))
-
-
-def _contention(spec: DeviceSpec) -> float:
-    """Share of the compute cores that a running collective takes away from kernels.
-
-    Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.
-    """
-    if spec.platform != "gpu" or not spec.core_count:
-        return 0.0
-    # Guard for chips with few cores; engineering estimate.
-    return min(0.5, COLLECTIVE_CORES / spec.core_count)
 
 
 def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:
