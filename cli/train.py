@@ -226,8 +226,8 @@ def compare(
 ) -> None:
     """Print tracked runs side by side."""
     from ..common.tables_text import print_frame
-    from ..models.tracking.mlflow_store import compare as compare_runs
-    from ..models.tracking.mlflow_store import differences
+    from ..models.tracking.tracked_runs import compare as compare_runs
+    from ..models.tracking.tracked_runs import differences
 
     if not names:
         # A run's name contains model and split, which is enough on a narrow terminal.

@@ -18,7 +18,7 @@ from ..models.steps.context import OWN
 from ..models.steps.effects import slopes_at
 from ..models.steps.model import StepModel, find_step_model
 from ..models.tracking.mlflow_store import tidy
-from ..models.tracking.prediction_log import TrackedRun
+from ..models.tracking.tracked_runs import TrackedRun
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step import StepPrediction

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 
 #: Name of the one MLflow experiment that holds all runs.
 EXPERIMENT = "opcast"
-#: Metrics that ``opcast compare`` prints, if a run has them.
-COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
-#: Column of a table of runs that holds the id of the parent run (MLflow's tag for nested runs).
-PARENT = "tags.mlflow.parentRunId"
 #: What names of metrics must not hold (mlflow.utils.validation).
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 #: Seconds that SQLite waits for a lock that another process holds on the store.
@@ -148,91 +144,6 @@ class ParentRun:
         with self.mlflow.start_run(run_name=run.name, nested=True, tags=dict(run.tags)) as active:
             _log(self.mlflow, run)
             return str(active.info.run_id)
-
-
-def runs(root: Path | None = None) -> pd.DataFrame:
-    """All runs, newest first: name, time, parameters and metrics as columns.
-
-    Raises:
-        ModelError: There is no store yet.
-    """
-    base = root or store_dir()
-    if not (base / "mlflow.db").is_file():
-        raise ModelError("no MLflow store here", where=str(base), hint="run opcast train first")
-    table = connect(root).search_runs(experiment_names=[EXPERIMENT])
-    if not isinstance(table, pd.DataFrame):
-        raise ModelError("MLflow returned no table of runs", where=str(base))
-    return table
-
-
-def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
-    """Runs side by side: model, split, names of the data, and the metrics of the split.
-
-    Runs below another one, such as the trials of a search, are left out. What a run lacks is
-    missing in its row.
-    """
-    table = runs(root)
-    if PARENT in table:
-        table = table[table[PARENT].isna()]
-    table = table.head(limit)
-    columns = {
-        "run": "tags.mlflow.runName",
-        "model": "params.model",
-        "split": "params.split",
-        "data": "params.data",
-        **{m: f"metrics.{m}" for m in COMPARED},
-    }
-    return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
-
-
-def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
-    """What differs between some runs: parameters, data and version, then the metrics of the whole.
-
-    Args:
-        names: Of runs, or their ids or what these begin with; of several runs of one name the
-            newest.
-        root: Folder of the store.
-
-    Returns:
-        ``what``, and a column of texts for each run; empty where a run has no such parameter.
-
-    Raises:
-        ModelError: There is no store, or no such run.
-    """
-    table = runs(root)
-    found = [find_run(table, name).iloc[0] for name in names]
-    shown = {}
-    for column in table.columns:
-        kind, _, name = str(column).partition(".")
-        values = ["" if pd.isna(run[column]) else str(run[column]) for run in found]
-        if kind == "params" or column == "tags.opcast_version":
-            if len(set(values)) > 1:
-                shown[name] = values
-        elif kind == "metrics" and "/" not in name and any(values):
-            shown[name] = [f"{float(v):.4g}" if v else "" for v in values]
-    # Parameters first; metrics in the order in which they matter, then the others.
-    first = [name for name in shown if f"metrics.{name}" not in table]
-    order = [*sorted(first), *(m for m in COMPARED if m in shown)]
-    order += [name for name in shown if name not in order]
-    rows = [[name, *shown[name]] for name in order]
-    labels = [str(run["tags.mlflow.runName"]) for run in found]
-    return pd.DataFrame(rows, columns=["what", *labels])
-
-
-def find_run(table: pd.DataFrame, wanted: str, or_else: str = "") -> pd.DataFrame:
-    """The row of a run by its id, by its name (the newest of that name), or by how its id begins.
-
-    Raises:
-        ModelError: There is no such run; the message lists the newest.
-    """
-    ids, names = table["run_id"].astype(str), table["tags.mlflow.runName"].astype(str)
-    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
-    begins = ids.str.startswith(wanted) & (len(wanted) >= 6)
-    for rows in (ids == wanted, names == wanted, begins):
-        if rows.any():
-            return table[rows].head(1)
-    known = ", ".join(dict.fromkeys(names.head(8)))
-    raise ModelError(f"no run {wanted!r}", hint=f"newest: {known}{or_else}")
 
 
 def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.types import JsonObject
-from ...models.tracking.prediction_log import TrackedRun, read_runs
+from ...models.tracking.tracked_runs import TrackedRun, read_runs
 from ...models.training_data.metrics import absolute_percentage_error, summary
 from .assemble import Page, assemble, rounded, short
 
@@ -31,7 +31,7 @@ def accuracy_page(
     """Make the page of a run, or of an experiment's newest runs.
 
     Args:
-        run: Run, as accepted by :func:`~opcast.models.tracking.prediction_log.read_runs`.
+        run: Run, as accepted by :func:`~opcast.models.tracking.tracked_runs.read_runs`.
         tell: Called with a description of each stage of the work.
         root: Folder of the MLflow store.
 

@@ -12,7 +12,7 @@ from opcast.cli import app
 from opcast.common.errors import ModelError, ProgramError
 from opcast.features.dataset import Dataset
 from opcast.models.cost_model import CostModel
-from opcast.models.tracking.mlflow_store import compare, runs
+from opcast.models.tracking.tracked_runs import compare, runs
 from opcast.workflows.reports.accuracy import COMMITTED
 
 DEVICE = "cpu-amd-epyc-2c"

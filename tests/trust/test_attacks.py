@@ -431,6 +431,7 @@ def test_artefacts_of_mlflow_are_not_read(tmp_path, canary):
     (artefacts / "MLmodel").write_text(f"x: !!python/object/apply:os.system ['touch {canary}']")
     code = (
         "import sys; from pathlib import Path; from opcast.models.tracking.mlflow_store import *\n"
+        "from opcast.models.tracking.tracked_runs import compare\n"
         "root = Path(sys.argv[1])\n"
         "log_run(RunLog('r', {'model': \"__import__('os').system('true')\"}, {'mape': 1.0}),"
         " root=root)\n"

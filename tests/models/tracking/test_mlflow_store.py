@@ -15,7 +15,8 @@ from opcast.common.errors import OpcastError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.models.cost_model import CostModel
-from opcast.models.tracking.mlflow_store import RunLog, log_run, runs, shown_metrics
+from opcast.models.tracking.mlflow_store import RunLog, log_run, shown_metrics
+from opcast.models.tracking.tracked_runs import runs
 from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op

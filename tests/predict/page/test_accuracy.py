@@ -10,7 +10,7 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.tracking import mlflow_store as tracked
 from opcast.models.tracking.mlflow_store import RunLog, capped, log_run, parent_run, tidy
-from opcast.models.tracking.prediction_log import read_runs
+from opcast.models.tracking.tracked_runs import read_runs
 from opcast.predict.page.accuracy import accuracy_page, run_data
 
 from ..pages import Watched, colours, running_browser

@@ -16,8 +16,7 @@ from opcast.common.errors import DatasetError, ModelError
 from opcast.common.tables_text import percent
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
-from opcast.models.tracking.mlflow_store import runs
-from opcast.models.tracking.prediction_log import read_runs
+from opcast.models.tracking.tracked_runs import read_runs, runs
 from opcast.workflows.reports.operator_tables import left_out_errors, metric_names, pooled
 from opcast.workflows.reports.settings import OperatorReportSettings
 

@@ -1,4 +1,4 @@
-"""Reads the predictions that tracked runs keep, for the pages that show them."""
+"""Reads tracked runs: tables of them, what differs, and the predictions that they keep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,99 @@ import pandas as pd
 
 from ...common.errors import ModelError
 from ...common.types import JsonMapping
-from .mlflow_store import COLUMNS, FILE, ROWS_TAG
+from .mlflow_store import COLUMNS, EXPERIMENT, FILE, ROWS_TAG, connect, store_dir
 
+#: Metrics that ``opcast compare`` prints, if a run has them.
+COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_ape")
+#: Column of a table of runs that holds the id of the parent run (MLflow's tag for nested runs).
+PARENT = "tags.mlflow.parentRunId"
 #: Table of figures by group, which a training logs together with the label noise.
 _METRICS = "tables/metrics.csv"
+
+
+def runs(root: Path | None = None) -> pd.DataFrame:
+    """All runs, newest first: name, time, parameters and metrics as columns.
+
+    Raises:
+        ModelError: There is no store yet.
+    """
+    base = root or store_dir()
+    if not (base / "mlflow.db").is_file():
+        raise ModelError("no MLflow store here", where=str(base), hint="run opcast train first")
+    table = connect(root).search_runs(experiment_names=[EXPERIMENT])
+    if not isinstance(table, pd.DataFrame):
+        raise ModelError("MLflow returned no table of runs", where=str(base))
+    return table
+
+
+def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
+    """Runs side by side: model, split, names of the data, and the metrics of the split.
+
+    Runs below another one, such as the trials of a search, are left out. What a run lacks is
+    missing in its row.
+    """
+    table = runs(root)
+    if PARENT in table:
+        table = table[table[PARENT].isna()]
+    table = table.head(limit)
+    columns = {
+        "run": "tags.mlflow.runName",
+        "model": "params.model",
+        "split": "params.split",
+        "data": "params.data",
+        **{m: f"metrics.{m}" for m in COMPARED},
+    }
+    return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
+
+
+def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
+    """What differs between some runs: parameters, data and version, then the metrics of the whole.
+
+    Args:
+        names: Of runs, or their ids or what these begin with; of several runs of one name the
+            newest.
+        root: Folder of the store.
+
+    Returns:
+        ``what``, and a column of texts for each run; empty where a run has no such parameter.
+
+    Raises:
+        ModelError: There is no store, or no such run.
+    """
+    table = runs(root)
+    found = [find_run(table, name).iloc[0] for name in names]
+    shown = {}
+    for column in table.columns:
+        kind, _, name = str(column).partition(".")
+        values = ["" if pd.isna(run[column]) else str(run[column]) for run in found]
+        if kind == "params" or column == "tags.opcast_version":
+            if len(set(values)) > 1:
+                shown[name] = values
+        elif kind == "metrics" and "/" not in name and any(values):
+            shown[name] = [f"{float(v):.4g}" if v else "" for v in values]
+    # Parameters first; metrics in the order in which they matter, then the others.
+    first = [name for name in shown if f"metrics.{name}" not in table]
+    order = [*sorted(first), *(m for m in COMPARED if m in shown)]
+    order += [name for name in shown if name not in order]
+    rows = [[name, *shown[name]] for name in order]
+    labels = [str(run["tags.mlflow.runName"]) for run in found]
+    return pd.DataFrame(rows, columns=["what", *labels])
+
+
+def find_run(table: pd.DataFrame, wanted: str, or_else: str = "") -> pd.DataFrame:
+    """The row of a run by its id, by its name (the newest of that name), or by how its id begins.
+
+    Raises:
+        ModelError: There is no such run; the message lists the newest.
+    """
+    ids, names = table["run_id"].astype(str), table["tags.mlflow.runName"].astype(str)
+    # Six hexadecimal digits are enough to tell runs apart; fewer might rather be a mistyped name.
+    begins = ids.str.startswith(wanted) & (len(wanted) >= 6)
+    for rows in (ids == wanted, names == wanted, begins):
+        if rows.any():
+            return table[rows].head(1)
+    known = ", ".join(dict.fromkeys(names.head(8)))
+    raise ModelError(f"no run {wanted!r}", hint=f"newest: {known}{or_else}")
 
 
 @dataclass(frozen=True)
@@ -54,8 +143,6 @@ def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[Trac
     Raises:
         ModelError: There is no store, no such run, or it keeps no predictions.
     """
-    from .mlflow_store import connect, runs
-
     table = runs(root)
     chosen = _chosen(table, wanted)
     mlflow = connect(root)
@@ -73,8 +160,6 @@ def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[Trac
 
 
 def _chosen(table: pd.DataFrame, wanted: str) -> pd.DataFrame:
-    from .mlflow_store import EXPERIMENT, PARENT, find_run
-
     if wanted == EXPERIMENT:
         return table
     own = find_run(table, wanted, f"; or {EXPERIMENT}")
