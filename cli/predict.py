@@ -224,12 +224,14 @@ def predict(context: typer.Context, asked: Asked, shown: Shown, operator: Operat
 
         print_answer(shown.json_output, predict_op(operator), print_op)
         return
+    from ..features.devices.catalogue import has_ranges
+
     many = len(asked.programs) > 1 or "," in asked.device or bool(shown.out or shown.plot)
     if shown.json_output and not many:
         refuse(context, "--json, which has all kernels", {"top", "by"})
     if shown.by not in ("kernel", "line", "module"):
         raise typer.BadParameter(f"--by is kernel, line or module, not {shown.by!r}")
-    many = many or _has_ranges(asked.device)
+    many = many or has_ranges(asked.device)
     if many and not asked.cluster:
         table_of = "a table, which has a row for each program and device but no kernels: give one "
         refuse(context, table_of + "PROGRAM and one --device", {"top", "by", "timeline"})
@@ -264,8 +266,7 @@ def _predict_torch(context: typer.Context, asked: Asked, shown: Shown, many: boo
     if many:
         shown.table(asked, by_torch(pytorch, strict=asked.strict), pytorch.devices, here)
     else:
-        own = asked.program
-        shown.one(pytorch.predict(own, here or asked.device, strict=asked.strict))
+        shown.one(pytorch.predict(asked.program, here or asked.device, strict=asked.strict))
 
 
 def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many: bool) -> None:
@@ -281,10 +282,9 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
 
     program = asked.program
     if isinstance(program, TorchProgram):
-        from ..common.errors import ProgramError
-        from ..predict.api import FOR_ONE_DEVICE
+        from ..predict.api import torch_on_cluster
 
-        raise ProgramError(FOR_ONE_DEVICE[0], where=program.name, hint=FOR_ONE_DEVICE[1])
+        raise torch_on_cluster(program.name)
     predict_on_cluster(
         program,
         asked.cluster,
@@ -325,15 +325,6 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
         shown.table(asked, answers, predictor.devices, here)
     else:
         shown.one(predictor.answer(asked.case(asked.program, here or asked.device)))
-
-
-def _has_ranges(device: str) -> bool:
-    """Whether a device file describes several designs."""
-    if Path(device).suffix.lower() not in (".yaml", ".yml"):
-        return False
-    from ..features.devices.catalogue import load_designs
-
-    return len(load_designs(device)) > 1
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,18 @@ if TYPE_CHECKING:
     from .operator.torch_price import TorchPrediction
     from .program.predictor import Prediction, Predictor
 
-#: Why a program of PyTorch is none for a cluster, and what to do.
-FOR_ONE_DEVICE = (
-    "a program of PyTorch is for one device, and a cluster was given",
-    "opcast simulate --hf config.json --cluster … predicts steps of whole models on clusters",
-)
 #: Suffixes of files that :func:`save` writes as text.
 _TEXT = (".mlir", ".txt")
+
+
+def torch_on_cluster(where: str = "") -> ProgramError:
+    """Why a program of PyTorch is none for a cluster, and what to do."""
+    return ProgramError(
+        "a program of PyTorch is for one device, and a cluster was given",
+        where=where,
+        hint="opcast simulate --hf config.json --cluster … predicts steps of whole models on "
+        "clusters",
+    )
 
 
 @overload
@@ -151,7 +156,7 @@ def predict(
                 hint="give a torch.nn.Module with its inputs, an exported program or a .pt2 file",
             )
     elif cluster is not None:
-        raise ProgramError(FOR_ONE_DEVICE[0], hint=FOR_ONE_DEVICE[1])
+        raise torch_on_cluster()
     elif framework != "xla":
         _refuse_compiler_options(lowering, trip_counts, fallback, settings)
         from .operator.torch_framework import TorchPredictor
@@ -279,8 +284,8 @@ def save(
         DeviceError: The device is unknown.
     """
     from ..common.files import write_bytes
-    from ..features.ir.jax_compat import say_platform, write_bytecode
-    from ..features.ir.platforms import platform_here, platform_of
+    from ..features.ir.jax_compat import write_bytecode
+    from ..features.ir.platforms import platform_here, platform_of, say_platform
     from ..features.ir.reader import read_program
     from .devices import is_known, resolve_device
 

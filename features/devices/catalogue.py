@@ -235,6 +235,11 @@ def load_designs(path: Path | str) -> list[Design]:
     ]
 
 
+def has_ranges(device: str) -> bool:
+    """Whether a device is a file that describes several designs."""
+    return Path(device).suffix.lower() in (".yaml", ".yml") and len(load_designs(device)) > 1
+
+
 @cache
 def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
     return device_of_sheet(_with_base(read_sheet(path)))

@@ -182,28 +182,6 @@ def set_counts(module: ir.Module, **counts: int) -> None:
             module.operation.attributes[f"mhlo.num_{name}"] = value
 
 
-#: Attribute of a module in XLA's own dialect for what front ends want kept.
-_FRONTEND, _SAID = "mhlo.frontend_attributes", "opcast_platforms"
-
-
-def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
-    """Copy a module with an attribute that names the platforms it was lowered for."""
-    copy = copy_module(module)
-    with copy.context:
-        said = ir.DictAttr.get({_SAID: ir.StringAttr.get(",".join(platforms))})
-        copy.operation.attributes[_FRONTEND] = said
-    return copy
-
-
-def said_platforms(module: ir.Module) -> tuple[str, ...]:
-    """Return the platforms that a module states it was lowered for; empty if it states none."""
-    with module.context:
-        if _FRONTEND not in module.operation.attributes:
-            return ()
-        own = ir.DictAttr(module.operation.attributes[_FRONTEND])
-        return tuple(ir.StringAttr(own[_SAID]).value.split(",")) if _SAID in own else ()
-
-
 def lowered_platforms(lowered: Any) -> tuple[str, ...]:
     """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it names none."""
     found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
@@ -324,68 +302,6 @@ def with_partitions(data: bytes, count: int, replicas: int = 1) -> ir.Module:
         set_counts(module, replicas=replicas)
     set_counts(module, partitions=count)
     return module
-
-
-def with_shardings(
-    module: ir.Module, arguments: Sequence[str], results: Mapping[int, str], count: int
-) -> ir.Module:
-    """Copy a module of one device, with its arguments cut over several.
-
-    Args:
-        module: StableHLO with a function ``main``.
-        arguments: Sharding of each argument, as XLA writes it.
-        results: Sharding of results, by number. The partitioner decides about the others.
-        count: Devices.
-    """
-    copy = copy_module(module)
-    with module.context:
-        main = functions_of(copy)["main"]
-        kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
-        for side, total, known in (
-            ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
-            ("res_attrs", len(kind.results), results),
-        ):
-            old: Any = main.attributes[side] if side in main.attributes else [None] * total
-            new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
-            main.attributes[side] = ir.ArrayAttr.get(new)
-    set_counts(copy, partitions=count)
-    return copy
-
-
-def _with_sharding(attributes: Any, text: str) -> ir.DictAttr:
-    kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
-    if text:
-        kept["mhlo.sharding"] = ir.StringAttr.get(text)
-    return ir.DictAttr.get(kept)
-
-
-def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
-    """A copy of a module that is partitioned already, its partitions renamed replicas.
-
-    XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
-    nothing is left to partition. With one partition, a collective's groups mean replicas once it
-    has no channel. Ops keep their places in the walk.
-
-    Args:
-        module: StableHLO with explicit collectives and no shardings.
-        count: Its partitions.
-    """
-    copy = copy_module(module)
-    with module.context, ir.Location.unknown():
-        for op in walk_ops(copy):
-            if op.name == "stablehlo.partition_id":
-                with ir.InsertionPoint(op):
-                    own = ir.Operation.create(
-                        "stablehlo.replica_id", results=[op.results[0].type], loc=op.location
-                    )
-                op.results[0].replace_all_uses_with(own.results[0])
-                op.erase()
-                continue
-            for name in ("channel_handle", "channel_id", "use_global_device_ids"):
-                if op.name.startswith("stablehlo.") and name in op.attributes:
-                    del op.attributes[name]
-    set_counts(copy, replicas=count, partitions=1)
-    return copy
 
 
 def backends_started() -> bool:

@@ -178,3 +178,36 @@ def _header_names(source: SourceProgram) -> str:
     names = ("replica_count", "num_partitions")
     names = names if source.kind == "hlo" else ("mhlo.num_replicas", "mhlo.num_partitions")
     return " and ".join(names)
+
+
+def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
+    """A copy of a module that is partitioned already, its partitions renamed replicas.
+
+    XLA's partitioner runs on every module of several partitions, and refuses ``partition_id`` where
+    nothing is left to partition. With one partition, a collective's groups mean replicas once it
+    has no channel. Ops keep their places in the walk.
+
+    Args:
+        module: StableHLO with explicit collectives and no shardings.
+        count: Its partitions.
+    """
+    from jaxlib.mlir import ir
+
+    from .jax_compat import copy_module, set_counts, walk_ops
+
+    copy = copy_module(module)
+    with module.context, ir.Location.unknown():
+        for op in walk_ops(copy):
+            if op.name == "stablehlo.partition_id":
+                with ir.InsertionPoint(op):
+                    own = ir.Operation.create(
+                        "stablehlo.replica_id", results=[op.results[0].type], loc=op.location
+                    )
+                op.results[0].replace_all_uses_with(own.results[0])
+                op.erase()
+                continue
+            for name in ("channel_handle", "channel_id", "use_global_device_ids"):
+                if op.name.startswith("stablehlo.") and name in op.attributes:
+                    del op.attributes[name]
+    set_counts(copy, replicas=count, partitions=1)
+    return copy

@@ -9,6 +9,7 @@ can be taken.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.errors import WARNING
@@ -279,3 +280,31 @@ def _inline(case: ir.Operation, number: int) -> None:
     for result, value in zip(case.results, list(end.operands), strict=True):
         result.replace_all_uses_with(value)
     case.erase()
+
+
+#: Attribute of a module in XLA's own dialect for what front ends want kept.
+_FRONTEND, _SAID = "mhlo.frontend_attributes", "opcast_platforms"
+
+
+def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
+    """Copy a module with an attribute that names the platforms it was lowered for."""
+    from jaxlib.mlir import ir
+
+    from .jax_compat import copy_module
+
+    copy = copy_module(module)
+    with copy.context:
+        said = ir.DictAttr.get({_SAID: ir.StringAttr.get(",".join(platforms))})
+        copy.operation.attributes[_FRONTEND] = said
+    return copy
+
+
+def said_platforms(module: ir.Module) -> tuple[str, ...]:
+    """Return the platforms that a module states it was lowered for; empty if it states none."""
+    from jaxlib.mlir import ir
+
+    with module.context:
+        if _FRONTEND not in module.operation.attributes:
+            return ()
+        own = ir.DictAttr(module.operation.attributes[_FRONTEND])
+        return tuple(ir.StringAttr(own[_SAID]).value.split(",")) if _SAID in own else ()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.errors import ProgramError
 from .jax_function import FunctionCall
-from .platforms import Platform, known_platform
+from .platforms import Platform, known_platform, said_platforms
 from .program import Program
 from .torch.program import TorchProgram, as_torch_program
 from .trip_counts import apply_given
@@ -247,7 +247,7 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
 
 
 def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
-    from .jax_compat import module_counts, said_platforms, with_partitions, write_bytecode
+    from .jax_compat import module_counts, with_partitions, write_bytecode
     from .mlir.shardings import manual_devices
     from .stablehlo_reader import parse
 

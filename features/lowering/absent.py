@@ -14,12 +14,12 @@ from ..devices.device import DeviceSpec
 from ..ir.hlo_reader import parse_hlo
 from ..ir.jax_compat import (
     module_counts,
-    partitions_as_replicas,
     tag_locations,
     walk_ops,
     write_bytecode,
 )
 from ..ir.mlir.locations import SourceOps
+from ..ir.partitioning import partitions_as_replicas
 from ..ir.reader import SourceProgram, TripCounts
 from ..kernels.kernel import LoweredProgram
 from .cache import CachedModule, LocalTarget, LoweringCache, from_data, to_data

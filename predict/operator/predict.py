@@ -16,7 +16,7 @@ from ...common.parquet import read_table
 from ...common.types import JsonObject
 from ...common.units import duration, size
 from ...features.cost.formats import TABLE_FORMATS
-from ...features.devices.catalogue import load_designs
+from ...features.devices.catalogue import has_ranges
 from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
@@ -235,7 +235,7 @@ def _check_named(device: str) -> None:
             f"an operator is predicted for one device, not for {device!r}",
             hint=f"a table of several: opcast export table --op '…' {given} --out FILE.parquet",
         )
-    if Path(device).suffix.lower() in (".yaml", ".yml") and len(load_designs(device)) > 1:
+    if has_ranges(device):
         raise DeviceError(
             "the file has ranges, and an operator is predicted for one design",
             where=device,

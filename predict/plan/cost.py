@@ -14,10 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple, TypeVar
-
-import numpy as np
 
 from ...common.errors import OpcastError
 from ...features.ir.reader import SourceProgram
@@ -32,7 +30,7 @@ from ..devices import cluster_device
 from ..program.predictor import Predictor
 from .arguments import Argument
 from .dimensions import PRODUCTS, Dimensions, Place, Step, product_flops
-from .space import Cuts, Plan, Space, assign
+from .space import Cuts, Plan, Space, assign, cut_parts, fsdp_dimension, group_ranks
 
 #: Share of the computation behind which collectives of parameters and gradients hide. Engineering
 #: estimate: XLA starts them early and waits late, but the last gradients have nothing behind them.
@@ -134,7 +132,7 @@ class Sheet:
         self.micro, self.entry = micro, source.program.entry
         self.found, self.arguments, self.space = found, arguments, space
         self.cluster, self.device = cluster, cluster_device(cluster, predictor.devices)
-        self.tails = _tails(found, space)
+        self.tails = found.tails(space.batch)
         self._kernels(source, predictor.model_for(self.device))
         merged = self._merged()
         made = ((s, self._record(s, reduces=s.place not in merged)) for s in found.steps)
@@ -364,7 +362,7 @@ class Sheet:
     def _seconds(
         self, kind: str, axes: tuple[str, ...], size: int, mesh: tuple[tuple[str, int], ...]
     ) -> float:
-        return xla_time(kind, float(size), _ranks(axes, mesh), self.cluster)[0]
+        return xla_time(kind, float(size), group_ranks(axes, mesh), self.cluster)[0]
 
     def memory(self, plan: Plan) -> float:
         """Bytes of a device at the peak: arguments, and activations by how they are cut."""
@@ -382,57 +380,3 @@ class Sheet:
             for (classes, tail), weight in self.values
         )
         return total + self.activations * share
-
-
-def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
-    """The dimension of a parameter or state that ``fsdp`` cuts too; -1 for none.
-
-    By convention the largest that divides, of those that nothing else cuts; else of all.
-    """
-    parts = sizes.get("fsdp", 1)
-    if parts == 1 or own.role not in ("parameter", "state"):
-        return -1
-    cut = assign(own.classes, cuts)
-    if any("fsdp" in axes for axes in cut):
-        return -1  # it has the batch
-    left = [e // prod(sizes[a] for a in axes) for e, axes in zip(own.type.shape, cut, strict=True)]
-    fit = [d for d, extent in enumerate(left) if extent % parts == 0]
-    return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)
-
-
-def cut_parts(cut: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
-    """Devices among which something is divided, by the axes that cut each of its dimensions."""
-    return prod(sizes[axis] for axes in cut for axis in axes)
-
-
-def _ranks(axes: Sequence[str], mesh: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-    """Ranks of the first group over some axes; devices are numbered as the mesh is, row by row."""
-    shape = [size for _, size in mesh]
-    grid = np.arange(prod(shape)).reshape(shape)
-    own = tuple(slice(None) if axis in axes else slice(1) for axis, _ in mesh)
-    return tuple(int(r) for r in grid[own].ravel())
-
-
-def _tails(found: Dimensions, space: Space) -> set[Place]:
-    """Ops after which nothing has the batch any more: gradients and what updates with them."""
-    makers: dict[tuple[Place, int], list[tuple[Place, int]]] = defaultdict(list)
-    for step in found.steps:
-        for leaf in range(len(step.op.results)):
-            makers[step.place, leaf] += step.operands
-    # Through calls, loops and tuples, which are no steps. What a loop hands on beside the batch,
-    # such as sums of gradients, does not lead to it.
-    for value, origin in found.origins.items():
-        makers[value].append(origin)
-    # Whatever leads to a value with the batch is not a tail.
-    pending = [value for value in found.colours if space.batch & set(found.value_classes(value))]
-    seen = set(pending)
-    while pending:
-        for value in makers[pending.pop()]:
-            if value not in seen:
-                seen.add(value)
-                pending.append(value)
-    return {
-        step.place
-        for step in found.steps
-        if not any((step.place, leaf) in seen for leaf in range(len(step.op.results)))
-    }

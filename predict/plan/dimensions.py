@@ -10,7 +10,7 @@ such as the hidden dimension of each layer's feed-forward, form a *class*: they 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -98,6 +98,34 @@ class Dimensions:
         while value in self.origins:
             value = self.origins[value]
         return value
+
+    def tails(self, classes: Collection[int]) -> set[Place]:
+        """Ops after which no value has a dimension of some classes any more.
+
+        Args:
+            classes: Of the batch, to find gradients and what updates with them.
+        """
+        makers: dict[tuple[Place, int], list[tuple[Place, int]]] = defaultdict(list)
+        for step in self.steps:
+            for leaf in range(len(step.op.results)):
+                makers[step.place, leaf] += step.operands
+        # Through calls, loops and tuples, which are no steps. What a loop hands on beside the
+        # batch, such as sums of gradients, does not lead to it.
+        for value, origin in self.origins.items():
+            makers[value].append(origin)
+        # Whatever leads to a value with the batch is not a tail.
+        pending = [v for v in self.colours if not set(classes).isdisjoint(self.value_classes(v))]
+        seen = set(pending)
+        while pending:
+            for value in makers[pending.pop()]:
+                if value not in seen:
+                    seen.add(value)
+                    pending.append(value)
+        return {
+            step.place
+            for step in self.steps
+            if not any((step.place, leaf) in seen for leaf in range(len(step.op.results)))
+        }
 
 
 def dimensions_of(program: Program) -> Dimensions:

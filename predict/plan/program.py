@@ -17,11 +17,11 @@ from ...features.ir.reader import SourceProgram, read_program
 from ...features.kernels.memory import memory_over_time
 from ...features.lowering.xla import _as_stablehlo
 from .arguments import Argument, arguments_of
-from .cost import Sheet, fsdp_dimension
+from .cost import Sheet
 from .dimensions import PRODUCTS, Dimensions, dimensions_of
 from .micro_batches import accumulation_of
 from .op_axes import is_attention
-from .space import UNCHANGED, Change, Cuts, Plan, Space, assign, space_of
+from .space import UNCHANGED, Change, Cuts, Plan, Space, assign, fsdp_dimension, space_of
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -119,8 +119,7 @@ class PlannedProgram:
                     hint="each must have a row for each of two devices; or give 1",
                 )
             module = made._divided(in_micro_batches, change.micro)
-            at, made = made.layers_at, made._with(module, change)
-            made.layers_at = at
+            made = made._with(module, change)
         return made
 
     @cached_property
@@ -158,9 +157,7 @@ class PlannedProgram:
         from ...features.ir.mlir.micro_batches import one_micro_batch
 
         if parts not in self._parts:
-            made = self._with(self._divided(one_micro_batch, parts), self.change)
-            made.layers_at = self.layers_at
-            self._parts[parts] = made
+            self._parts[parts] = self._with(self._divided(one_micro_batch, parts), self.change)
         return self._parts[parts]
 
     def line_of(self, position: int) -> str:
@@ -176,7 +173,9 @@ class PlannedProgram:
 
     def _with(self, module: ir.Module, change: Change) -> PlannedProgram:
         names = {n: own.name for n, own in enumerate(self.arguments)}
-        return _planned(module, self.source, names, self.batch, change)
+        made = _planned(module, self.source, names, self.batch, change)
+        made.layers_at = self.layers_at
+        return made
 
     def sheet(
         self, cluster: Cluster, predictor: Predictor, plain: PlannedProgram | None = None
@@ -221,8 +220,8 @@ class PlannedProgram:
         that ``fsdp`` cuts are gathered where they are used, and results of products with the batch
         keep their cuts, since XLA's partitioner otherwise chooses by operand sizes.
         """
-        from ...features.ir.jax_compat import with_shardings, write_bytecode
-        from ...features.ir.mlir.shardings import constrained
+        from ...features.ir.jax_compat import write_bytecode
+        from ...features.ir.mlir.shardings import constrained, with_shardings
 
         sizes = plan.sizes
         arguments = [
@@ -373,8 +372,7 @@ def read_planned(
             hint="give the function without shard_map, or the program that was planned; opcast "
             "predict --cluster takes it as it is",
         ) from None
-    names = argument_names(source.module)
-    made = _planned(module, source, names, batch)
+    made = _planned(module, source, argument_names(source.module), batch)
     made.given, made.note = given, note
     return made
 

@@ -213,13 +213,8 @@ class PlanSearch:
                 fewer.setdefault(own.plan.devices, own)
         least = min(full or ordered, key=lambda s: s.memory)
         # What most people do first, over as many devices as the batch and a box have.
-        pure: dict[str, list[Screened]] = {"data": [], "tensor": []}
-        for own in fit:
-            if len(own.plan.mesh) == 1 and own.plan.mesh[0][0] in pure:
-                pure[own.plan.mesh[0][0]].append(own)
-        simple = [
-            max(of, key=lambda s: (s.plan.devices, -s.seconds)).plan for of in pure.values() if of
-        ]
+        pure = ([s for s in fit if list(s.plan.sizes) == [axis]] for axis in ("data", "tensor"))
+        simple = [max(of, key=lambda s: (s.plan.devices, -s.seconds)).plan for of in pure if of]
         meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
         plans: list[Plan] = []
         doubtful = 0
@@ -315,34 +310,32 @@ class PlanSearch:
         return [self.rows[key] for key in by_key if key in self.rows]
 
     def _job(self, cluster: Cluster, left_s: float) -> PlanJob:
-        limit = min(max(left_s, _LEAST_S), 3600.0)
-        return PlanJob(self.case, cluster, limit)
+        return PlanJob(self.case, cluster, min(max(left_s, _LEAST_S), 3600.0))
 
     def _made(
         self, plans: Mapping[str, Plan], started: float, budget_s: float
     ) -> Iterator[PlanRow]:
         """Rows of plans as they come: a pipeline's when all its stages are there."""
-        whole: list[Annotated] = []
-        alike: list[Annotated] = []
-        single: list[Annotated] = []
+        whole: dict[str, bytes] = {}
+        alike: dict[str, bytes] = {}
+        single: dict[str, bytes] = {}
         waiting: dict[str, list[str]] = {}
         for key, plan in plans.items():
             if plan.stages == 1:
-                whole.append((key, self._annotated(plan)))
+                whole[key] = self._annotated(plan)
                 continue
             waiting[key] = []
             for own in self.pipelines_of.of(plan)[0].annotated(plan):
                 # Equal stages, of other plans as well, are compiled once.
                 name = self._named(own.key)
                 waiting[key].append(name)
-                queue = alike if own.several else single
-                if name not in self.stages and all(name != known for known, _ in queue):
-                    queue.append((name, own.data))
+                if name not in self.stages:
+                    (alike if own.several else single)[name] = own.data
         # Programs of stages on one device are for a cluster of one.
-        jobs = (([*whole, *alike], self.cluster), (single, alone(self.cluster)))
+        jobs = ((whole | alike, self.cluster), (single, alone(self.cluster)))
         yield from self._staged(plans, waiting)
         for programs, cluster in jobs:
-            for row in self._judged(programs, started, budget_s, cluster):
+            for row in self._judged(list(programs.items()), started, budget_s, cluster):
                 if row.key in plans:
                     yield row
                 else:
@@ -363,25 +356,24 @@ class PlanSearch:
 
     def _annotated(self, plan: Plan) -> bytes:
         given = self.program.given
-        own = given.compile_input if given and not plan.mesh else None
-        data = self.program.changed(plan.change).annotated(plan) if own is None else own
-        return data.encode() if isinstance(data, str) else data
+        if given and not plan.mesh:
+            data = given.compile_input
+            return data.encode() if isinstance(data, str) else data
+        return self.program.changed(plan.change).annotated(plan)
 
     def _judged(
         self, programs: Sequence[Annotated], started: float, budget_s: float, cluster: Cluster
     ) -> Iterator[PlanRow]:
         """Rows as they come; pieces are handed out as long as there is time."""
-        at_once = self.case.ray or budget_s == float("inf")
-        size = len(programs) if at_once else max(self.case.workers, 1)
+        workers, ray = self.case.workers, self.case.ray
+        size = len(programs) if ray or budget_s == inf else max(workers, 1)
         for first in range(0, len(programs), size or 1):
             left = budget_s - (time.monotonic() - started)
             if left <= 0:
                 return
             job = self._job(cluster, left)
             pieces = [[own] for own in programs[first : first + size]]
-            for rows in run_pieces(
-                judge_plans, job, pieces, self.case.workers, self.case.ray, left
-            ):
+            for rows in run_pieces(judge_plans, job, pieces, workers, ray, left):
                 yield from rows
 
     def _load(self) -> None:

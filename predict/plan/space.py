@@ -17,6 +17,8 @@ from itertools import combinations
 from math import gcd, prod
 from typing import NamedTuple
 
+import numpy as np
+
 from ...common.errors import PlanError
 from .arguments import Argument
 from .case import AXES, PIPELINE
@@ -265,3 +267,32 @@ def assign(
         found[n] = own
         taken.update(own)
     return tuple(found)
+
+
+def fsdp_dimension(own: Argument, cuts: Cuts, sizes: dict[str, int]) -> int:
+    """The dimension of a parameter or state that ``fsdp`` cuts too; -1 for none.
+
+    By convention the largest that divides, of those that nothing else cuts; else of all.
+    """
+    parts = sizes.get("fsdp", 1)
+    if parts == 1 or own.role not in ("parameter", "state"):
+        return -1
+    cut = assign(own.classes, cuts)
+    if any("fsdp" in axes for axes in cut):
+        return -1  # it has the batch
+    left = [e // prod(sizes[a] for a in axes) for e, axes in zip(own.type.shape, cut, strict=True)]
+    fit = [d for d, extent in enumerate(left) if extent % parts == 0]
+    return max(fit, key=lambda d: (not cut[d], left[d]), default=-1)
+
+
+def cut_parts(cut: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> int:
+    """Devices among which something is divided, by the axes that cut each of its dimensions."""
+    return prod(sizes[axis] for axes in cut for axis in axes)
+
+
+def group_ranks(axes: Sequence[str], mesh: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    """Ranks of the first group over some axes; devices are numbered as the mesh is, row by row."""
+    shape = [size for _, size in mesh]
+    grid = np.arange(prod(shape)).reshape(shape)
+    own = tuple(slice(None) if axis in axes else slice(1) for axis, _ in mesh)
+    return tuple(int(r) for r in grid[own].ravel())

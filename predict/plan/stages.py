@@ -24,10 +24,9 @@ from ...features.lowering.repeated_layers.stages import (
 )
 from ...simulate.step.pipeline import in_flight
 from .arguments import Argument
-from .cost import cut_parts
 from .dimensions import Step
 from .program import PlannedProgram, Spec
-from .space import Change, Plan, assign
+from .space import Change, Plan, assign, cut_parts
 
 if TYPE_CHECKING:
     from jaxlib.mlir import ir
@@ -122,8 +121,8 @@ class StagedProgram:
         Args:
             plan: The plan, with its pipeline.
         """
-        from ...features.ir.jax_compat import with_shardings, write_bytecode
-        from ...features.ir.mlir.shardings import constrained
+        from ...features.ir.jax_compat import write_bytecode
+        from ...features.ir.mlir.shardings import constrained, with_shardings
 
         inside, made = plan.inside, []
         sizes = inside.sizes

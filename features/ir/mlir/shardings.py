@@ -10,7 +10,7 @@ gets a constraint to that effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -351,3 +351,36 @@ def substitute(
             if value in known:
                 inner.operands[number] = known[value]
     return ops
+
+
+def with_shardings(
+    module: ir.Module, arguments: Sequence[str], results: Mapping[int, str], count: int
+) -> ir.Module:
+    """Copy a module of one device, with its arguments cut over several.
+
+    Args:
+        module: StableHLO with a function ``main``.
+        arguments: Sharding of each argument, as XLA writes it.
+        results: Sharding of results, by number. The partitioner decides about the others.
+        count: Devices.
+    """
+    copy = copy_module(module)
+    with module.context:
+        main = functions_of(copy)["main"]
+        kind: Any = ir.TypeAttr(main.attributes["function_type"]).value
+        for side, total, known in (
+            ("arg_attrs", len(kind.inputs), dict(enumerate(arguments))),
+            ("res_attrs", len(kind.results), results),
+        ):
+            old: Any = main.attributes[side] if side in main.attributes else [None] * total
+            new = [_with_sharding(own, known.get(n, "")) for n, own in enumerate(old)]
+            main.attributes[side] = ir.ArrayAttr.get(new)
+    set_counts(copy, partitions=count)
+    return copy
+
+
+def _with_sharding(attributes: Any, text: str) -> ir.DictAttr:
+    kept = {own.name: own.attr for own in attributes} if attributes is not None else {}
+    if text:
+        kept["mhlo.sharding"] = ir.StringAttr.get(text)
+    return ir.DictAttr.get(kept)
