@@ -31,9 +31,7 @@ from .from_dataclass import names_of
 from .options import print_json, refuse, workload_of
 
 if TYPE_CHECKING:
-    from ..features.devices.catalogue import Design
     from ..features.devices.device import DeviceSpec
-    from ..models.operators import OpModel
     from ..predict.operator.step_operators import OperatorLatency
 
 
@@ -143,19 +141,11 @@ def export_table(
     The operators come from grids (--op), the kernels from programs; each row has an interval. A
     device file with ranges gives rows for each design, and a column for each range.
     """
-    import pandas as pd
-
     from ..common.errors import DatasetError
     from ..common.parquet import write_table
-    from ..features.lowering.lower import lower
-    from ..predict.devices import generation_note
-    from ..predict.export.latency_table import (
-        expand_ops,
-        kernel_table,
-        operator_table,
-        with_figures,
-    )
-    from ..predict.program.many import find_chips
+    from ..models.operators import OpModel
+    from ..predict.export.latency_table import latency_table
+    from ..predict.locate import find_model
     from ..predict.program.predictor import load
 
     if not op and not programs:
@@ -164,29 +154,10 @@ def export_table(
         refuse(context, "a table without operators (--op)", {"model"})
     if not programs:
         refuse(context, "a table without programs", {"kernels", "lowering"})
-    parts = []
-    designs: list[Design] = []
-    if op:
-        designs = [own for chip in find_chips(device, {}) for own in chip.designs]
-        texts = [t for grid in op for t in expand_ops(grid)]
-        specs = {own.device.name: own.device for own in designs}
-        parts.append(operator_table(texts, specs, _operators(model)))
-    if programs:
-        predictor = load(kernels)
-        # Kernels may be of devices that the model was trained on; operators only of described ones.
-        for chip in find_chips(device, predictor.devices):
-            designs += chip.designs
-            for program in programs:
-                # A table of many programs should not end at the first that the compiler refuses.
-                # Designs share the kernels of the first, as tables of programs have them.
-                lowered = lower(program, lowering, device=chip.designs[0].device, fallback="op")
-                for _, spec in chip.designs:
-                    parts.append(kernel_table(lowered, spec, predictor.model_for(spec)))
-    # Programs share kernels, and grids may overlap.
-    table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
-    table = with_figures(table, designs)
-    said = [note for own in designs for note in generation_note(own.device)]
-    for note in dict.fromkeys(said):
+    operators = OpModel.load(find_model(model)) if op and model != "roofline" else None
+    predictor = load(kernels) if programs else None
+    table, notes = latency_table(device, op, operators, programs, predictor, lowering)
+    for note in notes:
         typer.echo(f"note: {note}", err=True)
     write_table(table, out)
     wrote(out, f"{len(table)} rows")
@@ -195,7 +166,7 @@ def export_table(
 def _priced(device: str, model: str) -> tuple[DeviceSpec, OperatorLatency]:
     """A device, and what operators take on it; warns where ``predict --op`` differs from that."""
     from ..predict.devices import resolve_device
-    from ..predict.operator.step_operators import OperatorLatency
+    from ..predict.operator.step_operators import OperatorLatency, load_step_model
 
     spec = resolve_device(device, {})
     if not spec.runs_cuda:
@@ -205,7 +176,7 @@ def _priced(device: str, model: str) -> tuple[DeviceSpec, OperatorLatency]:
             "predict --op may differ by more than its interval",
             err=True,
         )
-    return spec, OperatorLatency(spec, _operators(model))
+    return spec, OperatorLatency(spec, load_step_model(model))
 
 
 def export_vidur(
@@ -278,13 +249,13 @@ def export_simai(
     from ..common.files import write_text
     from ..predict.devices import cluster_device
     from ..predict.export.simulators import simai_workload
-    from ..predict.operator.step_operators import OperatorLatency
+    from ..predict.operator.step_operators import OperatorLatency, load_step_model
     from ..simulate.clusters.catalogue import find_cluster
     from ..simulate.step.plan import parse_plan
     from ..simulate.step.workload import read_workload
 
     where = find_cluster(cluster)
-    latency = OperatorLatency(cluster_device(where), _operators(model))
+    latency = OperatorLatency(cluster_device(where), load_step_model(model))
     work = read_workload(workload, settings)
     text = simai_workload(work, parse_plan(plan), where.size, latency)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -303,12 +274,12 @@ def export_calculon(
     from ..common.files import write_text
     from ..predict.devices import cluster_device
     from ..predict.export.simulators import calculon_system
-    from ..predict.operator.step_operators import OperatorLatency
+    from ..predict.operator.step_operators import OperatorLatency, load_step_model
     from ..simulate.clusters.catalogue import find_cluster
 
     where = find_cluster(cluster)
     spec = cluster_device(where)
-    system = calculon_system(where, spec, OperatorLatency(spec, _operators(model)))
+    system = calculon_system(where, spec, OperatorLatency(spec, load_step_model(model)))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(system, indent=1) + "\n")
     wrote(out, f"{where.name}, {where.size} devices")
@@ -390,16 +361,6 @@ def import_chakra(
         write_trace(run.chrome_trace(), timeline)
         wrote(timeline, "Chrome trace")
     _print(run.summary(), "{ranks} ranks, {nodes} nodes, {step_us:,.0f} µs", json_output)
-
-
-def _operators(model: str) -> OpModel | None:
-    """Load the operator model; ``None`` for the plain roofline."""
-    if model == "roofline":
-        return None
-    from ..models.operators import OpModel
-    from ..predict.locate import find_model
-
-    return OpModel.load(find_model(model))
 
 
 def _print(result: JsonObject, title: str, json_output: bool) -> None:

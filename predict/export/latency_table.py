@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,65 @@ from ...common.interval import LATENCY_KEYS, latency_fields
 from ...features.devices.catalogue import Design
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
+from ...features.lowering.lower import lower
 from ...features.operators import op_features
 from ...features.operators.query import parse_op
 from ...features.operators.schema import FAMILIES, PARAMETERS
 from ...models.cost_model import CostModel
 from ...models.operators import OpModel
+from ..devices import generation_note
 from ..operator.prices import ROOFLINE_FACTOR
+from ..program.many import find_chips
+from ..program.predictor import Predictor
 
 #: Columns of a table. ``shape`` is JSON; times are per execution, in microseconds.
 COLUMNS = ("op", "shape", "dtype", "device", *LATENCY_KEYS, "source", "in_domain")
 #: Largest table: a grid of more rows is taken for a mistake. Engineering estimate.
 MOST_ROWS = 1_000_000
+
+
+def latency_table(
+    devices: Sequence[str],
+    grids: Sequence[str],
+    operators: OpModel | None,
+    programs: Sequence[Path],
+    kernels: Predictor | None,
+    lowering: str,
+) -> tuple[pd.DataFrame, list[str]]:
+    """Tabulate operators of grids and kernels of programs, of every design of every device.
+
+    Args:
+        devices: Names or files, which may have ranges.
+        grids: As of :func:`expand_ops`.
+        operators: Model of operators; ``None`` for the analytical estimate.
+        programs: Files.
+        kernels: Predictor of their kernels; ``None`` without programs.
+        lowering: Lowering of the programs.
+
+    Returns:
+        Columns :data:`COLUMNS` and one for each range, and notes on the devices.
+    """
+    parts = []
+    designs: list[Design] = []
+    if grids:
+        designs = [own for chip in find_chips(devices, {}) for own in chip.designs]
+        texts = [text for grid in grids for text in expand_ops(grid)]
+        specs = {own.device.name: own.device for own in designs}
+        parts.append(operator_table(texts, specs, operators))
+    if kernels is not None:
+        # Kernels may be of devices that the model was trained on; operators only of described ones.
+        for chip in find_chips(devices, kernels.devices):
+            designs += chip.designs
+            for program in programs:
+                # A table of many programs should not end at the first that the compiler refuses.
+                # Designs share the kernels of the first, as tables of programs have them.
+                lowered = lower(program, lowering, device=chip.designs[0].device, fallback="op")
+                for _, spec in chip.designs:
+                    parts.append(kernel_table(lowered, spec, kernels.model_for(spec)))
+    # Programs share kernels, and grids may overlap.
+    table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
+    notes = [note for own in designs for note in generation_note(own.device)]
+    return with_figures(table, designs), list(dict.fromkeys(notes))
 
 
 def expand_ops(text: str) -> list[str]:
