@@ -13,8 +13,8 @@ from ...common.errors import OpcastError
 from ...common.files import parse_json, parse_yaml
 from ...common.types import JsonObject
 from ..step.configs import read_config
-from ..step.presets import Recurrence, find_preset
-from ..step.workload import ALIASES, FAMILIES, make_workload, read_workload
+from ..step.presets import Recurrence, family_settings, find_preset
+from ..step.workload import ALIASES, make_workload, read_workload
 from .formats import Formats, format_in, in_formats
 from .served import ServedModel
 
@@ -97,7 +97,7 @@ def served_by_name(
         work = make_workload("llama", {**config.settings, **given})
     elif files and name.lower().endswith((".yaml", ".yml")):
         work = read_workload(name, [f"{key}={value}" for key, value in given.items()])
-    elif name in FAMILIES:
+    elif name in family_settings():
         work = make_workload(name, given)
     elif "sizes" in entry:
         recurrent, own = cast("int", entry.get("linear_layers", 0)), format_in(name)

@@ -86,13 +86,18 @@ def preset_names() -> list[str]:
     return list(_read()[0])
 
 
+def family_settings() -> dict[str, dict[str, object]]:
+    """Settings of each family in which it differs from the defaults of ``Workload``."""
+    return _read()[2]
+
+
 def close_names(name: str) -> list[str]:
     """Names like one that is not known."""
     return difflib.get_close_matches(name.lower(), preset_names(), 4, 0.5)
 
 
 @cache
-def _read() -> tuple[dict[str, Preset], dict[str, str]]:
+def _read() -> tuple[dict[str, Preset], dict[str, str], dict[str, dict[str, object]]]:
     data: Any = parse_yaml(_FILE.read_text(encoding="utf-8"))
     presets = {}
     for family in data["families"].values():
@@ -102,4 +107,4 @@ def _read() -> tuple[dict[str, Preset], dict[str, str]]:
             of_steps = (*family.get("step_notes", ()), *settings.pop("step_notes", ()))
             published = float(settings.pop("published")) * 1e9
             presets[name] = Preset(settings, notes, of_steps, published, family["source"])
-    return presets, data["unsupported"]
+    return presets, data["unsupported"], data["workloads"]

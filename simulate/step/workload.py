@@ -12,7 +12,7 @@ from ...common.units import plain
 from ...features.cost.formats import FORMATS
 from ...features.operators.op import attention_flops, visible_pairs
 from .configs import read_config
-from .presets import Preset, close_names, find_preset, unsupported
+from .presets import Preset, close_names, family_settings, find_preset, unsupported
 from .settings import build, read_pairs
 
 #: Formats of parameters and activations.
@@ -33,42 +33,6 @@ ALIASES = {"dim": "d_model", "hidden": "d_ff", "sequence": "seq", "n_layers": "l
 #: instead of computed with.
 MOST = {"layers": 10_000, "d_model": 10**6, "d_ff": 10**7, "vocab": 10**8, "seq": 10**8,
         "batch": 10**7, "heads": 10**5, "experts": 10**5}  # fmt: skip
-#: Settings of families that differ from the defaults of :class:`Workload`, which are llama's.
-FAMILIES: dict[str, dict[str, object]] = {
-    "llama": {},
-    # Experts as in Mixtral 8x7B (Jiang et al., 2024).
-    "moe": {"experts": 8, "top_k": 2},
-    # GPT-2 medium (Radford et al., 2019).
-    "gpt": {
-        "kv_heads": 0,
-        "gated": False,
-        "norm": "layernorm",
-        "rope": False,
-        "tied": True,
-        "vocab": 50257,
-        "d_model": 1024,
-        "heads": 16,
-        "d_ff": 4096,
-        "layers": 24,
-        "seq": 1024,
-    },
-    # BERT base (Devlin et al., NAACL 2019), which predicts the 15 % of tokens that are masked.
-    "bert": {
-        "kv_heads": 0,
-        "gated": False,
-        "norm": "layernorm",
-        "rope": False,
-        "tied": True,
-        "causal": False,
-        "vocab": 30522,
-        "d_model": 768,
-        "heads": 12,
-        "d_ff": 3072,
-        "layers": 12,
-        "seq": 512,
-        "head_share": 0.15,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -338,7 +302,8 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     Raises:
         PlanError: The family or a key is unknown, or the sizes do not fit.
     """
-    known = FAMILIES[family] if family in FAMILIES else _named(family).settings
+    families = family_settings()
+    known = families[family] if family in families else _named(family).settings
     values = {ALIASES.get(k, k): v for k, v in settings.items()}
     return build(Workload, values, f"workload {family}", **known)
 
@@ -350,8 +315,8 @@ def _named(name: str) -> Preset:
         nearby = f"close to it: {', '.join(close)}; " if close else ""
         raise PlanError(
             f"no workload {name!r} is known",
-            hint=f"{nearby}families: {', '.join(FAMILIES)}; models: docs/simulate.md; or a "
-            "config.json (--hf)",
+            hint=f"{nearby}families: {', '.join(family_settings())}; models: docs/simulate.md; "
+            "or a config.json (--hf)",
         )
     return preset
 
@@ -360,7 +325,7 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
     """Read a workload from a name or a file; settings take precedence.
 
     Args:
-        text: A key of :data:`FAMILIES`, a model of ``presets.yaml``, a YAML file with ``family``
+        text: A family or a model of ``presets.yaml``, a YAML file with ``family``
             and sizes, or a model's ``config.json``.
         settings: Texts such as ``layers=32,d_model=4096``, or sizes by name.
 
@@ -405,7 +370,7 @@ def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:
         # Serving knows some that no step can describe.
         found = None
     else:
-        found = None if text in FAMILIES else find_preset(text)
+        found = None if text in family_settings() else find_preset(text)
     if found is None:
         return ()
     return found.notes if served else (*found.notes, *found.step_notes)
