@@ -203,10 +203,6 @@ def audit(
         raise typer.Exit(1)
 
 
-#: TPUs of the catalogue for which libtpu compiles without the device, and so gives estimates.
-GENERATIONS = ("tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e")
-
-
 def data_compile(
     out: Out,
     device: Devices = (),
@@ -233,10 +229,11 @@ def data_compile(
     from ..datagen.compile.plan import CompilePlan
     from ..datagen.compile.run import compile_dataset, merge_dataset
     from ..features.devices.catalogue import find_typed
+    from ..features.lowering.target_compiler.target import compiled_tpus
 
     result = compile_dataset(
         out,
-        [find_typed(name) for name in device or GENERATIONS],
+        [find_typed(name) for name in device or compiled_tpus()],
         budget,
         plan=CompilePlan(ops, random, suite, seed, zoo, large),
     )
@@ -260,6 +257,7 @@ def data_agree(
 ) -> None:
     """Compare the TPU compiler's estimates with a model's."""
     from ..features.devices.catalogue import find_typed
+    from ..features.lowering.target_compiler.target import compiled_tpus
     from ..predict.program.predictor import load
     from ..workflows.check import agreement, print_agreement
 
@@ -267,7 +265,7 @@ def data_agree(
     rows = [
         agreement(path, find_typed(name), predictor)
         for path in program
-        for name in device or GENERATIONS
+        for name in device or compiled_tpus()
     ]
     if json_output:
         print_json([asdict(row) for row in rows])
@@ -289,11 +287,11 @@ def data_simulate(
 
     The default device is tpu-v3, or this machine with iree. A run that was stopped resumes.
     """
+    from ..predict.devices import shown_devices
     from ..workflows.label_with_simulator import simulate_dataset
 
-    # IREE runs the kernels on this machine; SCALE-Sim and ZigZag model devices with systolic
-    # arrays.
-    devices = device or (["local"] if tool == "iree" else ["tpu-v3"])
+    # IREE runs the kernels on this machine.
+    devices = device or (["local"] if tool == "iree" else shown_devices("simulators"))
     for name in devices:
         done = simulate_dataset(out, program, name, tool, lowering=lowering, family=family)
         wrote(

@@ -50,14 +50,14 @@ def program(
     if compare == "none":
         refuse(context, "a page without comparison (--compare none)", {"compare_lowering"})
     from ..features.lowering.options import LoweringOptions
-    from ..predict.devices import resolve_device
-    from ..predict.page.report import DEVICES, ReportOptions, report_page
+    from ..predict.devices import resolve_device, shown_devices
+    from ..predict.page.report import ReportOptions, report_page
     from ..predict.program.predictor import load_for_programs
 
     predictor = load_for_programs(model)
     place = measured_device(device, predictor.model.devices)
     others = [name.strip() for name in compare.split(",") if name.strip()]
-    names = () if compare == "none" else tuple(others) or DEVICES
+    names = () if compare == "none" else tuple(others) or shown_devices("reports")
     for name in others if names else ():
         resolve_device(name, predictor.devices)  # report an unknown name before the work starts
     options = ReportOptions(

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
-from ..common.files import file_stamp, printable
+from ..common.files import file_stamp, parse_yaml, printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
     closest_names,
@@ -91,6 +92,19 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
             hint="add device: NAME to its file",
         )
     return resolve_device(cluster.device, known or {})
+
+
+@cache
+def shown_devices(where: str) -> tuple[str, ...]:
+    """Names of devices that are taken where a user names none.
+
+    Args:
+        where: A key of ``shown_devices.yaml``.
+    """
+    file = Path(__file__).with_name("shown_devices.yaml")
+    lists = parse_yaml(file.read_text(encoding="utf-8"))
+    assert isinstance(lists, dict)
+    return tuple(lists[where])
 
 
 def generation_note(spec: DeviceSpec) -> tuple[str, ...]:

@@ -25,8 +25,6 @@ STEP: tuple[str, JsonObject] = (
 #: Seconds of the first section, which the compilers share; what a chip needs without one; and
 #: the least that each compiler gets, however slow the machine. opcast's own rules take over then.
 COMPILE_S, RESERVE_S, LEAST_S = 60.0, 5.0, 15.0
-#: Absent chips; the page shows the first.
-ABSENT = ("h100-sxm", "a100-sxm-80gb", "tpu-v5e")
 #: Programs that are predicted and then run here; none of them is among what calibrating measures.
 PROGRAMS: tuple[tuple[str, JsonObject], ...] = (
     ("resnet", {"depth": 18, "width": 32, "image": 64, "batch": 8, "mode": "train"}),
@@ -57,6 +55,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
         Predicted and measured times, one result per program.
     """
     from ..datagen.zoo import export
+    from ..predict.devices import shown_devices
     from ..predict.program.predictor import load
     from .check import check_programs
 
@@ -78,7 +77,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
     console.rule("5. next")
     # Printed whole whatever the width, so that they can be copied.
     for line in (
-        f"your own step:  opcast predict your_module.py:step --device {ABSENT[0]}",
+        f"your own step:  opcast predict your_module.py:step --device {shown_devices('demo')[0]}",
         f"on this machine: opcast check your_module.py:step --model {out / 'model'}",
     ):
         console.print(line, soft_wrap=True)
@@ -86,7 +85,7 @@ def run_demo(console: Console, out: Path, budget_s: float) -> list[CheckResult]:
 
 
 def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
-    """Predict :data:`STEP` for :data:`ABSENT`, and write the page of the first.
+    """Predict :data:`STEP` for chips that are absent, and write the page of the first.
 
     The chip's own compiler makes the kernels where it is installed and quick enough, else opcast's
     own rules.
@@ -95,18 +94,22 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
     from ..common.progress import wrote
     from ..common.units import duration
     from ..datagen.zoo import export
+    from ..features.devices.catalogue import find_device
+    from ..features.ir.platforms import platform_of
     from ..features.lowering.options import LoweringOptions
     from ..features.lowering.target_compiler.process import CompileSettings
+    from ..predict.devices import shown_devices
     from ..predict.page.report import ReportOptions, report_page
 
     family, sizes = STEP
     until = time.monotonic() + COMPILE_S
-    for place, device in enumerate(ABSENT):
+    absent = shown_devices("demo")
+    for place, device in enumerate(absent):
         # Lowered for each platform, since JAX writes a function differently for each.
         path = out / f"step-{device}.mlir"
-        export(family, sizes, path, platform="tpu" if device.startswith("tpu") else "cuda")
+        export(family, sizes, path, platform=platform_of(find_device(device)).name)
         # Time that earlier chips have not used goes to later ones.
-        others = RESERVE_S * (len(ABSENT) - place)
+        others = RESERVE_S * (len(absent) - place)
         allowed = max(LEAST_S, until - time.monotonic() - others)
         limits = CompileSettings(timeout_s=allowed)
         p = predictor.predict(path, device=device, fallback="fused", settings=limits)
@@ -117,7 +120,7 @@ def print_absent(console: Console, predictor: Predictor, out: Path) -> None:
         if p.lowering == "fused":
             why = next((n for n in p.notes if n.startswith("lowering fused instead")), "")
             console.print(f"  {why or 'by its own rules, not by the compiler'}")
-        if device == ABSENT[0]:
+        if device == absent[0]:
             lowering = LoweringOptions(p.lowering, device)
             options = ReportOptions(lowering, compare=(), title=f"{family} {sizes['mode']} step")
             page = out / "step.html"

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from ...common.errors import DeviceError
+from ...common.files import parse_yaml
 from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -27,10 +29,10 @@ from .boosted import BoostedParams, XGBoostEstimator
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
 #: Source of a kernel's time that the compiler states.
 COMPILER = "compiler"
-#: Measured over estimated time by device: two steps of Llamas on eight v3 cores give 0.90 and
-#: 0.88; products with their epilogues, of tokamax's tables compiled anew, 0.95 on v5p and 0.97 on
-#: v6e (docs/tpu.md). Of others nothing was measured: their estimates are taken as they are.
-MEASURED: Mapping[str, float] = {"tpu-v3": 0.89, "tpu-v5p": 0.95, "tpu-v6e": 0.97}
+_FILE = parse_yaml(Path(__file__).with_name("tpu.yaml").read_text(encoding="utf-8"))
+assert isinstance(_FILE, dict)
+#: Measured over estimated time by device; estimates of others are taken as they are.
+MEASURED: Mapping[str, float] = _FILE["measured_over_estimated"]
 #: Times the roofline and the floor within which three quarters of the compiler's estimates of
 #: fusions and copies above 20 µs lie (dataset ``datagen/datasets/tpu``, v5e).
 UNSEEN = 4.0

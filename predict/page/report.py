@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...common.errors import OpcastError
@@ -14,7 +14,7 @@ from ...features.kernels.kernel import LoweredProgram
 from ...features.kernels.provenance import ModulePaths
 from ...features.lowering.lower import lower, lower_with
 from ...features.lowering.options import DEFAULTS, LoweringOptions
-from ..devices import resolve_device
+from ..devices import resolve_device, shown_devices
 from ..program.explain import ProgramExplanation, explain_lowered
 from ..program.predictor import Prediction, Predictor
 from .assemble import Page, assemble, rounded, short
@@ -29,8 +29,6 @@ SCRIPTS = (
     "table.js",
     "report.js",
 )
-#: Default devices of the comparison: GPUs and TPUs of several generations, all of the catalogue.
-DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
 #: Default lowering of the comparison: no compiler needed, seconds per device.
 LOWERING = "fused"
 #: Lowering shown for a program that is optimised already.
@@ -56,7 +54,7 @@ class ReportOptions:
     """
 
     lowering: LoweringOptions = DEFAULTS
-    compare: Sequence[str] = DEVICES
+    compare: Sequence[str] = field(default_factory=lambda: shown_devices("reports"))
     compare_lowering: str = LOWERING
     title: str = ""
 

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 import opcast
 from opcast.cli import app
-from opcast.cli.data import GENERATIONS
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering import lower as lowering
+from opcast.features.lowering.target_compiler.target import compiled_tpus
 from opcast.workflows.check import agreement
 
 DATA = Path(__file__).parents[1] / "features" / "data" / "absent"
@@ -34,7 +34,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(lowering, "lower", lower)
 
 
-@pytest.mark.parametrize("device", GENERATIONS)
+@pytest.mark.parametrize("device", compiled_tpus())
 def test_every_tpu_of_the_catalogue_is_answered_by_its_model(device: str) -> None:
     assert opcast.load().model_for(find_device(device)).name == "tpu-xgboost"
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from opcast.features.devices.device import local_device_name
 from opcast.models.cost_model import CostModel
-from opcast.models.tracking.mlflow_store import runs
-from opcast.predict.devices import measured_path
+from opcast.models.tracking.tracked_runs import runs
+from opcast.predict.devices import measured_path, shown_devices
 from opcast.predict.locate import find_model
 from opcast.workflows import demo
 from opcast.workflows.profile import local_now
@@ -57,7 +57,7 @@ def test_the_demo_in_its_order(home, probe, monkeypatch):
     places = [text.index(f"{n}. ") for n in (1, 2, 3, 4, 5)]
     assert places == sorted(places)
     first = text[: places[1]]
-    for chip in demo.ABSENT:
+    for chip in shown_devices("demo"):
         assert f"llama train step on {chip}: " in first
     # A line below says where they were not lowered by their compilers, and why if it is known.
     fused = first.count(", fused\n")

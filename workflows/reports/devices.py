@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from .device_checks import Check
     from .settings import DeviceReportSettings
 
-#: Default devices of the report: GPUs and TPUs whose compilers run without the device.
-DEVICES = ("h100-sxm", "a100-sxm-80gb", "v100-sxm", "l4", "tpu-v3", "tpu-v4", "tpu-v5e", "tpu-v5p")
-
 
 def run_device_report(
     console: Console, settings: DeviceReportSettings
@@ -39,14 +36,15 @@ def run_device_report(
     """
     from ...common.files import write_text
     from ...common.progress import tracked, wrote
-    from ...predict.devices import resolve_device
+    from ...predict.devices import resolve_device, shown_devices
     from ...predict.program.predictor import load
     from .device_checks import physics_checks
 
     lowering, out = settings.lowering, settings.out
     chosen = known_programs(settings.programs)
     predictor = load()
-    specs = [resolve_device(name, predictor.devices) for name in settings.devices or DEVICES]
+    names = settings.devices or shown_devices("reports")
+    specs = [resolve_device(name, predictor.devices) for name in names]
     # Before the first of a hundred lowerings.
     _require_compilers(specs, lowering)
     count = len(chosen) * len(specs)

@@ -28,7 +28,7 @@ class DeviceReportSettings(Settings):
     """Settings of ``opcast report devices``.
 
     Attributes:
-        devices: Names or device files; none for ``DEVICES`` of :mod:`.devices`.
+        devices: Names or device files; none for those of ``shown_devices.yaml``.
     """
 
     command: ClassVar[str] = "report devices"

@@ -134,6 +134,13 @@ def tpu_topology(generation: str, count: int) -> str:
     return f"{generation}:{'x'.join(map(str, sides))}"
 
 
+def compiled_tpus() -> list[str]:
+    """TPUs of the catalogue that libtpu compiles for, and of whose kernels it so has estimates."""
+    from ...devices.catalogue import device_names, find_device
+
+    return [name for name in device_names() if find_device(name).compiler.get("target") in _TPU]
+
+
 def _described(device: DeviceSpec) -> DeviceSpec:
     """Return the device if it names its compiler's target, else the catalogue's of its name."""
     from ...devices.catalogue import find_device, in_catalogue

@@ -23,6 +23,7 @@ from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.target_compiler import target as compile_target
 from opcast.features.table.roofline import roofline
 from opcast.models.core.base import KernelPrediction
+from opcast.predict.devices import shown_devices
 from opcast.predict.program.predictor import Predictor
 from opcast.workflows.reports.device_checks import (
     DOUBLED,
@@ -42,7 +43,6 @@ from opcast.workflows.reports.device_rows import (
 )
 from opcast.workflows.reports.devices import (
     COLUMNS,
-    DEVICES,
     check_lines,
     markdown,
     run_device_report,
@@ -218,7 +218,7 @@ def everywhere(predictor: Predictor) -> Iterator[list[DeviceRow]]:
     """Small programs on all devices of the report, with kernels by our own rules."""
     programs = ("mlp batch=64 width=256 mode=train", "bert layers=1 dim=128 heads=2 hidden=512")
     sources = [build_program(text) for text in programs]
-    devices = [find_device(name) for name in DEVICES]
+    devices = [find_device(name) for name in shown_devices("reports")]
     yield [device_row(predictor, str(i), s, d, "fused") for i, s in enumerate(sources)
            for d in devices]  # fmt: skip
 
@@ -231,7 +231,7 @@ def test_no_device_undercuts_its_roofline(everywhere: list[DeviceRow]) -> None:
 
 @pytest.mark.slow
 def test_no_device_is_faster_with_twice_the_batch(predictor: Predictor) -> None:
-    devices = [find_device(name) for name in DEVICES]
+    devices = [find_device(name) for name in shown_devices("reports")]
     text = "mlp width=512 layers=3 mode=train"
     once, twice = (
         [device_row(predictor, "mlp", build_program(text, batch=b), d, "fused") for d in devices]
@@ -239,7 +239,7 @@ def test_no_device_is_faster_with_twice_the_batch(predictor: Predictor) -> None:
     )
     found = larger_batches(once, twice)
     assert found.passed, found.failures
-    assert found.cases == len(DEVICES)
+    assert found.cases == len(shown_devices("reports"))
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_devices_come_in_the_order_of_their_data_sheets(
 ) -> None:
     # Labels of GPUs are measured times, those of TPUs a compiler's: between the two the report
     # says what is out of order.
-    devices = [d for d in map(find_device, DEVICES) if d.platform == platform]
+    devices = [d for d in map(find_device, shown_devices("reports")) if d.platform == platform]
     for check in device_orders(predictor, devices, "fused"):
         assert check.passed, check.failures
         assert check.cases == len(devices) * (len(devices) - 1) / 2
