@@ -129,7 +129,7 @@ def with_speed(spec: DeviceSpec, speed: Comparison) -> DeviceSpec:
     """Describe a device that now runs at another speed than when it was measured.
 
     Ceilings stay as measured, because models are calibrated to them; predictions scale
-    kernels by the class of their work (``models/adapt/present_speed.py``).
+    kernels by the class of their work (``models/adapt/device_correction.py``).
     """
     extra = {name: value for name, value in spec.extra.items() if name != SPEED}
     return replace(spec, extra=extra | ({SPEED: dict(speed.ratios)} if speed.ratios else {}))

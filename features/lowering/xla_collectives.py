@@ -5,7 +5,7 @@ are computed twice (CSE), turn an all-reduce of which every device keeps its own
 reduce-scatter (ReduceScatterCreator), and add before they reduce (AllReduceReassociate,
 ReduceScatterReassociate). A program that no compiler has seen would otherwise communicate far more
 than what runs. That collectives are combined afterwards is the matter of
-:mod:`opcast.simulate.program.collective_passes`.
+:mod:`opcast.simulate.program.nodes`.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ from ...models.steps.model import shipped_steps
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
-from ...simulate.program.collective_passes import combine_all
-from ...simulate.program.nodes import Node, check_devices, program_nodes
+from ...simulate.program.nodes import Node, check_devices, combine_all, program_nodes
 from ...simulate.program.streams import StreamRun, run_streams
 from ..devices import cluster_device, resolve_device
 from ..program.prediction import model_notes

@@ -36,7 +36,7 @@ from .space import Cuts, Plan, Space, assign, cut_parts, fsdp_dimension, group_r
 #: estimate: XLA starts them early and waits late, but the last gradients have nothing behind them.
 _HIDDEN = 0.6
 #: Bytes up to which XLA's combiner passes join collectives, as in
-#: ``simulate/program/collective_passes.py``.
+#: ``simulate/program/nodes.py``.
 _COMBINED = 30 * 2**20
 
 

@@ -194,7 +194,7 @@ class Predictor:
         isolated = capped_kernels(kernels, lowered.kernels, device, cap)
         kernels, program = model.predict_in_program(lowered, device, isolated)
         if (speed := speed_of(device)).ratios:
-            from ...models.adapt.present_speed import (
+            from ...models.adapt.device_correction import (
                 at_higher_speed,
                 at_present_speed,
                 program_at_present_speed,

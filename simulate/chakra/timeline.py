@@ -16,7 +16,7 @@ import numpy as np
 
 from ...common.chrome_trace import ChromeTrace
 from ...common.errors import DatasetError
-from ..dependencies import Dependencies
+from ..program.list_schedule import Dependencies
 from .messages import EtNode, NodeType
 
 #: What nodes of several ranks do together: kind, group or pair, and which of its kind it is.

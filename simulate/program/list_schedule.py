@@ -1,4 +1,4 @@
-"""List scheduling: kernels with durations and dependencies on a device's workers.
+"""List scheduling: which nodes may run once others are done, and when kernels run on workers.
 
 A GPU or TPU core runs a program's kernels one after another; a CPU runs independent ones on several
 threads. Kernels are taken in schedule order, and each starts as soon as its operands are ready and
@@ -8,10 +8,41 @@ a worker is free (Graham's list scheduling, SIAM J. Appl. Math. 17, 1969).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+class Dependencies:
+    """Counts what each node still waits for (the bookkeeping of Kahn, CACM 5, 1962).
+
+    Args:
+        operands: For each node, the nodes that it needs; one named twice counts twice.
+    """
+
+    def __init__(self, operands: Sequence[Iterable[int]]) -> None:
+        self._waiting = [0] * len(operands)
+        self._readers: list[list[int]] = [[] for _ in operands]
+        for node, needed in enumerate(operands):
+            for operand in needed:
+                # One entry and one count per use, so that an operand read twice still balances.
+                self._readers[operand].append(node)
+                self._waiting[node] += 1
+
+    def ready(self) -> list[int]:
+        """Return the nodes that wait for nothing, in program order."""
+        return [node for node, count in enumerate(self._waiting) if not count]
+
+    def finish(self, node: int) -> list[int]:
+        """Mark a node as done and return the nodes it releases, in the order they read it."""
+        released = []
+        for reader in self._readers[node]:
+            self._waiting[reader] -= 1
+            if not self._waiting[reader]:
+                released.append(reader)
+        return released
+
 
 #: Worker number of kernels that occupy none because they have no duration.
 NO_WORKER = -1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..dependencies import Dependencies
+from .list_schedule import Dependencies
 from .nodes import Node
 
 #: Times closer than this share of the total count as equal on the critical path: start and end of

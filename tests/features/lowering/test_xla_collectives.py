@@ -17,8 +17,7 @@ from opcast.features.lowering.absent import is_partitioned
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.xla_collectives import optimise_collectives
-from opcast.simulate.program.collective_passes import combine_all
-from opcast.simulate.program.nodes import program_nodes
+from opcast.simulate.program.nodes import combine_all, program_nodes
 
 HEAD = """HloModule m, num_partitions=4
 

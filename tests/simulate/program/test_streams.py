@@ -4,8 +4,14 @@ import pytest
 from opcast.common.errors import ProgramError
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
-from opcast.simulate.program.collective_passes import combine, combine_all
-from opcast.simulate.program.nodes import Collective, Node, check_devices, program_nodes
+from opcast.simulate.program.nodes import (
+    Collective,
+    Node,
+    check_devices,
+    combine,
+    combine_all,
+    program_nodes,
+)
 from opcast.simulate.program.streams import run_streams
 
 ALL = (0, 1, 2, 3)

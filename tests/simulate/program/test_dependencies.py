@@ -1,6 +1,6 @@
 """Which nodes of an event simulation may run."""
 
-from opcast.simulate.dependencies import Dependencies
+from opcast.simulate.program.list_schedule import Dependencies
 
 
 def test_a_node_is_released_by_the_last_of_its_operands():
