@@ -184,7 +184,7 @@ def doubted(table: pd.DataFrame) -> np.ndarray:
     """Rows that their publisher marks as wrong, bool, shape ``(n,)``."""
     marked = np.zeros(len(table), bool)
     if "suspect" in table:
-        marked |= (table["suspect"].fillna("").astype(str) != "").to_numpy()
+        marked |= (table["suspect"].astype(object).fillna("").astype(str) != "").to_numpy()
     if "above_peak" in table:
         marked |= (pd.to_numeric(table["above_peak"], errors="coerce") > 0).to_numpy()
     return marked

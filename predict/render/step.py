@@ -115,13 +115,11 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
 def _times(prediction: StepPrediction) -> Table:
     table = _table("part", "time", "share", "most of it")
     operators = list(prediction.operators.items())[:TOP]
+    parts = sorted(prediction.step.communication.items(), key=lambda part: -part[1])
     most = {
         "computation": ", ".join(f"{k} {duration(v * 1e6)}" for k, v in operators),
         "exposed communication": "of "
-        + (
-            ", ".join(f"{k} {duration(v * 1e6)}" for k, v in prediction.step.communication.items())
-            or "none"
-        ),
+        + (", ".join(f"{k} {duration(v * 1e6)}" for k, v in parts) or "none"),
         "bubble": f"{prediction.plan.pp} stages, {prediction.plan.microbatches} micro-batches",
         "host": "launches that take longer than the kernels",
     }

@@ -108,7 +108,9 @@ def test_a_step_becomes_a_task(client: Client, tasks: Tasks) -> None:
     body = {"workload": "llama", "cluster": "dgx-h100-x16", "model": "roofline"}
     assert client.post("/v1/simulate", json=body).status_code == 200
     ((task, payload),) = tasks.asked
-    assert task["kind"] == "simulate" and task["model"] == "roofline" and payload == b""
+    assert task["kind"] == "simulate" and task["model"] == "roofline"
+    asked = json.loads(payload)
+    assert asked["workload"] == "llama" and asked["cluster"] == "dgx-h100-x16"
 
 
 def test_a_deployment_becomes_a_task_and_files_are_not_read(client: Client, tasks: Tasks) -> None:
