@@ -180,6 +180,10 @@ _KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 SMALLEST = 1e-9
 
 
+#: Fields of :class:`KernelTable` with a value for every kernel.
+_COLUMNS = ("X", "base_s", "bound", "cell")
+
+
 @dataclass(slots=True)
 class KernelTable:
     """Features of ``n`` kernels, each on its device.
@@ -217,16 +221,10 @@ class KernelTable:
 
     def take(self, rows: np.ndarray) -> KernelTable:
         """The given rows, by position or mask."""
-        return KernelTable(
-            self.X[rows],
-            self.names,
-            self.base_s[rows],
-            self.bound[rows],
-            self.cell[rows],
-            self.schema,
-            None if self.graphs is None else self.graphs.take(rows),
-            None if self.line_s is None else self.line_s[rows],
-        )
+        columns = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        graphs = None if self.graphs is None else self.graphs.take(rows)
+        line_s = None if self.line_s is None else self.line_s[rows]
+        return replace(self, graphs=graphs, line_s=line_s, **columns)
 
     def with_names(self, names: tuple[str, ...]) -> KernelTable:
         """The table with the features of another platform, for a model that was trained there.
@@ -276,16 +274,14 @@ def concatenate(tables: Sequence[KernelTable]) -> KernelTable:
     tables = [table.with_names(first.names) for table in tables]
     graphs = [t.graphs for t in tables if t.graphs is not None]
     plain = all(t.line_s is None for t in tables)
-    return KernelTable(
-        np.concatenate([t.X for t in tables]),
-        first.names,
-        np.concatenate([t.base_s for t in tables]),
-        np.concatenate([t.bound for t in tables]),
-        np.concatenate([t.cell for t in tables]),
-        first.schema,
-        KernelGraphs.concatenate(graphs) if len(graphs) == len(tables) else None,
-        None if plain else np.concatenate([t.roofline_s for t in tables]),
+    joined = replace(
+        first,
+        graphs=KernelGraphs.concatenate(graphs) if len(graphs) == len(tables) else None,
+        line_s=None if plain else np.concatenate([t.roofline_s for t in tables]),
     )
+    for name in _COLUMNS:
+        setattr(joined, name, np.concatenate([getattr(t, name) for t in tables]))
+    return joined
 
 
 def by_cell(names: Iterable[object], values: np.ndarray, missing: np.ndarray) -> np.ndarray:

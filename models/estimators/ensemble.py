@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, cast
 
 import numpy as np
 
@@ -148,7 +148,7 @@ class EnsembleEstimator(TabularEstimator):
 
     def make_member(self, name: str) -> TabularEstimator:
         """An unfitted member."""
-        return _make(name, self.member_params(name))
+        return cast("TabularEstimator", make_estimator(name, **self.member_params(name)))
 
     def member_params(self, name: str) -> dict[str, object]:
         """What a member is made with: seed and threads if it takes them, and its own parameters."""
@@ -253,12 +253,6 @@ def _table_class(name: str) -> type[TabularEstimator]:
 
 def _accepted(name: str) -> set[str]:
     return set(inspect.signature(_table_class(name)).parameters)
-
-
-def _make(name: str, params: Mapping[str, object]) -> TabularEstimator:
-    made = make_estimator(name, **params)
-    assert isinstance(made, TabularEstimator)
-    return made
 
 
 def _ratios(members: Mapping[str, TabularEstimator], table: KernelTable) -> np.ndarray:

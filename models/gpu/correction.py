@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
-from ...common.errors import ModelError
 from ...common.types import JsonMapping
 from ..core.base import KernelPrediction
 from ..core.kernel_table import KernelTable
@@ -62,9 +61,10 @@ class Correction:
         Raises:
             ModelError: A parameter is unknown.
         """
-        shifted = _on(table, predicted_s)
-        name = "xgboost" if len(table) >= TREES_FROM else "ridge"
-        made = _make(name, params)
+        shifted = replace(table, base_s=predicted_s)
+        # The user's parameters are meant for the trees; the ridge regression would refuse them.
+        name, own = ("xgboost", params) if len(table) >= TREES_FROM else ("ridge", {})
+        made = cast("TabularEstimator", make_estimator(name, **own))
         held, scores = np.full(len(table), np.nan), np.full(len(table), np.nan)
         # Groups are numbered in the order of their names and dealt out in turn: reproducible
         # without a seed.
@@ -74,7 +74,7 @@ class Correction:
             # Fewer groups than folds leave folds empty; a single group leaves nothing to fit to.
             if not test.any() or test.all():
                 continue
-            part = _make(name, params)
+            part = cast("TabularEstimator", make_estimator(name, **own))
             part.fit_table(shifted.take(~test), latency_s[~test], groups[~test])
             held[test] = part.point(shifted.take(test))
             if part.domain is not None:
@@ -93,7 +93,7 @@ class Correction:
 
         On a device without measured kernels the intervals move with the latency but never narrow.
         """
-        own = self.estimator.predict_table(_on(table, prediction.latency))
+        own = self.estimator.predict_table(replace(table, base_s=prediction.latency))
         # Kinds without enough measured kernels come back as "roofline": their prediction stays as
         # it was.
         known = own.source == "learned"
@@ -130,16 +130,3 @@ class Correction:
         """
         kind = cast(type[TabularEstimator], estimator_class(stored["estimator"]))
         return cls(kind.load(path, schema), stored["devices"])
-
-
-def _make(name: str, params: Mapping[str, object]) -> TabularEstimator:
-    # The user's parameters are meant for the trees; the ridge regression would refuse them.
-    own = dict(params) if name == "xgboost" else {}
-    made = make_estimator(name, **own)
-    if not isinstance(made, TabularEstimator):
-        raise ModelError(f"estimator {name!r} does not learn from a feature table")
-    return made
-
-
-def _on(table: KernelTable, base_s: np.ndarray) -> KernelTable:
-    return replace(table, base_s=base_s)

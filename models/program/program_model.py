@@ -115,7 +115,7 @@ class WallTimeCorrection:
         # Programs have no cells: all of them are calibrated as cell 0.
         lo, hi = self.conformal.interval(wall_s, np.zeros(len(wall_s), np.int64))
         # The ends are stored for a spread of 1: a power of the ratio multiplies them in log space.
-        width = spread(costs, self.correlation)
+        width = np.array([cost.together(self.correlation) for cost in costs])
         return wall_s * (lo / wall_s) ** width, wall_s * (hi / wall_s) ** width
 
 
@@ -288,17 +288,6 @@ def _fit_overheads(terms: np.ndarray, overlap: float) -> tuple[float, np.ndarray
     return float(loss.mean()), np.array([1.0 - overlap, overlap, *coef])
 
 
-def spread(costs: Sequence[ScheduleCost], correlation: float) -> np.ndarray:
-    """``sqrt(ρ + (1 - ρ) Σ w²)``: error of a program relative to a kernel's, shape ``(n,)``.
-
-    Args:
-        costs: Costs of the programs.
-        correlation: Correlation of the log errors of two kernels of a program, from 0 to 1.
-    """
-    concentration = np.array([c.concentration for c in costs], np.float64)
-    return np.asarray(np.sqrt(correlation + (1.0 - correlation) * concentration))
-
-
 def _fit_platform(
     costs: Sequence[ScheduleCost], wall_s: np.ndarray, groups: Sequence[str], correlation: float
 ) -> WallTimeCorrection:
@@ -327,7 +316,8 @@ def _fit_platform(
     # Small generated programs are off by far more than large models are: bins by size.
     bins = max(1, len(costs) // PER_BIN)
     middle = held[best[0]]  # held-out predictions: fitted ones would make intervals too narrow
-    scores = np.log(wall_s / middle) / spread(costs, correlation)
+    width = np.array([cost.together(correlation) for cost in costs])
+    scores = np.log(wall_s / middle) / width
     # Scores over the program's spread are handed over as if they had been measured.
     chosen.conformal = Conformal.fit(middle * np.exp(scores), middle, cells, bins=bins)
     chosen.correlation = correlation

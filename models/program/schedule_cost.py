@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 
 import numpy as np
 
@@ -48,6 +49,15 @@ class ScheduleCost:
     iterations: float
     shares: tuple[float, ...]
     concentration: float = 1.0
+
+    def together(self, correlation: float) -> float:
+        """``sqrt(ρ + (1 - ρ) Σ w²)``: error of the sum, of what it would be if all erred alike.
+
+        Args:
+            correlation: Correlation ``ρ`` of the log errors of two kernels, from 0 to 1.
+        """
+        # Var(Σ e) of errors with equal correlation: ρ (Σ σ)² + (1 - ρ) Σ σ², over (Σ σ)².
+        return sqrt(correlation + (1.0 - correlation) * self.concentration)
 
     @property
     def baseline(self) -> float:
@@ -159,17 +169,12 @@ class Overhead:
     ) -> tuple[float, float]:
         """Interval ends of the wall time, seconds.
 
-        With errors of correlation ``ρ`` and shares ``w`` of the time, the error of the sum is
-        ``sqrt(ρ + (1 - ρ) Σ w²)`` of what it would be if all kernels erred together.
-
         Args:
             cost: Cost of the predicted latencies.
             low: Cost of the lower ends of the kernels' intervals.
             high: Cost of the upper ends.
         """
-        # Var(Σ e) of errors with equal correlation: ρ (Σ σ)² + (1 - ρ) Σ σ², over (Σ σ)².
-        rho = self.correlation
-        together = float(np.sqrt(rho + (1.0 - rho) * cost.concentration))
+        together = cost.together(self.correlation)
         wall = self.wall(cost)
         # Errors of the gaps come on top of the kernels' errors: both ends of the gap are possible
         # at once.

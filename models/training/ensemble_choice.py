@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -110,7 +111,8 @@ def train_ensemble(
     winner = choose(table)
     # After the choice, for the report alone.
     test = _test_figures(data, rows, parts.test, own, split)
-    chosen = params if winner == ENSEMBLE else _ensemble(own).member_params(winner)
+    ensemble = cast("EnsembleEstimator", make_estimator(ENSEMBLE, **own))
+    chosen = params if winner == ENSEMBLE else ensemble.member_params(winner)
     choice = EnsembleChoice(winner, dict(chosen), table, test)
     extra = {k: v for k, v in chosen.items() if k not in ("seed", "n_jobs")}
     result = train(data, winner, split, seed, n_jobs, folds=folds, held_out=held_out, **extra)
@@ -182,7 +184,7 @@ def _predictions(
     fitting, held = data.kernel_rows(fitting), data.kernel_rows(held)
     if not len(fitting) or not len(held):
         return None
-    model = _ensemble(params)
+    model = cast("EnsembleEstimator", make_estimator(ENSEMBLE, **params))
     fit_rows(model, data, fitting, split)
     table = data.table.take(data.entry[held])
     # The ensemble's members were fitted to all rows of the fold, so they are judged at no further
@@ -219,9 +221,3 @@ def _test_figures(
 ) -> pd.DataFrame:
     predictions = _predictions(data, rows, test, params, split)
     return pd.DataFrame([] if predictions is None else _figures(predictions, split=split))
-
-
-def _ensemble(params: Mapping[str, object]) -> EnsembleEstimator:
-    made = make_estimator(ENSEMBLE, **params)
-    assert isinstance(made, EnsembleEstimator)
-    return made

@@ -9,7 +9,7 @@ import pytest
 
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
-from opcast.models.program.program_model import ProgramModel, fit_physics, physics_time, spread
+from opcast.models.program.program_model import ProgramModel, fit_physics, physics_time
 from opcast.models.program.schedule_cost import reads, schedule_cost
 from opcast.simulate.program.list_schedule import list_schedule
 
@@ -171,9 +171,8 @@ def test_concentration_counts_equal_kernels_once(make_kernel: MakeKernel, cpu: D
     assert cost.concentration == pytest.approx(0.5**2 + 0.5**2)
     single = schedule_cost(np.array([1.0]), LoweredProgram(kernels[:1], "xla", "cpu"), cpu)
     assert single.concentration == 1.0
-    np.testing.assert_allclose(
-        spread([cost, single], 0.2), [np.sqrt(0.2 + 0.8 * 0.5), 1.0], rtol=1e-12
-    )
+    together = [own.together(0.2) for own in (cost, single)]
+    np.testing.assert_allclose(together, [np.sqrt(0.2 + 0.8 * 0.5), 1.0], rtol=1e-12)
 
 
 def test_programs_of_many_kernels_get_narrower_intervals(
