@@ -16,11 +16,11 @@ import pandas as pd
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...simulate.clusters.topology import Cluster, Dimension
 from ...simulate.collectives.choose import COLLECTIVES, collective_name, dims_cost
-from .fit import cell_key
+from .fit import LIKE, cell_key
 from .intervals import UNKNOWN
 from .links import Links
 from .model import CollectiveModel
-from .table import RING_PERMUTE, XLA, XLA_AMD
+from .table import RING_PERMUTE
 
 #: Largest group on a machine that was never measured: most published scale-up measurements come
 #: from boxes of eight, so beyond that the curves would extrapolate.
@@ -28,10 +28,6 @@ MOST_DEVICES = 8
 #: Libraries to try in turn: PyTorch calls NCCL, so its rows stand in where NCCL's own are missing.
 #: XLA calls NCCL as well, and was measured inside one domain only.
 _LIKE = {"nccl": ("nccl", "torch"), "xla": ("xla", "nccl", "torch")}
-
-
-#: Names of libraries on AMD's devices, where they differ.
-_AMD = {XLA: XLA_AMD}
 
 
 @dataclass(frozen=True)
@@ -168,9 +164,7 @@ def _learned(
     asked = COLLECTIVES[kind]
     # Machines on which this library was measured: another one's may have another of the names.
     paths = [key.split("/", 3) for key in model.tree.curves if key.count("/") >= 3]
-    machines = {
-        p[3] for p in paths if p[1] == asked.measured and p[2] in (library, _AMD.get(library))
-    }
+    machines = {p[3] for p in paths if p[1] == asked.measured and library in (p[2], LIKE.get(p[2]))}
     # A calibration may have named the cluster itself, which is closer than the device's name.
     machine = next((m for m in (cluster.name, spec.name, *spec.aliases) if m in machines), "")
     row = {

@@ -10,12 +10,16 @@ then agree with its other ops).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
+from ...common.files import parse_yaml
+from ...common.types import JsonMapping
 from .curve import COPY_EFFICIENCY, Points, steps, wire_bytes
 from .links import REFERENCE_CLOCK, Links
 
@@ -29,25 +33,12 @@ RING_PERMUTE = "collective_permute"
 #: Collectives as XLA times them on AMD's devices: by RCCL, whose start-ups are three times those of
 #: NCCL in XLA's tables.
 XLA, XLA_AMD = "xla", "xla_rccl"
-#: Machines that published tables name instead of a device: device string, and what is known
-#: better. Pairs are joined by NVLink bridges, pairs by PCI Express, and nodes by 25 Gb/s Ethernet.
-#: The pair of A40 that was measured reaches 4.3e9 bytes/s, a thirteenth of the bridge's rate and a
-#: seventh of PCI Express: it has no peer access.
+_FILE = parse_yaml(Path(__file__).with_name("platforms.yaml").read_text("utf-8"))
+#: Machines that published tables name instead of a device: device string, and links that are known
+#: better (``platforms.yaml``).
 PLATFORMS: dict[str, tuple[str, dict[str, object]]] = {
-    "a100_dgx": ("NVIDIA A100-SXM4-80GB (vidur a100)", {}),
-    "a100_pairwise_nvlink": (
-        "NVIDIA A100-SXM4-80GB (vidur a100)",
-        {"island": 2, "inter_node": 3.125e9, "devices_per_node": 4},
-    ),
-    "a40_pairwise_nvlink": (
-        "NVIDIA A40 (vidur a40)",
-        {"peer_access": False, "inter_node": 3.125e9, "devices_per_node": 4},
-    ),
-    "h100_dgx": ("NVIDIA H100 (vidur h100)", {}),
-    "h100_pairwise_nvlink": (
-        "NVIDIA H100 (vidur h100)",
-        {"island": 2, "inter_node": 3.125e9, "devices_per_node": 4},
-    ),
+    name: (own["device"], own["links"])
+    for name, own in cast("dict[str, JsonMapping]", _FILE).items()
 }
 _NEEDED = ("op", "bytes", "world_size")
 
@@ -78,14 +69,9 @@ class CollectiveTable:
 
     def take(self, rows: np.ndarray) -> CollectiveTable:
         """The collectives at ``rows``, a mask or positions."""
-        return CollectiveTable(
-            self.fabric[rows],
-            self.backend[rows],
-            self.op[rows],
-            self.machine[rows],
-            self.family[rows],
-            self.points.take(rows),
-        )
+        names = ("fabric", "backend", "op", "machine", "family")
+        columns = {name: getattr(self, name)[rows] for name in names}
+        return replace(self, points=self.points.take(rows), **columns)
 
 
 def device_rows(*tables: pd.DataFrame) -> Callable[[str], Links]:
