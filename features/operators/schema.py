@@ -139,6 +139,8 @@ TRACED: tuple[str, ...] = tuple(_FILE["traced"])
 SEVERAL = frozenset(_FILE["several"])
 #: Families of whole layers and blocks, with their parameters, any of which may be zero.
 BLOCKS = _lists(_FILE["blocks"])
+#: Parameters without which a row of a family of blocks says nothing.
+BLOCK_SIZES = _lists(_FILE["block_sizes"])
 #: Names that are features, one flag each: of formats by group; of backends, kernels and passes; and
 #: of blocks by column.
 DTYPES = _lists(_FILE["dtypes"])

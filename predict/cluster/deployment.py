@@ -13,7 +13,7 @@ from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
 from ...simulate.serving.formats import Formats
-from ...simulate.serving.policies import known_framework, runs_on
+from ...simulate.serving.policies import frameworks, known_framework, runs_on
 from ...simulate.serving.served import EnginePlan, ServedModel
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
@@ -81,7 +81,7 @@ class Deployment:
             raise PlanError(
                 f"{self.framework} runs on NVIDIA's GPUs alone, not on {spec.name}",
                 where="framework",
-                hint="vllm or sglang",
+                hint=" or ".join(n for n in frameworks() if runs_on(n, spec.platform, spec.vendor)),
             )
         if not self.model.workload.causal:
             raise PlanError(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ...common.options import HfOpt, Option, Workload
-from ...simulate.serving.policies import ROUTERS
+from ...simulate.serving.policies import ROUTERS, frameworks
 from ...simulate.step.settings import SizesOpt
 
 #: Requests, tokens and batches beyond any engine; as the largest batch of a step
@@ -39,9 +39,8 @@ class ModelCase:
     framework: Annotated[
         str,
         Option(
-            "Engine, whose rules and costs are taken: vllm, sglang, trtllm (tensorrt-llm), "
-            "lmdeploy or deepspeed-mii, or a release of one, such as vllm@0.18.0; empty for "
-            "another.",
+            f"Engine, whose rules and costs are taken: {', '.join(frameworks())}, or a release of "
+            "one, such as vllm@0.18.0; empty for another.",
             section="Framework",
         ),
     ] = "vllm"

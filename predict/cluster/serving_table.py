@@ -200,8 +200,7 @@ def _plan(cell: Cells, model: ServedModel, prefix: str = "") -> EnginePlan | Non
     if model.workload.heads % tp:
         # Heads that do not share out stay whole: the table counts all ranks as tp.
         tp, dp = 1, tp * dp
-    if not moe_tp and not ep and dp == 1 and "enable_attention_dp true" in cell.text("note"):
-        # TensorRT-LLM's published tables give the ranks as tp.
+    if not moe_tp and not ep and dp == 1 and meaning("apart_as_tp", cell.text("note")):
         tp, dp = 1, tp
     ranks = tp * dp
     ep = gcd(ep or (dp if dp > 1 else 1), ranks)

@@ -18,7 +18,7 @@ from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.operators import family_keys
 from ...features.operators.conv import DIRECTIONS
-from ...features.operators.schema import BLOCKS, methods, sources
+from ...features.operators.schema import BLOCK_SIZES, BLOCKS, methods, sources
 from ...models.collectives.links import Links
 from ...models.collectives.measurements import xla_rows
 from ...models.collectives.model import CollectiveModel
@@ -34,16 +34,6 @@ TIMES = ("latency", "lo", "hi")
 SECONDS = {f"{name}_s": name for name in TIMES}
 #: Columns of predicted watts: estimate and ends of the 90 % interval.
 WATTS = ("power_w", "power_lo_w", "power_hi_w")
-#: Parameters without which a row of a family of blocks says nothing; the others may be zero.
-_NEEDED: dict[str, tuple[str, ...]] = {
-    "layer/product": ("m", "n", "k"),
-    "layer/pass": ("rows", "cols"),
-    "layer/experts": ("tokens", "hidden", "inter", "experts", "routed"),
-    "batch/attention": ("q_heads", "kv_heads", "head_dim"),
-    "graph/sparse": ("batch", "heads", "q_len"),
-    "graph/scan": ("batch", "seq_len", "value_heads", "value_dim"),
-    "graph/streams": ("rows", "cols"),
-}
 _SIZELESS = "a size is no positive number"
 _FOREIGN = "device {device} is not in the catalogue"
 
@@ -169,7 +159,7 @@ def read_blocks(table: pd.DataFrame, path: Path) -> pd.DataFrame:
 def _sizeless(rows: pd.DataFrame) -> np.ndarray:
     """Rows that lack a size they cannot do without, or have a negative one, bool."""
     bad = np.zeros(len(rows), bool)
-    for key, needed in _NEEDED.items():
+    for key, needed in BLOCK_SIZES.items():
         own = (rows["key"] == key).to_numpy()
         if not own.any():
             continue
