@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError, ModelError
 from ..common.files import file_stamp, parse_json
@@ -13,6 +14,9 @@ from ..features.devices.device import DeviceSpec
 from ..models.core.registry import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL, UNTRAINED
 from ..models.core.registry import OPERATOR_MODEL as OPERATOR_MODEL
 from ..models.core.store import MANIFEST
+
+if TYPE_CHECKING:
+    from ..models.operators import OpModel
 
 #: The shipped model of layers, batches and new kinds of attention.
 BLOCK_MODEL = "blocks"
@@ -63,6 +67,25 @@ def find_model(model: str | Path, platform: str = "") -> Path:
         hint=f"give a model folder or one of: {choices}; without training: "
         f"{', '.join(UNTRAINED)}; train one with: opcast train",
     )
+
+
+def load_operators(
+    model: str | Path = OPERATOR_MODEL, only: Sequence[str] | None = None
+) -> OpModel | None:
+    """Load a model of library operators; ``None`` for ``roofline``.
+
+    Args:
+        model: Name or folder; ``default`` is the one that ships.
+        only: Families to read, which takes less time; all by default.
+
+    Raises:
+        ModelError: There is no such model, or it is of another kind.
+    """
+    from ..models.operators import OpModel
+
+    if str(model) == "roofline":
+        return None
+    return OpModel.load(find_model(OPERATOR_MODEL if str(model) == "default" else model), only)
 
 
 def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:

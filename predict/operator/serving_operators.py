@@ -8,7 +8,7 @@ tuned kernels reach.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from ...features.ir.program import DTYPE_BITS
 from ...features.operators.op import ABSORBED, EXPANDED, Op
 from ...models.operators import OpModel
 from ...simulate.serving.policies import framework_defaults
-from ..locate import find_model
+from ..locate import load_operators
 from .prices import REACH, Reach, Row, arithmetic_share, price, weight_only
 from .step_operators import named
 
@@ -43,13 +43,8 @@ ROUTING = "power_law_1.2"
 _REPLAYED = Reach(1.5e-6)
 
 
-def load_serving_operators(model: str) -> OpModel | None:
-    """The families of a model of operators that serving needs; ``None`` for ``roofline``.
-
-    Raises:
-        ModelError: There is no such model, or it is of another kind.
-    """
-    return None if model == "roofline" else OpModel.load(find_model(model), only=FAMILIES)
+#: The families of a model of operators that serving needs; ``None`` for ``roofline``.
+load_serving_operators = partial(load_operators, only=FAMILIES)
 
 
 class _Kernels(NamedTuple):

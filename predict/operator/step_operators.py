@@ -8,7 +8,7 @@ shares of peak and bandwidth that well-tuned kernels reach.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ...features.operators.physics import fitted
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
 from ...models.power.law import capped
-from ..locate import find_model
+from ..locate import load_operators
 from .prices import MATRIX_SHARE, REACH, Reach, Row, price, work_of
 
 #: Dtypes that operator tables hold, by dtype of a workload.
@@ -81,15 +81,8 @@ def _stand_in_factor(op: Op, spec: DeviceSpec) -> float:
     return FLASH2.get(spec.architecture, 1.0) if op.variant == "flash2" else 1.0
 
 
-def load_step_model(model: str | Path) -> OpModel | None:
-    """Load the families of an operator model that steps need; ``None`` for ``roofline``.
-
-    Raises:
-        ModelError: There is no such model, or it is of another kind.
-    """
-    if str(model) == "roofline":
-        return None
-    return OpModel.load(find_model(model), only=FAMILIES)
+#: The families of a model of operators that steps need; ``None`` for ``roofline``.
+load_step_model = partial(load_operators, only=FAMILIES)
 
 
 def step_reach(op: Op, spec: DeviceSpec) -> Reach:

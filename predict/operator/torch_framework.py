@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from ...common.errors import DeviceError, ProgramError, StrictError
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
-from ...models.operators import OpModel
 from ..devices import resolve_device
-from ..locate import OPERATOR_MODEL, find_model
+from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
 from .torch_attention import MATH, attention_backend
 from .torch_price import AtenEstimate, TorchPrediction, price, works_of
@@ -155,12 +154,8 @@ class TorchPredictor:
         return spec
 
 
-def operator_bundle(model: str | Path) -> OpModel | None:
-    """Load the families that kernels are priced by; none for ``roofline``."""
-    if str(model) == "roofline":
-        return None
-    folder = find_model(OPERATOR_MODEL if str(model) == "default" else model)
-    return OpModel.load(folder, only=FAMILIES)
+#: The families of a model that kernels are priced by; ``None`` for ``roofline``.
+operator_bundle = partial(load_operators, only=FAMILIES)
 
 
 def check_gpu_here() -> None:
