@@ -129,11 +129,11 @@ def _refuse_loads(context: typer.Context, load: LoadSpec, offline: bool) -> None
 
 
 def _predictor(model: str, serving: str) -> ServingPredictor:
-    from ..models.serving.model import find_serving_model
+    from ..models.serving.model import ServingModel
     from ..predict.cluster.serving import ServingPredictor
     from ..predict.operator.serving_operators import load_serving_operators
 
-    return ServingPredictor(load_serving_operators(model), find_serving_model(serving))
+    return ServingPredictor(load_serving_operators(model), ServingModel.find(serving))
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,16 @@ import numpy as np
 import pandas as pd
 
 from ..common.parquet import write_table
+from ..common.progress import wrote
 from ..common.tables_text import in_percent, print_frame
 from ..models.tracking.mlflow_store import RunLog
-from .training import log_training
+from .training import digests, log_training
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ..models.core.store import JsonModel
+    from .settings import StepSettings
 
 #: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
@@ -26,6 +30,8 @@ FIGURES = {
     "bias": ("log", lambda logs: float(np.expm1(logs.median()))),
     "coverage": ("inside", "mean"),
 }
+#: Folds of rows that are left out in turn.
+FOLDS = 5
 #: Fewest plans that are compared.
 LEAST_PLANS = 3
 
@@ -142,6 +148,11 @@ def few_of_each(keys: Iterable[Hashable], most: int, seed: int = 0) -> list[int]
     return sorted(drawn.index[drawn.groupby(drawn).cumcount() < most].tolist())
 
 
+def named_folds(count: int, seed: int = 0) -> np.ndarray:
+    """A fold of every row, drawn at random, for errors of what is known: text, ``(count,)``."""
+    return (np.random.default_rng(seed).permutation(count) % FOLDS).astype(str)
+
+
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
     """Write predictions, and print why some rows have none."""
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -170,3 +181,33 @@ def log_judged(
     tables = {"by_group": judged.by_group, "choice": judged.choice}
     run = RunLog(name, dict(params), metrics, tables=tables, predictions=predictions)
     log_training(console, run, None)
+
+
+def keep_learned(
+    console: Console,
+    settings: StepSettings,
+    model: JsonModel,
+    effects: int,
+    rows: int,
+    figures: pd.DataFrame,
+    errors: pd.DataFrame,
+) -> None:
+    """Save a model that a table taught, and log its errors as a run.
+
+    Args:
+        console: Where to print.
+        settings: The table, the file, and whether to log.
+        model: The model.
+        effects: Number of its effects.
+        rows: Number of what it was judged on.
+        figures: Of what was left out, for the run's table.
+        errors: Metrics of the run: what was left out, the name, and the error.
+    """
+    model.save(settings.out)
+    wrote(settings.out, f"{effects} effects")
+    if settings.track:
+        metrics = {f"{left}/{name}": float(e) for left, name, e in errors.itertuples(index=False)}
+        params = {"table": str(settings.table), "rows": rows, "seed": settings.seed}
+        tables, data = {"left_out": figures}, digests(settings.table)
+        run = RunLog(model.what, params, metrics, tables=tables, datasets=data)
+        log_training(console, run, None)

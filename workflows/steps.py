@@ -16,14 +16,13 @@ from ..common.progress import counting, wrote
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
 from ..models.steps.effects import slopes_at
-from ..models.steps.model import StepModel, find_step_model
+from ..models.steps.model import StepModel
 from ..models.tracking.mlflow_store import tidy
 from ..models.tracking.tracked_runs import TrackedRun
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step import StepPrediction
 from ..predict.cluster.step_table import StepRow, StepRuns, step_row
-from ..predict.locate import OPERATOR_MODEL
 from ..predict.operator.step_operators import load_step_model
 from ..predict.page.accuracy import SCRIPTS, run_data
 from ..predict.page.assemble import Page, assemble
@@ -175,10 +174,10 @@ def evaluate_steps(
 def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     """Predict every row of a table of steps; print the errors of those with a measured time."""
     table = read_cases(settings.table, "steps")
-    model = find_step_model(settings.model)
+    model = StepModel.find(settings.model)
     with counting("steps") as show:
         frame, judged, model = evaluate_steps(
-            table, model, step_operators(), calibrate=settings.calibrate, show=show
+            table, model, load_step_model(), calibrate=settings.calibrate, show=show
         )
     write_predictions(console, frame, settings.out, "rows")
     if settings.calibrate:
@@ -231,8 +230,8 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
         raise DatasetError(
             "no step to calibrate on", where=str(settings.table), hint="step_s holds seconds"
         )
-    runs = StepRuns(own, step_operators())
-    base = find_step_model(settings.model)
+    runs = StepRuns(own, load_step_model())
+    base = StepModel.find(settings.model)
     measured = np.log([row.measured_s for row in own])
     model = adapt_steps(base, runs, measured)
     for name, which in (("before", base), ("after", model)):
@@ -249,7 +248,6 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     following = next_run(base, runs, measured)
     if following is not None:
         console.print(following.text(), highlight=False, soft_wrap=True)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     wrote(settings.out, "use it with --steps of simulate, --model of evaluate --steps")
     return model
@@ -277,8 +275,3 @@ def _sentence(judged: Judged) -> str:
     which = f"plan choice over {len(judged.choice)} models on clusters"
     parts += judged.choice_sentence(which)
     return "; ".join(parts)
-
-
-def step_operators() -> OpModel | None:
-    """The shipped model of operators, as far as steps ask it."""
-    return load_step_model(OPERATOR_MODEL)

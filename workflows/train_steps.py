@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
-from ..common.progress import wrote
 from ..common.tables_text import in_percent, percent, print_frame
 from ..models.effects.effects import WHOLE
 from ..models.effects.linear import group_weights
@@ -24,13 +24,11 @@ from ..models.steps.model import (
     calibrated_as,
     interval_ends,
 )
-from ..models.tracking.mlflow_store import RunLog
 from ..models.trust.calibrator import Calibrator
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
-from .judging import few_of_each
-from .steps import step_operators
-from .training import digests, log_training
+from ..predict.operator.step_operators import load_step_model
+from .judging import few_of_each, keep_learned, named_folds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,8 +47,6 @@ LEAST_RUNS = 60
 CURVES = 3
 RUNS = (0, 5, 10, 20)
 DRAWS = 5
-#: Folds of the rows for errors within known clusters.
-FOLDS = 5
 
 Tell = Callable[[str], None]
 
@@ -165,7 +161,7 @@ class _Study:
         seed: int,
     ) -> None:
         self.runs, self.measured, self.groups = runs, measured, groups
-        self.slopes, self.seed = slopes, seed
+        self.slopes, self.folds = slopes, named_folds(len(groups), seed)
         self.linear = slopes.linear(runs.contexts, measured)
 
     def _without(
@@ -191,16 +187,11 @@ class _Study:
             said = self.runs.simulate([int(i) for i in at], table, {}) + np.array(whole)
             yield at, self.measured[at] - said, table
 
-    def _folds(self) -> np.ndarray:
-        """A fifth of the rows at a time, by name."""
-        order = np.random.default_rng(self.seed).permutation(len(self.groups))
-        return (order % FOLDS).astype(str)
-
     def left_out(self, tell: Tell) -> dict[str, _LeftOut]:
         """Errors with rows, clusters, sources and generations of chips left out, by the last."""
         contexts = self.runs.contexts
         keys = {
-            "row": self._folds(),
+            "row": self.folds,
             "cluster": self.groups,
             "source": np.array([row.source for row in self.runs.rows]),
             "chip": np.array([row.cluster.device for row in self.runs.rows]),
@@ -235,7 +226,7 @@ class _Study:
         for cost in ("", *LEARNED, WHOLE):
             tell(f"leaving out the effects on {cost or 'nothing'}")
             record: dict[str, object] = {"without": cost or "–"}
-            for name, key in (("row", self._folds()), ("cluster", self.groups)):
+            for name, key in (("row", self.folds), ("cluster", self.groups)):
                 error = np.full(len(key), np.nan)
                 for at, logs, _ in self._without(key, cost):
                     error[at] = logs
@@ -328,10 +319,8 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
     """Learn from a table of steps, print errors of what was left out, save and track."""
     table = read_cases(settings.table, "steps")
 
-    def tell(what: str) -> None:
-        console.print(what, highlight=False)
-
-    model, study = train_steps(table, step_operators(), tell, settings.seed)
+    tell = partial(console.print, highlight=False)
+    model, study = train_steps(table, load_step_model(), tell, settings.seed)
     left, curve = study.left, study.curve
     figures = left_out_figures(left)
     print_frame(console, in_percent(figures), "measured steps that were left out, errors in %")
@@ -344,24 +333,8 @@ def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
         wide.columns = wide.columns.astype(str)
         title = "error in % of sources left out, by number of their runs adapted to"
         print_frame(console, percent(wide, ["source"]), title)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    model.save(settings.out)
-    wrote(settings.out, f"{len(model.table.values)} effects")
-    if settings.track:
-        metrics = {
-            f"{row.left_out}/{name}": float(getattr(row, name))
-            for row in figures.itertuples()
-            for name in ("mape", "median_ape")
-        }
-        params = {"table": str(settings.table), "rows": len(left), "seed": settings.seed}
-        run = RunLog(
-            "steps",
-            params,
-            metrics,
-            tables={"left_out": figures},
-            datasets=digests(settings.table),
-        )
-        log_training(console, run, None)
+    errors = figures.melt("left_out", ["mape", "median_ape"])
+    keep_learned(console, settings, model, len(model.table.values), len(left), figures, errors)
     return model
 
 

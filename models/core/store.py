@@ -14,18 +14,19 @@ import shutil
 import tempfile
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, Self, cast
 
 import numpy as np
 
 from ...common.errors import ModelError
 from ...common.files import cannot_write, parse_json, write_text
-from ...common.types import JsonObject
-
-M = TypeVar("M")
+from ...common.types import JsonMapping, JsonObject
+from .registry import PRETRAINED
 
 #: Format of the folders that this version writes, and of those that it reads.
 FORMAT = 1
@@ -169,40 +170,65 @@ def read_files(
     return contents
 
 
-def write_json_model(path: Path, form: int, content: Mapping[str, object]) -> None:
-    """Write a model that is one JSON file, without spaces: such files ship.
+class JsonModel(ABC):
+    """A model that is one JSON file, without spaces: such files ship.
 
-    Args:
-        path: The file.
-        form: Number of its format.
-        content: Plain data, without the format.
+    Attributes:
+        form: Number of the format that this version writes and reads.
+        what: What it predicts: the name of the file that ships, and the option of ``opcast train``
+            that makes another.
     """
-    write_text(path, json.dumps({"format": form, **content}, separators=(",", ":")))
+
+    form: ClassVar[int]
+    what: ClassVar[str]
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, data: JsonMapping) -> Self:
+        """Read :meth:`to_dict`'s data; anything in :data:`DAMAGE` says that they are damaged."""
+
+    def save(self, path: Path) -> None:
+        """Write the model as one JSON file; its folder is made if needed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"format": self.form, **self.to_dict()}
+        write_text(path, json.dumps(data, separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a model.
+
+        Raises:
+            ModelError: The file is missing, damaged, or of another format.
+        """
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"))
+            if data["format"] != cls.form:
+                raise ValueError(f"format {data['format']!r} is not one that this version reads")
+            return cls.from_dict(data)
+        except (OSError, *DAMAGE) as error:
+            raise ModelError(
+                f"the model of {cls.what} cannot be read: {error}",
+                where=str(path),
+                hint=f"train it again: opcast train --{cls.what} TABLE",
+            ) from None
+
+    @classmethod
+    def find(cls, name: str = "default") -> Self:
+        """The model that ships with the package (``default``), read once, or one from a file.
+
+        Raises:
+            ModelError: The file is missing, damaged, or of another format.
+        """
+        return cast("Self", _shipped(cls)) if name == "default" else cls.load(Path(name))
 
 
-def read_json_model(path: Path, form: int, what: str, made: Callable[[JsonObject], M]) -> M:
-    """Read a model that is one JSON file.
-
-    Args:
-        path: The file.
-        form: Number of the format that this version reads.
-        what: What it predicts, which is also the option of ``opcast train`` that makes it.
-        made: Makes the model of the data.
-
-    Raises:
-        ModelError: The file is missing, damaged, or of another format.
-    """
-    try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-        if data["format"] != form:
-            raise ValueError(f"format {data['format']!r} is not one that this version reads")
-        return made(data)
-    except (OSError, *DAMAGE) as error:
-        raise ModelError(
-            f"the model of {what} cannot be read: {error}",
-            where=str(path),
-            hint=f"train it again: opcast train --{what} TABLE",
-        ) from None
+@lru_cache
+def _shipped(model: type[JsonModel]) -> JsonModel:
+    return model.load(PRETRAINED / f"{model.what}.json")
 
 
 def predicts_operators(manifest: Mapping[str, object]) -> bool:

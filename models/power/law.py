@@ -9,20 +9,17 @@ chips that nobody measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from ...common.errors import DeviceError, ModelError
 from ...common.files import parse_json
-from ...common.paths import PACKAGE
-from ...common.types import JsonMapping
+from ...common.types import typed
 from ...features.devices.device import DeviceSpec
+from ..core.registry import PRETRAINED
 from ..trust.calibrator import with_error
-
-#: Model that ships with the package.
-PRETRAINED = PACKAGE / "models" / "pretrained" / "power.json"
 
 #: Sharpness of the limit: at 8 a demand equal to the limit reads 92 % of it, one of 1.3 times 99 %,
 #: as boards read that regulate to their limit (H200 in the kernel pack: 690 of 700 W).
@@ -106,21 +103,6 @@ class PowerLaw:
     memory: float
     ends: tuple[float, float] = (-0.5, 0.5)
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: JsonMapping) -> PowerLaw:
-        """Read :meth:`to_dict`'s data."""
-        return cls(
-            float(data["idle"]),
-            pair(data["active"]),
-            pair(data["matrix"]),
-            float(data["memory"]),
-            pair(data["ends"]),
-        )
-
     def demand(self, work: Work) -> np.ndarray:
         """Power that the units ask for, as a share of the limit; above 1 the clock falls."""
         active = np.where(work.attention, self.active[1], self.active[0])
@@ -197,12 +179,6 @@ def _slower(work: Work, clock: np.ndarray) -> np.ndarray:
     return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))
 
 
-def pair(values: Sequence[float]) -> tuple[float, float]:
-    """Two numbers of plain data."""
-    low, high = map(float, values)
-    return low, high
-
-
 @lru_cache(maxsize=1)
 def shipped_law() -> PowerLaw:
     """The law that ships with the package, read once, without the trees beside it.
@@ -210,12 +186,11 @@ def shipped_law() -> PowerLaw:
     Raises:
         ModelError: The file is damaged.
     """
+    file = PRETRAINED / "power.json"
     try:
-        return PowerLaw.from_dict(parse_json(PRETRAINED.read_text(encoding="utf-8"))["law"])
+        return typed(PowerLaw, parse_json(file.read_text(encoding="utf-8"))["law"], "law")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"the law of power cannot be read: {error}", where=str(PRETRAINED)
-        ) from None
+        raise ModelError(f"the law of power cannot be read: {error}", where=str(file)) from None
 
 
 def held(demand: np.ndarray) -> np.ndarray:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from ...common.types import JsonMapping
-from ..core.store import read_json_model, write_json_model
+from ...common.types import JsonMapping, typed
+from ..core.store import JsonModel
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
 from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
-from .law import PRETRAINED, PowerLaw, fit_law, left_out_errors, pair
+from .law import PowerLaw, fit_law, left_out_errors
 from .rows import PowerRows
 
-#: Format of the file that :meth:`PowerModel.save` writes.
-FORMAT = 1
 #: Trees of the time and of the power, their depth, and least rows of a leaf. Small: the file ships.
 _TREES, _DEPTH, _LEAF = (300, 180), 6, 5
 #: Readings of the board's sensor from which a row shows the sustained power. The sensor averages
@@ -53,7 +49,7 @@ class PowerAnswer(NamedTuple):
 
 
 @dataclass
-class PowerModel:
+class PowerModel(JsonModel):
     """What measured kernels teach about power.
 
     Attributes:
@@ -68,6 +64,8 @@ class PowerModel:
         edges: Edges of the bins, in seconds.
         provenance: What it was learned from.
     """
+
+    form, what = 1, "power"
 
     law: PowerLaw
     classes: list[str]
@@ -133,10 +131,10 @@ class PowerModel:
             max(self.law.ends[1], float(np.median(widest[:, 1]))),
         )
 
-    def save(self, path: Path) -> None:
-        """Write the model as one JSON file."""
-        data = {
-            "law": self.law.to_dict(),
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "law": asdict(self.law),
             "classes": self.classes,
             "devices": self.devices,
             "trees": [trees.text() for trees in self.trees],
@@ -146,32 +144,22 @@ class PowerModel:
             "edges_s": self.edges.tolist(),
             "provenance": self.provenance,
         }
-        write_json_model(path, FORMAT, data)
 
     @classmethod
-    def load(cls, path: Path = PRETRAINED) -> PowerModel:
-        """Read a model.
-
-        Raises:
-            ModelError: The file is missing, damaged, or of another format.
-        """
-
-        def made(data: JsonMapping) -> PowerModel:
-            known, unseen = map(pair, data["time_ends"])
-            time, power = map(SavedTrees.from_text, data["trees"])
-            return cls(
-                PowerLaw.from_dict(data["law"]),
-                [str(c) for c in data["classes"]],
-                [str(d) for d in data["devices"]],
-                (time, power),
-                (known, unseen),
-                [pair(e) for e in data["power_ends"]],
-                pair(data["unseen_ends"]),
-                np.array(data["edges_s"], float),
-                dict(data["provenance"]),
-            )
-
-        return read_json_model(path, FORMAT, "power", made)
+    def from_dict(cls, data: JsonMapping) -> PowerModel:
+        """Read :meth:`to_dict`'s data."""
+        time, power = map(SavedTrees.from_text, data["trees"])
+        return cls(
+            typed(PowerLaw, data["law"], "law"),
+            [str(c) for c in data["classes"]],
+            [str(d) for d in data["devices"]],
+            (time, power),
+            typed(tuple[Ends, Ends], data["time_ends"], "time_ends"),
+            list(typed(tuple[Ends, ...], data["power_ends"], "power_ends")),
+            typed(tuple[float, float], data["unseen_ends"], "unseen_ends"),
+            np.array(data["edges_s"], float),
+            dict(data["provenance"]),
+        )
 
 
 def _of_law(law: PowerLaw, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:
@@ -239,9 +227,3 @@ def _balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
         *(np.quantile(errors[group == g], (0.05, 0.95)) for g in np.unique(group)), strict=True
     )
     return float(np.mean(lows)), float(np.mean(highs))
-
-
-@lru_cache(maxsize=1)
-def shipped_power() -> PowerModel:
-    """The model that ships with the package, read once."""
-    return PowerModel.load()

@@ -115,19 +115,6 @@ def request_errors(
     return found
 
 
-def adapt_serving(
-    seen: Observed, contexts: Sequence[Context], known: ServingEffects
-) -> ServingEffects:
-    """Add effects of new clusters to known ones, from a few of their runs.
-
-    Args:
-        seen: Latencies, simulated with ``known``.
-        contexts: Of their rows, with their clusters.
-        known: Effects that stay.
-    """
-    return linear_serving(seen, contexts, known).adapted()
-
-
 def linear_serving(
     seen: Observed, contexts: Sequence[Context], now: ServingEffects
 ) -> Linear[ServingEffects]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 
-from ...common.paths import PACKAGE
 from ...common.types import JsonMapping, typed
-from ..core.store import read_json_model, write_json_model
+from ..core.store import JsonModel
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import Context, ServingEffects
 from .ends import APART, TIERS, UNCALIBRATED, kind_of
 
-#: Format of the file that :meth:`ServingModel.save` writes.
-FORMAT = 1
-#: Model that ships with the package.
-PRETRAINED = PACKAGE / "models" / "pretrained" / "serving.json"
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
 #: Time of a whole request of a closed loop. It is not learned but made of its two parts, whose
@@ -69,7 +62,7 @@ class Known:
 
 
 @dataclass
-class ServingModel:
+class ServingModel(JsonModel):
     """Learned serving.
 
     Attributes:
@@ -77,6 +70,8 @@ class ServingModel:
         ends: Ends of the interval as logarithms, by the text of an :class:`~.ends.EndKey`.
         provenance: What it was learned from.
     """
+
+    form, what = 1, "serving"
 
     effects: ServingEffects = field(default_factory=ServingEffects)
     ends: dict[str, Ends] = field(default_factory=dict)
@@ -190,46 +185,22 @@ class ServingModel:
             tied[metric] = (min(down, 1.0), max(up, 1.0))
         return tied
 
-    def save(self, path: Path) -> None:
-        """Write the model as one JSON file."""
-        data = {
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
             "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "provenance": asdict(self.provenance),
         }
-        write_json_model(path, FORMAT, data)
 
     @classmethod
-    def load(cls, path: Path = PRETRAINED) -> ServingModel:
-        """Read a model.
-
-        Raises:
-            ModelError: The file is missing, damaged, or of another format.
-        """
-
-        def made(data: JsonMapping) -> ServingModel:
-            return cls(
-                ServingEffects(typed(dict[str, float], data["effects"], "effects")),
-                typed(dict[str, Ends], data["ends"], "ends"),
-                typed(Known, data["provenance"], "provenance"),
-            )
-
-        return read_json_model(path, FORMAT, "serving", made)
-
-
-@lru_cache(maxsize=1)
-def shipped_serving() -> ServingModel:
-    """The model that ships with the package, read once."""
-    return ServingModel.load()
-
-
-def find_serving_model(name: str) -> ServingModel:
-    """The model of serving that ships, for ``default``, or one from a file.
-
-    Raises:
-        ModelError: The file is missing or damaged.
-    """
-    return shipped_serving() if name == "default" else ServingModel.load(Path(name))
+    def from_dict(cls, data: JsonMapping) -> ServingModel:
+        """Read :meth:`to_dict`'s data."""
+        return cls(
+            ServingEffects(typed(dict[str, float], data["effects"], "effects")),
+            typed(dict[str, Ends], data["ends"], "ends"),
+            typed(Known, data["provenance"], "provenance"),
+        )
 
 
 def group_key(context: Context) -> str:

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from ...common.paths import PACKAGE
-from ...common.types import JsonMapping
-from ..core.store import read_json_model, write_json_model
+from ...common.types import JsonMapping, typed
+from ..core.store import JsonModel
 from ..effects.effects import CLUSTER
-from ..trust.calibrator import NORMAL_90, Calibrator, with_error
+from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
 from .context import StepContext
 from .effects import EffectTable
 from .memory import MemoryLaw
 
-#: Format of the file that :meth:`StepModel.save` writes.
-FORMAT = 4
-#: Model that ships with the package.
-PRETRAINED = PACKAGE / "models" / "pretrained" / "steps.json"
 #: What is known of a step, most first: runs of its cluster; of its framework and its generation of
 #: chips; of the generation alone; of neither.
 TIERS = (CLUSTER, "framework", "architecture", "new")
@@ -44,7 +37,7 @@ _LESS_SURE = (
 
 
 @dataclass
-class StepModel:
+class StepModel(JsonModel):
     """Learned steps.
 
     Attributes:
@@ -56,6 +49,8 @@ class StepModel:
         memory: Laws of peak memory by framework.
         provenance: What it was learned from.
     """
+
+    form, what = 4, "steps"
 
     table: EffectTable = field(default_factory=EffectTable)
     ends: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -98,52 +93,28 @@ class StepModel:
         spread = self.table.spread(context, slopes)
         return with_error((low * spread, high * spread), operators)
 
-    def save(self, path: Path) -> None:
-        """Write the model as one JSON file."""
-        data = {
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
             "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
             "deviations": {k: round(v, 5) for k, v in sorted(self.table.deviations.items())},
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "memory": {k: law.to_list() for k, law in self.memory.items()},
             "provenance": self.provenance,
         }
-        write_json_model(path, FORMAT, data)
 
     @classmethod
-    def load(cls, path: Path = PRETRAINED) -> StepModel:
-        """Read a model.
-
-        Raises:
-            ModelError: The file is missing, damaged, or of another format.
-        """
-
-        def made(data: JsonMapping) -> StepModel:
-            return cls(
-                EffectTable(
-                    {str(k): float(v) for k, v in data["effects"].items()},
-                    {str(k): float(v) for k, v in data["deviations"].items()},
-                ),
-                {str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()},
-                {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
-                dict(data["provenance"]),
-            )
-
-        return read_json_model(path, FORMAT, "steps", made)
-
-
-@lru_cache(maxsize=1)
-def shipped_steps() -> StepModel:
-    """The model that ships with the package, read once."""
-    return StepModel.load()
-
-
-def find_step_model(name: str) -> StepModel:
-    """The model of steps that ships (``default``), or one from a file.
-
-    Raises:
-        ModelError: The file is missing or damaged.
-    """
-    return shipped_steps() if name == "default" else StepModel.load(Path(name))
+    def from_dict(cls, data: JsonMapping) -> StepModel:
+        """Read :meth:`to_dict`'s data."""
+        values, deviations = (
+            typed(dict[str, float], data[name], name) for name in ("effects", "deviations")
+        )
+        return cls(
+            EffectTable(values, deviations),
+            typed(dict[str, Ends], data["ends"], "ends"),
+            {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
+            dict(data["provenance"]),
+        )
 
 
 def calibrated_as(tier: str, slopes: Mapping[str, float]) -> str:

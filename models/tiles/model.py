@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.random import default_rng
 
 from ...common.errors import ModelError
-from ...common.paths import PACKAGE
+from ...common.types import JsonMapping, typed
 from ...features.operators.schema import faulty
-from ..core.store import read_json_model, write_json_model
+from ..core.store import JsonModel
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
-from ..trust.calibrator import UNCALIBRATED, Calibrator
+from ..trust.calibrator import UNCALIBRATED, Calibrator, Ends
 from .rows import TileRows, keys_of
 
 if TYPE_CHECKING:
     from xgboost import Booster
 
-#: Format of the file that :meth:`TileModel.save` writes.
-FORMAT = 2
-#: Model that ships with the package.
-PRETRAINED = PACKAGE / "models" / "pretrained" / "tiles.json"
 #: Trees and depth of the model of known devices and of that of others, where fewer and shallower
 #: ones carry further; and least rows of a leaf.
 _KNOWN, _GENERAL, _LEAF = (300, 6), (150, 5), 3
@@ -54,7 +47,7 @@ class TileAnswer(NamedTuple):
 
 
 @dataclass
-class TileModel:
+class TileModel(JsonModel):
     """What measured configurations teach.
 
     Attributes:
@@ -67,6 +60,8 @@ class TileModel:
             (``op|implementation|platform``), which the trees of other devices start from.
         provenance: What it was learned from.
     """
+
+    form, what = 2, "tiles"
 
     names: list[str]
     keys: list[str]
@@ -102,9 +97,9 @@ class TileModel:
             np.where(known, "known", "unseen").astype(object),
         )
 
-    def save(self, path: Path) -> None:
-        """Write the model as one JSON file."""
-        data = {
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
             "names": self.names,
             "keys": self.keys,
             "pairs": self.pairs,
@@ -113,29 +108,21 @@ class TileModel:
             "offsets": self.offsets,
             "provenance": self.provenance,
         }
-        write_json_model(path, FORMAT, data)
 
     @classmethod
-    def load(cls, path: Path = PRETRAINED) -> TileModel:
-        """Read a model.
-
-        Raises:
-            ModelError: The file is missing, damaged, or of another format.
-        """
-
-        def made(data: Mapping[str, Any]) -> TileModel:
-            known, general = map(SavedTrees.from_text, data["trees"])
-            return cls(
-                [str(v) for v in data["names"]],
-                [str(v) for v in data["keys"]],
-                [str(v) for v in data["pairs"]],
-                (known, general),
-                Calibrator({str(k): (float(v[0]), float(v[1])) for k, v in data["ends"].items()}),
-                {str(k): float(v) for k, v in data["offsets"].items()},
-                dict(data["provenance"]),
-            )
-
-        return read_json_model(path, FORMAT, "tiles", made)
+    def from_dict(cls, data: JsonMapping) -> TileModel:
+        """Read :meth:`to_dict`'s data."""
+        known, general = map(SavedTrees.from_text, data["trees"])
+        names, keys, pairs = ([str(v) for v in data[k]] for k in ("names", "keys", "pairs"))
+        return cls(
+            names,
+            keys,
+            pairs,
+            (known, general),
+            Calibrator(typed(dict[str, Ends], data["ends"], "ends")),
+            typed(dict[str, float], data["offsets"], "offsets"),
+            dict(data["provenance"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -299,9 +286,3 @@ def ranking(rows: TileRows, predicted: np.ndarray, seconds: np.ndarray) -> Ranki
         float(loss.mean()) if len(loss) else float("nan"),
         float(np.mean(taus)) if taus else float("nan"),
     )
-
-
-@lru_cache(maxsize=1)
-def shipped_tiles() -> TileModel:
-    """The model that ships with the package, read once."""
-    return TileModel.load()

@@ -33,7 +33,7 @@ from ...features.lowering.op import whole_notes
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
 from ...models.steps.context import device_context
-from ...models.steps.model import shipped_steps
+from ...models.steps.model import StepModel
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
@@ -267,7 +267,7 @@ class _Load:
         """
         if spec.platform != "gpu":
             return None
-        table = shipped_steps().table
+        table = StepModel.find().table
         wide, narrow = (device_context(spec, bits, _COMPILED, launched=False) for bits in (16, 8))
         factor, width = np.ones(len(kernels)), np.zeros(len(kernels))
         for place, kernel in enumerate(kernels):

@@ -13,7 +13,7 @@ from ...models.operators import OpModel
 from ...models.serving.effects import Context
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
-from ...models.serving.model import REQUEST_TIME, ServingModel, shipped_serving
+from ...models.serving.model import REQUEST_TIME, ServingModel
 from ...simulate.serving.fleet import capacity, run_fleet
 from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (
@@ -156,7 +156,7 @@ class ServingPredictor:
         tables: int = MOST_TABLES,
     ) -> None:
         self.engines = Engines(operators, tables)
-        self.model = model or shipped_serving()
+        self.model = model or ServingModel.find()
 
     def own(self, deployment: Deployment) -> Deployment:
         """A deployment with what was measured of one's own stack, if anything."""

@@ -19,7 +19,7 @@ from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
 from ...models.steps.context import OWN, StepContext, context_of, is_compiled
 from ...models.steps.memory import law_of
-from ...models.steps.model import StepModel, shipped_steps
+from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.compose import StepSpread, StepTime, sample_steps, step_time
@@ -204,7 +204,7 @@ class StepPredictor:
         self.cluster = cluster
         self.spec = cluster_device(cluster) if device is None else resolve_device(device, {})
         self.framework, self.compiled = framework.lower(), compiled
-        self.learned, self.source = learned or shipped_steps(), source
+        self.learned, self.source = learned or StepModel.find(), source
         self.cap = cap_share(power_cap_w, self.spec)
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
         #: Before effects.

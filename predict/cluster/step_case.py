@@ -67,7 +67,7 @@ class StepsBy:
         Raises:
             OpcastError: The cluster or the model of steps is not usable.
         """
-        from ...models.steps.model import find_step_model
+        from ...models.steps.model import StepModel
         from .step import StepPredictor
 
         return StepPredictor(
@@ -75,7 +75,7 @@ class StepsBy:
             operators,
             framework=self.framework,
             compiled=self.compiled,
-            learned=find_step_model(self.steps),
+            learned=StepModel.find(self.steps),
             source=source,
             power_cap_w=power_cap_w,
         )

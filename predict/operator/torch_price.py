@@ -20,7 +20,7 @@ from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
 from ...models.steps.context import device_context
-from ...models.steps.model import shipped_steps
+from ...models.steps.model import StepModel
 from ..cluster.spread import RHO, combined_spread
 from ..devices import generation_note
 from ..groups import Group, grouped
@@ -196,7 +196,7 @@ def price_works(
     """Price kernels that run one after the other; ``kept`` is the memory that outlives them."""
     compiled = framework == "torch-compiled"
     bits = 32 if _mostly_f32(found) else 16
-    effects = shipped_steps().table.effects(device_context(spec, bits))
+    effects = StepModel.find().table.effects(device_context(spec, bits))
     times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.

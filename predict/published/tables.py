@@ -26,8 +26,8 @@ from ...features.operators.schema import families_told, sources
 from ...models.collectives.links import Links
 from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
-from ...models.power.model import shipped_power
-from ...models.tiles.model import shipped_tiles
+from ...models.power.model import PowerModel
+from ...models.tiles.model import TileModel
 from ..locate import BLOCK_MODEL, find_model
 from .answers import (
     SECONDS,
@@ -86,9 +86,9 @@ def predict_published(
         *job.pack(PRODUCTS, partial(predict_products, model=model)),
         *job.convs(),
         *job.pack(
-            ["power"], lambda *of: predict_power(of[0], of[1], model, shipped_power()), power_note
+            ["power"], lambda *of: predict_power(of[0], of[1], model, PowerModel.find()), power_note
         ),
-        *job.pack(["tiles"], lambda *of: predict_tiles(of[0], of[1], shipped_tiles()), rank_note),
+        *job.pack(["tiles"], lambda *of: predict_tiles(of[0], of[1], TileModel.find()), rank_note),
         *job.blocks_of_models(),
         *job.programs(),
     ]

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from opcast.datagen.zoo.registry import build
-from opcast.models.steps.model import find_step_model
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
@@ -67,7 +67,7 @@ def main() -> None:
         load_step_model(OPERATOR_MODEL),
         framework="jax",
         compiled=True,
-        learned=find_step_model("default"),
+        learned=StepModel.find(),
     )
     work = read_workload("llama", STEP)
     print("plan | screened ms | compiled ms | simulate ms | memory GiB")

@@ -17,11 +17,7 @@ from typer.testing import CliRunner
 from opcast.cli import app
 from opcast.common.errors import DatasetError
 from opcast.models.serving.ends import UNCALIBRATED
-from opcast.models.serving.model import (
-    ServingModel,
-    own_ends,
-    shipped_serving,
-)
+from opcast.models.serving.model import ServingModel, own_ends
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.cluster.deployment import Workers
 from opcast.predict.cluster.serving import ServingPredictor
@@ -38,7 +34,6 @@ from opcast.workflows.serving.evaluate import (
     configuration_choice,
     evaluate_serving,
     judged_rows,
-    serving_operators,
 )
 from opcast.workflows.serving.train import counted, left_out_serving, left_outs, train_serving
 
@@ -305,7 +300,7 @@ def typed(row: ServingRow, cells: pd.Series, folder: Path, model: str) -> list[s
 def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None:
     """Assert that tables and commands give one answer, to the last digit."""
     operators = load_serving_operators(model)
-    frame = evaluate_serving(asked, shipped_serving(), operators, folder=TABLE.parent)[0]
+    frame = evaluate_serving(asked, ServingModel.find(), operators, folder=TABLE.parent)[0]
     rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
     for said, row, (_, cells) in zip(frame.to_dict("records"), rows, asked.iterrows(), strict=True):
         assert row is not None and not said["reason"], said
@@ -347,7 +342,7 @@ def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
 def test_the_shipped_model_on_published_runs() -> None:
     own = read_cases(TABLE, "serving").iloc[::60]
     frame, judged, _ = evaluate_serving(
-        own, shipped_serving(), serving_operators(), folder=TABLE.parent
+        own, ServingModel.find(), load_serving_operators(), folder=TABLE.parent
     )
     assert judged.overall["expressed"] > 0.94
     assert judged.overall["tpot_ms/median_ape"] < 0.2

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import DeviceError
-from opcast.models.steps.model import StepModel, shipped_steps
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster import step as steps
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.cluster.step_table import StepRow, step_row
@@ -227,7 +227,7 @@ def test_every_published_step_is_expressed_and_most_are_inside() -> None:
     asked = read_cases(TABLE, "steps")
     # Every tenth of each source, and all of the small ones.
     asked = asked[asked.groupby(asked["source"].str.split("@").str[0]).cumcount() % 10 == 0]
-    _, judged, _ = evaluate_steps(asked, shipped_steps(), load_step_model("gpu-operators"))
+    _, judged, _ = evaluate_steps(asked, StepModel.find(), load_step_model("gpu-operators"))
     assert judged.overall["expressed"] == 1.0
     # These rows were learned from; without any learning the mean over groups is 33 %.
     assert judged.overall["mape"] < 0.16
@@ -255,7 +255,7 @@ def can_be_typed(row: StepRow) -> bool:
 def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None:
     """Assert that tables and commands give one answer, to the last digit."""
     operators = load_step_model(model)
-    frame = evaluate_steps(asked, shipped_steps(), operators)[0]
+    frame = evaluate_steps(asked, StepModel.find(), operators)[0]
     for said, row in zip(frame.to_dict("records"), read_rows(asked, step_row)[0], strict=True):
         assert row is not None
         result = CliRunner().invoke(app, typed(row, folder, model))

@@ -17,7 +17,6 @@ from ...models.operators import OpModel
 from ...models.serving.effects import (
     Context,
     Observed,
-    adapt_serving,
     linear_serving,
     request_errors,
 )
@@ -26,7 +25,6 @@ from ...models.serving.model import (
     REQUEST_TIME,
     OwnStack,
     ServingModel,
-    find_serving_model,
     group_key,
     own_ends,
 )
@@ -34,7 +32,8 @@ from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_row
-from .evaluate import observer, serving_operators
+from ...predict.operator.serving_operators import load_serving_operators
+from .evaluate import observer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,7 +97,7 @@ def calibrate_serving(
         judged = seen.rows == row
         others = Observed(*(column[~judged] for column in seen))
         if len(others.rows):
-            without = adapt_serving(others, contexts, model.effects)
+            without = linear_serving(others, contexts, model.effects).adapted()
             left[judged] = linear.errors(without)[judged]
     errors = pd.DataFrame({"metric": seen.metrics})
     for name, logs in (("before", before), ("after", after), ("unseen", left)):
@@ -162,8 +161,8 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
     """Adapt to a table of one's own runs, print errors before and after, and save the model."""
     model, figures = calibrate_serving(
         read_cases(settings.table, "serving"),
-        serving_operators(),
-        find_serving_model(settings.model),
+        load_serving_operators(),
+        ServingModel.find(settings.model),
         settings.table.parent,
     )
     print_frame(console, in_percent(figures), "own runs, median errors in %")
@@ -177,7 +176,6 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
     for name, stack in model.provenance.own.items():
         if stack.memory:
             console.print(f"{name}: {stack.memory:.1%} of the memory is used")
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
     model.save(settings.out)
     wrote(settings.out, f"use it with --serving {settings.out}")
     return model

@@ -13,10 +13,9 @@ import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.progress import counting, wrote
-from ...models.core.registry import OPERATOR_MODEL
 from ...models.operators import OpModel
-from ...models.serving.effects import Observe, Observed, ServingEffects, adapt_serving
-from ...models.serving.model import METRICS, ServingModel, find_serving_model
+from ...models.serving.effects import Observe, Observed, ServingEffects, linear_serving
+from ...models.serving.model import METRICS, ServingModel
 from ...predict.cluster.case_table import FAULTS, read_cases, read_rows, reason_of
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_row
@@ -46,11 +45,6 @@ SAME = ("source", "model", "device", "isl", "osl", "load")
 
 
 Asked = TypeVar("Asked")
-
-
-def serving_operators() -> OpModel | None:
-    """The shipped model of operators, as far as serving asks it."""
-    return load_serving_operators(OPERATOR_MODEL)
 
 
 def measured_seconds(row: ServingRow, metric: str) -> float:
@@ -266,18 +260,18 @@ def _calibrated(
     predictor = ServingPredictor(operators, model)
     contexts = [predictor.context(row.deployment) for row in own]
     seen = observer(predictor, own)(model.effects)
-    return replace(model, effects=adapt_serving(seen, contexts, model.effects))
+    return replace(model, effects=linear_serving(seen, contexts, model.effects).adapted())
 
 
 def run_evaluate_serving(console: Console, settings: ServingSettings) -> Judged:
     """Predict every row of a table of serving; print the errors of those with answers."""
     table = read_cases(settings.table, "serving")
-    model = find_serving_model(settings.model)
+    model = ServingModel.find(settings.model)
     with counting("runs") as show:
         frame, judged, model = evaluate_serving(
             table,
             model,
-            serving_operators(),
+            load_serving_operators(),
             folder=settings.table.parent,
             calibrate=settings.calibrate,
             show=show,

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
 from ...models.serving.effects import (
@@ -29,16 +28,14 @@ from ...models.serving.model import (
     REQUEST_TIME,
     Known,
     ServingModel,
-    find_serving_model,
     group_key,
 )
-from ...models.tracking.mlflow_store import RunLog
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_row
-from ..judging import few_of_each
-from ..training import digests, log_training
-from .evaluate import observer, serving_operators
+from ...predict.operator.serving_operators import load_serving_operators
+from ..judging import few_of_each, keep_learned, named_folds
+from .evaluate import observer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,8 +51,6 @@ FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unre
 COUNTS = ("prefill_workers", "decode_workers")
 #: Most rows of a source, model, framework and device that are learned from.
 MOST_ROWS = 25
-#: Folds of the rows for errors of known models.
-FOLDS = 5
 
 #: What is left out, and the level of a context that it is.
 LEFT_OUT = (
@@ -278,8 +273,7 @@ def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
         contexts: Of the rows.
         seed: Of the fifths.
     """
-    order = np.random.default_rng(seed).permutation(len(contexts))
-    keys = {"row": (order % FOLDS).astype(str)} | {
+    keys = {"row": named_folds(len(contexts), seed)} | {
         name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT
     }
     for name, key in keys.items():
@@ -328,31 +322,13 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
 def run_train_serving(console: Console, settings: ServingSettings) -> ServingModel:
     """Learn from a table of serving, print errors of what was left out, save and track."""
     table = read_cases(settings.table, "serving")
-
-    def tell(what: str) -> None:
-        console.print(what, highlight=False)
-
-    start = find_serving_model(settings.start) if settings.start else None
+    tell = partial(console.print, highlight=False)
+    start = ServingModel.find(settings.start) if settings.start else None
     model, left = train_serving(
-        table, serving_operators(), tell, settings.table.parent, settings.seed, start
+        table, load_serving_operators(), tell, settings.table.parent, settings.seed, start
     )
     figures = left_out_serving(left)
     print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    model.save(settings.out)
-    wrote(settings.out, f"{len(model.effects.values)} effects")
-    if settings.track:
-        metrics = {
-            f"{row.left_out}/{row.metric}": float(str(row.median_ape))
-            for row in figures.itertuples()
-        }
-        params = {"table": str(settings.table), "rows": len(left), "seed": settings.seed}
-        run = RunLog(
-            "serving",
-            params,
-            metrics,
-            tables={"left_out": figures},
-            datasets=digests(settings.table),
-        )
-        log_training(console, run, None)
+    errors = figures[["left_out", "metric", "median_ape"]]
+    keep_learned(console, settings, model, len(model.effects.values), len(left), figures, errors)
     return model

@@ -14,6 +14,7 @@ import pytest
 from opcast.common.errors import DeviceError, ModelError
 from opcast.common.interval import Interval
 from opcast.features.devices.catalogue import find_device
+from opcast.models.core.registry import PRETRAINED
 from opcast.models.operators import OpModel
 from opcast.models.power.energy import cost_fields, cost_of, energy, energy_fields
 from opcast.models.power.law import (
@@ -26,7 +27,7 @@ from opcast.models.power.law import (
     left_out_errors,
     shipped_law,
 )
-from opcast.models.power.model import PRETRAINED, PowerModel, shipped_power
+from opcast.models.power.model import PowerModel
 from opcast.models.power.rows import power_rows
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import find_model
@@ -208,12 +209,12 @@ def test_cost_is_price_times_device_hours() -> None:
 
 
 def test_shipped_law_is_that_of_the_shipped_model() -> None:
-    model = shipped_power()
+    model = PowerModel.find()
     assert model.law == shipped_law()
     # An idle H200 with its clocks up draws 120 to 140 W of 700.
     assert 120 / 700 < model.law.idle < 140 / 700
     assert model.devices == ["h200-sxm"]
-    assert PRETRAINED.stat().st_size < 400_000
+    assert (PRETRAINED / "power.json").stat().st_size < 400_000
 
 
 def rows_of(device: str, m: int) -> pd.DataFrame:
@@ -232,7 +233,7 @@ def operators() -> OpModel:
 
 @pytest.mark.parametrize("device", ["h200-sxm", "b200", "l40s"])
 def test_large_products_draw_the_limit_and_small_ones_less(device: str, operators: OpModel) -> None:
-    model, limit = shipped_power(), find_device(device).power_w
+    model, limit = PowerModel.find(), find_device(device).power_w
     large, small = (
         model.predict(power_rows(rows_of(device, m), operators), np.array([device], object))
         for m in (16384, 1)
@@ -245,7 +246,7 @@ def test_large_products_draw_the_limit_and_small_ones_less(device: str, operator
 
 
 def test_a_device_without_measured_power_is_unseen_and_less_certain(operators: OpModel) -> None:
-    model = shipped_power()
+    model = PowerModel.find()
     frame = rows_of("h200-sxm", 256).assign(op="linear", kv_dtype="")
     own = model.predict(power_rows(frame, operators), np.array(["h200-sxm"], object))
     other = model.predict(
@@ -256,9 +257,9 @@ def test_a_device_without_measured_power_is_unseen_and_less_certain(operators: O
 
 
 def test_round_trip_and_damage(tmp_path: Path) -> None:
-    shipped_power().save(tmp_path / "power.json")
+    PowerModel.find().save(tmp_path / "power.json")
     again = PowerModel.load(tmp_path / "power.json")
-    assert again.law == shipped_law() and again.power_ends == shipped_power().power_ends
+    assert again.law == shipped_law() and again.power_ends == PowerModel.find().power_ends
     data = json.loads((tmp_path / "power.json").read_text())
     (tmp_path / "power.json").write_text(json.dumps({**data, "format": 99}))
     with pytest.raises(ModelError, match=r"format 99.*opcast train --power"):
@@ -274,7 +275,7 @@ def test_measured_power_of_rows_left_out(operators: OpModel) -> None:
         (table["split"] == "val") & (table["family"] == "linear") & (table["est_samples"] >= 10)
     ]
     rows = power_rows(table, operators)
-    said = shipped_power().predict(rows, table["device"].to_numpy(object))
+    said = PowerModel.find().predict(rows, table["device"].to_numpy(object))
     watts = table["power_w"].to_numpy(float)
     error, known = np.abs(said.watts / watts - 1), said.scope == "known"
     inside = (said.watts_lo <= watts) & (watts <= said.watts_hi)

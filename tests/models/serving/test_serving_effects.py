@@ -15,7 +15,6 @@ from opcast.models.serving.effects import (
     ROUNDS,
     Observed,
     ServingEffects,
-    adapt_serving,
     fit_serving,
     linear_serving,
     request_errors,
@@ -28,7 +27,6 @@ from opcast.models.serving.model import (
     Known,
     OwnStack,
     ServingModel,
-    shipped_serving,
 )
 
 RNG = np.random.default_rng(0)
@@ -117,7 +115,7 @@ def test_errors_are_weighted_by_what_does_not_wait() -> None:
 def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
     seen = observe(ServingEffects())
     slower = seen._replace(measured=seen.simulated + 0.3)
-    known = adapt_serving(slower, CONTEXTS, ServingEffects())
+    known = linear_serving(slower, CONTEXTS, ServingEffects()).adapted()
     assert {key.split("/")[1] for key in known.values} == {"cluster"}
     own = known.weights(context("vllm")).sum()
     assert own > 1.1 * ServingEffects().weights(context("vllm")).sum()
@@ -263,7 +261,7 @@ def test_what_a_file_says_of_a_stack_is_checked(tmp_path: Path) -> None:
 
 
 def test_the_shipped_model_knows_the_usual_frameworks() -> None:
-    model = shipped_serving()
+    model = ServingModel.find()
     for engine in ("vllm now", "sglang now", "tensorrt-llm now"):
         assert model.effects.knows("engine", engine)
     cluster = {"cluster": "aiconfigurator/inferencex|h200-sxm"}
@@ -307,7 +305,7 @@ def test_parts_keep_to_the_ends_of_the_whole() -> None:
 
 
 def test_the_shipped_model_has_ends_of_whole_requests() -> None:
-    ends = shipped_serving().ends
+    ends = ServingModel.find().ends
     for metric in (*METRICS, REQUEST_TIME):
         assert ends[f"{metric}/model"][0] < 0.0 < ends[f"{metric}/model"][1]
     # A sum is known better than its worst part.

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import ModelError
+from opcast.models.core.registry import PRETRAINED
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.memory import MemoryLaw, fit_laws, law_of
-from opcast.models.steps.model import PRETRAINED, StepModel, shipped_steps
+from opcast.models.steps.model import StepModel
 from opcast.simulate.step.memory import StageMemory
 
 from .test_fit import context
@@ -61,8 +62,8 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_shipped_model_knows_what_it_was_learned_from() -> None:
-    model = shipped_steps()
-    assert PRETRAINED.stat().st_size < 30_000
+    model = StepModel.find()
+    assert (PRETRAINED / "steps.json").stat().st_size < 30_000
     assert {"h100-sxm", "a100-sxm-80gb", "gb200", "tpu-v6e"} <= set(model.provenance["devices"])
     for low, high in model.ends.values():
         assert -3.0 < low < 0.0 < high < 5.0  # in deviations

@@ -11,12 +11,11 @@ import pytest
 
 from opcast.common.errors import DatasetError, ModelError
 from opcast.features.devices.catalogue import find_device
+from opcast.models.core.registry import PRETRAINED
 from opcast.models.tiles.model import (
-    PRETRAINED,
     TileModel,
     fit_tiles,
     ranking,
-    shipped_tiles,
 )
 from opcast.models.tiles.rows import TileRows, tile_rows
 from opcast.predict.published.tile_table import (
@@ -149,39 +148,39 @@ def test_a_ranking_by_hand() -> None:
 
 
 def test_shipped_model_ranks_and_stays_above_the_ceiling() -> None:
-    ranked = rank_configurations(candidates(), shipped_tiles())
+    ranked = rank_configurations(candidates(), TileModel.find())
     assert list(ranked["rank"]) == [1, 2, 3, 4]
     assert ranked["latency_us"].is_monotonic_increasing
     assert (ranked["of_ceiling"] <= 1.0).all() and (ranked["lo_us"] < ranked["hi_us"]).all()
     assert (ranked["scope"] == "known").all()
-    assert PRETRAINED.stat().st_size < 250_000
+    assert (PRETRAINED / "tiles.json").stat().st_size < 250_000
 
 
 def test_a_table_of_queries() -> None:
     table = pd.concat([candidates(), candidates("abacus")], ignore_index=True)
-    found = predict_tiles(table, Path("queries_tpu.parquet"), shipped_tiles())
+    found = predict_tiles(table, Path("queries_tpu.parquet"), TileModel.find())
     assert (found["reason"] == "").sum() == 4
     assert "abacus is not in the catalogue" in found["reason"].iloc[-1]
     assert found["latency"].notna().sum() == 4
     assert rank_note(found) == []
     given = predict_tiles(
-        candidates().assign(latency_us=[4.0, 3.0, 2.0, 1.0]), Path("tpu.parquet"), shipped_tiles()
+        candidates().assign(latency_us=[4.0, 3.0, 2.0, 1.0]), Path("tpu.parquet"), TileModel.find()
     )
     assert rank_note(given)[0].startswith("ranking of 1 problems")
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    shipped_tiles().save(tmp_path / "tiles.json")
+    TileModel.find().save(tmp_path / "tiles.json")
     again = TileModel.load(tmp_path / "tiles.json")
     rows = tile_rows(candidates())
-    assert again.predict(rows).seconds == pytest.approx(shipped_tiles().predict(rows).seconds)
+    assert again.predict(rows).seconds == pytest.approx(TileModel.find().predict(rows).seconds)
     (tmp_path / "tiles.json").write_text("{}")
     with pytest.raises(ModelError, match="opcast train --tiles"):
         TileModel.load(tmp_path / "tiles.json")
 
 
 def test_settings_that_an_implementation_does_not_have_are_refused() -> None:
-    model = shipped_tiles()
+    model = TileModel.find()
     with pytest.raises(DatasetError, match=r"no setting 'tile_z'"):
         rank_configurations(candidates(config='{"tile_m":128,"tile_z":1}'), model)
     # A setting of another implementation.
@@ -193,17 +192,17 @@ def test_settings_that_an_implementation_does_not_have_are_refused() -> None:
 
 def test_ties_are_said() -> None:
     twice = pd.concat([candidates(), candidates()], ignore_index=True)
-    ranked = rank_configurations(twice, shipped_tiles())
+    ranked = rank_configurations(twice, TileModel.find())
     assert list(ranked["rank"]) == [1, 1, 3, 3, 5, 5, 7, 7]
     assert "2 candidates share the first place of 1 kernels" in ties_note(ranked)
-    assert ties_note(rank_configurations(candidates(), shipped_tiles())) == ""
+    assert ties_note(rank_configurations(candidates(), TileModel.find())) == ""
     at_ceiling = ranked.assign(of_ceiling=1.0)
     assert "2 of them at the least time" in ties_note(at_ceiling)
 
 
 def test_the_documented_example_is_ranked() -> None:
     example = Path(__file__).parents[3] / "docs" / "examples" / "tile_candidates.csv"
-    ranked = rank_configurations(pd.read_csv(example), shipped_tiles())
+    ranked = rank_configurations(pd.read_csv(example), TileModel.find())
     assert set(ranked["scope"]) == {"known"} and (ranked["latency_us"] > 0).all()
     # Both problems have a first choice, and the unfused kernels are not it.
     first = ranked[ranked["rank"] == 1]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from opcast.models.steps.effects import informative, slopes_at
-from opcast.models.steps.model import shipped_steps
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.next_run import next_run
 from opcast.predict.cluster.step_table import StepRuns, step_row
 
@@ -23,7 +23,7 @@ def test_the_run_that_talks_more_between_boxes_is_named_after_one_that_hardly_do
     # Eight sequences a device: the network hides behind the products.
     row = step_row(RUN)
     runs = StepRuns([row], None)
-    found = next_run(shipped_steps(), runs, np.log([1.0]))
+    found = next_run(StepModel.find(), runs, np.log([1.0]))
     assert found is not None and found.nats > 0.0
     assert found.row.plan != row.plan and found.row.workload == row.workload
     assert "16 × a100-sxm-80gb" in found.text()
@@ -32,7 +32,7 @@ def test_the_run_that_talks_more_between_boxes_is_named_after_one_that_hardly_do
 def test_another_run_of_the_same_kind_tells_less_than_one_of_a_new_kind() -> None:
     rows = [step_row(RUN), step_row(RUN | {"global_batch": 16})]
     runs = StepRuns(rows, None)
-    table = shipped_steps().table
+    table = StepModel.find().table
     slopes = slopes_at(runs.simulate, table, 2)
     # Smaller batches wait for the network: its slope is higher there.
     assert slopes.slope["between"][1] > slopes.slope["between"][0]
@@ -47,5 +47,5 @@ def test_nothing_is_named_where_no_plan_fits() -> None:
     huge = replace(row, workload=replace(row.workload, d_model=65536, layers=96))
     runs = StepRuns([row], None)
     runs.rows = [huge]
-    assert next_run(shipped_steps(), runs, np.log([1.0])) is None
+    assert next_run(StepModel.find(), runs, np.log([1.0])) is None
     assert pd.notna(row.share)

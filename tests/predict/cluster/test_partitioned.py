@@ -14,7 +14,7 @@ from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.options import LoweringOptions
 from opcast.models.steps.context import device_context
-from opcast.models.steps.model import shipped_steps
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.partitioned import predict_partitioned
 from opcast.predict.export.timeline import stream_trace
 from opcast.predict.program.case import ProgramCase
@@ -162,7 +162,7 @@ def test_collectives_come_on_top_of_the_same_kernels(predictor):
     busy = [k.takes_time and k.kind != "collective" for k in lowered.kernels]
     # Products slow down as in measured steps, which hold the chip at its power limit.
     context = device_context(spec, 16, "jax", launched=False)
-    slower = shipped_steps().table.effects(context).product
+    slower = StepModel.find().table.effects(context).product
     assert 1.05 < slower < 1.4
     products = np.array([k.kind in ("gemm", "conv") for k in lowered.kernels])
     more = (slower - 1.0) * placed * products

@@ -15,7 +15,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
-from opcast.models.steps.model import shipped_steps
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
 from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.locate import find_model
@@ -291,7 +291,7 @@ def test_terms_add_up_and_say_what_was_learned(operators):
 
 
 def test_a_cluster_of_one_s_own_has_its_effects(operators):
-    shipped = shipped_steps()
+    shipped = StepModel.find()
     slower = {"whole/cluster/own|h100-sxm": math.log(1.5)}
     own = replace(shipped, table=EffectTable(shipped.table.values | slower))
     work, plan = make_workload("llama", {**LLAMA, "layers": 4, "batch": 8}), parse_plan("dp=8")

@@ -3,7 +3,7 @@
 import pytest
 
 from opcast.datagen.zoo.registry import build
-from opcast.models.steps.model import find_step_model
+from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
@@ -54,7 +54,7 @@ def test_the_order_of_plans_is_that_of_simulate(tmp_path):
         load_step_model(OPERATOR_MODEL),
         framework="jax",
         compiled=True,
-        learned=find_step_model("default"),
+        learned=StepModel.find(),
     )
     work = read_workload("llama", STEP)
     simulated = {
@@ -126,7 +126,7 @@ def test_the_order_of_pipelines_is_that_of_simulate(tmp_path):
         load_step_model(OPERATOR_MODEL),
         framework="jax",
         compiled=True,
-        learned=find_step_model("default"),
+        learned=StepModel.find(),
     )
     work = read_workload("llama", [*STEP[1:6], "layers=4", "batch=64", *STEP[7:]])
     simulated = {
