@@ -171,7 +171,7 @@ def calibrate_collectives(
     if fresh:
         model = fit_collectives(rows, find, about)
     elif join:
-        model = CollectiveModel.load().joined(rows, find, about)
+        model = CollectiveModel.find().joined(rows, find, about)
         if not json_output:
             print_frame(
                 make_console(140),
@@ -180,7 +180,7 @@ def calibrate_collectives(
             )
     else:
         # A few rows adapt their own machine; the shipped parameters stay for everything else.
-        model = CollectiveModel.load().calibrated(rows, find)
+        model = CollectiveModel.find().calibrated(rows, find)
     model.save(out)
     wrote(out, "collective model")
     if not report:

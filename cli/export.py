@@ -329,7 +329,7 @@ def export_xla_perf_table(
     files = [(out, text, flag.format("matmul", out))]
     if collectives is not None:
         worlds = [n for n in (2, 4, 8) if n <= max(2, spec.devices_per_node)]
-        text, _ = tables.collective_table(spec, worlds, CollectiveModel.load())
+        text, _ = tables.collective_table(spec, worlds, CollectiveModel.find())
         files.append((collectives, text, flag.format("collective", collectives)))
     for path, content, option in files:
         path.parent.mkdir(parents=True, exist_ok=True)

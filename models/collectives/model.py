@@ -12,25 +12,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DatasetError, ModelError
-from ...common.files import parse_json, write_text
-from ...common.paths import PACKAGE
+from ...common.errors import DatasetError
+from ...common.types import JsonMapping, typed
+from ..core.store import JsonModel
+from ..trust.calibrator import Ends
 from .curve import PARAMETERS
 from .fit import CurveTree, fit_tree, groups, refine_tree
 from .intervals import Intervals
 from .links import Links
 from .table import CollectiveTable, collective_table
 
-#: Format of the file that :meth:`CollectiveModel.save` writes.
-FORMAT = 1
-#: Parameters that ship with the package.
-PRETRAINED = PACKAGE / "models" / "pretrained" / "collectives.json"
 #: Folds of the calibration scores; each costs a fit of the whole tree, which takes about a minute.
 FOLDS = 5
 
@@ -42,7 +38,7 @@ Fit = Callable[[CollectiveTable, np.ndarray], CurveTree]
 
 
 @dataclass
-class CollectiveModel:
+class CollectiveModel(JsonModel):
     """Fitted collectives.
 
     Attributes:
@@ -51,6 +47,9 @@ class CollectiveModel:
         calibrated_machines: Machines that were calibrated with rows of their own.
         provenance: Sources of the parameters.
     """
+
+    form, what = 1, "collectives"
+    command = "calibrate-collectives TABLE --fresh --out FILE"
 
     tree: CurveTree
     intervals: Intervals = field(default_factory=Intervals)
@@ -165,10 +164,9 @@ class CollectiveModel:
         errors = last[0].get("errors") if last and isinstance(last[0], dict) else None
         return pd.DataFrame.from_dict(errors or {}, orient="index")
 
-    def save(self, path: Path) -> None:
-        """Write JSON with parameters by name, interval ends and provenance."""
-        content = {
-            "format": FORMAT,
+    def to_dict(self) -> dict[str, object]:
+        """Plain data: parameters, interval ends and provenance."""
+        return {
             "parameters": PARAMETERS,
             "curves": {k: np.round(v, 4).tolist() for k, v in sorted(self.tree.curves.items())},
             "residuals": {
@@ -181,40 +179,27 @@ class CollectiveModel:
             "calibrated_machines": self.calibrated_machines,
             "provenance": self.provenance,
         }
-        # A list of numbers on one line: one number a line would make the file, which is under
-        # version control, several times as long.
-        lines = json.dumps(content, indent=1).replace("\n   ", " ").replace("\n  ]", " ]")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, lines + "\n")
+
+    def text(self, data: JsonMapping) -> str:
+        """The file of data, with a list of numbers on one line.
+
+        One number a line would make the file, which is under version control, several times as
+        long.
+        """
+        return json.dumps(data, indent=1).replace("\n   ", " ").replace("\n  ]", " ]") + "\n"
 
     @classmethod
-    def load(cls, path: Path = PRETRAINED) -> CollectiveModel:
-        """Read what :meth:`save` wrote; without a path, the parameters shipped with the package.
-
-        Raises:
-            ModelError: The file is missing, damaged, or of another format.
-        """
-        try:
-            content = parse_json(path.read_text(encoding="utf-8"))
-            # The vector has no names of its own: parameters in another order would be silently
-            # wrong.
-            if content["format"] != FORMAT or tuple(content["parameters"]) != PARAMETERS:
-                raise ModelError(
-                    "collective parameters of another format",
-                    where=str(path),
-                    hint="fit them again",
-                )
-            curves = {k: np.array(v, dtype=float) for k, v in content["curves"].items()}
-            ends = {k: (float(v[0]), float(v[1])) for k, v in content["intervals"].items()}
-            tables = content.get("residuals", {}).items()
-            residuals = {k: (np.array(v[0]), np.array(v[1])) for k, v in tables}
-            machines = tuple(content["calibrated_machines"])
-            tree = CurveTree(curves, residuals)
-            return cls(tree, Intervals(ends), machines, content["provenance"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise ModelError(
-                f"collective parameters cannot be read: {error}", where=str(path)
-            ) from None
+    def from_dict(cls, data: JsonMapping) -> CollectiveModel:
+        """Read :meth:`to_dict`'s data."""
+        # Curves name no parameters of their own: in another order they would be silently wrong.
+        if tuple(data["parameters"]) != PARAMETERS:
+            raise ValueError("its parameters are of another format")
+        curves = {k: np.array(v, dtype=float) for k, v in data["curves"].items()}
+        tables = data.get("residuals", {}).items()
+        residuals = {k: (np.array(v[0]), np.array(v[1])) for k, v in tables}
+        ends = typed(dict[str, Ends], data["intervals"], "intervals")
+        machines = tuple(data["calibrated_machines"])
+        return cls(CurveTree(curves, residuals), Intervals(ends), machines, data["provenance"])
 
 
 def fit_collectives(

@@ -61,7 +61,7 @@ class ClusterCollectives:
         model: Fitted collectives.
     """
 
-    model: CollectiveModel = field(default_factory=CollectiveModel.load)
+    model: CollectiveModel = field(default_factory=CollectiveModel.find)
     _answers: dict[_Query, CollectiveEstimate] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

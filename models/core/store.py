@@ -171,16 +171,17 @@ def read_files(
 
 
 class JsonModel(ABC):
-    """A model that is one JSON file, without spaces: such files ship.
+    """A model that is one JSON file.
 
     Attributes:
         form: Number of the format that this version writes and reads.
-        what: What it predicts: the name of the file that ships, and the option of ``opcast train``
-            that makes another.
+        what: What it predicts, which is also the name of the file that ships.
+        command: The command of opcast that makes another; ``what`` stands in it in braces.
     """
 
     form: ClassVar[int]
     what: ClassVar[str]
+    command: ClassVar[str] = "train --{what} TABLE"
 
     @abstractmethod
     def to_dict(self) -> dict[str, object]:
@@ -194,8 +195,11 @@ class JsonModel(ABC):
     def save(self, path: Path) -> None:
         """Write the model as one JSON file; its folder is made if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"format": self.form, **self.to_dict()}
-        write_text(path, json.dumps(data, separators=(",", ":")))
+        write_text(path, self.text({"format": self.form, **self.to_dict()}))
+
+    def text(self, data: JsonMapping) -> str:
+        """The file of data: without spaces, since such files ship."""
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -213,7 +217,7 @@ class JsonModel(ABC):
             raise ModelError(
                 f"the model of {cls.what} cannot be read: {error}",
                 where=str(path),
-                hint=f"train it again: opcast train --{cls.what} TABLE",
+                hint=f"train it again: opcast {cls.command.format(what=cls.what)}",
             ) from None
 
     @classmethod

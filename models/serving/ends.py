@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..effects.linear import group_weights
 from ..trust.calibrator import Calibrator, Ends
 from .effects import Context
 
@@ -128,8 +129,7 @@ def _calibrate(found: Calibrator[EndKey], key: EndKey, scores: Sequence[Score]) 
     """Take the ends of a key from its scores."""
     groups = np.array([score.group for score in scores])
     values = np.array([score.error for score in scores])
-    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
-    weight = counts[index] ** -0.5
+    weight = group_weights(groups)
     # What was new of the rows: the next one is further off than any of n with a probability of
     # about 1 / n.
     novel = {"framework": ["group"], "architecture": ["engine"], "new": ["architecture"]}

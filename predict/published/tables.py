@@ -77,7 +77,7 @@ def predict_published(
     """
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
-    links = collectives or CollectiveModel.load()
+    links = collectives or CollectiveModel.find()
     job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),

@@ -219,7 +219,7 @@ def test_formulas_and_curves_agree_on_long_collectives(shipped):
 
 def test_saved_residuals_come_back(tmp_path):
     rows = curve_rows()
-    own = CollectiveModel.load().calibrated(rows.assign(latency_us=bumpy(rows)), links)
+    own = CollectiveModel.find().calibrated(rows.assign(latency_us=bumpy(rows)), links)
     own.save(tmp_path / "own.json")
     again = CollectiveModel.load(tmp_path / "own.json")
     assert again.tree.residuals.keys() == own.tree.residuals.keys()

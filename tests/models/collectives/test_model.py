@@ -118,7 +118,7 @@ def test_damaged_files_are_named(tmp_path, text):
 
 
 def test_the_shipped_parameters_rank_libraries_and_sizes_sensibly():
-    shipped = CollectiveModel.load()
+    shipped = CollectiveModel.find()
     nccl = shipped.predict(frame(backend="nccl"), find)["latency_s"].to_numpy().reshape(3, -1)
     custom = shipped.predict(frame(backend="vllm"), find)["latency_s"].to_numpy().reshape(3, -1)
     assert (nccl[:, -1] > 20 * nccl[:, 0]).all()

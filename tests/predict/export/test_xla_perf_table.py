@@ -118,7 +118,7 @@ def test_the_command_writes_both_tables(tmp_path):
 
 def test_collectives_are_in_bytes_a_second_of_the_larger_side():
     h100 = find_device("h100-sxm")
-    text, rows = collective_table(h100, [2, 8], CollectiveModel.load())
+    text, rows = collective_table(h100, [2, 8], CollectiveModel.find())
     table = entries(text)
     large = rows[(rows["bytes"] == 2**30) & (rows["world_size"] == 8)].set_index("op")["latency_s"]
     # The first of its size is of f32 and eight devices; f32 comes before bf16.
@@ -191,7 +191,7 @@ def test_the_compiler_reads_the_tables_and_schedules_by_them(tmp_path, operators
         pytest.skip("needs the GPU compiler: opcast compilers install gpu")
     h100 = find_device("h100-sxm")
     products, _ = matmul_table(own_shapes(["bf16"]), h100, operators)
-    collectives, _ = collective_table(h100, [2, 4, 8], CollectiveModel.load())
+    collectives, _ = collective_table(h100, [2, 4, 8], CollectiveModel.find())
     own, slow, bad, fast = (tmp_path / f"{n}.txtpb" for n in ("own", "slow", "bad", "fast"))
     own.write_text(products)
     slow.write_text(scaled(products, 1000))

@@ -559,7 +559,7 @@ def test_gpt2_as_a_module_is_gpt2_as_a_published_op_graph():
     labels = labels[labels["desc"].isin(["gpt2_large-inf-1024-4", "gpt2_large-train-1024-1"])]
     labels = labels[labels["e2e_ms"].notna() & labels["device"].str.contains("V100|A100-PCIE|P100")]
     bundle = operator_bundle("default")
-    job = _Job(LATENCIES, bundle, CollectiveModel.load(), False, None, None)
+    job = _Job(LATENCIES, bundle, CollectiveModel.find(), False, None, None)
     graphs = read_table(LATENCIES / "opgraphs.parquet")
     composed = compose(labels, graphs, job._op_latency, job._collective_latency)
     with torch.device("meta"):
