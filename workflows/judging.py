@@ -153,6 +153,28 @@ def named_folds(count: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).permutation(count) % FOLDS).astype(str)
 
 
+def predicted_frame(
+    ids: Iterable[object],
+    reasons: Iterable[str],
+    answers: Iterable[Mapping[str, object] | str],
+    columns: Sequence[str],
+) -> pd.DataFrame:
+    """Predictions of a table: a row for each of its rows, empty with a reason where there is none.
+
+    Args:
+        ids: Of the rows.
+        reasons: Why rows cannot be asked; empty for the others.
+        answers: Of the rows that can: values by column, or why there are none.
+        columns: Of the frame, with ``id`` and ``reason``.
+    """
+    said, records = iter(answers), []
+    for name, reason in zip(ids, reasons, strict=True):
+        answer = reason or next(said)
+        own = {"reason": answer} if isinstance(answer, str) else {"reason": "", **answer}
+        records.append({"id": str(name), **own})
+    return pd.DataFrame(records).reindex(columns=list(columns))
+
+
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
     """Write predictions, and print why some rows have none."""
     out.parent.mkdir(parents=True, exist_ok=True)

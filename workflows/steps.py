@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from .judging import (
     choice_figures,
     log_judged,
     measured_rows,
+    predicted_frame,
     print_judged,
     to_learn,
     write_predictions,
@@ -60,36 +61,13 @@ def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepM
     return replace(model, table=slopes.linear(runs.contexts, measured).adapted())
 
 
-def predicted_frame(
-    table: pd.DataFrame,
-    rows: Sequence[StepRow | None],
-    reasons: Sequence[str],
-    predicted: Sequence[StepPrediction | str],
-) -> pd.DataFrame:
-    """Predictions of a table: a row for each of its rows, empty with a reason where there is none.
-
-    Returns:
-        ``id``, ``latency_us``, ``lo_us``, ``hi_us``, ``memory_bytes``, the parts in µs, ``known``
-        and ``reason``; ``measured_us`` and ``measured_memory_bytes`` where the table says.
-    """
-    said = iter(predicted)
-    records = []
-    for name, row, reason in zip(table["id"], rows, reasons, strict=True):
-        record: dict[str, object] = {"id": str(name), "reason": reason}
-        answer = next(said) if row is not None else reason
-        if row is not None and isinstance(answer, StepPrediction):
-            record |= _record(row, answer)
-        else:
-            record["reason"] = answer
-        records.append(record)
-    times = ("latency_us", "lo_us", "hi_us", "memory_bytes", *PARTS)
-    given = ("known", "source", "device", "measured_us", "measured_memory_bytes", "reason")
-    columns = ("id", *times, *given)
-    return pd.DataFrame(records).reindex(columns=list(columns))
-
-
 #: Parts of a step, µs; they add up to ``latency_us``.
 PARTS = ("compute_us", "exposed_communication_us", "bubble_us", "host_us", "update_us")
+#: Columns of predictions: times in µs, bytes, and what was measured where the table says.
+COLUMNS = (
+    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", *PARTS),
+    *("known", "source", "device", "measured_us", "measured_memory_bytes", "reason"),
+)
 
 
 def _record(row: StepRow, said: StepPrediction) -> dict[str, object]:
@@ -116,7 +94,7 @@ def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
     """Errors of predictions whose answer is given.
 
     Args:
-        frame: From :func:`predicted_frame`.
+        frame: From :func:`evaluate_steps`.
         table: The table, for the models and clusters that plans are compared within.
     """
     own = measured_rows(frame)
@@ -167,7 +145,9 @@ def evaluate_steps(
                 hint="give rows a split that begins with calib, and step_s",
             )
         model = adapt_steps(model, runs.part(learn), np.log([row.measured_s for row in learn]))
-    frame = predicted_frame(table, rows, reasons, runs.predict(model))
+    said = zip(runs.rows, runs.predict(model), strict=True)
+    answers = (answer if isinstance(answer, str) else _record(row, answer) for row, answer in said)
+    frame = predicted_frame(table["id"], reasons, answers, COLUMNS)
     return frame, judge(frame[~known] if calibrate else frame, table), model
 
 

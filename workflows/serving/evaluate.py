@@ -27,6 +27,7 @@ from ..judging import (
     choice_figures,
     log_judged,
     measured_rows,
+    predicted_frame,
     print_judged,
     to_learn,
     write_predictions,
@@ -133,13 +134,8 @@ def evaluate_serving(
         )
     predictor = ServingPredictor(operators, model)
     asked = [row for row in rows if row is not None]
-    said = iter(ask_rows(asked, lambda row: predicted_row(predictor, row), show))
-    records = []
-    for name, row, reason in zip(table["id"], rows, reasons, strict=True):
-        answer = reason if row is None else next(said)
-        own = {"reason": answer} if isinstance(answer, str) else {"reason": "", **answer}
-        records.append({"id": str(name), **own})
-    frame = pd.DataFrame(records).reindex(columns=list(_columns()))
+    answers = ask_rows(asked, lambda row: predicted_row(predictor, row), show)
+    frame = predicted_frame(table["id"], reasons, answers, _columns())
     return frame, judge_serving(frame[~learn] if calibrate else frame, table), model
 
 
