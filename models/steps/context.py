@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
-from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...simulate.step.workload import Workload
 from ..effects.effects import CLUSTER, Value, read_levels
 
 #: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
@@ -78,29 +76,6 @@ def is_compiled(framework: str) -> bool:
     return framework.startswith(tuple(FRAMEWORKS["compiled"]))
 
 
-def context_of(
-    workload: Workload,
-    device: DeviceSpec,
-    framework: str = UNKNOWN,
-    source: str = UNKNOWN,
-    *,
-    launched: bool = True,
-    boxes: int = 1,
-) -> StepContext:
-    """Context of a step.
-
-    Args:
-        workload: What is trained.
-        device: On which chip.
-        framework: By which framework.
-        source: Whose cluster it is.
-        launched: Whether the host launches every kernel; compiled and captured steps do not.
-        boxes: That the devices are in.
-    """
-    bits = round(8 * FORMATS[workload.product_dtype].element_bytes)
-    return device_context(device, bits, framework, source, launched=launched, boxes=boxes)
-
-
 def device_context(
     device: DeviceSpec,
     bits: int,
@@ -110,7 +85,16 @@ def device_context(
     launched: bool = True,
     boxes: int = 1,
 ) -> StepContext:
-    """Context of what runs on a device with operands of ``bits``, else as :func:`context_of`."""
+    """Context of what runs on a device.
+
+    Args:
+        device: Which chip.
+        bits: Of the operands of products.
+        framework: Which framework runs it.
+        source: Whose cluster it is.
+        launched: Whether the host launches every kernel; compiled and captured steps do not.
+        boxes: That the devices are in.
+    """
     return StepContext(
         framework=framework,
         architecture=device.architecture.removesuffix("-ultra"),

@@ -17,7 +17,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
-from ...models.steps.context import OWN, StepContext, context_of, is_compiled
+from ...models.steps.context import OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
@@ -340,8 +340,8 @@ class StepPredictor:
     def _learned(self, workload: Workload) -> tuple[StepContext, Costs]:
         """What steps like these have in common, and costs with the effects measured of them."""
         launched = not self.compiled and not is_compiled(self.framework)
-        context = context_of(
-            workload, self.spec, self.framework, self.source, launched=launched,
+        context = device_context(
+            self.spec, workload.product_bits, self.framework, self.source, launched=launched,
             boxes=self.cluster.boxes,
         )  # fmt: skip
         effects = self.learned.table.whole_effects(context)

@@ -19,7 +19,7 @@ from ...features.cost.formats import format_name
 from ...features.devices.catalogue import find_device
 from ...features.operators.op import Op
 from ...models.operators import OpModel
-from ...models.steps.context import FRAMEWORKS, StepContext, context_of, is_compiled
+from ...models.steps.context import FRAMEWORKS, StepContext, device_context, is_compiled
 from ...models.steps.effects import EffectTable
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import joined
@@ -285,9 +285,9 @@ def fullest(row: StepRow) -> StageMemory:
 
 def row_context(row: StepRow) -> StepContext:
     """Context of a row: its framework, chip and whose cluster it is."""
-    return context_of(
-        row.workload,
+    return device_context(
         find_device(row.cluster.device),
+        row.workload.product_bits,
         row.framework,
         row.source,
         launched=row.launched,

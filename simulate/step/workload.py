@@ -194,6 +194,11 @@ class Workload:
         return self.products or self.dtype
 
     @property
+    def product_bits(self) -> int:
+        """Bits of an operand of the layers' products."""
+        return round(8 * FORMATS[self.product_dtype].element_bytes)
+
+    @property
     def value(self) -> int:
         """Width of a value head."""
         return self.v_dim or self.head
