@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..effects.linear import group_weights
-from ..trust.calibrator import Calibrator, Ends
+from ..trust.calibrator import COVERAGE, Calibrator, Ends, weighted_quantile
 from .effects import Context
 
 #: What is known of a row, most first: runs of its model, framework and chip generation; of both but
@@ -101,17 +100,22 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
     for score in scores:
         for key in {score.key, score.key.shared}:
             parts.setdefault(key, []).append(score)
+    errors = {
+        key: _errors(key, own)
+        for key, own in parts.items()
+        if len({score.latency for score in own}) >= LEAST
+    }
     found = Calibrator[EndKey]()
-    for key, own in parts.items():
-        if len({score.latency for score in own}) >= LEAST:
-            _calibrate(found, key, own)
     ends = found.ends
     for kind in {key._replace(tier="", elsewhere=False) for key in parts}:
         near = [kind._replace(tier=tier) for tier in TIERS]
         far = [key._replace(elsewhere=True) for key in near]
         for *known, new, vendor in (near, far):
+            some = [key for key in (*known, new) if key in errors]
+            reach = [_reach([errors[key] for key in some], side) for side in (-1, 1)]
+            ends |= {key: (-low, high) for key, low, high in zip(some, *reach, strict=True)}
             for better, worse in pairwise([*known, new]):
-                # Who knows less is not surer.
+                # Of a tier without errors nothing else is known.
                 found.widen(worse, better)
             if new in ends:
                 low, high = ends[new]
@@ -125,11 +129,44 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
     return {str(key): own for key, own in ends.items()}
 
 
-def _calibrate(found: Calibrator[EndKey], key: EndKey, scores: Sequence[Score]) -> None:
-    """Take the ends of a key from its scores."""
+class Errors(NamedTuple):
+    """Errors that ends are quantiles of, as logarithms, and their weights, shape ``(n,)`` each."""
+
+    values: np.ndarray
+    weight: np.ndarray
+
+    def reach(self, side: int) -> float:
+        """How far an end lies from the prediction: the lower one (-1) or the upper one (1)."""
+        quantile = weighted_quantile(self.values, self.weight, (1 + side * COVERAGE) / 2)
+        return max(0.0, side * quantile)
+
+
+def _reach(tiers: Sequence[Errors], side: int) -> list[float]:
+    """How far the ends of tiers reach to a side, no less far the less is known.
+
+    Who knows less is not surer. Where the errors of a tier nevertheless reach less far than those
+    of a better known one, a few groups of this one decide that, and the errors of both are those
+    of one tier: an isotonic regression by pooling adjacent violators (Barlow et al., Statistical
+    Inference under Order Restrictions, 1972).
+    """
+    pools: list[tuple[int, Errors]] = []
+    for own in tiers:
+        number = 1
+        while pools and own.reach(side) < pools[-1][1].reach(side):
+            better, others = pools.pop()
+            number += better
+            own = Errors(*map(np.concatenate, zip(others, own, strict=True)))
+        pools.append((number, own))
+    return [reach for number, own in pools for reach in [own.reach(side)] * number]
+
+
+def _errors(key: EndKey, scores: Sequence[Score]) -> Errors:
+    """Errors of a key's scores, wider by what these do not show."""
     groups = np.array([score.group for score in scores])
     values = np.array([score.error for score in scores])
-    weight = group_weights(groups)
+    _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    # Not scaled to 1 on average, since tiers that are pooled count by the roots of their groups.
+    weight = counts[index] ** -0.5
     # What was new of the rows: the next one is further off than any of n with a probability of
     # about 1 / n.
     novel = {"framework": ["group"], "architecture": ["engine"], "new": ["architecture"]}
@@ -140,7 +177,7 @@ def _calibrate(found: Calibrator[EndKey], key: EndKey, scores: Sequence[Score]) 
     if key.tier == "architecture":
         # Of an engine that nobody measured, it is not known on which side of the others it lies.
         values, weight = np.concatenate([values, -values]), np.tile(weight, 2)
-    found.add(key, values, weight, wider)
+    return Errors(wider * values, weight)
 
 
 def _number(kinds: np.ndarray, weight: np.ndarray) -> float:

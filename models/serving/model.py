@@ -189,7 +189,7 @@ class ServingModel(JsonModel):
         """Plain data."""
         return {
             "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
-            "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
+            "ends": {k: [round(e, 5) for e in v] for k, v in sorted(self.ends.items())},
             "provenance": asdict(self.provenance),
         }
 

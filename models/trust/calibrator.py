@@ -70,24 +70,17 @@ class Calibrator(Generic[Key]):
             self.ends |= {key: including_zero(ends(np.array(own))) for key, own in enough.items()}
         return self
 
-    def add(
-        self,
-        key: Key,
-        scores: np.ndarray,
-        weight: np.ndarray | None = None,
-        wider: float = 1.0,
-    ) -> None:
+    def add(self, key: Key, scores: np.ndarray, weight: np.ndarray | None = None) -> None:
         """Take the ends of a key from weighted quantiles of scores, so that 0 lies inside.
 
         Args:
             key: The key.
             scores: Errors of what was left out, shape ``(n,)``.
             weight: Of each score; ``None`` for the same of all.
-            wider: Factor on the ends, for what few scores do not show.
         """
         own = np.ones(len(scores)) if weight is None else weight
         low, high = (weighted_quantile(scores, own, (1 + side * COVERAGE) / 2) for side in (-1, 1))
-        self.ends[key] = including_zero((wider * low, wider * high))
+        self.ends[key] = including_zero((low, high))
 
     def widen(self, key: Key, known: Key) -> None:
         """Make the ends of a key, of which less is known, no narrower than those of another one."""

@@ -149,6 +149,22 @@ def test_intervals_widen_with_what_is_not_known() -> None:
     assert "ttft/model" not in ends
 
 
+def test_a_tier_known_better_that_errs_more_is_pooled_with_the_next() -> None:
+    better = scores("tpot", "model", np.linspace(-0.1, 0.8, 41), here=False)
+    # Of both, a twentieth lies above the 82 / 20 = 4.1th largest. The largest are all of the better
+    # known tier, whose errors are 0.0225 apart.
+    worse = scores("tpot", "framework", np.linspace(-0.2, 0.2, 41), here=False)
+    # One machine and one group were left out of each, so that the errors are twice as large.
+    ends = serving_ends(better + worse)
+    alone = serving_ends(better)["tpot/model/elsewhere"][1]
+    pooled = ends["tpot/model/elsewhere"][1]
+    assert pooled == ends["tpot/framework/elsewhere"][1]
+    assert pooled == pytest.approx(2 * (0.8 - 3.6 * 0.0225), abs=0.01) and pooled < alone
+    # The lower ends are in order, so that each tier has its own.
+    assert ends["tpot/model/elsewhere"][0] == pytest.approx(2 * -0.0648, abs=0.02)
+    assert ends["tpot/framework/elsewhere"][0] == pytest.approx(2 * -0.1845, abs=0.02)
+
+
 def test_intervals_of_an_engine_that_nobody_measured_reach_to_both_sides() -> None:
     # Two frameworks were left out, and both are slower than the others made one expect. Of 41
     # errors of each sign, a twentieth of the weight lies above 0.4 - 0.2 * 4.1 / 41 = 0.38; with
