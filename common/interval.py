@@ -21,7 +21,7 @@ Time = TypeVar("Time", float, np.ndarray)
 
 
 class Interval(NamedTuple):
-    """A predicted time with its 90 % interval, in seconds.
+    """A predicted figure with its 90 % interval: mostly seconds, else the unit of the figure.
 
     Attributes:
         value: Estimate.

@@ -187,7 +187,7 @@ def fit_three(table: CollectiveTable, latency_us: np.ndarray) -> dict[tuple[str,
 
 
 def predict_three(fitted: dict[tuple[str, ...], np.ndarray], table: CollectiveTable) -> np.ndarray:
-    """Microseconds by :func:`fit_three`, NaN where nothing was fitted; shape ``(n,)``."""
+    """Predict by :func:`fit_three`: µs, shape ``(n,)``, NaN where nothing was fitted."""
     result = np.full(len(table), np.nan)
     for path, rows in groups(table, depth=4).items():
         if path in fitted:

@@ -128,7 +128,7 @@ class KernelGraphs:
         return self.store.packed
 
     def take(self, rows: np.ndarray) -> KernelGraphs:
-        """The given rows, by position or mask, from the same store."""
+        """Select rows by position or mask; the store is shared."""
         return KernelGraphs(self.store, self.index[rows])
 
     @staticmethod

@@ -86,7 +86,7 @@ class Linear(Generic[E]):
         return np.array([key.split("/", 2)[part] == name for key in self.keys], dtype=np.bool_)
 
     def values(self, effects: Effects) -> np.ndarray:
-        """Of the columns' effects, shape ``(columns,)``."""
+        """Return the value of each column's effect, shape ``(columns,)``."""
         return np.array([effects.values.get(key, 0.0) for key in self.keys])
 
     def errors(self, effects: Effects) -> np.ndarray:
@@ -113,7 +113,7 @@ class Linear(Generic[E]):
         return found
 
     def adapted(self) -> E:
-        """The effects with those of the measurements' own clusters, which these alone teach."""
+        """Return the effects with those of the measured clusters, learned from these rows alone."""
         own, stays = self._own()
         everything = np.ones(len(self.target), bool)
         left = self.target - self.matrix @ stays

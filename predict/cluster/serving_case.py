@@ -46,7 +46,9 @@ class ModelCase:
     ] = "vllm"
     source: Annotated[
         str,
-        Option("Whose machines these are, as tables of serving name them.", section="Framework"),
+        Option(
+            "Owner of the machines, by the name that tables of serving use.", section="Framework"
+        ),
     ] = ""
     weights: Annotated[
         str,

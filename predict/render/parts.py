@@ -297,10 +297,10 @@ def compared_table(width: int, kernels: Sequence[Compared], observed: str, kerne
 
 
 def compared_total(total: Compared, observed: str, span: str = "") -> Text:
-    """A line that has the predicted time of a whole program beside the observed one.
+    """Write the predicted time of a whole program beside the observed one, in one line.
 
     Args:
-        total: Both.
+        total: The two times.
         observed: What the observed time is: ``measured`` or ``traced``.
         span: Spread of the observed time in words; empty for one reading.
     """

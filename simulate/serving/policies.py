@@ -118,7 +118,7 @@ class Framework:
             of one pool for each kind of layers, ``apart`` for pools of their own, or as much as
             all others (empty).
         nvidia: Whether it runs on NVIDIA's GPUs alone.
-        words: Pattern that names of engines contain which are it.
+        words: Pattern by which names of engines are recognised as this framework.
         rewritten: First version whose engine was rewritten.
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.

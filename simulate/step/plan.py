@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def batch_ranks(self) -> int:
-        """Parts that the batch is cut into."""
+        """Number of parts that the batch is cut into."""
         return self.dp * self.fsdp
 
     @property

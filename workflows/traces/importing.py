@@ -47,7 +47,7 @@ def refuse_program(trace: Trace, given: bool) -> None:
     """Refuse a program beside a trace of PyTorch's profiler.
 
     Raises:
-        DatasetError: There is one.
+        DatasetError: A program is given beside such a trace.
     """
     if given and trace.format == "kineto":
         raise DatasetError(
