@@ -7,6 +7,7 @@ import numpy as np
 from .columns import Machine, OpTable
 from .gemm import FLOOR_CYCLES
 from .physics import (
+    BACKENDS,
     Physics,
     combine,
     fill,
@@ -58,7 +59,7 @@ def pointwise(table: OpTable) -> Physics:
     row_waves, element_waves = rows / mc.cores, rows * cols / BLOCK / mc.cores
     features = {
         **{f"op_{name}": table.is_("op", name) * 1.0 for name in OPS},
-        **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in ("sglang", "trtllm", "vllm")},
+        **{f"backend_{b}": table.is_("backend", b) * 1.0 for b in BACKENDS},
         # Shares of the parts in the estimate, as for products (gemm.py).
         **logs(memory_base=t_memory / base, vector_base=t_vector / base),
         "floor_base": floor / base,
