@@ -84,6 +84,10 @@ class StrictError(OpcastError):
     """Under ``strict``, a kernel has no learned estimate."""
 
 
+class UnknownCallError(OpcastError):
+    """A kernel runs a custom call of which nothing is known, so that it has no time."""
+
+
 class FileError(OpcastError, OSError):
     """A file cannot be written: the disk is full, or the place is read-only."""
 

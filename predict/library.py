@@ -92,6 +92,7 @@ def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | P
     from .devices import resolve_device
     from .operator.case import OperatorCase
     from .operator.predict import predict_op
+    from .program.prediction import check_known
 
     if isinstance(what, str):
         if not isinstance(device, str | Path):
@@ -105,6 +106,7 @@ def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | P
     predictor = loaded(model)
     spec = resolve_device(device, predictor.devices)
     one = predictor.model_for(spec).predict_kernels([what], spec)
+    check_known([what], one.source)
     times = latency_fields(float(one.latency[0]), float(one.lo[0]), float(one.hi[0]))
     return Latency(**times, device=spec.name, in_domain=bool(one.in_domain[0]))
 

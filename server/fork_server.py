@@ -164,6 +164,7 @@ def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[
     """
     from ..features.kernels.extract import kernel_from_ir
     from ..predict.devices import resolve_device
+    from ..predict.program.prediction import check_known
 
     predictor, kernels = predictors[task["model"]], []
     # One by one, so that an error can name the row.
@@ -182,6 +183,7 @@ def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[
             raise ProgramError(what, where=f"kernel {row}") from None
     spec = resolve_device(task["device"], predictor.devices)
     estimates = predictor.model_for(spec).predict_kernels(kernels, spec)
+    check_known(kernels, estimates.source)
     return {
         **{
             k: v.tolist()

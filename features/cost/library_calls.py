@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import OpcastError
-from ..ir.program import Op, TensorType
+from ..ir.op_table import NAMES
+from ..ir.program import Op, Program, TensorType
 from ..operators.op import op_flops
 from .convolution import conv_flops
 
@@ -27,7 +28,9 @@ Matrix = Callable[[float, float], float]
 #: ``eigh`` in ``weight`` and ``neighbour``, ``lu_`` in ``gelu_``, ``conv`` in ``convert``.
 QR, EIGH, LU, CONV = r"(?<!s)qr", r"(?<![nw])eigh(?!t)", r"(?<![a-z])lu_", r"conv(?!er)"
 #: Such as ``__cublas$lt$matmul``, ``__onednn$matmul``, ``__triton$gemm``, ``EigenMatMulF32``.
-_GEMM = re.compile(r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|Matmul|MatMul|matmul|gemm")
+_GEMM = re.compile(
+    r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|block_?[sS]caled_?[dD]ot|Matmul|MatMul|matmul|gemm"
+)
 #: Such as ``__cudnn$convForward``.
 _CONV = re.compile(r"(?:cudnn|onednn)\$conv|DnnConv")
 #: Attention and experts of published tables; their quantised products are counted as GEMMs.
@@ -74,6 +77,8 @@ ANNOTATIONS = frozenset(
         "ConcatBitcast",
     )
 )
+#: Targets that only go over their operands and results.
+_PASSES = re.compile("|".join(NAMES["passes"]))
 
 
 def is_annotation(op: Op) -> bool:
@@ -92,12 +97,37 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
     Returns:
         Zeros if the target is unknown here and to other packages (its bytes still count).
     """
+    return _known_work(op, operands) or (0.0, 0.0)
+
+
+def unknown_calls(body: Program) -> list[str]:
+    """Names of the custom calls in a kernel's module of which nothing is known; mostly none.
+
+    Nothing tells what they do: neither they, nor a rule, nor a package. Their time is not that of
+    their operands and results: they may read them many times, or compute. A hand-written kernel's
+    own name follows that of its target after a colon.
+    """
+    found = []
+    for computation in body.computations.values():
+        for op in computation.ops:
+            if op.opcode != "custom-call":
+                continue
+            operands = [computation.ops[i].results for i in op.operands]
+            if _known_work(op, [types[0] for types in operands if types]) is None:
+                found.append(":".join(filter(None, (str(op.attrs.get("target")), kernel_name(op)))))
+    return found
+
+
+def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
+    """FLOPs and transcendentals of a custom call; ``None`` if nothing is known of its target."""
     target = str(op.attrs.get("target", ""))
     stated = stated_cost(op)
     if stated is not None:
         return stated.flops, stated.transcendentals
-    if not operands or not op.results or is_annotation(op):
+    if is_annotation(op) or _PASSES.fullmatch(target):
         return 0.0, 0.0
+    if not operands or not op.results:
+        return plugin_flops(target, operands, op.results)
     # From the most to the least specific: parts of these names occur in others.
     if target.startswith(_PUBLISHED):
         return _published(op), 0.0
@@ -122,8 +152,8 @@ def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
         return _linear_algebra(routine[0].lower(), op, operands), 0.0
     # A rule for one hand-written kernel comes before one for all of its kind.
     name = kernel_name(op)
-    own = plugin_flops(f"{target}:{name}", operands, op.results) if name else (0.0, 0.0)
-    return own if any(own) else plugin_flops(target, operands, op.results)
+    own = plugin_flops(f"{target}:{name}", operands, op.results) if name else None
+    return own if own is not None else plugin_flops(target, operands, op.results)
 
 
 class StatedCost(NamedTuple):
@@ -237,14 +267,14 @@ def _library_conv(op: Op, operands: Sequence[TensorType], target: str) -> float:
     return conv_flops(lhs, rhs, out, window, labels)
 
 
-def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work:
+def _attention(op: Op, operands: Sequence[TensorType], target: str) -> Work | None:
     """Count two products forward, five backward, and one exp for each score not masked."""
     config = op.config("cudnn_fmha_backend_config")
     shape = config.get("intermediate_tensor_shape", {})
     dims = [int(d) for d in (shape.get("dimensions", ()) if isinstance(shape, dict) else ())]
     scores: float = prod(dims)
     if len(dims) != 4 or not scores:
-        return 0.0, 0.0
+        return None
     queries, keys = dims[2:]
     # Queries are the last positions, so query i sees keys - queries + 1 + i keys: an arithmetic
     # series, as in operators/op.py.
@@ -285,15 +315,15 @@ CallCost = Callable[[Sequence[TensorType], Sequence[TensorType]], tuple[float, f
 
 def plugin_flops(
     target: str, operands: Sequence[TensorType], results: Sequence[TensorType]
-) -> tuple[float, float]:
-    """Ask plug-ins for the FLOPs and transcendentals of a call; zeros if none has a rule for it.
+) -> Work | None:
+    """Ask plug-ins for the FLOPs and transcendentals of a call; ``None`` if none has a rule.
 
     Raises:
         OpcastError: The package cannot be imported, or returns no such numbers.
     """
     rule = _rule(target)
     if rule is None:
-        return 0.0, 0.0
+        return None
     counts = rule(operands, results)
     numbers = tuple(counts) if isinstance(counts, tuple | list) else ()
     if len(numbers) != 2 or not all(_is_count(n) for n in numbers):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..cost.flops import op_work
-from ..cost.library_calls import kernel_name
+from ..cost.library_calls import unknown_calls
 from ..ir.program import Program
 from ..ir.reader import SourceProgram
 from ..kernels.extract import extract_kernels
@@ -97,25 +97,20 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 
 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """Note each library call of unknown work, for which only the bytes count."""
-    counts = Counter(
-        ":".join(filter(None, (str(k.op.attrs.get("target", "")), kernel_name(k.op)))) or k.opcode
-        for k in kernels
-        if k.kind == "custom_call" and k.takes_time and not (k.flops or k.transcendentals)
-    )
+    """Note each custom call of which nothing is known, for which only the bytes count."""
+    counts = Counter(name for k in kernels if k.takes_time for name in unknown_calls(k.body))
     return [
-        f"no cost is known for the library call {name} ({count} kernels): only its bytes count"
-        f"{_remedy(name)}"
+        f"no cost is known for the custom call {name} ({count} kernels): only its bytes count; "
+        f"{call_remedy(name)}"
         for name, count in sorted(counts.items())
     ]
 
 
-def _remedy(target: str) -> str:
-    if "tpu_custom_call" in target:
-        return "; state it by pallas_call(…, cost_estimate=pl.CostEstimate(…))"
-    if "triton" in target or "mosaic" in target:
-        return f"; give it by an entry point {target!r} of opcast.ops (docs/tutorials/extend.md)"
-    return ""
+def call_remedy(name: str) -> str:
+    """What tells the cost of a custom call, by its name."""
+    if "tpu_custom_call" in name:
+        return "state it by pallas_call(…, cost_estimate=pl.CostEstimate(…))"
+    return f"give it by an entry point {name!r} of opcast.ops (docs/tutorials/extend.md)"
 
 
 def _product_flops(kernel: Kernel) -> float:

@@ -53,6 +53,11 @@ class KernelPrediction:
             if getattr(other, name) is not None:
                 getattr(self, name)[at] = getattr(other, name)
 
+    def without(self, apart: np.ndarray) -> KernelPrediction:
+        """The predictions with no time for the kernels of a mask."""
+        none = {f: np.where(apart, 0.0, getattr(self, f)) for f in ("latency", "lo", "hi")}
+        return replace(self, **none)
+
     @classmethod
     def empty(cls, n: int) -> KernelPrediction:
         """Room for the predictions of ``n`` kernels."""

@@ -13,9 +13,9 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
-from ...models.core.base import KernelPrediction
 from ...models.cost_model import CostModel
 from ...models.estimators.tpu import by_compiler
+from ..program.prediction import check_known
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,17 @@ def program_seconds(
         device: Device that it runs on.
         model: Model for programs of one device.
         load: Factor on each kernel, but not on the gaps between them, shape ``(n,)``.
+
+    Raises:
+        UnknownCallError: A kernel runs a custom call of which nothing is known.
     """
     kernels = lowered.kernels
     apart = np.array([k.kind == "collective" for k in kernels], bool)
     # The program model must not see the collectives: their time depends on the cluster, and the
     # stream simulation adds it, overlapped, later.
     alone = by_compiler(model.predict_kernels(kernels, device), kernels, device)
-    placed, wall = model.predict_in_program(lowered, device, _without(alone, apart))
+    check_known(kernels, alone.source)
+    placed, wall = model.predict_in_program(lowered, device, alone.without(apart))
     busy = np.array([k.takes_time for k in kernels], bool) & ~apart
     counts = np.array([k.multiplicity for k in kernels]) * busy
     seconds = np.where(busy, placed.latency, 0.0)
@@ -70,16 +74,6 @@ def program_seconds(
         min(wall.lo / wall.latency, 1.0),
         max(wall.hi / wall.latency, 1.0),
         _shares(spread * counts, placed.source),
-    )
-
-
-def _without(prediction: KernelPrediction, apart: np.ndarray) -> KernelPrediction:
-    """The prediction with zero latency for the kernels marked in ``apart``."""
-    latency, lo, hi = (
-        np.where(apart, 0.0, own) for own in (prediction.latency, prediction.lo, prediction.hi)
-    )
-    return KernelPrediction(
-        latency, lo, hi, prediction.bound, prediction.source, prediction.in_domain
     )
 
 

@@ -25,6 +25,7 @@ from ...models.operators import OpModel
 from ..devices import generation_note
 from ..operator.prices import ROOFLINE_FACTOR
 from ..program.many import find_chips
+from ..program.prediction import check_known
 from ..program.predictor import Predictor
 
 #: Columns of a table. ``shape`` is JSON; times are per execution, in microseconds.
@@ -137,6 +138,7 @@ def kernel_table(lowered: LoweredProgram, device: DeviceSpec, model: CostModel) 
     """
     kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
     prediction = model.predict_kernels(kernels, device)
+    check_known(kernels, prediction.source)
     names = pd.DataFrame(
         {
             "op": [k.opcode for k in kernels],

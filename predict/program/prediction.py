@@ -9,25 +9,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ...common.errors import UnknownCallError
 from ...common.files import printable
 from ...common.interval import InSeconds, Interval, latency_of
+from ...common.units import duration
+from ...features.cost.library_calls import unknown_calls
 from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
 from ...features.kernels.kinds import is_attention
+from ...features.lowering.op import call_remedy
 from ...models.power.energy import energy_fields
 from ..devices import generation_note
 from ..groups import Group, grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ...features.devices.device import DeviceSpec
     from ...features.ir.reader import SourceProgram
     from ...features.kernels.kernel import Kernel
     from ...models.core.base import KernelPrediction
     from ...models.cost_model import CostModel
+    from ...models.program.program_model import ProgramPrediction
 
 #: Names that XLA's HloRematerialization gives to the copies that it computes again.
 _REMATERIALISED = re.compile(r"\.remat\d*(?:\.|$)")
+#: Source lines that a refusal names.
+_LINES = 3
+#: Sources of estimates that need not know what a kernel does.
+_OBSERVED = ("measured", "simulator", "compiler")
 #: Ops of users that are products.
 _PRODUCTS = ("stablehlo.dot_general", "stablehlo.dot")
 
@@ -201,6 +210,46 @@ class Prediction(InSeconds):
             "device": self.device,
             "notes": list(self.notes),
         }
+
+
+def check_known(
+    kernels: Sequence[Kernel],
+    source: np.ndarray,
+    rest: Callable[[np.ndarray], ProgramPrediction] | None = None,
+) -> None:
+    """Refuse a time that would rest on custom calls of which nothing is known.
+
+    Args:
+        kernels: Of a program.
+        source: What each one's estimate rests on; what was measured or compiled needs no more.
+        rest: Predicts the program without the kernels of a mask, which the message tells.
+
+    Raises:
+        UnknownCallError: There are some.
+    """
+    apart = np.zeros(len(kernels), bool)
+    counts: Counter[str] = Counter()
+    for place, (kernel, origin_of) in enumerate(zip(kernels, source.tolist(), strict=True)):
+        if kernel.takes_time and origin_of.split(":")[0] not in _OBSERVED:
+            calls = unknown_calls(kernel.body)
+            apart[place] = bool(calls)
+            counts.update(calls)
+    if not counts:
+        return
+    named = [f"{call} ({count}×)" if count > 1 else call for call, count in counts.items()]
+    sources = [own for k, out in zip(kernels, apart, strict=True) if out for own in k.sources[:1]]
+    lines = dict.fromkeys(f"{own.file}:{own.line}" for own in sources if own.line)
+    known = ""
+    if rest is not None:
+        own = rest(apart)
+        ends = f"{duration(own.lo * 1e6)} to {duration(own.hi * 1e6)}"
+        known = f"; all else takes {duration(own.latency * 1e6)} (90 % interval {ends})"
+    raise UnknownCallError(
+        f"outside what opcast knows: the custom call{'s' if len(counts) > 1 else ''} "
+        f"{', '.join(named)}, whose work no rule and no package tells{known}",
+        where=", ".join(list(lines)[:_LINES]),
+        hint="; ".join(dict.fromkeys(map(call_remedy, counts))),
+    )
 
 
 def origin(kernel: KernelEstimate) -> str:

@@ -21,7 +21,13 @@ from .case import ProgramCase as ProgramCase
 from .prediction import KernelEstimate as KernelEstimate
 from .prediction import Memory as Memory
 from .prediction import Prediction as Prediction
-from .prediction import capped_note, kernel_estimates, model_notes, rematerialised
+from .prediction import (
+    capped_note,
+    check_known,
+    kernel_estimates,
+    model_notes,
+    rematerialised,
+)
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -177,6 +183,7 @@ class Predictor:
         Raises:
             DeviceError: The device is unknown, or a cap is outside what it allows.
             StrictError: ``strict`` is set and a kernel has no learned estimate.
+            UnknownCallError: A kernel runs a custom call of which nothing is known.
         """
         device = resolve_device(device, self.devices)
         cap = cap_share(power_cap_w, device)
@@ -186,6 +193,11 @@ class Predictor:
             from ...models.estimators.tpu import by_compiler
 
             kernels = by_compiler(kernels, lowered.kernels, device)
+        check_known(
+            lowered.kernels,
+            kernels.source,
+            lambda apart: model.predict_program(lowered, device, kernels.without(apart)),
+        )
         # On the kernels in isolation: corrections for the context do not change the source.
         if strict:
             _require_learned(lowered.kernels, kernels.source)
@@ -284,7 +296,9 @@ class Predictor:
         # Models are loaded and their tables built on first use, which threads must not do at once.
         with self._lock:
             if kernels:
-                own = self.model_for(spec).predict_kernels([k for _, k in kernels], spec)
+                asked = [k for _, k in kernels]
+                own = self.model_for(spec).predict_kernels(asked, spec)
+                check_known(asked, own.source)
                 found[[i for i, _ in kernels]] = own.latency * 1e6
             if texts:
                 found[[i for i, _ in texts]] = self._operators_us([t for _, t in texts], spec)

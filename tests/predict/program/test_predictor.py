@@ -118,7 +118,7 @@ def test_strict_refuses_what_was_not_learned(predictor, device, step_file):
     predictor.predict_lowered(lowered, device, strict=True)
     call = kernel_from_ir(
         "HloModule k\n\nENTRY e {\n  p0 = f32[8]{0} parameter(0)\n  ROOT v0 = f32[8]{0} "
-        'custom-call(p0), custom_call_target="nobody_knows"\n}\n'
+        'custom-call(p0), custom_call_target="PadToStatic"\n}\n'
     )
     lowered.kernels.append(call)
     if predictor.predict_lowered(lowered, device).kernels[-1].source == "roofline":
