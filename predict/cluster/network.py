@@ -87,10 +87,10 @@ def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:
 
 def cluster_costs(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> Costs:
     """Costs of operators on a device, of collectives between them, and of its host."""
-    return Costs(latency, ClusterNetwork(cluster), spec.host_link, _contention(spec))
+    return Costs(latency, ClusterNetwork(cluster), spec.host_link, contention(spec))
 
 
-def _contention(spec: DeviceSpec) -> float:
+def contention(spec: DeviceSpec) -> float:
     """Share of the compute cores that a running collective takes away from kernels.
 
     Collectives of a GPU are kernels themselves; a TPU's interconnect has DMA engines of its own.

@@ -42,7 +42,7 @@ from ...simulate.program.streams import StreamRun, run_streams
 from ..devices import cluster_device, resolve_device
 from ..program.prediction import model_notes
 from ..program.predictor import Predictor, roofline_predictor
-from .network import CollectiveTime, xla_time
+from .network import CollectiveTime, contention, xla_time
 from .program_seconds import ProgramSeconds, program_seconds
 from .spread import COMPOSITION_ERROR
 
@@ -217,7 +217,7 @@ def predict_partitioned(
     load = _Load.of(lowered.kernels, spec) if trained else None
     factors = load.kernels if load is not None else 1.0
     times = program_seconds(lowered, spec, asked.model_for(spec), factors)
-    job = _Job(lowered, cluster, collective, devices, scheduled, load)
+    job = _Job(lowered, cluster, collective, devices, scheduled, contention(spec), load)
     nodes, transfer, run = job.run(times.kernels)
     notes = [*_notes(lowered, scheduled, devices, cluster)]
     notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
@@ -289,6 +289,7 @@ class _Job:
     collective: CollectiveTime
     devices: int
     scheduled: bool
+    contention: float = 0.0
     load: _Load | None = None
 
     def run(self, seconds: np.ndarray, side: int = 0) -> tuple[list[Node], np.ndarray, StreamRun]:
@@ -309,7 +310,10 @@ class _Job:
             nodes = combine_all(nodes)
         transfer = np.array([self._transfer(node, side) for node in nodes])
         links = [self._links(node) for node in nodes]
-        return nodes, transfer, run_streams(nodes, transfer, links, scheduled=self.scheduled)
+        run = run_streams(
+            nodes, transfer, links, scheduled=self.scheduled, contention=self.contention
+        )
+        return nodes, transfer, run
 
     def interval(self, times: ProgramSeconds, run: StreamRun) -> Interval:
         """90 % interval, as for plans; kernels, collectives and composition err independently."""

@@ -144,18 +144,20 @@ def find_plan(
     """Search as :func:`plan` does, for a program or a function with its arguments."""
     from ..api import loaded
 
+    # The budget is the whole search's: reading and screening a large program take their part.
+    started = time.monotonic()
     where = find_cluster(case.cluster)
     if where.size < 2:
         raise PlanError(f"{where.name} is a single device", hint="opcast predict --device")
     spec = cluster_device(where, loaded(case.model).devices)
-    search = PlanSearch(read_planned(program, case.batch_dims, platform_of(spec)), case)
+    program = read_planned(program, case.batch_dims, platform_of(spec))
+    search = PlanSearch(program, case, started=started)
     search.screen()
-    started = time.monotonic()
-    alone = search.compile_alone(case.budget_s) if case.budget_s > 0 else None
-    left = case.budget_s - (time.monotonic() - started)
-    # One plan at least: without any there is no answer.
-    left = max(left, 1.0) if case.budget_s > 0 and not search.stopped else 0.0
-    rows = search.compile(search.chosen(case.compiles), left, progress)
+    plans = search.chosen(case.compiles)
+    # A plan comes first: without any there is no answer.
+    search.compile(plans[:1])
+    alone = search.compile_alone()
+    rows = search.compile(plans, progress)
     return answer_of(search, rows, alone)
 
 
@@ -221,6 +223,22 @@ def _front(rows: Sequence[CompiledPlan]) -> list[CompiledPlan]:
 
     keep = undominated(points)
     return [row for row, kept in zip(rows, keep, strict=True) if kept]
+
+
+def _unfinished(search: PlanSearch) -> str:
+    """Say how much of the search is not done, and which kinds of plans were not looked at."""
+    done = search.wanted - search.left
+    why = "the search was stopped" if search.stopped else "the budget of time ended"
+    lacks = f", none that uses {' or '.join(search.missing)}" if search.missing else ""
+    on = ""
+    if search.case.out is not None:
+        on = "; the same command again (with the same folder of results) continues"
+    # With most of them known the best is likely to be among them.
+    warns = WARNING if search.missing or 2 * done < search.wanted else ""
+    return (
+        f"{warns}only {done} of {search.wanted} chosen plans were compiled{lacks}, since {why}: a "
+        f"better one may be among the others{on}"
+    )
 
 
 def _why_changed(search: PlanSearch, best: CompiledPlan) -> list[str]:
@@ -299,9 +317,10 @@ def _notes(
             "better"
         )
     if search.left:
+        notes.append(_unfinished(search))
+    elif search.missing:
         notes.append(
-            f"{search.left} of {search.wanted} chosen plans are not compiled yet: the search was "
-            "stopped; the same command again (with the same folder of results) continues"
+            f"no plan that uses {' or '.join(search.missing)} was compiled: more --compiles would"
         )
     if not fitting:
         held = best.memory_bytes_per_device

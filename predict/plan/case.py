@@ -37,7 +37,8 @@ class PlanCase:
         cluster: Name (``opcast cluster --list``), path of a YAML file, or description.
         batch_dims: The batch dimension by name or number of an argument; by default the first one
             of arguments that are neither donated nor parameters.
-        budget_s: Seconds after which no further plan is compiled.
+        budget_s: Seconds of the whole search. What would not end in time, as far as plans before
+            tell, is not begun; one plan is compiled in any case.
         memory: Bytes that a device may use; 0 for all that it has.
         axes: Axes of the mesh to use, of :data:`AXES` and ``pipeline``; by default all,
             ``pipeline`` where there are several boxes or nothing else may fit.
@@ -64,7 +65,7 @@ class PlanCase:
     budget_s: Annotated[
         float,
         Option(
-            "Time to compile plans, such as 90s, 10m or 1h.",
+            "Time of the search, such as 90s, 10m or 1h.",
             ("--budget",),
             parse=seconds_of,
             typed="10m",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,24 +23,18 @@ from ...simulate.clusters.topology import Cluster
 from ..api import loaded
 from ..sweep.workers import run_pieces
 from .case import PlanCase
+from .choice import axes_of, chosen
 from .cost import Screened, Sheet
 from .judge import Annotated, CompiledPlan, PlanJob, PlanRow, alone, judge_alone, judge_plans
 from .pipeline import Pipelines, pipeline_row
 from .program import PlannedProgram
 from .space import Change, Plan
 
-#: Compiled plans over the same mesh with other cuts by ``tensor``: several meshes are tried.
-_SAME_MESH = 3
-#: The screening overstates memory, by up to 1.7 times for two decoders: plans up to this many
-#: times the device's may fit. At most half of what is compiled are such plans.
-_MEMORY_SLACK = 2.0
-#: Least seconds of a compilation: shorter limits would refuse every plan near the budget's end.
+#: Least seconds of the first compilation, without which there is no answer.
 _LEAST_S = 30.0
 #: Most micro-batches that are looked for. Engineering choice: a plan that needs more is better off
 #: with more devices; ``micro`` takes any number.
 _MOST_MICRO = 16
-#: Share of the compiled plans that may be pipelines: each has two to four programs of its own.
-_PIPELINES = 1 / 3
 _PLANS = "plan.json"
 
 #: What stands for a plan in the row of a program with its own shardings.
@@ -67,6 +60,8 @@ class PlanSearch:
         left: Chosen plans that the search ended before, of ``wanted``.
         stopped: Whether Ctrl-C ended it.
         refused: Why the program cannot be changed in a way that was looked for.
+        missing: Axes of the mesh that screened plans have, and no compiled one.
+        started: When the search began, on the clock of ``time.monotonic``.
     """
 
     program: PlannedProgram
@@ -81,6 +76,9 @@ class PlanSearch:
     wanted: int = 0
     stopped: bool = False
     refused: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+    _longest_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         """Take what was asked where the search finds it otherwise."""
@@ -201,38 +199,8 @@ class PlanSearch:
         )
 
     def chosen(self, most: int) -> list[Plan]:
-        """Plans that are worth compiling: the fastest, and the best over fewer devices."""
-        most_memory = _MEMORY_SLACK * self.memory or inf
-        fit = [s for s in self.screened if s.memory <= most_memory]
-        # Nothing fits: those that need least say how much is missing.
-        ordered = fit or sorted(self.screened, key=lambda s: s.memory)
-        full = [s for s in ordered if s.plan.devices == self.cluster.size]
-        fewer: dict[int, Screened] = {}
-        for own in ordered:
-            if own.plan.devices < self.cluster.size:
-                fewer.setdefault(own.plan.devices, own)
-        least = min(full or ordered, key=lambda s: s.memory)
-        # What most people do first, over as many devices as the batch and a box have.
-        pure = ([s for s in fit if list(s.plan.sizes) == [axis]] for axis in ("data", "tensor"))
-        simple = [max(of, key=lambda s: (s.plan.devices, -s.seconds)).plan for of in pure if of]
-        meshes: Counter[tuple[tuple[tuple[str, int], ...], Change]] = Counter()
-        plans: list[Plan] = []
-        doubtful = 0
-        staged = int(least.plan.stages > 1)
-        for own in full:
-            doubts = bool(self.memory) and own.memory > self.memory
-            kind = own.plan.mesh, own.plan.change
-            if own.plan.stages > 1 and own is not least:
-                if staged >= max(int(_PIPELINES * most), 1):
-                    continue
-                staged += 1
-            if meshes[kind] < _SAME_MESH and not (doubts and 2 * doubtful > most):
-                meshes[kind] += 1
-                doubtful += doubts
-                plans.append(own.plan)
-        room = max(most - 1 - len(simple) - min(len(fewer), 2), 1)
-        picked = [*plans[:room], *simple, least.plan, *(s.plan for s in islice(fewer.values(), 2))]
-        return list(dict.fromkeys([*picked, *plans[room:]]))[:most]
+        """Plans that are worth compiling, at most so many, in order."""
+        return chosen(self.screened, most, self.cluster.size, self.memory)
 
     def key(self, plan: Plan | str) -> str:
         """Name of a plan's files: by the program, the plan and what it is for."""
@@ -242,7 +210,19 @@ class PlanSearch:
         own = f"{text} {self.cluster} {self.case.model} {self.case.lowering}"
         return hashlib.sha256(own.encode()).hexdigest()[:16]
 
-    def compile_alone(self, budget_s: float = float("inf")) -> CompiledPlan | None:
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.case.budget_s - (time.monotonic() - self.started)
+
+    def _has_time(self) -> bool:
+        """Whether what is begun now will end in time, as far as what was compiled before tells."""
+        if self.stopped or self.case.budget_s <= 0:
+            return False
+        # The first is compiled however long reading and screening took: without it no answer.
+        return not self._longest_s or self.left_s > self._longest_s
+
+    def compile_alone(self) -> CompiledPlan | None:
         """The row of the program as it is on one device; ``None`` if it does not fit there.
 
         Raises:
@@ -253,26 +233,23 @@ class PlanSearch:
             return None
         self._load()
         key = self.key(ONE_DEVICE)
-        if key not in self.rows:
+        if key not in self.rows and self._has_time():
             try:
-                made = judge_alone(self._job(self.cluster, budget_s), self.program.plain)
+                made = judge_alone(self._job(several=True), self.program.plain)
             except KeyboardInterrupt:
                 self.stopped = True
                 return None
             # Its plan is empty: changes are left out, as it is the comparison.
             self.rows[key] = replace(made, name=ONE_DEVICE, key=key)
             self._save()
-        row = self.rows[key]
+        row = self.rows.get(key)
         if not isinstance(row, CompiledPlan):
             return None
         row = row.within(self.memory)
         return row if row.fits else None
 
     def compile(
-        self,
-        plans: Sequence[Plan],
-        budget_s: float = float("inf"),
-        progress: Callable[[int, int], None] | None = None,
+        self, plans: Sequence[Plan], progress: Callable[[int, int], None] | None = None
     ) -> list[PlanRow]:
         """Compile plans that have no row yet, as many as the budget allows; returns all rows.
 
@@ -282,16 +259,14 @@ class PlanSearch:
             DatasetError: The folder's results cannot be read.
         """
         self._load()
-        started = time.monotonic()
         given = self.program.given
         # A plan of no mesh stands for the shardings that the program brought.
         every = [*plans, Plan()] if given is not None else plans
         by_key = {self.key(plan): plan for plan in every}
         left = {key: plan for key, plan in by_key.items() if key not in self.rows}
         screened = {s.plan: s.seconds * 1e6 for s in self.screened}
-        made = self._made(left, started, budget_s)
         try:
-            for count, row in enumerate(made, len(by_key) - len(left) + 1):
+            for count, row in enumerate(self._made(left), len(by_key) - len(left) + 1):
                 plan = by_key[row.key]
                 self.rows[row.key] = replace(
                     row,
@@ -305,42 +280,58 @@ class PlanSearch:
                     progress(count, len(by_key))
         except KeyboardInterrupt:
             self.stopped = True
-        self.wanted = len(by_key)
-        self.left = sum(key not in self.rows for key in by_key)
-        return [self.rows[key] for key in by_key if key in self.rows]
+        rows = [self.rows[key] for key in by_key if key in self.rows]
+        self.wanted, self.left = len(by_key), len(by_key) - len(rows)
+        made = [row.plan for row in rows if isinstance(row, CompiledPlan)]
+        self.missing = [
+            axis for axis in axes_of(self.screened) if not any(axis in p.sizes for p in made)
+        ]
+        return rows
 
-    def _job(self, cluster: Cluster, left_s: float) -> PlanJob:
-        return PlanJob(self.case, cluster, min(max(left_s, _LEAST_S), 3600.0))
+    @property
+    def _limit_s(self) -> float:
+        """Seconds that what is begun now may take."""
+        return max(self.left_s, 0.0 if self._longest_s else _LEAST_S)
 
-    def _made(
-        self, plans: Mapping[str, Plan], started: float, budget_s: float
-    ) -> Iterator[PlanRow]:
+    def _job(self, *, several: bool) -> PlanJob:
+        cluster = self.cluster if several else self._alone
+        return PlanJob(self.case, cluster, min(self._limit_s, 3600.0))
+
+    @cached_property
+    def _alone(self) -> Cluster:
+        return alone(self.cluster)
+
+    def _made(self, plans: Mapping[str, Plan]) -> Iterator[PlanRow]:
         """Rows of plans as they come: a pipeline's when all its stages are there."""
-        whole: dict[str, bytes] = {}
-        alike: dict[str, bytes] = {}
-        single: dict[str, bytes] = {}
         waiting: dict[str, list[str]] = {}
+        for row in self._judged(self._programs(plans, waiting)):
+            if row.key in plans:
+                yield row
+            else:
+                self.stages[row.key] = row
+            yield from self._staged(plans, waiting)
+        yield from self._staged(plans, waiting)
+
+    def _programs(
+        self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]
+    ) -> Iterator[tuple[bool, Annotated]]:
+        """Programs to compile and whether each is for several devices, in the plans' order.
+
+        Made one by one, as the budget allows. Stages that a pipeline's row needs are entered in
+        ``waiting``; equal ones, of other plans as well, are compiled once.
+        """
+        given = {name for names in waiting.values() for name in names}
         for key, plan in plans.items():
             if plan.stages == 1:
-                whole[key] = self._annotated(plan)
+                yield True, (key, self._annotated(plan))
                 continue
-            waiting[key] = []
-            for own in self.pipelines_of.of(plan)[0].annotated(plan):
-                # Equal stages, of other plans as well, are compiled once.
-                name = self._named(own.key)
-                waiting[key].append(name)
-                if name not in self.stages:
-                    (alike if own.several else single)[name] = own.data
-        # Programs of stages on one device are for a cluster of one.
-        jobs = ((whole | alike, self.cluster), (single, alone(self.cluster)))
-        yield from self._staged(plans, waiting)
-        for programs, cluster in jobs:
-            for row in self._judged(list(programs.items()), started, budget_s, cluster):
-                if row.key in plans:
-                    yield row
-                else:
-                    self.stages[row.key] = row
-                    yield from self._staged(plans, waiting)
+            parts = self.pipelines_of.of(plan)[0].annotated(plan)
+            waiting[key] = [self._named(own.key) for own in parts]
+            for name, own in zip(waiting[key], parts, strict=True):
+                if name not in self.stages and name not in given:
+                    given.add(name)
+                    # Programs of stages on one device are for a cluster of one.
+                    yield bool(own.several), (name, own.data)
 
     def _staged(
         self, plans: Mapping[str, Plan], waiting: dict[str, list[str]]
@@ -361,20 +352,21 @@ class PlanSearch:
             return data.encode() if isinstance(data, str) else data
         return self.program.changed(plan.change).annotated(plan)
 
-    def _judged(
-        self, programs: Sequence[Annotated], started: float, budget_s: float, cluster: Cluster
-    ) -> Iterator[PlanRow]:
+    def _judged(self, programs: Iterator[tuple[bool, Annotated]]) -> Iterator[PlanRow]:
         """Rows as they come; pieces are handed out as long as there is time."""
         workers, ray = self.case.workers, self.case.ray
-        size = len(programs) if ray or budget_s == inf else max(workers, 1)
-        for first in range(0, len(programs), size or 1):
-            left = budget_s - (time.monotonic() - started)
-            if left <= 0:
+        size = None if ray or self.case.budget_s == inf else max(workers, 1)
+        while self._has_time():
+            begun = time.monotonic()
+            chunk = list(islice(programs, size))
+            for several in dict.fromkeys(several for several, _ in chunk):
+                job = self._job(several=several)
+                pieces = [[own] for kind, own in chunk if kind is several]
+                for rows in run_pieces(judge_plans, job, pieces, workers, ray, self._limit_s):
+                    yield from rows
+            if not chunk:
                 return
-            job = self._job(cluster, left)
-            pieces = [[own] for own in programs[first : first + size]]
-            for rows in run_pieces(judge_plans, job, pieces, workers, ray, left):
-                yield from rows
+            self._longest_s = max(self._longest_s, time.monotonic() - begun)
 
     def _load(self) -> None:
         if self.case.out is None or not (path := self.case.out / _PLANS).is_file():

@@ -189,12 +189,13 @@ def print_plan(console: Console, answer: PlanAnswer, top: int = 10) -> None:
             "" if row.energy_j is None else energy(row.energy_j),
             Text(row.name),
         )
+    failed = [row for row in answer.rows if row.error]
     if answer.front:
-        console.print(f"front of {len(answer.rows)} compiled of {answer.screened} screened plans:")
+        made = len(answer.rows) - len(failed)
+        console.print(f"front of {made} compiled of {answer.screened} screened plans:")
         console.print(table)
     for line in answer.reasons:
         console.print(line)
-    failed = [row for row in answer.rows if row.error]
     if failed:
         one = failed[0]
         console.print(f"{len(failed)} could not be compiled, such as {one.name}: {one.error}")

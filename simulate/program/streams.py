@@ -44,7 +44,7 @@ class StreamRun:
 
     @property
     def exposed(self) -> float:
-        """Time that the device spends waiting for collectives."""
+        """Time that the device loses to collectives: it waits, or computes on fewer cores."""
         return max(0.0, self.makespan - self.compute)
 
 
@@ -54,6 +54,7 @@ def run_streams(
     links: Sequence[frozenset[Hashable]],
     *,
     scheduled: bool,
+    contention: float = 0.0,
 ) -> StreamRun:
     """Run a program.
 
@@ -64,11 +65,13 @@ def run_streams(
         scheduled: Whether everything runs at its place in the order. Otherwise collectives are
             issued as soon as their operands are ready, and of the kernels that are ready the
             earliest runs first, as XLA's LatencyHidingScheduler aims for.
+        contention: Share of a device that a collective takes from what runs beside it, 0 to 1, as
+            of :class:`~opcast.simulate.step.costs.Costs`.
 
     Raises:
         ValueError: Nodes wait for one another.
     """
-    return _Run(nodes, transfer, links, scheduled=scheduled).run()
+    return _Run(nodes, transfer, links, scheduled=scheduled, contention=contention).run()
 
 
 class _Run:
@@ -81,8 +84,10 @@ class _Run:
         links: Sequence[frozenset[Hashable]],
         *,
         scheduled: bool,
+        contention: float = 0.0,
     ) -> None:
         self.nodes, self.transfer, self.links, self.scheduled = nodes, transfer, links, scheduled
+        self.contention = contention
         count = len(nodes)
         self.start, self.end = np.full(count, np.nan), np.full(count, np.nan)
         self.left: dict[int, float] = {}
@@ -113,7 +118,7 @@ class _Run:
                 continue
             place = heapq.heappop(self.ready)
             self.start[place] = self.now
-            self._advance(self.now + self.nodes[place].seconds)
+            self._compute(self.nodes[place].seconds)
             self._finish(place)
             done += 1
 
@@ -135,7 +140,7 @@ class _Run:
                     self._wait_for(place)
                 continue
             self.start[place] = self.now
-            self._advance(self.now + node.seconds)
+            self._compute(node.seconds)
             self._finish(place)
 
     def _issue(self, place: int) -> None:
@@ -156,6 +161,19 @@ class _Run:
             if not self.left:
                 raise ValueError(f"{self.nodes[place].name} is never issued")
             self._advance(np.inf)
+
+    def _compute(self, seconds: float) -> None:
+        """Let a kernel run; while a collective is in progress, it has fewer cores."""
+        rate = 1.0 - self.contention
+        while self.left and seconds > 0.0 and rate < 1.0:
+            slow = self._slowness()
+            ends = min(left * slow[p] for p, left in self.left.items())
+            if ends * rate >= seconds:
+                seconds /= rate
+                break
+            self._advance(self.now + ends)
+            seconds -= ends * rate
+        self._advance(self.now + seconds)
 
     def _advance(self, until: float) -> None:
         """Let time pass up to ``until``, or, if that is infinite, until a collective ends."""

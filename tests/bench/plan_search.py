@@ -52,9 +52,7 @@ def main() -> None:
     parser.add_argument("--lowering", default="auto")
     parser.add_argument("--classes", type=int, default=2, help="Dimensions that tensor may cut.")
     parser.add_argument("--compiles", type=int, default=4, help="Plans that the search compiles.")
-    parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="Seconds of compiling a program."
-    )
+    parser.add_argument("--budget", type=float, default=float("inf"), help="Seconds of a search.")
     parser.add_argument("--out", type=Path, required=True, help="The same command goes on there.")
     given = parser.parse_args()
     space.MOST_CLASSES = given.classes
@@ -65,7 +63,13 @@ def main() -> None:
         program = read_planned(own.mlir(platform="cuda"))
         cluster = find_cluster(given.cluster)
         axes = tuple(given.axes.split(","))
-        case = PlanCase(given.cluster, axes=axes, lowering=given.lowering, out=given.out / name)
+        case = PlanCase(
+            given.cluster,
+            axes=axes,
+            lowering=given.lowering,
+            out=given.out / name,
+            budget_s=given.budget,
+        )
         search = PlanSearch(program, case)
         search.pipelines = None
         search.screen()
@@ -76,9 +80,9 @@ def main() -> None:
         wanted = list(dict.fromkeys([*chosen, *every]))
         # Of a search that goes on it would be a part.
         fresh = not (given.out / name / "plan.json").exists()
-        search.compile(chosen, given.budget)
+        search.compile(chosen)
         cpu = round(_cpu() - spent, 1) if fresh else None
-        rows = search.compile(wanted, given.budget)
+        rows = search.compile(wanted)
         if search.left:
             print(f"{name}: {len(rows)} of {len(wanted)} plans are compiled", flush=True)
             continue

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.arguments import parse_batch_dims
 from opcast.predict.plan.case import PlanCase
+from opcast.predict.plan.choice import chosen
+from opcast.predict.plan.cost import Screened
 from opcast.predict.plan.judge import CompiledPlan, PlanRow, Wait
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
@@ -436,8 +439,9 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
     found = plan(lowered, **OPTIONS, compiles=4, out=tmp_path)
     # One was compiled, one failed.
     assert found.notes == (
-        "2 of 4 chosen plans are not compiled yet: the search was stopped; the same command again "
-        "(with the same folder of results) continues",
+        "warning: only 2 of 4 chosen plans were compiled, none that uses data, since the search "
+        "was stopped: a better one may be among the others; the same command again (with the same "
+        "folder of results) continues",
     )
     assert [row.error for row in found.rows] == ["", "the compiler crashed"]
     assert found.stopped
@@ -455,6 +459,59 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
         plan(lowered, **OPTIONS, compiles=2, budget_s=0.0)
 
 
+def test_a_search_keeps_its_budget(lowered, monkeypatch):
+    """What would not end in time, as far as plans before tell, is not begun."""
+    clock = [0.0]
+    begun = []
+    ticks = SimpleNamespace(monotonic=lambda: clock[0])
+    for module in ("search", "answer"):
+        monkeypatch.setattr(f"opcast.predict.plan.{module}.time", ticks)
+
+    def judge(job, programs):
+        begun.append(job.timeout_s)
+        clock[0] += 30.0
+        return [replace(made(90.0, 3), key=key) for key, _ in programs]
+
+    def judge_alone(job, _):
+        begun.append(job.timeout_s)
+        clock[0] += 10.0
+        return made(300.0, 12)
+
+    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judge)
+    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", judge_alone)
+    reading = PlanSearch.screen
+
+    def screen(search):
+        clock[0] += 20.0
+        return reading(search)
+
+    monkeypatch.setattr(PlanSearch, "screen", screen)
+    found = plan(lowered, **OPTIONS, compiles=6, budget_s=100.0)
+    # 20 s of reading, a plan, one device, a plan: 10 s are left, and a plan takes 30.
+    assert clock[0] == 90.0
+    assert begun == [80.0, 50.0, 40.0]
+    assert len(found.rows) == 2
+    (note,) = (note for note in found.notes if "chosen plans" in note)
+    assert note.startswith("only 2 of 4") and "the budget of time ended" in note
+    # One is compiled, however short the budget; the two kinds come first.
+    clock[0], begun[:] = 0.0, []
+    found = plan(lowered, **OPTIONS, compiles=6, budget_s=1.0)
+    assert begun == [30.0] and len(found.rows) == 1
+    assert found.alone is None
+
+
+def test_each_kind_of_plan_is_compiled_before_a_second(tmp_path):
+    """Of experts and sequences as well, which are seldom the fastest."""
+    kinds = {"data", "fsdp", "sequence", "expert", "tensor", "pipeline"}
+    fast = [Plan((("fsdp", 8 // n), ("data", n))) for n in (2, 4)]
+    slow = [Plan(((kind, 2), ("fsdp", 4))) for kind in sorted(kinds - {"fsdp", "data"})]
+    rows = [Screened(plan, 1.0 + n, 1.0, 0.0, 0.0, 1.0) for n, plan in enumerate([*fast, *slow])]
+    found = chosen(rows, 8, 8, 80e9)
+    assert {axis for plan in found[:5] for axis in plan.sizes} == kinds
+    # As few as are asked for, the fastest first.
+    assert chosen(rows, 2, 8, 80e9)[0] == fast[0]
+
+
 def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
     judged += [made(90.0, 3)]
     plan(lowered, **OPTIONS, compiles=1, out=tmp_path)
@@ -468,7 +525,8 @@ def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
 
 def test_activations_that_move_are_explained(lowered, judged):
     judged += [replace(made(90.0, 3), moved_bytes=1e8)]
-    (note,) = plan(lowered, **OPTIONS, compiles=1).notes
+    lacks, note = plan(lowered, **OPTIONS, compiles=1).notes
+    assert lacks == "no plan that uses data was compiled: more --compiles would"
     assert "153 times the parameters: activations are moved, by all_reduce at f.py:3" in note
 
 

@@ -49,6 +49,26 @@ def test_asynchronous_pair_hides_behind_what_stands_between():
     assert [nodes[p].name for p in late.critical] == ["a", "s", "c"]
 
 
+def test_a_collective_takes_cores_from_what_runs_beside_it():
+    """While it is in progress kernels run at three quarters of their rate."""
+    nodes = [
+        compute("a", 1.0), send("s", 0), compute("b", 3.0, 0), done("d", 1), compute("c", 1.0, 3),
+    ]  # fmt: skip
+
+    def slowed(seconds, scheduled=True):
+        own = [seconds if n.name == "s" else 0.0 for n in nodes]
+        used = [LINK if n.collective else frozenset() for n in nodes]
+        return run_streams(nodes, own, used, scheduled=scheduled, contention=0.25)
+
+    # In its 2 s 1.5 s of b are done; the rest at the full rate.
+    for scheduled in (True, False):
+        assert slowed(2.0, scheduled).makespan == pytest.approx(1 + 2 + 1.5 + 1)
+        assert slowed(2.0, scheduled).exposed == pytest.approx(0.25 * 2.0)
+        # Of 8 s b takes 4, and the device waits for the rest.
+        assert slowed(8.0, scheduled).makespan == pytest.approx(1 + 8 + 1)
+    assert slowed(0.0).exposed == 0.0
+
+
 def test_synchronous_collective_holds_the_device_up():
     nodes = [compute("a", 1.0), send("s", 0, waits=True), compute("b", 3.0, 0)]
     assert run(nodes, {"s": 2.0}).makespan == 6.0
