@@ -124,11 +124,8 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
     said = f"{spec.name} names no architecture"
     if named:
         said = f"{spec.name} names the architecture {printable(named)!r}, which has no rules"
-    if not own:
-        return (
-            f"{said}: none of {printable(maker)} was measured; single operators are priced as on a "
-            "GPU unlike all measured ones, operators of steps and serving by its roofline",
-        )
+    if spec.vendor not in ("", maker):
+        said += f", and no GPU of {printable(spec.vendor)} was measured"
     close = difflib.get_close_matches(named.lower(), own, n=1)
     wanted = close[0] if close else ", ".join(own[-3:])
     return (

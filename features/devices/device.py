@@ -109,8 +109,14 @@ class DeviceSpec:
 
     @property
     def runs_cuda(self) -> bool:
-        """Whether NVIDIA's libraries price it: its GPUs, and those that name no vendor."""
-        return self.platform == "gpu" and self.vendor.upper() in ("NVIDIA", "")
+        """Whether NVIDIA's libraries price it: its GPUs, and those of makers that nobody measured.
+
+        Libraries of the other makers that were measured start more slowly and reach less; nothing
+        says that of one that does not exist yet, so it counts as the usual case.
+        """
+        # Rules of generations are made of a file, which descriptions alone do not need.
+        makers: tuple[str, ...] = import_module(".rules", __package__).generations().makers
+        return self.platform == "gpu" and self.vendor not in set(makers) - {"NVIDIA"}
 
     @property
     def bandwidth(self) -> float:

@@ -299,33 +299,44 @@ class OpTable:
                 described without a count.
         """
         cores = _multiprocessors if multiprocessors else lambda device: float(device.core_count)
+        # A usual boost clock, for devices described without one: fixed costs are in cycles.
+        clock = self.of_device(lambda d: d.clock_hz or 1.5e9)
+        count = self.of_device(cores)
+        matrix = self.of_device(lambda d: d.matrix_peak("bf16"))
         return Machine(
-            cores=self.of_device(cores),
-            # A usual boost clock, for devices described without one: fixed costs are in cycles.
-            clock=self.of_device(lambda d: d.clock_hz or 1.5e9),
+            cores=count,
+            clock=clock,
             # Never zero: it divides footprints. One byte means that nothing is resident.
             cache=self.of_device(lambda d: max(d.cache_bytes, 1.0)),
             cache_bandwidth=self.of_device(lambda d: d.levels[0].bandwidth),
             bandwidth=self.of_device(lambda d: d.bandwidth),
             vector=self.of_device(lambda d: d.vector_peak("f32")),
+            width=np.maximum(matrix / count / clock / _WIDEST, 1.0),
         )
 
 
-#: 16-bit operations a clock of a multiprocessor of H100, and of a core that is none: data-centre
-#: Blackwell's do 8192, a TPU's core from 100,000 on.
-_MULTIPROCESSOR, _LARGEST = 4096.0, 20_000.0
+#: 16-bit operations a clock of a multiprocessor of H100, and of the widest core that was measured:
+#: data-centre Blackwell's.
+_MULTIPROCESSOR, _WIDEST = 4096.0, 8192.0
 
 
 def _multiprocessors(device: DeviceSpec) -> float:
-    """Cores of a device, or as many multiprocessors of H100 as have its matrix rate."""
-    rate = device.matrix_peak("bf16") / (device.clock_hz or 1.5e9)
-    large = rate > _LARGEST * device.core_count
-    return max(1.0, round(rate / _MULTIPROCESSOR)) if large else float(device.core_count)
+    """Cores of a device; of one with systolic arrays, the multiprocessors of H100 that do as much.
+
+    Counts alone decide, not rates: waves of tiles are whole, and one per cent more clock must not
+    make other ones.
+    """
+    arrays = 2.0 * device.array_rows * device.array_columns * device.arrays_per_core
+    return max(device.core_count, device.core_count * arrays / _MULTIPROCESSOR, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Device facts, one a row: SMs, clock (Hz), last-level cache (bytes), rates (1/s)."""
+    """Device facts, one a row: SMs, clock (Hz), last-level cache (bytes), rates (1/s).
+
+    ``width`` is how many times wider than any measured one a core's matrix unit is, at least 1:
+    makers widen the ways into and out of a core with the unit.
+    """
 
     cores: np.ndarray
     clock: np.ndarray
@@ -333,6 +344,7 @@ class Machine:
     cache_bandwidth: np.ndarray
     bandwidth: np.ndarray
     vector: np.ndarray
+    width: np.ndarray
 
 
 #: So few values are told apart in Python.

@@ -32,6 +32,9 @@ from .tiles import tile_seconds, tile_waves
 
 FIT = fitted("convolutions")
 _COSTS = FIT.tables["costs"]
+#: How much longer algorithms on a matrix unit take where it is no faster than the vector unit.
+#: Engineering estimate, small enough that one per cent of its rate is no cliff.
+_PARTLY = 3.7
 #: Directions, by the column ``op``: the result, the gradient of the input, that of the weights.
 DIRECTIONS = ("fwd", "bwd_data", "bwd_weights")
 #: Products that a Winograd transform with 3 × 3 filters saves at best (Lavin and Gray, Fast
@@ -278,7 +281,10 @@ def _ways(
     tiles, memory, sums, images = times
     numbers = table.columns
     last = numbers["channels_last"] > 0
-    matrix = table.matrix_peak() > 1.5 * _vector_rate(table)
+    # How far a chip has a matrix unit for the format: not at the rate of the vector unit, wholly at
+    # twice that, as nearly all that were measured; between, algorithms on it take longer.
+    matrix = np.clip(np.log2(table.matrix_peak() / _vector_rate(table)), 0.0, 1.0)
+    longer = _PARTLY ** (1 - matrix)
     flat = numbers["ndim"] < 3
     dense = one.groups == 1
     plain = (one.taps == 1) & (one.steps == 1)
@@ -298,15 +304,18 @@ def _ways(
     wider = np.where(early, 1.0, 2.0)
     slow = tiles * np.where(table.activation_bytes < 4, wider, 1.0)
     padded = sums * np.maximum(FIT.group_channels / one.cout, 1.0)
-    alone = np.where(matrix, cost(_COSTS["single"], tiles), cost(_COSTS["single_vector"], tiles))
+    alone = cost(_COSTS["single"], tiles) ** matrix
+    alone = alone * cost(_COSTS["single_vector"], tiles) ** (1 - matrix)
     images_us = one.batch * np.where(summing, FIT.each_sum, FIT.each_image)
     unfolded = _COSTS["unfolded"][0] + FIT.each_unfolded * one.batch
     return {
         "turned": only(
-            matrix & flat & dense & ~last,
-            cost(_COSTS["turned"][:3], slow) + _COSTS["turned"][3] * turn,
+            (matrix > 0) & flat & dense & ~last,
+            (cost(_COSTS["turned"][:3], slow) + _COSTS["turned"][3] * turn) * longer,
         ),
-        "straight": only(matrix & flat & dense & last, cost(_COSTS["straight"], slow)),
+        "straight": only(
+            (matrix > 0) & flat & dense & last, cost(_COSTS["straight"], slow) * longer
+        ),
         "single": only(flat & early, alone),
         "batched": only(plain, cost(_COSTS["batched"], tiles) + images_us * 1e-6),
         "unfolded": unfolded * 1e-6

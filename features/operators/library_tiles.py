@@ -94,7 +94,8 @@ def library_tiles(table: OpTable, size: Sizes, peak: np.ndarray, machine: Machin
     mc, raw = machine, peak / machine.cores / machine.clock
     share = FIT.matrix_share * table.of_device(_power_share)
     width = table.activation_bytes
-    rows = np.stack([*size, raw, raw * share, width, mc.cores, mc.clock, mc.cache_bandwidth])
+    rows = np.stack([*size, raw, raw * share, width, mc.cores, mc.clock])
+    rows = np.concatenate((rows, (mc.cache_bandwidth, mc.width)))
     code, named = table.rows.combined(("dtype", "backend"))
     kinds = [(Kernels.of(*names, pairs), pairs) for names in named for pairs in (False, True)]
     menu = list(dict.fromkeys(kinds))
@@ -134,15 +135,16 @@ def _fastest(rows: np.ndarray, kernels: Kernels, pairs: bool) -> Tiling:
 
     Args:
         rows: Their sizes, what a core's matrix unit does in a clock at its peak and what it
-            sustains, bytes of an operand, cores, clock and rate of the cache, shape ``(10, n)``.
+            sustains, bytes of an operand, cores, clock, rate of the cache and how much wider cores
+            are than measured ones, shape ``(11, n)``.
         kernels: What runs them.
         pairs: Whether cores share tiles in pairs.
     """
     high, across, side, splits = _tilings(kernels, pairs)
-    b, m, n, k, raw, rate, width, cores, clock, cache_rate = rows
+    b, m, n, k, raw, rate, width, cores, clock, cache_rate, wider = rows
     wide = raw * width / 2
     # Bytes of one step that a core can take limit wide units, however large their registers.
-    needed = FIT.side * np.maximum(1.0, wide / FIT.ingress / 64.0)
+    needed = FIT.side * np.maximum(1.0, wide / wider / FIT.ingress / 64.0)
     written = FIT.epilogue * (wide / _A100_RATE) ** FIT.epilogue_exponent
     tiles = b * np.ceil(m / high) * np.ceil(n / across)
     step = 2 * high * across / (rate * kernels.share) * (1 + (needed / side) ** 8) ** 0.125

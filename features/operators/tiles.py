@@ -200,6 +200,7 @@ def autotuned_tiles(
     )
     share = np.where(other, AUTOTUNED.matrix_share_amd, AUTOTUNED.matrix_share)
     rate = peak / machine.cores * share
+    port = machine.clock * machine.width
     sparse = b * np.ceil(m / SPARSE_TILE) * np.ceil(n / SPARSE_TILE) <= machine.cores / 2
 
     def ways() -> Iterator[tuple[np.ndarray | float, ...]]:
@@ -207,11 +208,11 @@ def autotuned_tiles(
             tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
             # Of a pair's 256 columns each core receives half.
             edges = rows + np.where(paired & (columns == 256), columns / 2, columns)
-            received = edges * width / (ingress * machine.clock)
+            received = edges * width / (ingress * port)
             # The slower of the two sets the pace; a sharp soft maximum keeps the estimate smooth.
             step = combine(2.0 * rows * columns / rate, received, power=8.0)
             # Sums of parts are f32.
-            epilogue = AUTOTUNED.epilogue * machine.clock
+            epilogue = AUTOTUNED.epilogue * port
             written = rows * columns * (out if parts == 1 else 4.0) / epilogue
             waves = tiles * parts / machine.cores
             total = np.ceil(waves) * (step * k / parts + written)
@@ -256,15 +257,16 @@ def tuned_tiles(
     """
     b, m, n, k = size
     width = np.maximum(table.activation_bytes, table.weight_bytes)
+    port = mc.clock * mc.width
 
     def ways() -> Iterator[tuple[np.ndarray | float, ...]]:
         for (rows, columns), split in product(TUNED_TILES, SPLITS):
             tiles = b * np.ceil(m / rows) * np.ceil(n / columns)
             step = np.maximum(
                 2 * rows * columns * mc.cores / rate,
-                (rows + columns) * width / (TUNED.ingress * mc.clock),
+                (rows + columns) * width / (TUNED.ingress * port),
             )
-            fixed = (TUNED.prologue + 2 * rows * columns / TUNED.epilogue) / mc.clock
+            fixed = TUNED.prologue / mc.clock + 2 * rows * columns / (TUNED.epilogue * port)
             waves = tiles * split / mc.cores
             adding = TUNED.adding_s + split * b * m * n * TUNED.adding_bytes / mc.bandwidth
             seconds = np.ceil(waves) * (step * k / split + fixed) + (adding if split > 1 else 0.0)

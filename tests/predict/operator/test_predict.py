@@ -247,7 +247,7 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
     assert "`architecture:`" in said("vendor: AMD\n") and "cdna4" in said("vendor: AMD\n")
     assert "'hoper', which has no rules" in said("architecture: hoper\n")
     assert said("architecture: hoper\n").endswith("(hopper)")
-    assert "none of MyCo was measured" in said("vendor: MyCo\n")
+    assert "no GPU of MyCo was measured" in said("vendor: MyCo\n")
     assert said("architecture: hopper\n") == ""
     assert predict_op(OperatorCase("linear m=64 n=4096 k=4096 dtype=bf16", "h100-sxm")).notes == ()
 
