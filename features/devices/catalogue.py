@@ -184,7 +184,7 @@ def same_figures(device: DeviceSpec) -> DeviceSpec | None:
 
 
 def _unnamed(device: DeviceSpec) -> DeviceSpec:
-    return replace(device, name="", source="", aliases=(), provenance={})
+    return replace(device, name="", source="", aliases=(), provenance={}, base="")
 
 
 def closest_names(name: str, count: int = 4) -> list[str]:
@@ -229,10 +229,12 @@ def load_designs(path: Path | str) -> list[Design]:
     Raises:
         DeviceError: As :func:`load_device_file`, or a range is malformed.
     """
-    return [
-        Design(figures, device_of_sheet(_with_base(sheet)))
-        for figures, sheet in read_designs(Path(path))
-    ]
+    return [Design(figures, _of_file(sheet)) for figures, sheet in read_designs(Path(path))]
+
+
+def base_of(design: DeviceSpec) -> DeviceSpec | None:
+    """Return the device of the catalogue that a design starts from, if its file names one."""
+    return find_device(design.base) if design.base and in_catalogue(design.base) else None
 
 
 def has_ranges(device: str) -> bool:
@@ -242,7 +244,13 @@ def has_ranges(device: str) -> bool:
 
 @cache
 def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
-    return device_of_sheet(_with_base(read_sheet(path)))
+    return _of_file(read_sheet(path))
+
+
+def _of_file(sheet: Sheet) -> DeviceSpec:
+    device = device_of_sheet(_with_base(sheet))
+    base = typed_name(sheet.texts["base"]) if "base" in sheet.texts else None
+    return replace(device, base=base or "")
 
 
 @cache

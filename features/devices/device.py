@@ -73,6 +73,8 @@ class DeviceSpec:
         compiler: What a compiler is told beside the rest: ``target`` (``sm_90``, ``v5e``), and of a
             GPU's core threads, registers and shared memory in bytes, by key of the device file.
         aliases: Other names of the device, such as JAX's device kind.
+        base: Device of the catalogue that a design starts from, as its file names it; empty for
+            others, those of the catalogue included.
         provenance: Where each figure comes from, by key of the device file.
         defaulted: Keys that the device file left out and that a rule filled.
     """
@@ -106,6 +108,7 @@ class DeviceSpec:
     aliases: tuple[str, ...] = ()
     provenance: dict[str, str] = field(default_factory=dict)
     defaulted: tuple[str, ...] = ()
+    base: str = ""
 
     @property
     def runs_cuda(self) -> bool:

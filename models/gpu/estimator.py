@@ -13,6 +13,7 @@ import numpy as np
 from ...common.errors import DatasetError, ModelError
 from ...common.types import JsonMapping
 from ...features.dataset import Dataset
+from ...features.devices.catalogue import base_of
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ..core.base import KernelPrediction, distinct
@@ -20,6 +21,7 @@ from ..core.kernel_table import KernelTable, kernel_table
 from ..core.store import check_estimator, contents_of, read_files, read_manifest, write_folder
 from ..program.schedule_cost import Overhead
 from ..trust.calibrator import UNCALIBRATED, with_error
+from ..trust.designs import ends_of, is_near
 from .attention import attention_answer
 from .correction import Correction
 from .memory_passes import (
@@ -32,7 +34,7 @@ from .memory_passes import (
     pass_seconds,
     shipped_constants,
 )
-from .operator_library import SHIPPED, Operators, canonical
+from .operator_library import SHIPPED, Estimates, Operators, canonical
 from .products import Products
 from .routes import (
     ATTENTION,
@@ -151,6 +153,13 @@ class GpuEstimator:
         )
         return self
 
+    @cached_property
+    def _physics(self) -> GpuEstimator:
+        """The same without anything that was learned of operators."""
+        other = self._clone_without_correction()
+        other.__dict__["operators"] = Estimates(self.operators)
+        return other
+
     def _clone_without_correction(self) -> GpuEstimator:
         other = GpuEstimator(self.operators_path, self.constants, **self.settings)
         # Fills the cached property: the operator model takes seconds to read.
@@ -162,11 +171,41 @@ class GpuEstimator:
         unique, index = distinct(kernels)
         if not unique:
             return KernelPrediction.empty(0)
+        base = self._base_of(device)
+        if base is not None:
+            return self._on_design(unique, device, base).take(index)
         table = kernel_table(unique, device)
         prediction = self._predict(unique, canonical(device), table)
         if self.correction is not None:
             prediction = self.correction.apply(prediction, table, device.name)
         return _guarded(prediction, table, device).take(index)
+
+    def _base_of(self, device: DeviceSpec) -> DeviceSpec | None:
+        """The base of a design that was not measured itself; ``None`` for other devices."""
+        measured = self.correction is not None and device.name in self.correction.devices
+        return None if measured else base_of(device)
+
+    def _on_design(
+        self, kernels: Sequence[Kernel], device: DeviceSpec, base: DeviceSpec
+    ) -> KernelPrediction:
+        """Predict distinct kernels on a design: those on its base, times the ratio of physics."""
+        found, table = self.predict(kernels, base), kernel_table(kernels, device)
+        # Under one name, so that both go the same routes.
+        there, here = (
+            self._physics._predict(kernels, spec, kernel_table(kernels, spec)).latency
+            for spec in (base, replace(device, name=base.name))
+        )
+        ratio = here / there
+        lo, hi = ends_of((found.lo, found.hi), found.latency, ratio)
+        moved = replace(
+            found,
+            latency=found.latency * ratio,
+            lo=lo,
+            hi=hi,
+            bound=table.bound.copy(),
+            in_domain=found.in_domain & is_near(ratio),
+        )
+        return _guarded(moved, table, device)
 
     def _predict(
         self, kernels: Sequence[Kernel], device: DeviceSpec, table: KernelTable
@@ -253,6 +292,10 @@ class GpuEstimator:
         """Limits of the predictions on a device, for the user; none once it was measured there."""
         if self.correction is not None and device.name in self.correction.devices:
             return ()
+        base = self._base_of(device)
+        if base is not None:
+            said = f"{device.name} is priced as {base.name}, times what physics says of both"
+            return (*limit_notes(kernels, base, self.devices()), said)
         return limit_notes(kernels, canonical(device), self.devices())
 
     def devices(self) -> frozenset[str]:

@@ -89,6 +89,24 @@ class Operators:
         return key in self.families and device in self._stored[key]["devices"]
 
 
+class Estimates(Operators):
+    """The same families by their analytical estimates alone, without what was learned.
+
+    Args:
+        learned: The families.
+    """
+
+    def __init__(self, learned: Operators) -> None:
+        self.__dict__.update(learned.__dict__)
+
+    def predict(self, key: str, rows: pd.DataFrame, device: DeviceSpec) -> FamilyPrediction:
+        """Estimates of rows of one family on one device, without intervals."""
+        found = physics_of(key, rows, device)
+        base, n = found.base_s, len(rows)
+        scope, inside = np.full(n, "unseen", object), np.zeros(n, bool)
+        return FamilyPrediction(base, base, base, found.roofline_s, found.bound, scope, inside)
+
+
 def canonical(device: DeviceSpec) -> DeviceSpec:
     """The device under the catalogue's name, where it came under an alias such as JAX's.
 

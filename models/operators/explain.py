@@ -162,15 +162,18 @@ def explain_op(
     features = model.features(frame, specs)
     base = float(features.base_s[0])
     ratio = float(np.log(prediction.latency[0] / base))
-    models, asked_row = model.fitted, OpRows.of(frame)
-    like, _ = model.known_devices.proxies(asked_row.texts("device"), specs)
-    parts = models.linear_parts(asked_row, features, like)
-    regressor, table = models.choose(features, like)
-    others = model.features(_variants(row, FAMILIES[model.family], device.name), specs)
+    models = model.fitted
+    # What was learned of a design is what was learned of its base.
+    asked_row, known = model.learned_at(OpRows.of(frame), specs)
+    learned, name = model.features(asked_row, known), str(asked_row.texts("device")[0])
+    like, _ = model.known_devices.proxies(asked_row.texts("device"), known)
+    parts = models.linear_parts(asked_row, learned, like)
+    regressor, table = models.choose(learned, like)
+    others = model.features(_variants(row, FAMILIES[model.family], name), known)
     _, background = models.choose(others, np.repeat(like, len(others.X)))
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
     # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
-    factor = float(models.carried(asked_row, like, specs)[0])
+    factor = float(models.carried(asked_row, like, known)[0])
     baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
     groups = {name: value * factor for name, value in groups.items()}
     # What the calibration adds is the difference between predictions with and without it.

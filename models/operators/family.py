@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
+from ...features.devices.catalogue import base_of
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows
@@ -16,7 +17,8 @@ from ...features.operators.schema import BLOCKS, faulty
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
-from .device_errors import DeviceErrors
+from ..trust.designs import ends_of, is_near, scope_of, why_far
+from .device_errors import OF_LIBRARY, DeviceErrors
 from .devices import KnownDevices
 from .family_tables import FamilySettings, GeneralFit, constants, latency_s, target_of
 from .fitted import Fitted
@@ -192,12 +194,67 @@ class FamilyModel:
         unsaid = self.menu.open(rows, self.named)
         if unsaid.any():
             return self._mixed(rows, unsaid, devices, corrected)
+        learned, known = self.learned_at(rows, devices)
+        if learned is not rows:
+            found = self.predict(learned, known, corrected)
+            self._on_designs(found, rows, devices, self.features(learned, known).base_s)
+            return found
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
         if corrected and models.errors.corrections:
             models.errors.correct(prediction, rows, features, devices)
         prediction.hold_above(least_s(self.family, rows, features, devices))
         return prediction
+
+    def learned_at(
+        self, rows: OpRows, devices: Mapping[str, DeviceSpec]
+    ) -> tuple[OpRows, Mapping[str, DeviceSpec]]:
+        """Rows and devices at which what was learned holds: those of their bases for designs.
+
+        A design that was measured, or that the model was calibrated to, has its own.
+
+        Args:
+            rows: Rows of the family.
+            devices: Descriptions by the values of ``device``.
+
+        Returns:
+            ``rows`` and ``devices`` themselves where no device is a design.
+        """
+        own = {*self.devices, *(name.split(OF_LIBRARY)[0] for name in self.corrections)}
+        names = rows.codes("device")[1]
+        bases = {n: base for n in names if n not in own and (base := base_of(devices[n]))}
+        if not bases:
+            return rows, devices
+        code, found = rows.codes("device")
+        renamed = np.array([bases[n].name if n in bases else n for n in found], object)[code]
+        known = {base.name: base for base in bases.values()}
+        return rows.with_texts({"device": renamed}), {**known, **devices}
+
+    def _on_designs(
+        self,
+        found: FamilyPrediction,
+        rows: OpRows,
+        devices: Mapping[str, DeviceSpec],
+        base_s: np.ndarray,
+    ) -> None:
+        """Turn predictions on the bases of designs, in place, into those on the designs.
+
+        Args:
+            found: Of the rows, on the bases.
+            rows: The rows.
+            devices: Descriptions by the values of ``device``, of the designs.
+            base_s: Analytical estimates on the bases in seconds, shape ``(n,)``.
+        """
+        features = self.features(rows, devices)
+        ratio = features.base_s / base_s
+        found.lo, found.hi = ends_of((found.lo, found.hi), found.latency, ratio)
+        found.latency = found.latency * ratio
+        found.scope, found.in_domain = (
+            scope_of(found.scope, ratio),
+            found.in_domain & is_near(ratio),
+        )
+        found.roofline, found.bound = features.roofline_s, features.bound
+        found.hold_above(least_s(self.family, rows, features, devices))
 
     def _mixed(
         self,
@@ -222,7 +279,8 @@ class FamilyModel:
         self, rows: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[OpRows, np.ndarray, np.ndarray]:
         """Rows of all members, the position of each one's origin, and its weight."""
-        proxy, _ = self.known_devices.proxies(rows.texts("device"), devices)
+        learned, known = self.learned_at(rows, devices)
+        proxy, _ = self.known_devices.proxies(learned.texts("device"), known)
         code, names = rows.codes("device")
         vendors = np.array([devices[name].vendor for name in names], object)[code]
         return self.menu.expanded(rows, proxy, vendors)
@@ -285,11 +343,18 @@ class FamilyModel:
             members, _, _ = self._expanded(row, devices)
             first = int(np.argmin(self.predict(members, devices).in_domain))
             row = members.take(np.array([first]))
+        reasons = []
+        learned, known = self.learned_at(row, devices)
+        if learned is not row:
+            both = self.features(row, devices).base_s, self.features(learned, known).base_s
+            if not is_near(ratio := both[0] / both[1])[0]:
+                names = row.texts("device")[0], learned.texts("device")[0]
+                reasons.append(why_far(*names, float(ratio[0])))
+            row, devices = learned, known
         features = self.features(row, devices)
         proxy, _ = self.known_devices.proxies(row.texts("device"), devices)
         regressor, table = models.choose(features, proxy)
         domain = regressor.domain
-        reasons = []
         if self.known_devices.elsewhere(row, devices).any():
             reasons.append("its operators are known of other kinds of device alone")
         if foreign(row, devices).any():

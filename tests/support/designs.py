@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from opcast.features.devices.catalogue import find_device
-from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.devices.device import DeviceSpec
+from opcast.features.devices.rates import RATES
 from opcast.features.operators.schema import DTYPES, FAMILIES, FLAGS
 
 #: Chips that designs start from: all generations of tensor cores, another maker's, none.
 BASES = ("v100-sxm", "a100-sxm-80gb", "l40s", "h100-sxm", "h200-sxm", "b200", "mi300x")
 
 
-def _level(spec: DeviceSpec, place: int, factor: float) -> DeviceSpec:
-    levels = list(spec.levels)
-    levels[place] = MemoryLevel(levels[place].capacity, levels[place].bandwidth * factor)
-    return replace(spec, levels=tuple(levels))
-
-
-def _times(rates: dict[str, float], factor: float) -> dict[str, float]:
-    return {name: rate * factor for name, rate in rates.items()}
-
-
-#: Rates of a chip that its kernels run at, by what they are, and how one is multiplied.
-RATES: dict[str, Callable[[DeviceSpec, float], DeviceSpec]] = {
-    "matrix": lambda d, f: replace(d, peak_flops=_times(d.peak_flops, f)),
-    "vector": lambda d, f: replace(d, vector_flops=_times(d.vector_flops, f)),
-    "clock": lambda d, f: replace(d, clock_hz=d.clock_hz * f),
-    "memory": lambda d, f: _level(d, -1, f),
-    "cache": lambda d, f: _level(d, 0, f),
-    "power": lambda d, f: replace(d, power_w=d.power_w * f),
-}
 #: Figures that no kernel of one device depends on.
 LINKS = ("link_bandwidth", "inter_node_bandwidth", "host_bandwidth")
 
@@ -53,7 +35,7 @@ def designs(rng: np.random.Generator, count: int, spread: float = 0.4) -> Iterat
         if rng.random() < 0.5:
             cores = max(1, round(base.core_count * float(np.exp(rng.normal(0, 0.7)))))
             spec = replace(spec, core_count=cores)
-        yield replace(spec, name=f"design-{place}", aliases=())
+        yield replace(spec, name=f"design-{place}", aliases=(), base=base.name)
 
 
 def operators(rng: np.random.Generator, family: str, count: int) -> pd.DataFrame:

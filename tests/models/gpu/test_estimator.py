@@ -438,4 +438,4 @@ def test_device_files_are_priced_as_their_base(model: CostModel, tmp_path: Path)
     # A little more memory bandwidth does not move it to another table, as its name once did.
     latency, hi, source = priced(hbm_bandwidth_gbps=3360)
     assert source == base.source[0] and latency == pytest.approx(base.latency[0], rel=0.05)
-    assert hi >= base.hi[0]
+    assert hi / latency >= base.hi[0] / base.latency[0]

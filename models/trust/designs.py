@@ -1,0 +1,67 @@
+"""Designs: chips that differ from a measured one in the figures of their file.
+
+A design is priced as its base, times what physics says of both. The base's answer carries all that
+was learned of it, and the ratio is smooth in every rate, where what is learned by trees is not. So
+an unchanged copy is equal to the bit, and what physics does not know of moves nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+#: Largest error, in logarithms, of the ratio that physics gives to the times of two chips: for 90 %
+#: of products, attention, experts and passes on all pairs of the measured chips it is 0.04 to 0.15
+#: between chips of one architecture and 0.2 to 0.5 between architectures, however far the ratio is
+#: from 1 (docs/devices.md).
+FAR = 0.35
+#: Distances of the ratio from 1, in logarithms, up to which a design counts as its base and as a
+#: sibling of it, and from which it lies outside the domain. The first is what a chip's own clock
+#: varies by, the second what siblings that were measured differ by (H100 and H200: 0.36), the third
+#: twice that.
+SAME, SIBLING, OUTSIDE = 0.03, 0.36, 0.72
+
+
+def drift(ratio: np.ndarray) -> np.ndarray:
+    """Half-width of the 90 % interval of a ratio that physics gives, in logarithms, ``(n,)``.
+
+    Small ratios are as uncertain as they are large; large ones no more than those of unlike chips.
+    """
+    return np.asarray(FAR * np.tanh(np.abs(np.log(ratio)) / FAR))
+
+
+def ends_of(
+    ends: tuple[np.ndarray, np.ndarray], latency: np.ndarray, ratio: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ends of a design's interval in seconds, shape ``(n,)`` each.
+
+    Args:
+        ends: Those of its base.
+        latency: Of the base, in seconds.
+        ratio: Time on the design over that on the base.
+    """
+    half = drift(ratio)
+
+    def moved(end: np.ndarray) -> np.ndarray:
+        # Where nothing differs, the end is the base's to the bit.
+        own = np.abs(np.log(end / latency))
+        return np.asarray(np.hypot(own, half) - own)
+
+    return ends[0] * ratio * np.exp(-moved(ends[0])), ends[1] * ratio * np.exp(moved(ends[1]))
+
+
+def scope_of(scope: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """How well a design is known, by how well its base is and how far it is from that, ``(n,)``."""
+    far = np.abs(np.log(ratio))
+    known = scope != "unseen"
+    found = np.where(known & (far > SAME), "sibling", scope)
+    return np.asarray(np.where(far > SIBLING, "unseen", found), object)
+
+
+def is_near(ratio: np.ndarray) -> np.ndarray:
+    """Whether what was learned of the base still describes a design, bool, shape ``(n,)``."""
+    return np.asarray(np.abs(np.log(ratio)) < OUTSIDE)
+
+
+def why_far(name: str, base: str, ratio: float) -> str:
+    """The reason why a design is outside the domain, in words."""
+    return f"{name} takes {ratio:.2g} times as long as {base}, farther than measured siblings lie"
