@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import OpcastError
+from ..ir.hlo_attributes import read_work
 from ..ir.op_table import NAMES
 from ..ir.program import Op, Program, TensorType
 from ..operators.op import op_flops
@@ -79,12 +80,20 @@ ANNOTATIONS = frozenset(
 )
 #: Targets that only go over their operands and results.
 _PASSES = re.compile("|".join(NAMES["passes"]))
+_HOST = re.compile("|".join(NAMES["host_calls"]))
 
 
 def is_annotation(op: Op) -> bool:
     """Return whether a custom call only carries a sharding, placement or layout."""
     target = str(op.attrs.get("target", ""))
     return target in ANNOTATIONS or target.startswith("xla.sdy.")
+
+
+def is_host_call(op: Op) -> bool:
+    """Return whether an op runs Python on the host, or is a transfer to or from it."""
+    if op.opcode == "custom-call":
+        return bool(_HOST.fullmatch(str(op.attrs.get("target", ""))))
+    return bool(op.attrs.get("is_host_transfer")) and op.opcode.startswith(("send", "recv"))
 
 
 def custom_call_flops(op: Op, operands: Sequence[TensorType]) -> Work:
@@ -121,13 +130,19 @@ def unknown_calls(body: Program) -> list[str]:
 def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
     """FLOPs and transcendentals of a custom call; ``None`` if nothing is known of its target."""
     target = str(op.attrs.get("target", ""))
+    # A package's rule comes first, one for a hand-written kernel before one for all of its kind.
+    name = kernel_name(op)
+    own = plugin_flops(f"{target}:{name}", operands, op.results) if name else None
+    own = own if own is not None else plugin_flops(target, operands, op.results)
+    if own is not None:
+        return own
     stated = stated_cost(op)
     if stated is not None:
         return stated.flops, stated.transcendentals
-    if is_annotation(op) or _PASSES.fullmatch(target):
+    if is_annotation(op) or is_host_call(op) or _PASSES.fullmatch(target):
         return 0.0, 0.0
     if not operands or not op.results:
-        return plugin_flops(target, operands, op.results)
+        return None
     # From the most to the least specific: parts of these names occur in others.
     if target.startswith(_PUBLISHED):
         return _published(op), 0.0
@@ -150,14 +165,11 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
     routine = _ROUTINE.search(target)
     if routine:
         return _linear_algebra(routine[0].lower(), op, operands), 0.0
-    # A rule for one hand-written kernel comes before one for all of its kind.
-    name = kernel_name(op)
-    own = plugin_flops(f"{target}:{name}", operands, op.results) if name else None
-    return own if own is not None else plugin_flops(target, operands, op.results)
+    return None
 
 
 class StatedCost(NamedTuple):
-    """The cost that a hand-written kernel states (Pallas' ``CostEstimate``).
+    """The cost that a hand-written kernel states or that was counted of it.
 
     Attributes:
         flops: Floating-point operations.
@@ -170,17 +182,22 @@ class StatedCost(NamedTuple):
     bytes: float
 
 
-def stated_cost(op: Op) -> StatedCost | None:
-    """Return the cost that a custom call states in its configuration; ``None`` if it states none.
+_STATED = ("flops", "transcendentals", "bytes_accessed")
 
-    Mosaic kernels for TPUs carry the one of ``pallas_call(cost_estimate=…)``.
+
+def stated_cost(op: Op) -> StatedCost | None:
+    """Return the cost that a custom call states; ``None`` if it states none.
+
+    Pallas kernels whose function was given carry what was counted of them, others for TPUs the
+    estimate of ``pallas_call(cost_estimate=…)``.
     """
     if op.opcode != "custom-call":
         return None
+    counted = read_work(op.attrs.get("frontend_attributes")).split()
     stated = op.config("custom_call_config", "cost_estimate")
     # HLO writes 64-bit numbers as texts.
-    flops, transcendentals, moved = (
-        _amount(stated.get(key)) for key in ("flops", "transcendentals", "bytes_accessed")
+    flops, transcendentals, moved = map(
+        _amount, counted if len(counted) == len(_STATED) else map(stated.get, _STATED)
     )
     return StatedCost(flops, transcendentals, moved) if flops or transcendentals or moved else None
 

@@ -17,7 +17,6 @@ import numpy as np
 from jax._src import core as _core
 from jax._src import pjit as _pjit
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _jax_mlir
 from jax._src.sharding_impls import GSPMDSharding
 from jax.extend import mlir as jax_mlir
@@ -186,48 +185,6 @@ def lowered_platforms(lowered: Any) -> tuple[str, ...]:
     """Return the platforms that a ``jax.stages.Lowered`` is for; empty if it names none."""
     found = getattr(getattr(lowered, "_lowering", None), "_platforms", None)
     return tuple(map(str, found or ()))
-
-
-#: cuDNN that an absent GPU is taken to have: 9.13, which has every attention that JAX calls.
-_CUDNN_VERSION = 91300
-
-
-@contextmanager
-def as_on_gpu(capability: int) -> Iterator[None]:
-    """Let JAX lower for a GPU that is absent as it would beside it.
-
-    Only the rules of cuDNN's attention ask for the GPU itself.
-
-    Args:
-        capability: Compute capability of the GPU times ten; 0 (unknown) is taken as Hopper's 90.
-    """
-    if _xla_bridge.backends_are_initialized() and jax.default_backend() == "gpu":
-        yield
-        return
-    own = capability or 90
-
-    def at_least(least: str) -> bool:
-        major, minor = map(int, least.split("."))
-        return own >= 10 * major + minor
-
-    def equal(other: str) -> bool:
-        major, minor = map(int, other.split("."))
-        return own == 10 * major + minor
-
-    stand_ins = {
-        "check_cudnn_version": lambda: _CUDNN_VERSION,
-        "check_compute_capability": at_least,
-        "is_cuda_compute_capability_equal": equal,
-    }
-    # Absent from other versions of JAX, whose rules then decide.
-    known = {name: getattr(_attention, name) for name in stand_ins if hasattr(_attention, name)}
-    try:
-        for name in known:
-            setattr(_attention, name, stand_ins[name])
-        yield
-    finally:
-        for name, original in known.items():
-            setattr(_attention, name, original)
 
 
 def compile_module(

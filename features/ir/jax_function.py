@@ -59,29 +59,25 @@ class FunctionCall:
         Raises:
             ProgramError: JAX cannot trace or lower it.
         """
-        from .jax_compat import as_on_gpu
+        from .jax_beside import as_beside
 
-        cuda = platform is not None and platform.name == "cuda"
-        pretended = (
-            as_on_gpu(platform.capability) if platform and cuda else contextlib.nullcontext()
-        )
+        beside = as_beside(platform) if platform is not None else contextlib.nullcontext()
         before = LOWERED_FOR.set(platform)
         try:
-            with pretended:
+            with beside:
                 return _lowered(self.function, self.args, self.kwargs, platform)
-        except ProgramError:
-            # Raised by a translation, with a better message.
+        except ProgramError as error:
+            # Raised by a translation or by the rules of a platform, with a better message.
+            error.where = error.where or self.origin
             raise
         except Exception as error:
-            target = f" for {platform.name}" if platform else ""
-            hint = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
-            # What JAX raises for an operation that a platform does not have.
-            if isinstance(error, NotImplementedError):
-                hint = "choose another implementation there, as by jax.lax.platform_dependent"
+            given = self.args or self.kwargs
             raise ProgramError(
-                f"the function cannot be lowered{target}: {type(error).__name__}: {error}",
+                f"the function cannot be traced: {type(error).__name__}: {error}",
                 where=self.origin,
-                hint=hint,
+                hint="does jax.eval_shape(function, *arguments) work with these arguments?"
+                if given
+                else "pass its example arguments after it: opcast.predict(function, *arguments, …)",
             ) from error
         finally:
             LOWERED_FOR.reset(before)
@@ -108,7 +104,19 @@ def _lower_traced(traced: JaxObject, platform: Platform | None) -> JaxObject:
     # Flax wraps JAX's own object.
     traced = getattr(traced, "traced", traced)
     # Named even if it is JAX's default: a mesh of absent devices does not reveal it.
-    return traced.lower(lowering_platforms=((platform or platform_here()).name,))
+    name = (platform or platform_here()).name
+    from .jax_beside import kernels_counted
+
+    try:
+        with kernels_counted(name):
+            return traced.lower(lowering_platforms=(name,))
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(
+            f"the function cannot be lowered for {name}: {type(error).__name__}: {error}",
+            hint="choose another implementation there, as by jax.lax.platform_dependent",
+        ) from error
 
 
 def _on_platform(wrapper: JaxObject, platform: Platform | None) -> JaxObject:

@@ -48,10 +48,12 @@ class Platform(NamedTuple):
     Attributes:
         name: One of :data:`PLATFORMS`.
         capability: Compute capability of an NVIDIA GPU times ten; 0 for others and unknown ones.
+        kind: What JAX calls a TPU (``TPU v5 lite``); empty for others and unknown ones.
     """
 
     name: str
     capability: int = 0
+    kind: str = ""
 
 
 def platform_of(device: DeviceSpec) -> Platform:
@@ -60,7 +62,8 @@ def platform_of(device: DeviceSpec) -> Platform:
     GPUs are CUDA's unless they are AMD's: JAX has no name for GPUs of other vendors.
     """
     if device.platform != "gpu":
-        return Platform(device.platform)
+        kinds = (name for name in device.aliases if name.startswith("TPU "))
+        return Platform(device.platform, kind=next(kinds, ""))
     # Measured devices have no vendor, but JAX's device kind as their name.
     words = f"{device.vendor} {device.name} {' '.join(device.aliases)}".lower()
     if re.search(r"\bamd\b|instinct|radeon|\bmi\d{3}", words):

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 
+from ..ir.hlo_attributes import read_work, write_work
 from ..ir.op_table import NAMES, named
 from ..ir.program import Computation, Op, Program, TensorType
 from .library_form import plain_form
@@ -70,6 +71,9 @@ def canonical_attrs(op: Op) -> dict[str, object]:
     if not attrs:
         return {}
     kept = {k: v for k, v in attrs.items() if k not in _DROPPED}
+    work = read_work(attrs.get("frontend_attributes"))
+    if work:
+        kept["frontend_attributes"] = write_work(work)
     if "channel_id" in attrs:
         # Whether there is a channel stays visible; its number is arbitrary.
         kept["channel_id"] = None

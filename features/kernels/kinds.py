@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..cost.library_calls import CONV, is_annotation
+from ..cost.library_calls import CONV, is_annotation, is_host_call
 from ..ir.op_table import OPS, named
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
@@ -57,6 +57,9 @@ def kernel_kind(op: Op, program: Program) -> str:
         program: Where the computations that it calls are.
     """
     opcode = op.opcode
+    # The device waits for the host, whose time nobody knows.
+    if is_host_call(op):
+        return "control"
     if is_collective(opcode):
         return "collective"
     if opcode == "custom-call":

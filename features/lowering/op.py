@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..cost.flops import op_work
-from ..cost.library_calls import unknown_calls
+from ..cost.library_calls import is_host_call, unknown_calls
 from ..ir.program import Program
 from ..ir.reader import SourceProgram
 from ..kernels.extract import extract_kernels
@@ -97,19 +97,47 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
 
 
 def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
-    """Note each custom call of which nothing is known, for which only the bytes count."""
+    """Note calls of the host, and each custom call of which nothing is known: its bytes count."""
+    kernels = list(kernels)
     counts = Counter(name for k in kernels if k.takes_time for name in unknown_calls(k.body))
     return [
         f"no cost is known for the custom call {name} ({count} kernels): only its bytes count; "
         f"{call_remedy(name)}"
         for name, count in sorted(counts.items())
+    ] + _host_notes(kernels)
+
+
+def _host_notes(kernels: Iterable[Kernel]) -> list[str]:
+    calls = [k for k in kernels if is_host_call(k.op)]
+    if not calls:
+        return []
+    moved = sum(_host_bytes(k) * k.multiplicity for k in calls)
+    return [
+        f"calls of the host (jax.debug.print, pure_callback, io_callback …) are left out: neither "
+        f"their transfers of {moved / 1e6:.4g} MB nor the host's time, for which the device waits, "
+        "is counted"
     ]
+
+
+def _host_bytes(kernel: Kernel) -> float:
+    """Bytes that a call of the host sends and receives; a transfer's end adds none."""
+    *operands, own = kernel.body.entry_computation.ops
+    sent = sum(op.result_bytes for op in operands)
+    return {"send": sent, "recv": own.result_bytes, "custom-call": sent + own.result_bytes}.get(
+        own.opcode, 0.0
+    )
 
 
 def call_remedy(name: str) -> str:
     """What tells the cost of a custom call, by its name."""
     if "tpu_custom_call" in name:
         return "state it by pallas_call(…, cost_estimate=pl.CostEstimate(…))"
+    if "triton" in name or "mosaic" in name:
+        return (
+            "give a Pallas kernel's function instead of a file, or pallas_call(…, cost_estimate="
+            f"pl.CostEstimate(…)); others by an entry point {name!r} of opcast.ops "
+            "(docs/tutorials/extend.md)"
+        )
     return f"give it by an entry point {name!r} of opcast.ops (docs/tutorials/extend.md)"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....common.types import JsonObject
-from ..hlo_attributes import read_backend_config
+from ..hlo_attributes import WORK, read_backend_config, write_work
 from ..op_table import by_op, named
 from ..program import TensorType, WindowDim
 from .values import Raw
@@ -218,7 +218,11 @@ def _custom_call(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     if not config and isinstance(triton, dict):
         texts = {key: f'"{v}"' if isinstance(v, str) else str(v) for key, v in triton.items()}
         config = f"{{{', '.join(f'{key} = {text}' for key, text in texts.items())}}}"
+    given = attrs.pop("mhlo.frontend_attributes", None)
+    work = given.get(WORK) if isinstance(given, dict) else None
     return {
+        # As in HLO.
+        **({"frontend_attributes": write_work(work)} if isinstance(work, str) else {}),
         "target": str(attrs.pop("call_target_name", "")),
         # A dictionary, or a text with JSON in it, as in HLO.
         "backend_config": config if isinstance(config, dict) else read_backend_config(str(config)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from typing import Any
 
 from ....common.child_process import begin_worker
 
+#: How the compiler says that the library of a call is not at hand (its name).
+_NO_LIBRARY = re.compile(
+    r"No (?:FFI handler registered for|registered implementation for custom call to) \"?([^\"\s]+)"
+)
 #: Failures of the compiler that other options avoid: part of its message, the options, and a note.
 #: Where it cannot time candidates on a device, it takes default tiles for Triton GEMMs, which do
 #: not divide odd sizes (seen with a ViT of 197 tokens).
@@ -101,13 +106,16 @@ def _compiled(
     devices: list[object], program: bytes, shape: tuple[int, int], flags: dict[str, object]
 ) -> tuple[Any, list[str]]:
     """Compile a program, with a note for each detour that was taken."""
-    from .pjrt_compat import compile_absent
+    from .pjrt_compat import compile_absent, register_stand_in
 
     try:
         return compile_absent(devices, program, *shape, flags), []
     except MemoryError:
         raise
     except Exception as error:
+        library = _NO_LIBRARY.search(_message(error))
+        if library and register_stand_in(library[1]):
+            return _compiled(devices, program, shape, flags)
         detour = _detour(_message(error), flags)
         if detour is None:
             raise

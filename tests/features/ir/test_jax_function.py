@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 
+import opcast
 from opcast.common.errors import ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_function import FunctionCall, is_function_path, load_function
@@ -168,7 +172,8 @@ def test_a_compiled_function_says_what_for():
 
 def test_platforms_of_devices():
     found = [platform_of(find_device(n)) for n in ("h100-sxm", "mi250", "tpu-v5e", "arc-b60")]
-    assert found == [Platform("cuda", 90), Platform("rocm"), Platform("tpu"), Platform("cuda")]
+    tpu = Platform("tpu", kind="TPU v5 lite")
+    assert found == [Platform("cuda", 90), Platform("rocm"), tpu, Platform("cuda")]
 
 
 def test_keyword_arguments_and_fixed_values():
@@ -298,6 +303,82 @@ def test_flax_nnx():
     assert source.platforms == ("cuda",) and "dot" in opcodes(source)
 
 
+def printed(x):
+    jax.debug.print("{}", x.sum())
+    return x @ x
+
+
+def printed_in_order(x):
+    jax.debug.print("{}", x.sum(), ordered=True)
+    return x @ x
+
+
+def from_the_host(x):
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ x
+
+
+def logged_in_a_loop(x):
+    def body(x, _):
+        io_callback(lambda _: None, None, x, ordered=True)
+        return x @ x, None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+@pytest.mark.parametrize("lowering", ["op", "fused"])
+@pytest.mark.parametrize("device", ["h100-sxm", "mi300x", "tpu-v5p"])
+@pytest.mark.parametrize(
+    ("function", "scalars", "matrices", "products"),
+    # Numbers and 64 × 64 matrices that go to the host and come back.
+    [
+        (printed, 1, 0, 1),
+        (printed_in_order, 1, 0, 1),
+        (from_the_host, 0, 2, 1),
+        (logged_in_a_loop, 0, 3, 3),
+    ],
+)
+def test_calls_of_the_host_are_left_out(function, scalars, matrices, products, device, lowering):
+    p = opcast.predict(function, X, device=device, lowering=lowering)
+    # 2 · 64³ FLOPs of each product.
+    gemms = [k for k in p.kernels if k.kind == "gemm"]
+    assert sum(k.flops * k.multiplicity for k in gemms) == products * 2 * 64**3
+    (note,) = [n for n in p.notes if n.startswith("calls of the host")]
+    moved = float(re.search(r"transfers of (\S+) MB", note)[1]) * 1e6
+    # A TPU waits for a call without results by a number that it receives.
+    assert moved == pytest.approx(4 * scalars + 64 * 64 * 4 * matrices, abs=4 * products)
+    assert not any(n.startswith("no cost is known") for n in p.notes)
+
+
+def test_a_kernel_for_tpus_is_lowered_for_each_without_one():
+    """Blocks of one dimension ask for the generation."""
+
+    def scale(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2.0
+
+    def f(x):
+        return pl.pallas_call(
+            scale,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(4,),
+            in_specs=[pl.BlockSpec((1024,), lambda i: (i,))],
+            out_specs=pl.BlockSpec((1024,), lambda i: (i,)),
+        )(x)
+
+    for name in ("tpu-v4", "tpu-v5p", "tpu-v6e", "tpu-v7x"):
+        source = read_program(f, jnp.ones(4096), platform=platform_of(find_device(name)))
+        assert targets(source) == ["tpu_custom_call"]
+
+
+def test_errors_tell_tracing_from_lowering():
+    def wrong(x):
+        return x @ jnp.ones((3, 3))
+
+    with pytest.raises(ProgramError, match=r"wrong.*cannot be traced.*jax\.eval_shape"):
+        opcast.predict(wrong, X, device="h100-sxm")
+    with pytest.raises(ProgramError, match=r"wrong.*cannot be traced.*example arguments"):
+        opcast.predict(jax.jit(wrong), device="h100-sxm")
+
+
 def test_traced_functions():
     traced = jax.jit(sorted_on_cpus).trace(X)
     assert "dot" in opcodes(read_program(traced, platform=Platform("cuda")))
@@ -391,7 +472,9 @@ def test_reading_a_path_never_imports_it(module: Path):
 def test_calls_are_programs():
     call = FunctionCall(jax.jit(sorted_on_cpus), (X,), origin="mine")
     assert read_program(call, platform=Platform("tpu")).origin == "mine"
-    with pytest.raises(ProgramError, match=r"mine: the function cannot be lowered.*TypeError"):
+    with pytest.raises(
+        ProgramError, match=r"mine: the function cannot be traced.*TypeError.*example"
+    ):
         read_program(FunctionCall(sorted_on_cpus, (), origin="mine"))
 
 

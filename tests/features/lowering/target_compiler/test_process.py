@@ -17,6 +17,7 @@ from opcast.datagen.zoo import build
 from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.partitioning import annotated_devices, header_counts
+from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.cache import LoweringCache
 from opcast.features.lowering.lower import lower
@@ -230,6 +231,20 @@ def test_sizes_for_which_the_compiler_has_no_tiles_go_without_triton(tmp_path) -
     settings = CompileSettings(flags={"xla_gpu_enable_triton_gemm": True}, progress=False)
     with pytest.raises(LoweringError, match="refuses the program"):
         lower(mlir, device=device, cache=False, settings=settings)
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_programs_compile_that_call_absent_libraries(tmp_path, version) -> None:
+    """By either interface of XLA: nothing is run."""
+    _real("gpu")
+
+    def call(x):
+        return jax.ffi.ffi_call(f"absent{version}", x, custom_call_api_version=version)(x) + 1.0
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    source = read_program(call, x, platform=Platform("cuda", 90))
+    found = lower(source, device=find_device("h100-sxm"), cache=LoweringCache(tmp_path))
+    assert [k.kind for k in found.kernels] == ["custom_call", "fusion"]
 
 
 SHARDED = """

@@ -1,0 +1,139 @@
+"""Let JAX lower functions as it would beside the device, and kernels in them say their work.
+
+Like ``jax_compat.py`` it uses unstable interfaces of JAX: what a version lacks is left as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo as _attention
+from jax._src.interpreters import mlir as _jax_mlir
+from jaxlib.mlir import ir
+
+from .hlo_attributes import WORK
+from .jax_compat import backends_started
+from .pallas_work import kernel_work
+from .platforms import Platform, known_platform
+
+#: cuDNN that an absent GPU is taken to have: 9.13, which has every attention that JAX calls.
+_CUDNN_VERSION = 91300
+
+
+#: Ops between a kernel's call and its results in JAX's rules: elements of tuples, reshapes.
+_NEAR = 4
+
+
+@contextmanager
+def as_beside(platform: Platform) -> Iterator[None]:
+    """Let JAX lower for a device that is absent as it would beside it.
+
+    Rules of cuDNN's attention, of Pallas on TPUs and of host callbacks ask for the device itself.
+
+    Args:
+        platform: What is lowered for; an unknown compute capability is taken as Hopper's 90.
+    """
+    if backends_started() and known_platform(jax.default_backend()) == platform.name:
+        yield
+        return
+    changes: list[tuple[Any, str, object]] = [(_jax_mlir.ModuleContext, "get_backend", _client)]
+    if platform.name == "cuda":
+        own = platform.capability or 90
+
+        def tens(version: str) -> int:
+            major, minor = map(int, version.split("."))
+            return 10 * major + minor
+
+        changes += [
+            (_attention, "check_cudnn_version", lambda: _CUDNN_VERSION),
+            (_attention, "check_compute_capability", lambda least: own >= tens(least)),
+            (_attention, "is_cuda_compute_capability_equal", lambda other: own == tens(other)),
+        ]
+    elif platform.kind:
+        from jax._src.pallas.mosaic import tpu_info
+
+        changes += [
+            (tpu_info, "get_device_kind", lambda: platform.kind),
+            (tpu_info, "get_num_device_cores", lambda: 1),
+        ]
+    with _changed(changes):
+        yield
+
+
+def _client(context: object, optional: bool = False) -> _AbsentClient | None:
+    return None if optional else _AbsentClient()
+
+
+class _AbsentClient:
+    """Stands for the client of an absent device, of which only lowered callbacks ask anything."""
+
+    def make_python_callback_from_host_send_and_recv(self, *_: object) -> None:
+        """Register nothing: the program is not run."""
+
+
+@contextmanager
+def kernels_counted(platform: str) -> Iterator[None]:
+    """Let the calls of Pallas kernels that are lowered in the block state their work.
+
+    Args:
+        platform: What is lowered for, by JAX's name.
+    """
+    # Without it there is no such kernel.
+    pallas: Any = sys.modules.get("jax._src.pallas.pallas_call")
+    table: Any = getattr(_jax_mlir, "_lowerings", {})
+    primitive = getattr(pallas, "pallas_call_p", None)
+    entry = table.get(primitive)
+    if entry is None:
+        yield
+        return
+    rule = getattr(entry, "rule", entry)
+
+    def counted(ctx: Any, *args: Any, **params: Any) -> Any:
+        results = rule(ctx, *args, **params)
+        work = kernel_work(params, streams=platform == "tpu")
+        if work is not None:
+            _state_work(results, " ".join(f"{figure:.17g}" for figure in work))
+        return results
+
+    table[primitive] = replace(entry, rule=counted) if hasattr(entry, "rule") else counted
+    try:
+        yield
+    finally:
+        table[primitive] = entry
+
+
+def _state_work(results: Any, work: str) -> None:
+    """Write its work into the custom call that makes some values, a few ops before them."""
+    values = [v for v in jax.tree.leaves(results) if isinstance(v, ir.Value)]
+    for _ in range(_NEAR):
+        ops = [v.owner for v in values if isinstance(v.owner, ir.Operation | ir.OpView)]
+        for op in ops:
+            own = op.operation
+            if own.name == "stablehlo.custom_call":
+                key = "mhlo.frontend_attributes"
+                entries: dict[str, ir.Attribute] = {WORK: ir.StringAttr.get(work)}
+                if key in own.attributes:
+                    given: Any = own.attributes[key]
+                    entries |= {a.name: a.attr for a in given}
+                own.attributes[key] = ir.DictAttr.get(entries)
+                return
+        values = [operand for op in ops for operand in op.operation.operands]
+
+
+@contextmanager
+def _changed(changes: Sequence[tuple[Any, str, object]]) -> Iterator[None]:
+    """Set attributes for a while; versions of JAX that lack one decide by themselves."""
+    before = [(o, name, getattr(o, name)) for o, name, _ in changes if hasattr(o, name)]
+    try:
+        for owner, name, value in changes:
+            if hasattr(owner, name):
+                setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
