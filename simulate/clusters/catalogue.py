@@ -1,7 +1,8 @@
 """The catalogue of clusters: from a name to devices and their links.
 
-``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``;
-``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. Both follow
+``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``,
+or more TPUs than a slice holds, in several; ``<tpu>-<a>x<b>x<c>`` is a slice of that shape;
+``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. All follow
 rules that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of
 links inside a box come from the device file.
 """
@@ -12,6 +13,7 @@ import difflib
 import re
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +28,8 @@ from .topology import Cluster, Dimension, Topology
 
 _FOLDER = PACKAGE / "simulate" / "clusters"
 _NAME = re.compile(r"(?P<device>.+)-x(?P<count>[1-9]\d*)")
+#: A slice of TPUs by the chips along each of its axes.
+_SHAPED = re.compile(r"(?P<device>.+)-(?P<shape>[1-9]\d*(x[1-9]\d*)+)")
 #: Figures that rules give for a dimension: the field that each sets, and its factor to SI units.
 _FIGURES = {
     "bandwidth_gbps": ("bandwidth", 1e9),
@@ -43,9 +47,9 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     """Find a cluster in the catalogue, or read one from a file; a cluster is returned as it is.
 
     Args:
-        name: ``<device>-x<n>``, ``dgx-<gpu>-x<total>``, or the path of a YAML file (opcast's, or
-            ASTRA-sim's ``network.yml``). ``<device>`` may be an alias; without ``-x<n>`` it means a
-            single device.
+        name: ``<device>-x<n>``, ``<tpu>-<a>x<b>x<c>``, ``dgx-<gpu>-x<total>``, or the path of a
+            YAML file (opcast's, or ASTRA-sim's ``network.yml``). ``<device>`` may be an alias;
+            without ``-x<n>`` it means a single device.
 
     Raises:
         DeviceError: There is no such device, box or file, or the box does not hold as many; the
@@ -57,6 +61,9 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     # The suffix decides, before the catalogue is asked: a file may bear the name of an entry.
     if Path(text).suffix in (".yaml", ".yml"):
         return load_cluster(text)
+    shaped = _SHAPED.fullmatch(device_slug(text))
+    if shaped and (typed := typed_name(shaped["device"])):
+        return _shaped(find_device(typed), tuple(map(int, shaped["shape"].split("x"))))
     match = _NAME.fullmatch(device_slug(text))
     # A device without a count is a cluster of one.
     if match is None and (alone := typed_name(text)):
@@ -69,7 +76,11 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     typed = typed_name(device)
     if typed is None:
         raise _unknown(text)
-    return _one_box(find_device(typed), count)
+    spec = find_device(typed)
+    matched = _rule_of(spec.name)
+    if matched and matched[0] == "slices" and count > matched[1]["largest"]:
+        return joined(spec, count)
+    return _one_box(spec, count)
 
 
 def named_cluster(device: str, count: int) -> str:
@@ -123,12 +134,11 @@ def joined(
     if most <= 8 and per_node:
         # Larger domains, racks and slices, hold many hosts.
         most = min(per_node, most)
-    inner = max((n for n in range(1, min(most, count) + 1) if count % n == 0), default=1)
-    # Slices that users are given may have any even grid; names exist for powers of two.
+    whole = [n for n in range(1, min(most, count) + 1) if count % n == 0]
     if table == "slices":
-        box = _slice(spec, inner, rule, f"{spec.name}-x{inner}")
-    else:
-        box = _one_box(spec, inner)
+        whole = [n for n in whole if _shape(n, rule)] or [1]
+    inner = max(whole, default=1)
+    box = _one_box(spec, inner)
     if inner == count:
         return box
     over = "multislice" if table == "slices" else "dgx"
@@ -222,14 +232,15 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
             hint=f"take fewer{more}, or describe the cluster in a YAML file",
         )
     if table == "slices":
-        chips = count // rule.get("cores_per_chip", 1)
-        if chips & (chips - 1):
+        shape = _shape(count, rule)
+        if not shape:
+            cube = rule.get("cube", 0) ** rule["axes"] * rule.get("cores_per_chip", 1)
             raise DeviceError(
                 f"{count} devices are not a slice of {device.name}",
                 where=name,
-                hint="take a power of two",
+                hint="take a power of two" + (f" or a multiple of {cube}" if cube else ""),
             )
-        return _slice(device, count, rule, name)
+        return _slice(device, count, rule, name, shape)
     dim, sources = _box_dimension(device, count, rule)
     return Cluster(name, device.name, Topology((dim,)), count, sources)
 
@@ -270,13 +281,17 @@ def _boxes(gpu: str, total: int, name: str) -> Cluster:
     if rule is None:
         raise _unknown(name)
     per_node = rule["per_node"]
+    device = find_device(rule["device"])
+    if total % per_node and (host := rule.get("host")) and total % host == 0:
+        # Racks of many hosts are used in part, the same part of each.
+        per_node = max(n for n in range(host, per_node, host) if total % n == 0)
     if total % per_node:
         raise DeviceError(
             f"{total} devices are not whole boxes of {per_node}",
             where=name,
-            hint=f"take a multiple of {per_node}, or {rule['device']}-x{total} for part of a box",
+            hint=f"take a multiple of {rule.get('host', per_node)}, or {rule['device']}-x{total} "
+            "for part of a box",
         )
-    device = find_device(rule["device"])
     matched = _rule_of(device.name)
     # A single box has no network dimension: it is the same cluster as ``<device>-x<per_node>``.
     if matched is None or total == per_node:
@@ -299,31 +314,60 @@ def _network(boxes: int, rule: Rule) -> Dimension:
     return Dimension("fat_tree", boxes, radix=radix, name="infiniband", **fields)
 
 
-def _slice(device: DeviceSpec, count: int, rule: Rule, name: str) -> Cluster:
-    """Chips in the most even grid, and the cores of a chip inside."""
+def _shaped(device: DeviceSpec, shape: tuple[int, ...]) -> Cluster:
+    """A slice of a shape that is named."""
+    name = f"{device.name}-{'x'.join(map(str, shape))}"
+    matched = _rule_of(device.name)
+    if matched is None or matched[0] != "slices" or len(shape) != matched[1]["axes"]:
+        raise DeviceError(
+            f"{device.name} has no slices of {len(shape)} axes", where=name, hint="docs/clusters.md"
+        )
+    rule = matched[1]
+    count = prod(shape) * rule.get("cores_per_chip", 1)
+    if count > rule["largest"]:
+        raise DeviceError(
+            f"a slice has at most {rule['largest']} {device.name}, this one {count}", where=name
+        )
+    return _slice(device, count, rule, name, shape)
+
+
+def _shape(count: int, rule: Rule) -> tuple[int, ...]:
+    """Chips along each axis of a slice of so many devices, as even as may be; empty if none is.
+
+    Slices are powers of two, or made of whole cubes where the hardware is.
+    """
+    cores = rule.get("cores_per_chip", 1)
+    chips, rest = divmod(count, min(cores, count))
+    cube, axes = rule.get("cube", 0), rule["axes"]
+    if rest:
+        return ()
+    if cube and chips % cube**axes == 0:
+        return tuple(cube * n for n in _grid(chips // cube**axes, axes))
+    return () if chips & (chips - 1) else tuple(_grid(chips, axes))
+
+
+def _slice(
+    device: DeviceSpec, count: int, rule: Rule, name: str, shape: tuple[int, ...]
+) -> Cluster:
+    """Chips in a grid, and the cores of a chip inside."""
     cores = min(rule.get("cores_per_chip", 1), count)
     chips = count // cores
-    if count % cores:
-        raise DeviceError(
-            f"{count} devices are not whole chips of {device.name}",
-            where=name,
-            hint=f"a chip has {cores} of them",
-        )
     dims: list[Dimension] = []
     start = {"latency": rule["latency_us"] * 1e-6, "launch": rule["launch_us"] * 1e-6}
     if cores > 1:
         dims.append(Dimension("switch", cores, rule["core_gbps"] * 1e9, **start, name="cores"))
-    grid = [n for n in _grid(chips, rule["axes"]) if n > 1]
+    grid = [n for n in shape if n > 1]
     per_axis = device.link_bandwidth / rule["axes"]
     # An axis without wrap-around links sends what returns over the same links: half the bandwidth
     # of a ring. Exact for collectives, half of what one transfer gets (docs/clusters.md).
-    speed = [per_axis / (1 if n >= rule["wraps"] else 2) for n in grid]
+    # Cubes close every axis of whole ones by optical switches.
+    cube = rule.get("cube", 1)
+    speed = [per_axis / (1 if n >= rule["wraps"] and n % cube == 0 else 2) for n in grid]
     common = {**start, "efficiency": rule["efficiency"], "name": "ici"}
     # A torus shares its bandwidth equally between its axes. Axes of different speed (one closed,
     # one open) become rings of their own, and collectives take them one after another.
     if len(grid) > 1 and len(set(speed)) == 1:
-        shape = tuple(grid)
-        dims.append(Dimension("torus", chips, sum(speed), shape=shape, **common))
+        dims.append(Dimension("torus", chips, sum(speed), shape=tuple(grid), **common))
     else:
         dims += [Dimension("ring", n, s, **common) for n, s in zip(grid, speed, strict=True)]
     sources = _sources(rule, "ici", device, "link_gbps")

@@ -259,11 +259,28 @@ def _group_dims(topology: Topology, ranks: range | tuple[int, ...]) -> tuple[Dim
     crossed = [(d, n, s) for d, n, s in spans if prod(n) > 1]
     # Regular: a full grid of evenly spaced coordinates. Counting is enough, ranks being distinct.
     if even and prod(counts) == len(ranks):
-        return tuple(_part(d, n, s) for d, n, s in crossed)
+        return tuple(part for d, n, s in crossed for part in _parts(d, n, s))
     # Pessimistic fallback for irregular groups: everything passes the slowest dimension.
     slowest = min((d for d, _, _ in crossed), key=lambda d: d.rate)
     flat = {"kind": "switch", "size": len(ranks), "shape": (), "radix": 0, "reduction": ""}
     return (replace(slowest, **flat, oversubscription=1.0),)  # type: ignore[arg-type]
+
+
+def _parts(
+    dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]
+) -> tuple[Dimension, ...]:
+    """What a group sees of a dimension: one part, or several rings, the fastest innermost.
+
+    A torus has one bandwidth for all of its axes, that of the slowest. Where one axis alone is
+    faster than all of them so, a group goes along one after the other, and slow ones carry least.
+    """
+    if dim.kind == "torus" and prod(counts) < dim.size:
+        rings = zip(dim.rings(), counts, steps, strict=True)
+        used = [_part(ring, (n,), (s,)) for ring, n, s in rings if n > 1]
+        used.sort(key=lambda ring: -ring.bandwidth)
+        if used[0].bandwidth > len(used) * used[-1].bandwidth:
+            return tuple(used)
+    return (_part(dim, counts, steps),)
 
 
 def _part(dim: Dimension, counts: tuple[int, ...], steps: tuple[int, ...]) -> Dimension:

@@ -51,8 +51,52 @@ def test_slices_of_tpus():
 
 
 @pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        # Whole cubes of 4 x 4 x 4, as even as may be (Google Cloud: TPU v4, v5p).
+        ("tpu-v4-x192", (4, 4, 12)),
+        ("tpu-v5p-x1536", (8, 12, 16)),
+        ("tpu-v5p-x6144", (16, 16, 24)),
+        # Below a cube a power of two.
+        ("tpu-v4-x16", (2, 2, 4)),
+    ],
+)
+def test_slices_are_made_of_whole_cubes(name, shape):
+    found = find_cluster(name)
+    assert tuple(n for d in found.topology.dims for n in d.axes) == shape
+    assert found.boxes == 1
+
+
+def test_a_slice_of_a_shape():
+    found = find_cluster("TPU v4-4x6x8")
+    assert (found.name, found.size) == ("tpu-v4-4x6x8", 192)
+    # Six chips are no whole cubes: what returns takes the same links.
+    assert [(d.size, d.bandwidth) for d in found.topology.dims] == [(4, 1e11), (6, 5e10), (8, 1e11)]
+    assert find_cluster("tpu-v7x-2x2x1").size == 8  # two chiplets a chip
+
+
+def test_slices_are_joined_by_a_data_centre_network():
+    found = find_cluster("tpu-v5e-x8192")
+    assert (found.name, found.size, found.boxes) == ("tpu-v5e-x8192", 8192, 32)
+    assert found.topology.dims[0].shape == (16, 16)
+    assert found.topology.dims[1].bandwidth == 12.5e9
+
+
+def test_racks_are_used_in_part():
+    found = find_cluster("dgx-gb200-x256")
+    assert [d.size for d in found.topology.dims] == [64, 4]
+    assert (found.name, found.boxes) == ("dgx-gb200-x256", 4)
+    assert found.topology.dims == joined("gb200", 256).topology.dims
+
+
+@pytest.mark.parametrize(
     ("name", "what"),
     [
+        ("tpu-v4-x96", "power of two or a multiple of 64"),
+        ("tpu-v4-8x8", "no slices of 2 axes"),
+        ("h100-sxm-2x4", "no slices of 2 axes"),
+        ("tpu-v5e-16x32", "at most 256"),
+        ("dgx-gb200-x258", "take a multiple of 4"),
         ("h100-sxm-x9", "at most 8"),
         ("dgx-h100-x12", "whole boxes of 8"),
         ("h100-smx-x4", "close to it: .*h100-sxm-x4"),

@@ -13,6 +13,7 @@ from opcast.simulate.clusters.files import (
     save_cluster,
 )
 from opcast.simulate.clusters.topology import ALGORITHMS, Cluster, Dimension, Topology
+from opcast.simulate.collectives.choose import collective_cost
 from opcast.simulate.collectives.one_dimension import IN_DIMENSION
 
 
@@ -89,6 +90,18 @@ def test_part_of_a_torus():
     assert (row.kind, row.size, row.bandwidth) == ("ring", 4, 2e10)
     (half,) = torus.group_dims(range(8))
     assert half.shape == (4, 2) and half.bandwidth == 2e10  # a segment of two has half an axis
+
+
+def test_slow_axes_of_a_torus_carry_least():
+    # 32 chips of 16 x 16 x 16, eight apart: two on the first axis, whose links eight groups share,
+    # and the whole second axis.
+    torus = Topology((dim("torus", 4096, 6e11, shape=(16, 16, 16)),))
+    fast, slow = torus.group_dims(range(0, 256, 8))
+    assert (fast.size, fast.bandwidth) == (16, 2e11)
+    assert (slow.size, slow.bandwidth) == (2, 2e11 / 8)
+    # A gather goes along the slow axis first, with one sixteenth of the bytes.
+    found = collective_cost("all_gather", 1e9, range(0, 256, 8), torus).transfer
+    assert found == pytest.approx(1e9 / 2.5e10 + 2e9 * 15 / 2e11)
 
 
 def test_irregular_groups_count_as_the_slowest_dimension():
