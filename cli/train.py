@@ -27,7 +27,7 @@ from .options import Kind, make_console, named_out, refuse, refuse_unused, run_k
 LEARNED = {
     "steps": Kind(
         "training on steps",
-        "StepSettings",
+        "StepLearnSettings",
         "train_steps:run_train_steps",
         out="steps.json",
         unread=("model",),
@@ -79,7 +79,8 @@ class Learned:
     """Tables that ``train`` learns from instead of a dataset."""
 
     steps: Annotated[
-        Path | None, Option("Instead of --data: a table of measured training steps to learn from.")
+        list[Path] | None,
+        Option("Instead of --data: table of measured training steps; may be given again."),
     ] = None
     serving: Annotated[
         Path | None, Option("Instead of --data: a table of measured serving to learn from.")

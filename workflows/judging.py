@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.core.store import JsonModel
-    from .settings import StepSettings
+    from .settings import StepLearnSettings, StepSettings
 
 #: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
@@ -207,7 +207,7 @@ def log_judged(
 
 def keep_learned(
     console: Console,
-    settings: StepSettings,
+    settings: StepSettings | StepLearnSettings,
     model: JsonModel,
     effects: int,
     rows: int,
@@ -229,7 +229,9 @@ def keep_learned(
     wrote(settings.out, f"{effects} effects")
     if settings.track:
         metrics = {f"{left}/{name}": float(e) for left, name, e in errors.itertuples(index=False)}
-        params = {"table": str(settings.table), "rows": rows, "seed": settings.seed}
-        tables, data = {"left_out": figures}, digests(settings.table)
+        own = settings.table
+        paths = [own] if isinstance(own, Path) else own
+        params = {"table": ", ".join(map(str, paths)), "rows": rows, "seed": settings.seed}
+        tables, data = {"left_out": figures}, digests(*paths)
         run = RunLog(model.what, params, metrics, tables=tables, datasets=data)
         log_training(console, run, None)

@@ -287,6 +287,24 @@ class StepSettings(Settings):
 
 
 @dataclass(frozen=True)
+class StepLearnSettings(Settings):
+    """Settings of the command that learns from tables of steps.
+
+    Attributes:
+        table: The tables, CSV or parquet.
+        out: File for the model.
+        track: Whether to log to MLflow.
+        seed: Of draws.
+    """
+
+    command: ClassVar[str] = "train --steps"
+    table: Sequence[Path]
+    out: Path
+    track: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class ServingSettings(StepSettings):
     """Settings of the commands that learn from, predict or adapt to a table of serving.
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.operators import OpModel
-    from .settings import StepSettings
+    from .settings import StepLearnSettings
 
 #: Rows of a source on a device that effects are learned from; more of one source tell little new.
 MOST_ROWS = 200
@@ -315,8 +315,8 @@ class _Study:
         return scores
 
 
-def run_train_steps(console: Console, settings: StepSettings) -> StepModel:
-    """Learn from a table of steps, print errors of what was left out, save and track."""
+def run_train_steps(console: Console, settings: StepLearnSettings) -> StepModel:
+    """Learn from tables of steps, print errors of what was left out, save and track."""
     table = read_cases(settings.table, "steps")
 
     tell = partial(console.print, highlight=False)

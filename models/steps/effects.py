@@ -16,7 +16,7 @@ import numpy as np
 from ...simulate.step.costs import StepEffects
 from ..effects.effects import WHOLE, Effects, Levels
 from ..effects.linear import Linear, group_weights
-from .context import StepContext
+from .context import FRAMEWORKS, StepContext
 
 
 class EffectTable(Effects):
@@ -37,7 +37,8 @@ class EffectTable(Effects):
         cost = {k: _prior(k, context) * exp(logs[k] + more.get(k, 0.0)) for k in PRIOR}
         for name in ("launch", "collective", "hop"):
             cost[name] *= context.launched
-        return StepEffects(**{FIELDS.get(name, name): value for name, value in cost.items()})
+        known = {FIELDS.get(name, name): value for name, value in cost.items()}
+        return StepEffects(**known, decomposed=FRAMEWORKS["decomposed"].get(context.platform, 0.0))
 
     def whole_effects(self, context: StepContext) -> StepEffects:
         """Effects with the factor on the whole step spread over all costs."""

@@ -6,7 +6,7 @@ A row is a case, such as a training step or an engine under a load, with what wa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -32,16 +32,20 @@ def case_data() -> Any:
     return parse_yaml(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 
 
-def read_cases(path: str | Path, what: str) -> pd.DataFrame:
+def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
     """A table of cases from CSV or parquet.
 
     Args:
-        path: The file.
+        path: The file, or several whose rows are put together.
         what: What the cases are: ``steps`` or ``serving``.
 
     Raises:
-        DatasetError: The file cannot be read, or lacks columns.
+        DatasetError: A file cannot be read, or lacks columns.
     """
+    if not isinstance(path, str | Path):
+        # Columns that a table lacks are of any type, not of its own.
+        tables = [read_cases(own, what).astype(object) for own in path]
+        return pd.concat(tables, ignore_index=True)
     file = Path(path)
     try:
         if file.suffix == ".parquet":
@@ -91,10 +95,16 @@ def reason_of(error: Exception) -> str:
 
 
 class Cells:
-    """Cells of a row by type; an empty cell, or no such column, is the default."""
+    """Cells of a row by type; an empty cell, or no such column, is the default.
+
+    Cells that are known to say something else are read as ``cases.yaml`` mends them.
+    """
 
     def __init__(self, row: Mapping[str, object]) -> None:
         self._row = row
+        for fault in case_data()["mended"]:
+            if all(re.search(own, self.text(name)) for name, own in fault["rows"].items()):
+                self._row = {**self._row, **fault["cells"]}
 
     def _value(self, name: str) -> object | None:
         value = self._row.get(name)

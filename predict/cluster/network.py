@@ -68,11 +68,25 @@ class ClusterNetwork:
             size: As there.
             group: Devices that take part.
         """
-        ranks = range(0, group.size * group.stride, group.stride)
+        ranks = self._ranks(group)
         # Steps count an all-gather's full buffer, as nccl-tests does; the estimators count what one
         # rank contributes. For every other collective the two conventions agree.
-        own = size / group.size if kind == "all_gather" else size
+        own = size / len(ranks) if kind == "all_gather" else size
         return self.time(kind, own, ranks, self.cluster)
+
+    def _ranks(self, group: Group) -> Sequence[int]:
+        """Ranks of a group; of one that fills its last box in part, as many of every box as of it.
+
+        That box has fewest ports for its share of the bytes, and the others wait for it.
+        """
+        ranks = range(0, group.size * group.stride, group.stride)
+        box = self.cluster.box
+        inside = box // group.stride if box and box % group.stride == 0 else 1
+        few = group.size % inside
+        if group.size < inside or not few:
+            return ranks
+        starts = range(0, ranks.stop, box)
+        return [start + at for start in starts for at in range(0, few * group.stride, group.stride)]
 
 
 def host_of(cluster: Cluster, spec: DeviceSpec) -> Host:

@@ -17,7 +17,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import cap_share, under_cap
-from ...models.steps.context import OWN, StepContext, device_context, is_compiled
+from ...models.steps.context import FRAMEWORKS, OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
@@ -256,7 +256,7 @@ class StepPredictor:
             PlanError: The plan does not fit the model or the cluster, or a speed is not one of its
                 ranks or goes with ``explain``.
         """
-        plan = resolved(workload, plan, self.cluster.size)
+        plan = resolved(workload, as_run(plan, self.framework), self.cluster.size)
         widened = widened_note(workload, self.spec)
         workload = as_multiplied(workload, self.spec)
         context, own = self._learned(workload)
@@ -358,6 +358,39 @@ class StepPredictor:
     def _memory(self, workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
         law = law_of(self.learned.memory, self.framework)
         return tuple(law.applied(stage) for stage in memory_of(workload, plan))
+
+
+def as_run(plan: Plan, framework: str) -> Plan:
+    """The plan with what recipes of a framework do of parameters and gradients, where it is silent.
+
+    Args:
+        plan: What is said.
+        framework: Lower case.
+    """
+    recipe = FRAMEWORKS["recipes"].get(framework, {})
+    return plan.changed(
+        reduce=plan.reduce or recipe.get("reduce", ""),
+        quantized_weights=plan.quantized_weights or recipe.get("quantized_weights", False),
+    )
+
+
+def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) -> Plan:
+    """The plan, which says nothing of chunks, with those that recipes of a framework would take.
+
+    Args:
+        plan: What is said.
+        workload: The model.
+        devices: Of the cluster.
+        framework: Lower case.
+
+    Raises:
+        PlanError: The plan does not fit the model or the cluster.
+    """
+    chunk = FRAMEWORKS["recipes"].get(framework, {}).get("chunk", 0)
+    virtual = workload.layers // (plan.pp * chunk) if chunk else 1
+    if plan.pp == 1 or virtual < 2 or resolved(workload, plan, devices).microbatches % plan.pp:
+        return plan
+    return plan.changed(schedule="interleaved", virtual=virtual)
 
 
 def _by_name(seconds: dict[Op, float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ asked; ``StepCase.predict`` answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ...common.options import (
@@ -21,6 +21,7 @@ from ...common.options import (
     SourceOpt,
     StepModelOpt,
 )
+from ...common.units import duration
 from ...models.core.registry import OPERATOR_MODEL
 from ...simulate.step.settings import SizesOpt
 
@@ -124,13 +125,29 @@ class StepCase(PlannedStep):
         Raises:
             OpcastError: The plan, cluster or model does not fit.
         """
+        from .step import interleaved
+
         predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
-        return predictor.predict(
+        said = self.plan_on(predictor.cluster)
+        plan = said
+        if not any(word in self.plan for word in ("schedule", "virtual", "chunks", ".y")):
+            plan = interleaved(said, work, predictor.cluster.size, predictor.framework)
+        found = predictor.predict(
             work,
-            self.plan_on(predictor.cluster),
+            plan,
             self.jitter,
             self.speed,
             seed=self.seed,
             explain=self.explain,
             price=self.price,
         )
+        if plan == said:
+            return found
+        plain = predictor.predict(work, said, remedy=False).step.total
+        note = (
+            f"the plan does not say whether its pipeline is interleaved: virtual={plan.virtual} is "
+            f"taken, as recipes of {predictor.framework} do; with schedule=1f1b it takes "
+            f"{duration(plain * 1e6)}, which the interval holds"
+        )
+        interval = found.interval._replace(hi=max(found.interval.hi, plain))
+        return replace(found, interval=interval, described=(*found.described, note))

@@ -6,11 +6,12 @@ long that took. The columns are those of published tables of training runs (docs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from math import ceil, gcd
+from math import ceil, gcd, isfinite
 
 import numpy as np
 
@@ -32,9 +33,9 @@ from ...simulate.step.memory import StageMemory
 from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
 from ..operator.step_operators import OperatorLatency
-from .case_table import FAULTS, Cells, noted_share, noted_sizes, reason_of
+from .case_table import FAULTS, Cells, case_data, noted_share, noted_sizes, reason_of
 from .peaks import as_multiplied
-from .step import StepPrediction, StepPredictor
+from .step import StepPrediction, StepPredictor, as_run, interleaved
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class StepRow:
         plan: Resolved.
         cluster: Devices and links.
         share: Steps of the row over steps of the workload: below 1 where the last micro-batch of
-            the row is smaller than the others.
+            the row is smaller than the others, above where a block of steps was measured.
         launched: Whether the host launches every kernel in every step.
-        measured_s: Seconds; NaN if the row does not say.
+        measured_s: Seconds of the row's steps; NaN if the row does not say.
         memory_bytes: Peak of a device; NaN if the row does not say.
     """
 
@@ -83,10 +84,15 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     rounds = cell.count("grad_accum", 0) or ceil(batch / (micro * plan.batch_ranks))
     whole = micro * rounds * plan.batch_ranks
     workload = _workload(cell, whole)
-    plan = plan.changed(microbatches=rounds)
-    if plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:
+    plan = as_run(plan.changed(microbatches=rounds), framework)
+    if not cell.text("virtual"):
+        plan = interleaved(plan, workload, cluster.size, framework)
+    elif plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:
         plan = plan.changed(schedule="interleaved", virtual=cell.count("virtual", 1))
     overlap = cell.text("overlap").lower()
+    seconds, share = cell.number("step_s"), batch / whole
+    if not isfinite(seconds):
+        seconds, share = cell.number("block_s"), share * _block(cell, batch, plan)
     return StepRow(
         id=cell.text("id"),
         source=cell.text("source").split("@")[0],
@@ -94,16 +100,28 @@ def step_row(row: Mapping[str, object]) -> StepRow:
         workload=workload,
         plan=resolved(workload, plan, cluster.size),
         cluster=cluster,
-        share=batch / whole,
+        share=share,
         launched=not (
             cell.flag("compile", False)
             or "cuda graph" in overlap
             or spec.platform != "gpu"
             or is_compiled(framework)
         ),
-        measured_s=cell.number("step_s"),
+        measured_s=seconds,
         memory_bytes=cell.number("memory_gib") * 2.0**30,
     )
+
+
+def _block(cell: Cells, batch: int, plan: Plan) -> float:
+    """Training steps that a measured block is worth; 1 where the row names none.
+
+    A forward pass takes a third of a step's products, a quarter where all are computed again.
+    """
+    found = re.search(case_data()["block"], cell.text("remark"))
+    if not found:
+        return 1.0
+    passes = 4.0 if plan.recompute == "full" else 3.0
+    return (int(found[1]) + int(found[2]) / passes) / batch
 
 
 def _cluster(cell: Cells) -> Cluster:
@@ -151,7 +169,7 @@ _SIZES = ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab", "seq")
 
 
 def _workload(cell: Cells, batch: int) -> Workload:
-    dtype = format_name(cell.text("dtype") or "bf16")
+    dtype = format_name(re.sub(case_data()["undecided"], "", cell.text("dtype")) or "bf16")
     # Recipes of one type, such as fp8_full, differ in what they leave out.
     dtype = next((d for d in PRODUCTS if dtype.startswith(f"{d}_")), dtype)
     if dtype not in PRODUCTS:

@@ -163,6 +163,8 @@ class StepEffects:
         launch_s: Seconds in which the host launches one kernel; 0 where a graph is replayed.
         collective_s: Seconds in which the host prepares a collective of activations.
         hop_s: Seconds that handing a micro-batch to the next stage takes beside its transfer.
+        decomposed: Share of the time of products beside which the collectives of tensor parallelism
+            run that feed or collect them, in pieces; 0 where one waits for the other.
     """
 
     product: float = 1.0
@@ -174,6 +176,7 @@ class StepEffects:
     launch_s: float = 0.0
     collective_s: float = 0.0
     hop_s: float = 0.0
+    decomposed: float = 0.0
 
     def of(self, call: Op) -> float:
         """Factor of an operator."""

@@ -110,9 +110,12 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     ``none`` keeps the inputs of both norms, the input of each block's first product, queries, keys,
     values and the result of attention, both results of the first feed-forward product and the input
     of the second. ``selective`` recomputes the results of norms and activation, ``full`` everything
-    but the layer's input (compare Korthikanti et al., MLSys 2023, section 4).
+    but the layer's input (compare Korthikanti et al., MLSys 2023, section 4). Operands that
+    products take quantised are kept so; the result of attention, which its own backward pass reads,
+    as it is as well (Transformer Engine's ``Linear``).
     """
     tokens, width = micro_tokens(workload, plan), workload.width
+    narrow = workload.operand_width
     residual = tokens * workload.d_model / plan.sequence_parallel
     if plan.recompute == "full":
         return residual * width
@@ -123,14 +126,18 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     if workload.kv_lora:
         # Queries, keys, values and the result, each with its heads, and their compressed forms.
         wide = 2 * (workload.head + workload.rope_dim) + 2 * workload.value
-        narrow = workload.q_lora + workload.kv_lora + workload.rope_dim
-        attention = tokens * (heads * wide + narrow)
+        compressed = workload.q_lora + workload.kv_lora + workload.rope_dim
+        attention = tokens * (heads * wide + compressed)
     # A token has a copy for each of its experts.
     rows = tokens * max(1, workload.top_k)
     inner = (rows + tokens * workload.shared_experts) * workload.d_ff / plan.tp
     selective = plan.recompute == "selective"
-    normed = 0.0 if selective else 2 * residual
-    fed = inner * (workload.matrices - 1 + (0 if selective else 1))
+    fed = inner * (workload.matrices - 1)
+    # Operands: results of both norms, what the second product of the feed-forward takes, and a
+    # quantised copy of the result of attention.
+    operands = 0.0 if selective else 2 * residual + inner
+    if narrow < width:
+        operands += tokens * heads * workload.value
     # Tokens as sent to their experts and as they come back.
     routed = rows * workload.d_model / plan.sequence_parallel * (2 if workload.experts else 0)
     # Fused attention keeps one f32 per row and head, the log-sum-exp of the scores.
@@ -138,7 +145,8 @@ def layer_activations(workload: Workload, plan: Plan) -> float:
     if workload.attention in WRITTEN_OUT and not selective:
         # Scores before and after dropout, and its mask.
         statistics = tokens * heads * workload.seq / plan.cp * (2 * width + 1.0)
-    return (2 * residual + normed + attention + fed + routed) * width + statistics
+    kept = (2 * residual + attention + fed + routed) * width
+    return kept + operands * narrow + statistics
 
 
 def box_host(workload: Workload, plan: Plan, box: int) -> float:

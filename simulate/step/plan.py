@@ -77,6 +77,8 @@ class Plan:
             another micro-batch (DualPipe: DeepSeek-V3, 2024, section 3.2.1).
         reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 where
             micro-batches add up and the model's dtype elsewhere.
+        quantized_weights: Whether parameters are gathered as operands of 8 bits, where products
+            have these (FP8 parameters of Transformer Engine).
     """
 
     dp: int = 1
@@ -95,6 +97,7 @@ class Plan:
     overlap: bool = True
     hide_experts: bool = False
     reduce: str = ""
+    quantized_weights: bool = False
 
     def __post_init__(self) -> None:
         """Check what does not depend on a model or a cluster.
@@ -157,6 +160,12 @@ class Plan:
     def sequence_parallel(self) -> int:
         """Parts of a sequence in norms and residuals, besides ``cp``."""
         return self.tp if self.sp else 1
+
+    @property
+    def rounds_in_chunk(self) -> int:
+        """Micro-batches that go through a chunk of layers before the next chunk begins."""
+        # Interleaving takes groups of ``pp`` of them through each chunk (``_virtual`` of pipeline).
+        return self.pp if self.virtual > 1 else 1
 
     @property
     def stage(self) -> int:

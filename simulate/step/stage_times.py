@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ...features.operators.op import Op
-from .blocks import Block, Stage, Unit
+from .blocks import Beside, Block, Stage, Unit
 from .costs import NOTHING, CommCall, Costs, Message, Part
 from .pipeline import BACKWARD, FORWARD, WEIGHTS
 
@@ -116,6 +116,7 @@ def _unit_costs(stage: Stage, unit: Unit, costs: Costs) -> dict[str, UnitCost]:
 
 def _unit_cost(stage: Stage, blocks: Sequence[Block], moved: float, costs: Costs) -> UnitCost:
     """Price blocks that run one after another, beside ``moved`` bytes from or to the host."""
+    blocks = [_placed(block, costs) for block in blocks]
     part = _part(blocks, costs)
     hidden = part.total if stage.plan.overlap else 0.0
     beside = [own for block in blocks for own in block.beside if own.call.needed]
@@ -126,6 +127,19 @@ def _unit_cost(stage: Stage, blocks: Sequence[Block], moved: float, costs: Costs
         beside=costs.messages(own.call for own in beside),
         after=costs.messages(call for block in blocks for call in block.sent),
     )
+
+
+def _placed(block: Block, costs: Costs) -> Block:
+    """A block with collectives of tensor parallelism beside its products, where these are cut."""
+    tensor = [call for call in block.sent if call.name == "tensor"]
+    if not costs.effects.decomposed or not tensor:
+        return block
+    products = tuple(op for op in block.ops if op.kind == "product")
+    # A gather feeds about half of the products, a scatter collects the others.
+    share = costs.effects.decomposed / len(tensor)
+    pieces = (Beside(call, products, share) for call in tensor)
+    others = tuple(call for call in block.sent if call.name != "tensor")
+    return replace(block, sent=others, beside=(*block.beside, *pieces))
 
 
 def _part(blocks: Sequence[Block], costs: Costs) -> Part:
@@ -185,7 +199,11 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
     count = min(stage.plan.microbatches, 3)
     steady = run_passes([up, down] * count)
     both = [a + b for a, b in zip(scatters, once, strict=True)]
-    last = run_passes([*[up, down] * (count - 1), up, down._replace(scatter=both)])
+    # Where layers are cut into chunks, all micro-batches of the last group go through a chunk
+    # before the next one: the reductions of those behind have that much longer.
+    group = stage.plan.rounds_in_chunk
+    end = Pass([group * own for own in down.compute], down.gather, both)
+    last = run_passes([*[up, down] * (count - 1), up, end])
     # Ends of the previous backward, the last forward and the last backward pass: their
     # differences are the passes of the steady state.
     ends = (0.0, *steady.ends)[-3:]
@@ -197,7 +215,7 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
     # Rounding may leave a wait just below zero.
     there = max(0.0, ends[1] - ends[0] - ahead.computing)
     again = max(0.0, ends[2] - ends[1] - back.computing)
-    tail = max(0.0, last.total - ends[2]) + piled
+    tail = max(0.0, last.total - ends[2] - (group - 1) * sum(down.compute)) + piled
 
     def slowing(wait: float, sent: float, own: float) -> float:
         # Part of the wait is the units' own exposed collectives; the rest is exposed time of
@@ -220,8 +238,9 @@ def _passes(stage: Stage, passes: dict[str, list[UnitCost]], contention: float) 
 
 def _update(stage: Stage, forward: Sequence[UnitCost], costs: Costs) -> Part:
     gathers = [costs.comm(unit.renewed) for unit in stage.units]
-    # The next step's first forward pass may hide the gathers; the exposed rest is booked here.
-    own = [unit.part.total for unit in forward]
+    # The next step's first forward pass may hide the gathers, of chunks of layers the passes of the
+    # first group of micro-batches; the exposed rest is booked here.
+    own = [stage.plan.rounds_in_chunk * unit.part.total for unit in forward]
     hidden = run_passes([Pass(own, gathers)]).total - sum(own)
     waiting = hidden if stage.plan.overlap else sum(gathers)
     waiting += stage.moved / costs.host_bandwidth + costs.comm(stage.tied)

@@ -53,15 +53,18 @@ def tensor_calls(workload: Workload, plan: Plan) -> list[CommCall]:
     """List a layer's collectives among tensor-parallel ranks, for a micro-batch in either pass.
 
     With sequence parallelism the backward pass gathers the inputs of both blocks again for the
-    gradients of their weights; that gather hides behind a product and is left out.
+    gradients of their weights; that gather hides behind a product and is left out. Operands of
+    products are quantised where they are and gathered so (Transformer Engine's ``Linear``); sums
+    keep the width of activations.
     """
-    size = float(micro_tokens(workload, plan)) * workload.d_model * workload.width
+    elements = float(micro_tokens(workload, plan)) * workload.d_model
+    size = elements * workload.width
     group = plan.tensor_group
     if plan.tp == 1:
         return []
     if plan.sp:
         # Twice: once around attention, once around the feed-forward.
-        gather = CommCall("tensor", "all_gather", size, group, 2.0)
+        gather = CommCall("tensor", "all_gather", elements * workload.operand_width, group, 2.0)
         return [gather, CommCall("tensor", "reduce_scatter", size, group, 2.0)]
     return [CommCall("tensor", "all_reduce", size, group, 2.0)]
 
@@ -131,8 +134,11 @@ def parameter_groups(held: Parameters, plan: Plan) -> list[tuple[float, Group, G
 
 def gather_calls(held: Parameters, workload: Workload, plan: Plan) -> list[CommCall]:
     """List the gathers of sharded parameters."""
+    # Formats of 4 bits are made of gathered parameters, since their scales lie along both sides.
+    eight = plan.quantized_weights and workload.product_bits == 8
+    width = workload.operand_width if eight else workload.width
     return [
-        CommCall("gather", "all_gather", count * workload.width, shard)
+        CommCall("gather", "all_gather", count * width, shard)
         for count, shard, _ in parameter_groups(held, plan)
     ]
 

@@ -194,6 +194,11 @@ class Workload:
         return self.products or self.dtype
 
     @property
+    def operand_width(self) -> float:
+        """Bytes of an operand of the layers' products, at most those of an element."""
+        return min(float(self.width), float(FORMATS[self.product_dtype].element_bytes))
+
+    @property
     def product_bits(self) -> int:
         """Bits of an operand of the layers' products."""
         return round(8 * FORMATS[self.product_dtype].element_bytes)

@@ -18,13 +18,14 @@ from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
 from opcast.predict.cluster.step import StepPredictor, least_seconds
+from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, step_row
 from opcast.predict.page.cluster import step_data, step_page
 from opcast.predict.render.step import print_step
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.space import Candidate
-from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.clusters.catalogue import find_cluster, joined
 from opcast.simulate.clusters.files import save_cluster
 from opcast.simulate.collectives.choose import collective_latency_s
 from opcast.simulate.step.fitting import Fit
@@ -91,6 +92,41 @@ def test_gathers_are_asked_with_one_rank_s_share():
     assert found == collective_latency_s("all_gather", 1e6, range(8), cluster)
     across = network("all_reduce", 8e6, Group(2, 8)).seconds
     assert across == collective_latency_s("all_reduce", 8e6, range(0, 16, 8), cluster)
+
+
+def test_a_box_that_is_filled_in_part_has_fewer_ports():
+    # 78 ranks, every fourth of boxes of 64: four boxes of 16 and one of 14, which all wait for.
+    asked = {}
+
+    def time(kind, size, ranks, cluster):
+        asked[kind] = size, ranks
+        return analytical_time(kind, size, ranks, cluster)
+
+    network = ClusterNetwork(joined("gb200", 2496), time)
+    uneven = network("reduce_scatter", 1e9, Group(78, 4))
+    network("all_gather", 1e9, Group(78, 4))
+    size, ranks = asked["all_gather"]
+    assert len(ranks) == 5 * 14 and size == 1e9 / 70
+    assert list(ranks[:2]) == [0, 4] and ranks[14] == 64
+    even = network("reduce_scatter", 1e9, Group(80, 4))
+    assert even.seconds < uneven.seconds < 1.25 * even.seconds
+    # A group within a box, and one of whole boxes, is as it is.
+    assert network._ranks(Group(12, 4)) == range(0, 48, 4)
+    assert network._ranks(Group(32, 4)) == range(0, 128, 4)
+
+
+def test_a_pipeline_of_which_nothing_is_said_is_as_in_recipes():
+    def asked(plan):
+        case = StepCase(cluster="dgx-h100-x64", framework="nemo", plan=plan, model="roofline")
+        return case.predict(make_workload("llama", LLAMA), None)
+
+    found, plain = asked("tp=4,pp=4,dp=4"), asked("tp=4,pp=4,dp=4,schedule=1f1b")
+    # 32 layers in 4 stages, chunks of two.
+    assert found.plan.virtual == 4 and found.step.total < plain.step.total
+    assert found.interval.hi >= plain.step.total
+    (note,) = [note for note in found.notes() if "interleaved" in note]
+    assert "virtual=4" in note and "nemo" in note
+    assert not [note for note in plain.notes() if "interleaved" in note]
 
 
 def test_measured_collectives_count_inside_a_box():

@@ -157,6 +157,79 @@ def test_rows_that_cannot_be_expressed_say_why(changes: dict[str, object], messa
     assert not reasons[0] and reasons[1]
 
 
+GPT3 = {
+    "source": "MLPerf training v4.0 Google",
+    "framework": "maxtext",
+    "device": "tpu-v5p",
+    "n_devices": 512,
+    "layers": 96,
+    "d_model": 12288,
+    "heads": 96,
+    "kv_heads": 96,
+    "d_ff": 49152,
+    "vocab": 50304,
+    "seq": 2048,
+    "dtype": "int8",
+    "recompute": "full",
+    "global_batch": 2048,
+    "micro_batch": 4,
+    "fsdp": 64,
+    "tp": 8,
+    "block_s": 285.0,
+    "remark": "block_s = 24576 training sequences (24576 / global_batch steps) AND a forward pass "
+    "over 24567 sequences: judge block_s",
+}
+
+
+def test_a_block_is_worth_its_steps_and_its_forward_pass() -> None:
+    row = step_row(GPT3)
+    # 12 steps, and 12 forward passes, each a quarter of a step that computes everything again.
+    assert row.share == pytest.approx(12 + 24567 / 2048 / 4) and row.measured_s == 285.0
+    assert step_row(GPT3 | {"recompute": "none"}).share == pytest.approx(12 + 24567 / 2048 / 3)
+    assert step_row(GPT3 | {"step_s": 20.0}).share == 1.0
+
+
+def test_cells_that_say_something_else_are_mended() -> None:
+    # MaxText's batch of a device: 4 x 8 sequences a data-parallel rank in one go.
+    assert step_row(GPT3).plan.microbatches == 1
+    assert step_row(GPT3 | {"source": "mine"}).plan.microbatches == 8
+    cisco = LLAMA | {"source": "MLPerf training v5.1 Cisco", "attention": ""}
+    assert step_row(cisco).workload.attention == "flash2"
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("fp8?", "fp8"), ("nvfp4|fp8", "nvfp4")])
+def test_of_undecided_formats_the_first_counts(dtype: str, products: str) -> None:
+    assert step_row(LLAMA | {"dtype": dtype}).workload.products == products
+
+
+@pytest.mark.parametrize(
+    ("changes", "plan"),
+    [
+        # 32 layers in 2 stages: chunks of two layers, as recipes of NeMo have.
+        ({"framework": "nemo"}, ("interleaved", 8, "bf16", True)),
+        ({"framework": "nemo", "virtual": 1}, ("1f1b", 1, "bf16", True)),
+        ({"framework": "nemo", "reduce_dtype": "fp32"}, ("interleaved", 8, "f32", True)),
+        # 15 micro-batches are no whole groups of two.
+        ({"framework": "nemo", "global_batch": 60, "grad_accum": 15}, ("1f1b", 1, "bf16", True)),
+        ({}, ("1f1b", 1, "", False)),
+    ],
+)
+def test_what_is_not_said_is_as_in_recipes(
+    changes: dict[str, object], plan: tuple[str, int, str, bool]
+) -> None:
+    found = step_row(LLAMA | changes).plan
+    assert (found.schedule, found.virtual, found.reduce, found.quantized_weights) == plan
+
+
+def test_tables_are_put_together(tmp_path: Path) -> None:
+    pd.DataFrame([LLAMA]).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame([GPT3]).to_csv(tmp_path / "b.csv", index=False)
+    both = read_cases([tmp_path / "a.csv", tmp_path / "b.csv"], "steps")
+    rows, reasons = read_rows(both, step_row)
+    assert reasons == ["", ""]
+    assert [row.share for row in rows if row] == [1.0, step_row(GPT3).share]
+
+
 def test_a_file_without_the_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     pd.DataFrame([{"device": "h100-sxm", "n_devices": 8}]).to_csv(path)

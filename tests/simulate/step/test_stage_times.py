@@ -125,6 +125,58 @@ def test_tensor_parallel_layers_send_activations_that_are_exposed():
     assert stage.backward.exposed == pytest.approx(each)
 
 
+def test_operands_are_gathered_as_they_are_quantised():
+    costs, (stage,) = stages_of("tp=2,microbatches=1", replace(WORK, products="fp8"))
+    size = SEQ * BATCH * D
+    # A gather of one byte an element and a scatter of two, around attention and feed-forward each.
+    assert stage_times(stage, costs).forward.exposed == pytest.approx(
+        LAYERS * 2 * (1 + 2) * size / 2 / LINK
+    )
+
+
+def test_tensor_collectives_run_beside_products_that_are_cut():
+    def slow(kind, size, group):
+        return Estimate(*(4 * own for own in ring(kind, size, group)))
+
+    costs, (stage,) = stages_of("tp=2,microbatches=1", network=slow)
+    cut = Costs(at_peak, slow, effects=StepEffects(decomposed=1.0))
+    whole, pieces = stage_times(stage, costs).forward, stage_times(stage, cut).forward
+    # Gathers have half of the products to hide behind, scatters the other half.
+    products = 2 * LAYER * SEQ * BATCH / 2 / PEAK
+    each = 4 * 2 * SEQ * BATCH * D * 2 / 2 / LINK
+    exposed = LAYERS * 2 * (each - products / 2)
+    assert pieces.exposed == pytest.approx(exposed) and 0.0 < exposed < whole.exposed
+    assert pieces.compute == whole.compute
+
+
+def test_parameters_of_8_bits_are_gathered_so():
+    for products, width in (("", 2), ("fp8", 1), ("nvfp4", 2)):
+        _, (stage,) = stages_of(
+            "dp=4,zero=1,overlap=false,microbatches=1,quantized_weights=true",
+            replace(WORK, products=products),
+        )
+        held = LAYERS * LAYER + 2 * VOCAB * D
+        sent = sum(call.size for unit in stage.units for call in unit.renewed)
+        assert sent == pytest.approx(width * held, rel=0.002)
+
+
+def test_reductions_of_chunks_hide_behind_a_group_of_micro_batches():
+    # Two stages, eight micro-batches; the link is so slow that nothing is hidden for long.
+    def slow(kind, size, group):
+        return Estimate(*(100 * own for own in ring(kind, size, group)))
+
+    def reduction(text):
+        costs, (stage, _) = stages_of(text, network=slow)
+        return stage_times(stage, costs)
+
+    plain = reduction("dp=4,pp=2,microbatches=2")
+    chunks = reduction("dp=4,pp=2,microbatches=2,schedule=interleaved,virtual=2")
+    # The second micro-batch of a chunk goes before the next chunk: one more backward pass to hide
+    # behind, less what the last layer of either has left.
+    layers = chunks.backward.compute / 3
+    assert chunks.reduction == pytest.approx(plain.reduction - 2 * layers, rel=0.05)
+
+
 def test_full_recomputation_runs_the_layers_again():
     _, (kept,) = stages("dp=1,microbatches=1")
     plan, (again,) = stages("dp=1,microbatches=1,recompute=full")

@@ -167,6 +167,17 @@ def test_memory_of_one_device_by_hand():
     assert memory.total == pytest.approx(sum(memory.to_dict().values()) / 2)
 
 
+def test_operands_are_kept_as_they_are_quantised():
+    w = small(batch=1)
+    plan = resolved(w, Plan(), 1)
+    found = layer_activations(replace(w, products="fp8"), plan)
+    tokens, heads = 512, 8
+    # Both norms' results and the product of gate and up in one byte, and the result of attention
+    # once more.
+    wide = 2 * tokens * (2 * 512 + (2 * 8 + 2 * 4) * 64 + 2 * 1024)
+    assert found == wide + tokens * (2 * 512 + 1024 + 512) + 4 * tokens * heads
+
+
 def test_zero_stages_shard_one_state_after_another():
     w, one = small(), {}
     for zero in range(4):
