@@ -54,7 +54,9 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
             table = pd.read_csv(file, low_memory=False)
     except (OSError, ValueError) as error:
         raise DatasetError(f"the table cannot be read: {error}", where=str(file)) from None
-    missing = [name for name in case_data()["needed"][what] if name not in table]
+    rules = [rule for rule in case_data()["mended"] if set(rule["rows"]) <= set(table)]
+    known = set(table).union(*(rule["cells"] for rule in rules))
+    missing = [name for name in case_data()["needed"][what] if name not in known]
     if missing:
         raise DatasetError(
             f"no columns {', '.join(missing)}",
@@ -104,7 +106,12 @@ class Cells:
         self._row = row
         for fault in case_data()["mended"]:
             if all(re.search(own, self.text(name)) for name, own in fault["rows"].items()):
-                self._row = {**self._row, **fault["cells"]}
+                self._row = {**self._row, **{k: self._meant(v) for k, v in fault["cells"].items()}}
+
+    def _meant(self, cell: object) -> object:
+        """What stands for a cell: itself, or the cell of the column that it names."""
+        named = isinstance(cell, str) and cell.startswith("=")
+        return self._value(str(cell)[1:]) if named else cell
 
     def _value(self, name: str) -> object | None:
         value = self._row.get(name)

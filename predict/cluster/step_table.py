@@ -79,9 +79,10 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     spec = find_device(cluster.device)
     framework = cell.text("framework").lower().split(" (")[0]
     plan = _plan(cell, cluster.size)
-    batch = cell.count("global_batch", 1)
-    micro = cell.count("micro_batch", 0) or max(1, batch // (plan.batch_ranks))
-    rounds = cell.count("grad_accum", 0) or ceil(batch / (micro * plan.batch_ranks))
+    micro, rounds = cell.count("micro_batch", 0), cell.count("grad_accum", 0)
+    batch = cell.count("global_batch", max(1, micro) * max(1, rounds) * plan.batch_ranks)
+    micro = micro or max(1, batch // plan.batch_ranks)
+    rounds = rounds or ceil(batch / (micro * plan.batch_ranks))
     whole = micro * rounds * plan.batch_ranks
     workload = _workload(cell, whole)
     plan = as_run(plan.changed(microbatches=rounds), framework)
@@ -90,7 +91,8 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     elif plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:
         plan = plan.changed(schedule="interleaved", virtual=cell.count("virtual", 1))
     overlap = cell.text("overlap").lower()
-    seconds, share = cell.number("step_s"), batch / whole
+    seconds = cell.number("step_s", batch / cell.number("samples_per_s"))
+    share = batch / whole
     if not isfinite(seconds):
         seconds, share = cell.number("block_s"), share * _block(cell, batch, plan)
     return StepRow(

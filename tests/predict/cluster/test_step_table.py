@@ -197,6 +197,19 @@ def test_cells_that_say_something_else_are_mended() -> None:
     assert step_row(cisco).workload.attention == "flash2"
 
 
+def test_throughput_of_a_known_configuration_is_a_step(tmp_path: Path) -> None:
+    pax = {"project": "pax", "model": "5B", "device": "a100-sxm-80gb", "devices": 256.0}
+    pax |= {"batch_per_device": 8.0, "fsdp": 256.0, "dp": 1.0, "tp": 1.0, "gbs": np.nan}
+    pax |= {"quantity": "Sequences/Sec", "value": 512.0, "precision": "TE BF16", "last_date": ""}
+    pd.DataFrame([pax]).to_csv(tmp_path / "rows.csv", index=False)
+    row = step_row(read_cases(tmp_path / "rows.csv", "steps").iloc[0])
+    # GPT of 24 layers of 4096: 12 d² each, and the embeddings of tokens and positions.
+    parameters = 24 * 12 * 4096**2 + (50304 + 2048) * 4096
+    assert row.workload.parameters == pytest.approx(parameters, rel=1e-3)
+    assert (row.workload.batch, row.measured_s, row.share) == (2048, 4.0, 1.0)
+    assert (row.framework, row.workload.attention) == ("paxml", "fused")
+
+
 @pytest.mark.parametrize(("dtype", "products"), [("fp8?", "fp8"), ("nvfp4|fp8", "nvfp4")])
 def test_of_undecided_formats_the_first_counts(dtype: str, products: str) -> None:
     assert step_row(LLAMA | {"dtype": dtype}).workload.products == products
