@@ -232,6 +232,19 @@ def load_designs(path: Path | str) -> list[Design]:
     return [Design(figures, _of_file(sheet)) for figures, sheet in read_designs(Path(path))]
 
 
+def unchanged(path: Path | str) -> DeviceSpec | None:
+    """Read the base of a file's designs, with what the file's own models say of it, if it has one.
+
+    Raises:
+        DeviceError: As :func:`load_device_file`.
+    """
+    sheet = read_designs(Path(path))[0][1]
+    if "base" not in sheet.texts:
+        return None
+    device = _of_file(replace(sheet, values={}, sources={}, unsourced=()))
+    return replace(device, name=device.base)
+
+
 def base_of(design: DeviceSpec) -> DeviceSpec | None:
     """Return the device of the catalogue that a design starts from, if its file names one."""
     return find_device(design.base) if design.base and in_catalogue(design.base) else None

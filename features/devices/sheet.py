@@ -48,7 +48,10 @@ TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target"
 PLATFORMS = ("cpu", "gpu", "tpu")
 #: May be zero: a device need not lose time between kernels.
 _MAY_BE_ZERO = {"launch_gap_us", "dispatch_us"}
-_KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "sources")
+#: What a file may declare of a design by a linear model of its figures, and the constant term.
+MODELLED = ("area_mm2", "price")
+FIXED = "fixed"
+_KEYS = (*TEXTS, "aliases", *NUMBERS, *RATES, "models", "sources")
 
 #: Most designs of a file: a slip in ``steps`` must not fill the memory (engineering choice).
 MOST_DESIGNS = 10_000
@@ -67,6 +70,7 @@ class Sheet:
         values: Figures in the file's units, rates by dotted key (``peak_tflops.bf16``).
         sources: Where each figure comes from, by the keys of ``values``.
         unsourced: Figures for which the file names no source.
+        models: Coefficients by figure, of each of :data:`MODELLED` that the file declares.
     """
 
     where: str
@@ -75,6 +79,7 @@ class Sheet:
     values: dict[str, float] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     unsourced: tuple[str, ...] = ()
+    models: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -189,7 +194,29 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
     sources = _sources(data.get("sources", {}), values, wrong)
     unsourced = tuple(key for key in values if key not in sources)
     sources |= dict.fromkeys(unsourced, path.name)
-    return Sheet(str(path), texts, aliases, values, sources, unsourced)
+    models = dict(_models(data.get("models", {}), wrong))
+    return Sheet(str(path), texts, aliases, values, sources, unsourced, models)
+
+
+def _models(value: object, wrong: _Wrong) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the linear models that a file declares, each of which may use those before it."""
+    if not isinstance(value, dict):
+        raise wrong("'models' must map area_mm2 or price to coefficients", "models")
+    terms = [FIXED, *NUMBERS, *(f"{table}.{d}" for table, dtypes in RATES.items() for d in dtypes)]
+    for name in MODELLED:
+        if name in value:
+            own = value[name]
+            if not isinstance(own, dict) or not own:
+                raise wrong(f"{name!r} must map figures to coefficients", "models", name)
+            for key in own:
+                if key not in terms:
+                    hint = _meant(str(key), terms)
+                    raise wrong(f"unknown figure {key!r} in {name!r}", "models", name, hint=hint)
+            yield name, {k: _number(v, ("models", name, k), wrong) for k, v in own.items()}
+        terms.append(name)
+    for name in value:
+        if name not in MODELLED:
+            raise wrong(f"unknown model {name!r}", "models", hint=_meant(str(name), MODELLED))
 
 
 #: Keys whose product the rate of all cores is proportional to.

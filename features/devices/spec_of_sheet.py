@@ -19,7 +19,7 @@ from .rules import (
     vector_rates,
 )
 from .rules import SOURCE as CAPABILITY_SOURCE
-from .sheet import NUMBERS, RATES, TERA, Sheet
+from .sheet import FIXED, NUMBERS, RATES, TERA, Sheet
 
 #: The vector rate may differ from 2 × lanes × cores × clock by this share: vendors round, and quote
 #: one of several boost clocks. Engineering estimate.
@@ -72,7 +72,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         clock_hz=si.get("boost_mhz", 0.0),
         memory_bytes=si["memory_gb"],
         source=f"device file {Path(sheet.where).name}",
-        extra={**extra, **named},
+        extra={**extra, **named, **_modelled(sheet, values)},
         vendor=vendor,
         architecture=architecture,
         lanes_per_core=int(si.get("lanes_per_core", 0)),
@@ -90,6 +90,18 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         provenance={**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}},
         defaulted=tuple(why),
     )
+
+
+def _modelled(sheet: Sheet, values: Values) -> Values:
+    """Evaluate the linear models that a file declares, in order, on its figures."""
+    found: Values = {}
+    for name, model in sheet.models.items():
+        terms = {FIXED: 1.0, **values, **found}
+        missing = next((key for key in model if key not in terms), None)
+        if missing is not None:
+            raise DeviceError(f"{name!r} needs {missing!r}, which is not known", where=sheet.where)
+        found[name] = sum(factor * terms[key] for key, factor in model.items())
+    return found
 
 
 def _fill_capability(target: str, values: Values, why: dict[str, str]) -> None:

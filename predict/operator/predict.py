@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -88,11 +88,27 @@ def predict_op(case: OperatorCase) -> OpEstimate:
         DeviceError: The device is not known, or a cap is outside what it allows.
         ModelError: The model is not one of operators, or does not know the family.
     """
+    spec, price = operator_prices(case)
+    return price(spec)
+
+
+def operator_prices(case: OperatorCase) -> tuple[DeviceSpec, Callable[[DeviceSpec], OpEstimate]]:
+    """The device of a case, and what predicts its operator on that or on a design of it.
+
+    Raises:
+        OpcastError: As for :func:`predict_op`.
+    """
     row, bundle, spec = _asked(case)
+    return spec, lambda device: _estimate(row, bundle, device, case.power_cap_w)
+
+
+def _estimate(
+    row: JsonObject, bundle: OpModel, spec: DeviceSpec, power_cap_w: float | None
+) -> OpEstimate:
     rows = OpRows.of_one({**row, "device": spec.name})
     prediction, libraries = bundle.with_members(rows, spec)
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
-    cap = cap_share(case.power_cap_w, spec)
+    cap = cap_share(power_cap_w, spec)
     if cap < 1.0:
         times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap)
         libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]

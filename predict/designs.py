@@ -1,0 +1,188 @@
+"""What an architect asks of a chip: which rates matter, and what a design gains over its base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from ..features.devices.catalogue import Design, base_of, in_catalogue
+from ..features.devices.device import DeviceSpec
+from ..features.devices.rates import rates_of
+from ..features.devices.sheet import MODELLED
+from ..models.trust.designs import drift
+
+#: Half of the relative step of a derivative, and the factor either way over which its interval
+#: reaches: libraries reach so much less, or more, of a rate than they are taken to.
+STEP, REACH = 0.01, 1.5
+
+
+class Timed(Protocol):
+    """A prediction of a program or an operator."""
+
+    @property
+    def latency_us(self) -> float:
+        """Predicted time in microseconds."""
+        ...
+
+
+#: Predicts one subject on a device.
+Price = Callable[[DeviceSpec], Timed]
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """By how many per cent the time changes for one per cent more of a rate.
+
+    Attributes:
+        rate: Key of the device file.
+        value: d log time / d log rate.
+        lo: The most negative between rates :data:`REACH` times lower and higher.
+        hi: The least negative.
+    """
+
+    rate: str
+    value: float
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Elasticities of a time.
+
+    Attributes:
+        subject: The program or operator.
+        device: Name of the device.
+        latency_us: Predicted there.
+        elasticities: Of each rate of the device, the most negative first.
+    """
+
+    subject: str
+    device: str
+    latency_us: float
+    elasticities: tuple[Elasticity, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+
+def sensitivity(price: Price, device: DeviceSpec, subject: str) -> Sensitivity:
+    """Find the elasticities of a time with respect to each rate of a device.
+
+    Args:
+        price: What predicts the time.
+        device: The device, which is varied as a design of itself.
+        subject: What is predicted, in words.
+    """
+    start = device
+    if not base_of(device) and in_catalogue(device.name):
+        start = replace(device, name=f"{device.name} varied", aliases=(), base=device.name)
+    latency = price(start).latency_us
+    at = np.log([1 / REACH, 1 - STEP, 1 + STEP, REACH])
+    found = []
+    for rate, scale in rates_of(start).items():
+        times = np.log([price(scale(start, float(np.exp(x)))).latency_us for x in at])
+        below, here, above = np.diff(times) / np.diff(at)
+        low, _, high = sorted((below, here, above))
+        found.append(Elasticity(rate, float(here), float(low), float(high)))
+    found.sort(key=lambda e: e.value)
+    return Sensitivity(subject, device.name, latency, tuple(found))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A design beside its base.
+
+    Attributes:
+        device: Name of the design.
+        figures: Values of the file's ranges.
+        latency_us: Predicted.
+        ratio: Time over the base's.
+        ratio_lo: Lower end of the ratio's 90 % interval, in which errors that both share cancel.
+        ratio_hi: Upper end.
+        energy_j: Joules, where they are predicted.
+        modelled: Area and price, where the file declares models of them.
+        efficient: Whether no other design is as good in all of these and better in one.
+    """
+
+    device: str
+    figures: Mapping[str, float]
+    latency_us: float
+    ratio: float
+    ratio_lo: float
+    ratio_hi: float
+    energy_j: float | None
+    modelled: Mapping[str, float]
+    efficient: bool = False
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """Time and what else is to be small, in one order for all designs of a file."""
+        energy = () if self.energy_j is None else (self.energy_j,)
+        return (self.latency_us, *energy, *self.modelled.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Designs of a file beside their base, which comes first.
+
+    Attributes:
+        subject: The program or operator.
+        base: Name of the base.
+        designs: The base and the designs.
+    """
+
+    subject: str
+    base: str
+    designs: tuple[Compared, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return asdict(self)
+
+
+def compare_designs(
+    price: Price, base: DeviceSpec, designs: Sequence[Design], subject: str
+) -> Comparison:
+    """Compare designs with their base, and find those that no other one beats.
+
+    Args:
+        price: What predicts the time of the subject.
+        base: The base, with what the file's models say of it.
+        designs: Designs of one file.
+        subject: What is predicted, in words.
+    """
+    rows: list[Compared] = []
+    first = price(base).latency_us
+    for figures, device in ((dict[str, float](), base), *designs):
+        found = price(device)
+        ratio = found.latency_us / first
+        half = float(drift(np.array([ratio]))[0])
+        energy = getattr(found, "energy", None)
+        rows.append(
+            Compared(
+                device.name,
+                figures,
+                found.latency_us,
+                ratio,
+                ratio * float(np.exp(-half)),
+                ratio * float(np.exp(half)),
+                None if energy is None else float(energy.value),
+                {name: float(device.extra[name]) for name in MODELLED if name in device.extra},
+            )
+        )
+    known = all(row.energy_j is not None for row in rows)
+    costs = np.array([r.costs if known else replace(r, energy_j=None).costs for r in rows])
+    # Of equal designs both stay.
+    no_worse = (costs[:, None] <= costs[None]).all(axis=2)
+    better = (costs[:, None] < costs[None]).any(axis=2)
+    beaten = np.flatnonzero((no_worse & better).any(axis=0)).tolist()
+    return Comparison(
+        subject,
+        base.name,
+        tuple(replace(row, efficient=at not in beaten) for at, row in enumerate(rows)),
+    )

@@ -1,0 +1,122 @@
+"""Elasticities of times, and designs beside their base."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from opcast.cli import app
+from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import find_device, load_designs, unchanged
+from opcast.predict.designs import compare_designs, sensitivity
+from opcast.predict.operator.case import OperatorCase
+from opcast.predict.operator.predict import operator_prices, predict_op
+
+#: Half a gigabyte in and out, and a product of 550 GFLOP.
+STREAM = "kernel/elementwise op=add rows=16384 cols=8192 n_in=1 dtype=fp16"
+PRODUCT = "linear m=8192 n=8192 k=4096 dtype=bf16"
+FILE = """\
+name: big
+base: h100-sxm
+hbm_bandwidth_gbps: [2000, 5000]
+peak_tflops: {bf16: [989.4, 2000]}
+models:
+  area_mm2: {fixed: 100, core_count: 4, l2_mb: 2, peak_tflops.bf16: 0.05}
+  price: {fixed: 500, area_mm2: 10, memory_gb: 15}
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        (tmp_path / "big.yaml").write_text(text)
+        return str(tmp_path / "big.yaml")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("op", "first"), [(STREAM, "hbm_bandwidth_gbps"), (PRODUCT, "peak_tflops")]
+)
+@pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-80gb"])
+def test_what_an_operator_waits_for_has_the_elasticity(op, first, device):
+    spec, price = operator_prices(OperatorCase(op, device))
+    found = sensitivity(price, spec, op)
+    assert found.latency_us == predict_op(OperatorCase(op, device)).latency_us
+    assert found.elasticities[0].rate == first
+    assert found.elasticities[0].value == pytest.approx(-1.0, abs=0.2)
+    for one in found.elasticities:
+        assert one.lo <= one.value <= one.hi
+        # No rate makes it slower, and together they are no more than the time.
+        assert -1.02 < one.value < 0.15
+    assert sum(one.value for one in found.elasticities) > -1.1
+
+
+def test_designs_beside_their_base(own):
+    """The models by hand: 100 + 4 · 132 + 2 · 50 + 0.05 · 989.4 mm²."""
+    path = own(FILE)
+    base = unchanged(path)
+    _, price = operator_prices(OperatorCase(PRODUCT, "h100-sxm"))
+    found = compare_designs(price, base, load_designs(path), PRODUCT)
+    first, *rest = found.designs
+    area = 100 + 4 * 132 + 2 * 50 + 0.05 * 989.4
+    assert first.device == found.base == "h100-sxm"
+    assert first.modelled == {
+        "area_mm2": pytest.approx(area),
+        "price": pytest.approx(500 + 10 * area + 15 * 80),
+    }
+    assert (first.ratio, first.ratio_lo, first.ratio_hi) == (1.0, 1.0, 1.0)
+    assert first.latency_us == predict_op(OperatorCase(PRODUCT, "h100-sxm")).latency_us
+    for one in rest:
+        assert one.ratio_lo <= one.ratio <= one.ratio_hi
+        costs = np.array([other.costs for other in found.designs])
+        mine = np.array(one.costs)
+        beaten = ((costs <= mine).all(axis=1) & (costs < mine).any(axis=1)).any()
+        assert one.efficient == (not beaten)
+    # Twice the peak, and more memory for nothing: of equal area, the faster one beats the others.
+    assert [one.efficient for one in rest] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("volume: {fixed: 1}", "unknown model 'volume'"),
+     ("area_mm2: {corecount: 1}", "unknown figure 'corecount'"),
+     ("area_mm2: 3", "must map figures to coefficients"),
+     ("area_mm2: {price: 3}", "unknown figure 'price'"),
+     ("area_mm2: {array_rows: 3}", "needs 'array_rows', which is not known")],
+)  # fmt: skip
+def test_models_of_what_is_not_there_are_refused(own, line, said):
+    with pytest.raises(DeviceError, match=said) as error:
+        unchanged(own(f"name: big\nbase: h100-sxm\nmodels:\n  {line}\n"))
+    assert "big.yaml" in str(error.value)
+
+
+def test_commands(own):
+    run = CliRunner().invoke
+    varied = run(app, ["sensitivity", "--op", STREAM, "--device", "h100-sxm", "--json"])
+    assert varied.exit_code == 0, varied.output
+    assert json.loads(varied.output)["elasticities"][0]["rate"] == "hbm_bandwidth_gbps"
+    printed = run(app, ["sensitivity", "--op", STREAM, "--device", "l4"]).output
+    assert "hbm_bandwidth_gbps" in printed
+    made = run(app, ["design", "--op", PRODUCT, "--device", own(FILE)])
+    assert made.exit_code == 0, made.output
+    assert "  h100-sxm" in made.output and "area_mm2" in made.output
+    assert run(app, ["design", "--op", PRODUCT, "--device", "h100-sxm"]).exit_code != 0
+    assert run(app, ["sensitivity", "--device", "l4"]).exit_code == 2
+
+
+def test_a_program_and_its_energy(own, tmp_path):
+    program = str(tmp_path / "mlp.mlir")
+    sizes = [f"--set={size}" for size in ("batch=64", "features=512", "width=512", "layers=2")]
+    exported = CliRunner().invoke(app, ["zoo", "export", "mlp", *sizes, "--out", program])
+    assert exported.exit_code == 0
+    asked = ["design", program, "--device", own(FILE), "--lowering", "fused", "--json"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    designs = json.loads(done.output)["designs"]
+    assert len(designs) == 5 and all(one["energy_j"] > 0 for one in designs)
+    assert find_device("h100-sxm").name == designs[0]["device"]
