@@ -30,9 +30,11 @@ KEPT = {
 }
 #: For all others, which lower programs at most.
 _KEPT_ELSE = "programs that were compiled stay in the cache"
-#: Seconds that a command gets to end in order after Ctrl-C, which compilers do not look for: what
-#: `plan` has found takes a second to print, and longer on a busy machine.
+#: Seconds that a command gets to end in order after Ctrl-C or SIGTERM, which compilers do not look
+#: for: what `plan` has found takes a second to print, and longer on a busy machine.
 GRACE_S = 3.0
+#: The signal that ended a command in order.
+_stopped_by = [signal.SIGINT.value]
 #: Signals that the parent waits for.
 _AWAITED = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 # Signals by which native code fails: bad memory accesses, aborts, illegal instructions, arithmetic.
@@ -58,6 +60,7 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGTERM, ask_to_end)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         die_with_parent(parent)
         command()
@@ -66,8 +69,23 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
 
 def stopped_text(arguments: Sequence[str]) -> str:
-    """Message for a command that Ctrl-C ended."""
+    """Message for a command that Ctrl-C or SIGTERM ended."""
     return f"opcast: stopped: {KEPT.get(arguments[0] if arguments else '', _KEPT_ELSE)}\n"
+
+
+def ask_to_end(number: int, _frame: object) -> None:
+    """What SIGTERM does in a command: it ends as after Ctrl-C, and prints what is finished.
+
+    Raises:
+        KeyboardInterrupt: Always.
+    """
+    _stopped_by[0] = number
+    raise KeyboardInterrupt
+
+
+def stopped_status() -> int:
+    """Status of a command that a signal ended in order, as shells report it."""
+    return 128 + _stopped_by[0]
 
 
 def is_guarded(arguments: Sequence[str]) -> bool:
@@ -78,7 +96,7 @@ def is_guarded(arguments: Sequence[str]) -> bool:
 
 def _wait(child: int, arguments: Sequence[str]) -> int:
     """Exit status for the parent, once the child has ended; signals awaited are blocked."""
-    stopped, ended = False, 0
+    stopped, ended = 0, 0
     while not ended:
         if not stopped:
             got = signal.sigwait(_AWAITED)
@@ -89,9 +107,10 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
             continue
         if got == signal.SIGINT:
             # Ctrl-C reaches the child as well, which ends in order unless native code holds it.
-            stopped = True
+            stopped = signal.SIGINT
         elif got == signal.SIGTERM:
             # SIGTERM reaches this process alone, so it is passed on.
+            stopped = signal.SIGTERM
             os.kill(child, signal.SIGTERM)
         ended, status = os.waitpid(child, os.WNOHANG)
     if os.WIFEXITED(status):
@@ -100,7 +119,7 @@ def _wait(child: int, arguments: Sequence[str]) -> int:
     name = signal.Signals(number).name
     if stopped and number == signal.SIGKILL:
         sys.stderr.write(stopped_text(arguments))
-        return 128 + signal.SIGINT
+        return 128 + stopped
     if number in _CRASHES:
         files = [a for a in arguments[1:] if os.path.isfile(a)]  # noqa: PTH113 (before pathlib)
         where = f"{files[0]}: " if files else ""

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from .guard import guarded, stopped_text
+from .guard import guarded, stopped_status, stopped_text
 from .lazy import LISTED, Command, Group, entry_of, lazy_app
 from .options import one_line
 
@@ -74,11 +74,12 @@ def _main() -> NoReturn:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         sys.stderr.write(stopped_text(sys.argv[1:]))
-        raise SystemExit(_STOPPED) from None
+        raise SystemExit(stopped_status()) from None
     except SystemExit as end:
         # Typer ends a command so on Ctrl-C, without a word.
         if end.code == _STOPPED:
             sys.stderr.write(stopped_text(sys.argv[1:]))
+            raise SystemExit(stopped_status()) from None
         raise
     except Exception as error:
         if os.environ.get("OPCAST_TRACEBACK"):

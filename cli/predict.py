@@ -198,14 +198,17 @@ class Shown:
             wrote(self.out, f"{len(frame)} rows")
         if self.plot is not None:
             plot_predictions(frame, self.plot)
-            wrote(self.plot, "plot")
+            lacks = int((frame["error"] != "").sum())
+            wrote(self.plot, f"plot, without {lacks} that have no time" if lacks else "plot")
         if self.json_output:
             typer.echo(json_text(frame))
         else:
             print_many(make_console(), frame)
-        if frame.attrs["interrupted"]:
+        if left := frame.attrs["left"]:
             kept = f" and written to {self.out}" if self.out is not None else ""
-            typer.echo(f"interrupted: {len(frame)} predictions are shown{kept}", err=True)
+            done = f"{len(frame) - left} of {len(frame)} predictions are shown{kept}"
+            missing = ", ".join(dict.fromkeys(frame["device"].tail(left)))
+            typer.echo(f"interrupted: {done}; missing are {missing}", err=True)
             raise typer.Exit(130)
         failed = frame["error"] != ""
         if failed.all() or (asked.strict and failed.any()):

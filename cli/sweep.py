@@ -37,6 +37,9 @@ def sweep(
     if settings.plot is not None or settings.scaling is not None:
         require_plots()
     rows = run_sweep(make_console(), replace(settings, workload=workload_of(workload, hf)))
+    if left := rows.attrs["left"]:
+        typer.echo(f"stopped: {left} plans are not evaluated yet", err=True)
+        raise typer.Exit(130)
     if not rows["fits"].any():
         # Said above; a script must see it, too.
         raise typer.Exit(1)

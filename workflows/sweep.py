@@ -60,7 +60,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         settings: The workload, the clusters, the plans and the folder, from which it resumes.
 
     Returns:
-        All evaluated plans, one row each.
+        All evaluated plans, one row each, and a row for each cluster and batch without one.
 
     Raises:
         DatasetError: The folder holds a sweep of another workload or model.
@@ -69,7 +69,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     from ..common.progress import counting, wrote
     from ..predict.devices import cluster_device, generation_note
     from ..predict.render.parts import print_notes
-    from ..predict.render.step import print_front
+    from ..predict.render.step import print_clusters, print_front
     from ..predict.sweep import run as sweeps
     from ..predict.sweep.job import SweepJob, nearest_miss
     from ..predict.sweep.reasons import reasons
@@ -100,10 +100,13 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     if settings.scaling is not None:
         sweeps.plot_scaling(rows, settings.scaling)
         wrote(settings.scaling, "plot")
-    print_front(console, sweeps.pareto(rows), len(rows), int(rows["fits"].sum()), settings.top)
+    plans = rows[rows["plan"] != ""]
+    print_front(console, sweeps.pareto(rows), len(plans), int(rows["fits"].sum()), settings.top)
+    if len(rows.groupby(["cluster", "batch"])) > 1:
+        print_clusters(console, rows)
     if missed := nearest_miss(own, rows):
         console.print(missed, soft_wrap=True)
-    failed = rows[rows["error"] != ""]
+    failed = plans[plans["error"] != ""]
     if len(failed):
         one = failed.iloc[0]
         console.print(

@@ -106,37 +106,49 @@ def predict_many(
         A row for each program and design: ``program``, ``device``, the figures of the design,
         ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by :data:`NOTES`)
         and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one run. What
-        cannot be predicted has an ``error`` and no time. After Ctrl-C the rows so far, with
-        ``attrs["interrupted"]`` true.
+        cannot be predicted has an ``error`` and no time. After Ctrl-C so do the rows that are left,
+        of which ``attrs["left"]`` is the number.
     """
-    total = len(programs) * sum(len(chip.designs) for chip in chips)
+    asked = [
+        (str(program), design) for program in programs for chip in chips for design in chip.designs
+    ]
     rows: list[JsonObject] = []
-    interrupted = False
     try:
         for program in programs:
             read = cache(partial(opened, program))
             for chip in chips:
                 for design, found in zip(chip.designs, answers(read, chip), strict=True):
-                    subject = {"program": str(program), "device": design.device.name}
                     if isinstance(found, Exception):
                         own: JsonObject = {"error": _said(found)}
                     else:
-                        price = price_of(design.device.name, prices or {})
-                        own = {**found, **run_cost(found, price), "error": ""}
-                    rows.append({**subject, **design.figures, **own})
+                        own = {**found, **_priced(found, design.device.name, prices), "error": ""}
+                    rows.append(_row(str(program), design, own))
                 if progress is not None:
-                    progress(len(rows), total)
+                    progress(len(rows), len(asked))
     except KeyboardInterrupt:
         # Compiling for a dozen chips takes long; what is known is kept.
         if not rows:
             raise
-        interrupted = True
+    left = asked[len(rows) :]
+    rows += [_row(*one, {"error": "not predicted: interrupted"}) for one in left]
     keys = dict.fromkeys(key for chip in chips for design in chip.designs for key in design.figures)
     costs = COST_KEYS if prices else ()
     columns = ["program", "device", *keys, *_FIGURES, *costs, "notes", "error"]
     frame = pd.DataFrame(rows, columns=columns)
-    frame.attrs["interrupted"] = interrupted
+    frame.attrs["left"] = len(left)
     return frame
+
+
+def _row(program: str, design: Design, found: JsonMapping) -> JsonObject:
+    return {"program": program, "device": design.device.name, **design.figures, **found}
+
+
+def _priced(found: JsonMapping, device: str, prices: Mapping[str, float] | None) -> JsonObject:
+    """Cost of one run, or a further note that no price is known for the device."""
+    if not prices or (price := price_of(device, prices)) is not None:
+        return {**run_cost(found, price if prices else None)}
+    lacks = f"no cost: --price names none of {device}"
+    return {"notes": NOTES.join(filter(None, (str(found["notes"]), lacks)))}
 
 
 def price_of(device: str, prices: Mapping[str, float]) -> float | None:

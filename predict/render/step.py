@@ -112,6 +112,39 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     )
 
 
+def print_clusters(console: Console, rows: pd.DataFrame) -> None:
+    """Print the fastest plan of each cluster and batch of a sweep, or why there is none.
+
+    Args:
+        console: Console to print to.
+        rows: Results of :meth:`~opcast.predict.sweep.run.Sweep.run`.
+    """
+    names = ("cluster", "batch", "plans", "fit", "fastest", "memory", "plan, or why none")
+    table = plain_table(*names, right=names[2:6], fold=(names[0], names[-1]))
+    for (cluster, batch), own in rows.groupby(["cluster", "batch"], sort=False):
+        made = own[own["error"] == ""]
+        fitting = made[made["fits"]]
+        if len(fitting):
+            best = fitting.sort_values("step_us").iloc[0]
+            told = str(best["plan"])
+        elif len(made):
+            best = made.sort_values("memory_bytes_per_device").iloc[0]
+            told = f"none fits the memory; least is needed by {best['plan']}"
+        else:
+            best, told = None, str(own.iloc[0]["error"])
+        table.add_row(
+            Text(str(cluster)),
+            str(batch),
+            str(int((own["plan"] != "").sum())),
+            str(len(fitting)),
+            "" if best is None else duration(best["step_us"]),
+            "" if best is None else size(best["memory_bytes_per_device"]),
+            Text(told),
+        )
+    console.print("by cluster and batch:")
+    console.print(table)
+
+
 def _times(prediction: StepPrediction) -> Table:
     table = _table("part", "time", "share", "most of it")
     operators = list(prediction.operators.items())[:TOP]

@@ -7,9 +7,9 @@ evaluates only what is missing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,19 @@ from ...common.files import parse_json, write_text
 from ...common.parquet import read_table, write_table
 from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
+from ...simulate.clusters.topology import Cluster
+from ...simulate.step.plan import Plan
 from .job import SweepJob, judge
-from .space import AXES, Candidate, axis_values, candidates, chunks, make_plan, no_candidates
+from .space import (
+    AXES,
+    Candidate,
+    axis_values,
+    candidates,
+    chunks,
+    make_plan,
+    no_candidates,
+    why_none,
+)
 from .workers import Rows, run_pieces, undominated
 
 if TYPE_CHECKING:
@@ -56,8 +67,22 @@ class Sweep:
     ray: str = ""
     prices: Mapping[str, float] = field(default_factory=dict)
 
-    def run(self, items: Sequence[Candidate], progress: Progress | None = None) -> pd.DataFrame:
+    def run(
+        self,
+        items: Sequence[Candidate],
+        progress: Progress | None = None,
+        absent: Mapping[tuple[str, int], str] | None = None,
+    ) -> pd.DataFrame:
         """Evaluate the candidates that have no result yet; returns the results of all of them.
+
+        After Ctrl-C the results so far, with the number of candidates that have none in
+        ``attrs["left"]``.
+
+        Args:
+            items: The candidates.
+            progress: Told how many are done, of how many.
+            absent: Clusters and batches without a candidate, with the reason: each has a row that
+                has an ``error`` and no plan.
 
         Raises:
             PlanError: There are no candidates.
@@ -65,22 +90,27 @@ class Sweep:
             OpcastError: Workers die again and again, or there is no Ray cluster.
         """
         if not items:
-            raise no_candidates()
+            raise no_candidates(absent)
         self._claim()
         known = self.results()
         done = set(known["key"]) if len(known) else set()
         left = [item for item in items if item.key not in done]
         count = len(items) - len(left)
         pieces = list(chunks(left, PIECE))
-        for rows in run_pieces(judge, self.job, pieces, self.workers, self.ray):
-            self._write(rows)
-            count += len(rows)
-            if progress is not None:
-                progress(count, len(items))
+        try:
+            for rows in run_pieces(judge, self.job, pieces, self.workers, self.ray):
+                self._write(rows)
+                count += len(rows)
+                if progress is not None:
+                    progress(count, len(items))
+        except KeyboardInterrupt:
+            if not count:
+                raise
         results = self.results()
         wanted = {item.key for item in items}
         results = results[results["key"].isin(wanted)].sort_values(["step_us", "key"])
-        results = self._priced(results.reset_index(drop=True))
+        results = self._priced(_with_absent(results, absent or {}))
+        results.attrs["left"] = len(items) - count
         write_table(results, self.folder / _RESULT)
         return results
 
@@ -191,10 +221,10 @@ def search(
         choice = {axis: trial.suggest_categorical(axis, every[axis]) for axis in AXES}
         name = trial.suggest_categorical("cluster", list(clusters))
         batch = trial.suggest_categorical("batch", list(batches))
-        plan = None
+        plan: Plan | str = ""
         if all(value in own[name][axis] for axis, value in choice.items()):
             plan = make_plan(choice, replace(work, batch=batch), known[name])
-        if plan is None:
+        if isinstance(plan, str):
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             continue
         item = Candidate(name, batch, plan)
@@ -214,7 +244,51 @@ def search(
         visited[item] = None
         if progress is not None:
             progress(len(visited), trials)
-    return sweep.run(list(visited))
+    return sweep.run(list(visited), absent=_absent(sweep, known, batches, values, visited))
+
+
+def _absent(
+    sweep: Sweep,
+    clusters: Mapping[str, Cluster],
+    batches: Sequence[int],
+    values: Mapping[str, Sequence[str]],
+    items: Iterable[Candidate],
+) -> dict[tuple[str, int], str]:
+    """Clusters and batches without a candidate, with the reason."""
+    present = {(item.cluster, item.batch) for item in items}
+    work = sweep.job.workload
+    found = {}
+    for name, batch in product(clusters, batches):
+        if (name, batch) not in present:
+            why = why_none(work, clusters[name], batch, values)
+            found[name, batch] = why or "no trial was a valid plan of it: more --trials"
+    return found
+
+
+def _with_absent(rows: pd.DataFrame, absent: Mapping[tuple[str, int], str]) -> pd.DataFrame:
+    """Rows with one for each cluster and batch that has no plan: an ``error`` and no figures."""
+    rows = rows.reset_index(drop=True)
+    if not absent:
+        return rows
+    # Settings keep their types: none is 0, as no plan has it.
+    none = {name: type(value)() for name, value in asdict(Plan()).items() if name in rows}
+    more = [
+        {
+            **dict.fromkeys(rows, float("nan")),
+            **none,
+            "key": "",
+            "cluster": name,
+            "device": cluster.device,
+            "batch": batch,
+            "plan": "",
+            "devices": cluster.size,
+            "fits": False,
+            "error": why,
+        }
+        for (name, batch), why in absent.items()
+        for cluster in [find_cluster(name)]
+    ]
+    return pd.concat([rows, pd.DataFrame(more, columns=rows.columns)], ignore_index=True)
 
 
 def grid(
@@ -226,7 +300,8 @@ def grid(
 ) -> pd.DataFrame:
     """Evaluate all valid combinations; arguments as for :func:`search`."""
     known = {name: find_cluster(name) for name in clusters}
-    return sweep.run(candidates(sweep.job.workload, known, batches, values), progress)
+    items = candidates(sweep.job.workload, known, batches, values)
+    return sweep.run(items, progress, _absent(sweep, known, batches, values, items))
 
 
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -104,31 +105,59 @@ def candidates(
         values = axis_values(own, cluster, grid)
         for choice in itertools.product(*(values[axis] for axis in AXES)):
             plan = make_plan(dict(zip(AXES, choice, strict=True)), own, cluster)
-            if plan is not None:
+            if isinstance(plan, Plan):
                 unique[Candidate(name, batch, plan)] = None
     if not unique:
-        raise no_candidates()
+        pairs = itertools.product(clusters, batches)
+        raise no_candidates({at: why_none(workload, clusters[at[0]], at[1], grid) for at in pairs})
     return list(unique)
 
 
-def no_candidates() -> PlanError:
-    """Make the error of a sweep that has nothing to evaluate."""
+def why_none(
+    workload: Workload, cluster: Cluster, batch: int, grid: Mapping[str, Sequence[str]]
+) -> str:
+    """Say why no combination is valid on a cluster: what most fail by; empty if one is."""
+    own = replace(workload, batch=batch)
+    values = axis_values(own, cluster, grid)
+    said: Counter[str] = Counter()
+    for choice in itertools.product(*(values[axis] for axis in AXES)):
+        made = make_plan(dict(zip(AXES, choice, strict=True)), own, cluster)
+        if isinstance(made, Plan):
+            return ""
+        if made:
+            said[made] += 1
+    (most, _), *_ = said.most_common(1) or [("every plan equals a simpler one", 0)]
+    return f"no valid plan: {most}"
+
+
+def no_candidates(reasons: Mapping[tuple[str, int], str] | None = None) -> PlanError:
+    """Make the error of a sweep that has nothing to evaluate.
+
+    Args:
+        reasons: Why, by cluster and batch.
+    """
+    told = "".join(f"; {name}, batch {b}: {why}" for (name, b), why in (reasons or {}).items())
     return PlanError(
-        "no combination of the grid fits the model and the clusters",
+        f"no combination of the grid fits the model and the clusters{told}",
         hint="widen the grid, or check that the batch can be divided",
     )
 
 
-def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | None:
-    """Make the plan of one choice; ``None`` if model and cluster do not allow it.
+def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -> Plan | str:
+    """Make the plan of one choice; if model and cluster do not allow it, say why not.
+
+    The reason is empty if the choice is another's plan.
 
     Raises:
         PlanError: A value is invalid, such as an unknown name.
     """
     sizes = {axis: _number(axis, choice[axis]) for axis in ("tp", "pp", "cp", "ep", "split")}
     taken = sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if cluster.size % taken or _idle(choice, sizes):
-        return None
+    if cluster.size % taken:
+        return f"tp x pp x cp = {taken} does not divide the {cluster.size} devices"
+    # Without stages the schedule does not matter.
+    if sizes["pp"] == 1 and choice["schedule"] != "1f1b":
+        return ""
     data = cluster.size // taken
     known: JsonObject = {"fsdp": data} if choice["data"] == "fsdp" else {"dp": data}
     if choice["data"] == "zero1":
@@ -137,7 +166,7 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
         raise PlanError(f"data={choice['data']!r}", where="grid", hint="one of " + ", ".join(DATA))
     # With one device left to use, all three are the same plan; the plain one is kept.
     if data == 1 and choice["data"] != "dp":
-        return None
+        return ""
     virtual = CHUNKS if choice["schedule"] == "interleaved" else 1
     known |= {axis: sizes[axis] for axis in ("tp", "pp", "cp", "ep")}
     known |= {axis: choice[axis] for axis in ("recompute", "schedule", "offload")}
@@ -152,12 +181,7 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
         # combination.
         if "is not known" in error.what:
             raise
-        return None
-
-
-def _idle(choice: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
-    """Whether a choice equals a simpler one: without stages the schedule does not matter."""
-    return sizes["pp"] == 1 and choice["schedule"] != "1f1b"
+        return str(error)
 
 
 def _powers(most: int) -> list[str]:

@@ -117,16 +117,20 @@ cli.main()
 
 
 @linux
-def test_ctrl_c_of_a_command_that_obeys_it_says_what_is_kept() -> None:
-    """Typer would end it without a word."""
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_of_a_command_that_obeys_it_says_what_is_kept(stop: signal.Signals) -> None:
+    """Typer would end it without a word; SIGTERM goes to the parent alone, as of a scheduler."""
     with subprocess.Popen(
         [sys.executable, "-c", OBEDIENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "here\n"
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        if stop == signal.SIGINT:
+            os.killpg(process.pid, stop)
+        else:
+            process.send_signal(stop)
+        assert process.wait(timeout=30) == 128 + stop
         said = process.stderr.read()
     assert "finished plans are kept in --out" in said and "Traceback" not in said
 

@@ -147,6 +147,13 @@ def test_a_price_of_another_device_is_refused(folder):
     assert done.returncode != 0 and "none of a30" in " ".join(done.stderr.split())
 
 
+def test_a_device_without_a_price_says_so(folder):
+    words = ("--device", "a30,a40", "--lowering", "fused", "--price", "a30=2", "--json")
+    rows = json.loads(opcast("predict", folder / "mlp.mlir", *words).stdout)
+    assert [row["cost"] is None for row in rows] == [False, True]
+    assert "no cost: --price names none of a40" in rows[1]["notes"]
+
+
 def test_a_program_is_lowered_once_for_all_designs(folder, monkeypatch):
     import opcast.features.lowering.lower as lowering
 
@@ -173,8 +180,14 @@ def test_ctrl_c_keeps_what_is_predicted(folder, monkeypatch):
     words = "--device", "a100-sxm-80gb,h100-sxm,l4", "--lowering", "fused", "--out", out
     done = opcast("predict", folder / "mlp.mlir", *words)
     assert done.returncode == 130
-    assert "interrupted: 1 predictions are shown and written to" in done.stderr
-    assert list(pd.read_csv(out)["device"]) == ["a100-sxm-80gb"]
+    assert "interrupted: 1 of 3 predictions are shown and written to" in done.stderr
+    assert "missing are h100-sxm, l4" in done.stderr
+    # Nothing that was asked for is left out, here as in print.
+    table = pd.read_csv(out)
+    assert list(table["device"]) == ["a100-sxm-80gb", "h100-sxm", "l4"]
+    assert list(table["latency_us"].isna()) == [False, True, True]
+    assert set(table["error"].dropna()) == {"not predicted: interrupted"}
+    assert done.stdout.count("interrupted") == 2
     none = opcast("predict", folder / "mlp.mlir", "--device", "h100-sxm,l4", *words[2:])
     assert none.returncode == 130
 

@@ -1,15 +1,18 @@
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from opcast.common.errors import DatasetError, PlanError
 from opcast.common.parquet import write_table
 from opcast.features.devices.catalogue import find_device
 from opcast.predict.cluster.step import StepPredictor
+from opcast.predict.render.step import print_clusters
 from opcast.predict.sweep import run as sweep_run
 from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.reasons import reasons, runner_up
@@ -78,6 +81,44 @@ def test_a_search_without_a_valid_plan_says_so(tmp_path):
         search(Sweep(JOB, tmp_path), CLUSTERS, [32], {"pp": ["3"]}, trials=2, seed=0)
     with pytest.raises(PlanError, match="no combination"):
         Sweep(JOB, tmp_path / "empty").run([])
+
+
+def test_every_cluster_is_listed_with_its_plans_or_the_reason(tmp_path, capsys):
+    """Of three clusters the one without a valid plan is not dropped."""
+    names = ["tpu-v5e-x8", "tpu-v5e-x16", "h100-sxm-x8"]
+    values = {"tp": ["1"], "pp": ["1"], "data": ["dp"], "recompute": ["none"], "split": ["1"]}
+    for way in (grid, partial(search, trials=4, seed=0)):
+        found = way(Sweep(JOB, tmp_path / str(way)), names, [8], values)
+        by_cluster = dict(iter(found.groupby("cluster")))
+        assert set(by_cluster) == set(names)
+        (lost,) = by_cluster["tpu-v5e-x16"].to_dict("records")
+        assert lost["error"].startswith("no valid plan: ") and "16" in lost["error"]
+        assert lost["plan"] == "" and lost["devices"] == 16 and not lost["fits"]
+        assert np.isnan(lost["step_us"])
+        # Settings keep their types: they are printed.
+        assert found["tp"].dtype.kind == "i" and (found["tp"] == 1).sum() == len(found) - 1
+        assert pareto(found)["plan"].ne("").all()
+        assert found.attrs["left"] == 0
+    print_clusters(Console(width=200), found)
+    said = capsys.readouterr().out
+    assert "no valid plan" in said and all(name in said for name in names)
+    with pytest.raises(PlanError, match="tpu-v5e-x16, batch 8: no valid plan: "):
+        grid(Sweep(JOB, tmp_path / "none"), names[1:2], [8], values)
+
+
+def test_an_interrupted_sweep_keeps_what_is_done(tmp_path, monkeypatch):
+    own, begun = sweep_run.judge, []
+
+    def stop(job, items):
+        begun.append(items)
+        if len(begun) > 1:
+            raise KeyboardInterrupt
+        return own(job, items)
+
+    monkeypatch.setattr(sweep_run, "judge", stop)
+    monkeypatch.setattr(sweep_run, "PIECE", 7)
+    found = grid(Sweep(JOB, tmp_path), CLUSTERS, [32], GRID)
+    assert len(found) == 7 and found.attrs["left"] == 2 * 2 * 2 * 3 - 7
 
 
 def test_rows_hold_settings_and_figures(whole):
