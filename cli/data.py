@@ -335,4 +335,5 @@ def device(
         show_device(make_console(), name, as_json=json_output)
     else:
         # As a file: the output can be redirected, edited, and given to --device.
-        sys.stdout.write(measure_device(save=save).to_json() + "\n")
+        spec = measure_device(save=save, tell=lambda what: typer.echo(f"warning: {what}", err=True))
+        sys.stdout.write(spec.to_json() + "\n")

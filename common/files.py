@@ -106,6 +106,20 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deep") from None
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file of results.
+
+    Raises:
+        FileError: It is not JSON.
+    """
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FileError(
+            f"is not JSON: {error}", where=str(path), hint="give another folder, or remove it"
+        ) from None
+
+
 def parse_yaml(text: str) -> object:
     """Plain data of a YAML text: numbers, texts, lists, mappings.
 

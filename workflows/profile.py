@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,17 +12,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..common.errors import DatasetError
+from ..common.errors import DatasetError, DeviceError
 from ..common.progress import wrote
 from ..common.tables_text import print_frame
-from ..features.devices.device import local_device_name
-from ..features.devices.identity import MEASURED_AT, anchors_of, compare_anchors, with_speed
+from ..common.units import quantity
+from ..features.devices.device import DeviceSpec, local_device_name
+from ..features.devices.identity import (
+    MEASURED_AT,
+    TOLD_CHANGE,
+    anchors_of,
+    compare_anchors,
+    compare_ceilings,
+    remeasured,
+    with_speed,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..features.devices.device import DeviceSpec
     from .settings import ProfileSettings
+
+logger = logging.getLogger(__name__)
 
 #: Streams of a profile run by their names on the command line.
 _STREAMS = {"ops": "op", "random": "random", "zoo": "zoo"}
@@ -128,20 +140,63 @@ def local_device(
     return resolve_device("local", known)
 
 
-def measure_device(*, save: bool) -> DeviceSpec:
-    """Measure the local device, and keep the result for ``--device local`` if ``save`` is set."""
+def measure_device(*, save: bool, tell: Callable[[str], None] = logger.warning) -> DeviceSpec:
+    """Measure the local device, and keep the result for ``--device local`` if ``save`` is set.
+
+    What the last measurement gave otherwise is told: every prediction for the machine moves with
+    its ceilings.
+
+    Args:
+        save: Whether to keep it. Intervals then hold the earlier ceilings, too.
+        tell: Called with one line.
+    """
     from ..common.files import write_text
     from ..datagen.profile.device_probe import probe_device
     from ..predict.devices import measured_path, time_text
 
     spec = probe_device(PROBE_SECONDS)
+    path = measured_path(spec.name)
+    # A damaged file is what measuring again replaces.
+    with contextlib.suppress(DeviceError, FileNotFoundError):
+        before = DeviceSpec.from_file(path)
+        if told := ceilings_moved(spec, before):
+            tell(told)
+        spec = remeasured(spec, before)
     if save:
         # Ceilings of shared machines drift, so notes of predictions state when they were taken.
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(datetime.now(UTC))})
-        path = measured_path(spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, spec.to_json())
     return spec
+
+
+def ceilings_moved(now: DeviceSpec, then: DeviceSpec) -> str:
+    """Say which ceilings of a machine a new measurement moved, and by how much; empty if none."""
+    figures = (
+        ("matrix", now.peak_flops, then.peak_flops, "FLOP/s"),
+        ("vector", now.vector_flops, then.vector_flops, "FLOP/s"),
+        ("memory", {"": now.bandwidth}, {"": then.bandwidth}, "B/s"),
+    )
+    moved = [
+        f"{name}{dtype and ' ' + dtype} {quantity(old[dtype], unit)} -> {quantity(rate, unit)} "
+        f"({rate / old[dtype] - 1.0:+.0%})"
+        for name, new, old, unit in figures
+        for dtype, rate in new.items()
+        if old.get(dtype) and max(rate / old[dtype], old[dtype] / rate) > TOLD_CHANGE
+    ]
+    if not moved:
+        return ""
+    change = compare_ceilings(now, then)
+    holds = (
+        "intervals of predictions hold both"
+        if change.same
+        else "they differ by more than measurements of one machine do, so the earlier ones no "
+        "longer count"
+    )
+    return (
+        f"ceilings of {now.name} moved since {then.extra.get(MEASURED_AT, 'they were measured')}: "
+        f"{', '.join(moved)}; times change by up to {change.factor:.2f} x, and {holds}"
+    )
 
 
 def show_device(console: Console, name: str, *, as_json: bool) -> None:

@@ -193,7 +193,11 @@ class DeviceSpec:
             # Device files may name a base in the catalogue, which is made of such descriptions.
             read: DeviceSpec = import_module(".catalogue", __package__).load_device_file(path)
             return read
-        return cls.from_dict(parse_json(path.read_text(encoding="utf-8")), where=str(path))
+        try:
+            data = parse_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DeviceError(f"not JSON: {error}", where=str(path)) from None
+        return cls.from_dict(data, where=str(path))
 
 
 def _lookup(table: dict[str, float], dtype: str) -> float:

@@ -27,6 +27,12 @@ MEASURED_AT, BY_NAME = "measured_at", "taken_by_name"
 #: Keys of ``DeviceSpec.extra``: microseconds of the anchors beside the probe, by name, and the
 #: present speed relative to then, by class (:func:`with_speed`).
 ANCHORS, SPEED = "anchors_us", "present_speed"
+#: Key of ``DeviceSpec.extra``: ceilings of the device's earlier measurements relative to those that
+#: it has, by class, the latest first, and the most that are kept (:func:`remeasured`).
+FORMER, MOST_FORMER = "former_ceilings", 4
+#: Change of a ceiling that is told: what repeated measurements of an idle machine differ by.
+#: Engineering estimate.
+TOLD_CHANGE = 1.05
 #: Anchors of each class of work, by the names of ``datagen/profile/anchors.py``.
 CLASSES = {"arithmetic": ("gemm", "vector"), "single-thread": ("single",), "bandwidth": ("memory",)}
 #: Factor up to which the anchors of two times may show one speed: in 95 % of all pairs of times in
@@ -135,6 +141,41 @@ def with_speed(spec: DeviceSpec, speed: Comparison) -> DeviceSpec:
     return replace(spec, extra=extra | ({SPEED: dict(speed.ratios)} if speed.ratios else {}))
 
 
+def remeasured(now: DeviceSpec, then: DeviceSpec) -> DeviceSpec:
+    """Describe a device that was measured again: intervals hold its earlier ceilings, too.
+
+    What differs from one measurement to the next is the noise of ceilings. Those of another machine
+    of the name, or of what the machine no longer is (:attr:`Comparison.same`), tell nothing.
+    """
+    change = compare_ceilings(then, now)
+    if not change.ratios or not change.same:
+        return now
+    own = change.ratios
+    older = [
+        {name: ratio * own[name] for name, ratio in former.items() if name in own}
+        for former in _formers(then)
+    ]
+    return replace(now, extra={**now.extra, FORMER: [dict(own), *older][:MOST_FORMER]})
+
+
+def former_speeds(spec: DeviceSpec) -> tuple[Comparison, Comparison] | None:
+    """Slowest and fastest speed by class of a device's earlier ceilings, relative to its own.
+
+    Returns:
+        ``None`` if none is known, or all are as it has them.
+    """
+    formers = _formers(spec)
+    slow = {n: min(1.0, *(f.get(n, 1.0) for f in formers)) for f in formers for n in f}
+    fast = {n: max(1.0, *(f.get(n, 1.0) for f in formers)) for f in formers for n in f}
+    ends = Comparison(slow), Comparison(fast)
+    return ends if max(own.factor for own in ends) > TOLD_CHANGE else None
+
+
+def _formers(spec: DeviceSpec) -> list[dict[str, float]]:
+    held = spec.extra.get(FORMER)
+    return [_positive(own) for own in held] if isinstance(held, list) else []
+
+
 def anchors_of(spec: DeviceSpec) -> dict[str, float]:
     """Return the anchors measured beside a device's probe; empty if there are none."""
     return _figures(spec, ANCHORS)
@@ -147,7 +188,10 @@ def speed_of(spec: DeviceSpec) -> Comparison:
 
 def _figures(spec: DeviceSpec, key: str) -> dict[str, float]:
     """Positive numbers under a key of ``extra``, which device files may fill with anything."""
-    found = spec.extra.get(key)
+    return _positive(spec.extra.get(key))
+
+
+def _positive(found: object) -> dict[str, float]:
     if not isinstance(found, dict):
         return {}
     return {

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.devices.identity import Comparison
-from ...features.kernels.kernel import Kernel
+from ...features.devices.identity import Comparison, former_speeds, speed_of
+from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.table.columns import INDEX
 from ...features.table.row import rows
 from ..core.base import KernelPrediction, distinct
@@ -31,6 +32,9 @@ from ..program.program_model import ProgramPrediction
 from ..trust.calibrator import Ends, few_or_ends
 from .covariance import Sites, scaled_params, start_params
 from .gaussian_process import MAX_SAMPLES, ErrorPosterior, left_out_errors
+
+if TYPE_CHECKING:
+    from ..cost_model import CostModel
 
 #: Features that show how close two kernels are, with their typical spread over the kernels of
 #: models, which makes distances dimensionless. The spreads are engineering estimates.
@@ -214,6 +218,41 @@ def program_at_present_speed(
     """Widen the interval of a program at the present speed to hold those at other speeds."""
     every = [now, *others]
     return now._replace(lo=min(p.lo for p in every), hi=max(p.hi for p in every))
+
+
+def in_program_at_speeds(
+    model: CostModel, lowered: LoweredProgram, device: DeviceSpec, isolated: KernelPrediction
+) -> tuple[KernelPrediction, ProgramPrediction]:
+    """Predict a program and its kernels in context, at the speeds that a device may have.
+
+    That is its present speed, where it differs from when the device was measured. Intervals hold
+    both, and what earlier measurements of its ceilings say.
+
+    Args:
+        model: Predicts programs.
+        lowered: The program.
+        device: Its device.
+        isolated: The kernels by themselves, at the speed of the device's measurement.
+    """
+    kernels, program = model.predict_in_program(lowered, device, isolated)
+    others = []
+    if (speed := speed_of(device)).ratios:
+        faster = at_higher_speed(isolated, lowered.kernels, speed)
+        others = [program, model.predict_program(lowered, device, faster)]
+        isolated = at_present_speed(isolated, lowered.kernels, speed)
+        kernels, program = model.predict_in_program(lowered, device, isolated)
+    if (formers := former_speeds(device)) and lowered.kernels:
+        slow, fast = (
+            1.0 / kernel_speeds(isolated.bound, lowered.kernels, own.ratios) for own in formers
+        )
+        others += [
+            model.predict_program(
+                lowered, device, replace(isolated, latency=isolated.latency * own)
+            )
+            for own in (slow, fast)
+        ]
+        kernels = replace(kernels, lo=kernels.lo * fast, hi=kernels.hi * slow)
+    return kernels, program_at_present_speed(program, others) if others else program
 
 
 def kernel_speeds(

@@ -16,7 +16,7 @@ from itertools import islice
 from math import inf, prod
 
 from ...common.errors import DatasetError, PlanError
-from ...common.files import parse_json, write_text
+from ...common.files import read_json, write_text
 from ...features.ir.partitioning import header_counts
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
@@ -371,7 +371,7 @@ class PlanSearch:
     def _load(self) -> None:
         if self.case.out is None or not (path := self.case.out / _PLANS).is_file():
             return
-        data = parse_json(path.read_text(encoding="utf-8"))
+        data = read_json(path)
         for name, known in (("rows", self.rows), ("stages", self.stages)):
             # What failed is tried again: a time limit may have been the reason.
             told = {k: row for k, row in data.get(name, {}).items() if not row["error"]}

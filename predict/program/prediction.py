@@ -14,7 +14,7 @@ from ...common.files import printable
 from ...common.interval import InSeconds, Interval, latency_of
 from ...common.units import duration
 from ...features.cost.library_calls import unknown_calls
-from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, speed_of
+from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, former_speeds, speed_of
 from ...features.kernels.kinds import is_attention
 from ...features.lowering.op import call_remedy
 from ...models.power.energy import energy_fields
@@ -326,7 +326,14 @@ def _device_notes(device: DeviceSpec) -> tuple[str, ...]:
         f"this machine runs at {speed} of when it was measured: times are scaled by what is "
         "slower, and intervals hold both speeds",
     )
-    return (*_taken(device), *(changed if speed.ratios else ()), *generation_note(device))
+    notes = [*_taken(device), *(changed if speed.ratios else ())]
+    if formers := former_speeds(device):
+        low, high = 1 / formers[1].factor, formers[0].factor
+        notes.append(
+            f"earlier measurements of its ceilings give {low:.2f} to {high:.2f} times the time: "
+            "intervals hold them"
+        )
+    return (*notes, *generation_note(device))
 
 
 def _taken(device: DeviceSpec) -> tuple[str, ...]:

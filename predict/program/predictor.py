@@ -11,7 +11,7 @@ import numpy as np
 
 from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
-from ...features.devices.identity import speed_of
+from ...features.devices.identity import former_speeds, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import capped_kernels, capped_total, program_energy
 from ...models.power.law import cap_share
@@ -205,19 +205,10 @@ class Predictor:
         # isolation.
         isolated = capped_kernels(kernels, lowered.kernels, device, cap)
         kernels, program = model.predict_in_program(lowered, device, isolated)
-        if (speed := speed_of(device)).ratios:
-            from ...models.adapt.device_correction import (
-                at_higher_speed,
-                at_present_speed,
-                program_at_present_speed,
-            )
+        if speed_of(device).ratios or former_speeds(device):
+            from ...models.adapt.device_correction import in_program_at_speeds
 
-            faster = at_higher_speed(isolated, lowered.kernels, speed)
-            others = [program, model.predict_program(lowered, device, faster)]
-            kernels, program = model.predict_in_program(
-                lowered, device, at_present_speed(isolated, lowered.kernels, speed)
-            )
-            program = program_at_present_speed(program, others)
+            kernels, program = in_program_at_speeds(model, lowered, device, isolated)
         total = capped_total(Interval(program.latency, program.lo, program.hi), cap)
         standing = model_notes(model, lowered.kernels, device)
         return Prediction(

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.files import parse_json, write_text
+from ...common.files import read_json, write_text
 from ...common.parquet import read_table, write_table
 from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
@@ -166,7 +166,7 @@ class Sweep:
         path = self.folder / _SETTINGS
         # Folders from before there were caps have none.
         uncapped = {"power_cap_w": None}
-        if path.is_file() and uncapped | parse_json(path.read_text(encoding="utf-8")) != settings:
+        if path.is_file() and uncapped | read_json(path) != settings:
             raise DatasetError(
                 "holds a sweep of another workload, model or power cap",
                 where=str(self.folder),

@@ -6,7 +6,7 @@ import pytest
 
 from opcast.common.errors import DeviceError
 from opcast.features.devices.device import MemoryLevel, local_device_name
-from opcast.features.devices.identity import Comparison, compare_anchors, with_speed
+from opcast.features.devices.identity import FORMER, Comparison, compare_anchors, with_speed
 from opcast.predict.devices import is_known, measured_path, resolve_device
 
 
@@ -128,6 +128,24 @@ def test_anchors_tell_the_present_speed():
     # An anchor of one time alone does not count; nor does a description without anchors.
     assert set(compare_anchors({"gemm": 1200.0}, then).ratios) == {"arithmetic"}
     assert not compare_anchors({}, then).ratios and not compare_anchors(then, {}).ratios
+
+
+def test_intervals_hold_the_ceilings_of_earlier_measurements(device, predictor, step_file):
+    plain = predictor.predict(step_file, device=device)
+    every = ("arithmetic", "single-thread", "bandwidth")
+    former = [dict.fromkeys(every, 0.75), dict.fromkeys(every, 1.2)]
+    found = predictor.predict(
+        step_file, device=replace(device, extra={**device.extra, FORMER: former})
+    )
+    # The estimate is that of the present ceilings; the ends are at least those of the others'.
+    assert found.latency_us == plain.latency_us
+    assert found.hi_us > 1.2 * plain.hi_us and found.lo_us < 0.9 * plain.lo_us
+    for own, before in zip(found.kernels, plain.kernels, strict=True):
+        assert own.latency_us == before.latency_us
+        assert own.hi_us == pytest.approx(before.hi_us / 0.75)
+        assert own.lo_us == pytest.approx(before.lo_us / 1.2)
+    (note,) = set(found.notes) - set(plain.notes)
+    assert "0.83 to 1.33 times the time: intervals hold them" in note
 
 
 def test_predictions_follow_the_present_speed(device, predictor, step_file):

@@ -9,11 +9,15 @@ from opcast.features.dataset import COLUMNS, Dataset
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 from opcast.features.devices.identity import (
     CACHE_BYTES,
+    FORMER,
+    MOST_FORMER,
     SINGLE_THREAD,
     Comparison,
     compare_ceilings,
     distinct,
+    former_speeds,
     identified,
+    remeasured,
     unlike,
 )
 
@@ -127,3 +131,22 @@ def test_rows_follow_their_run_when_an_older_one_joins(tmp_path):
     early = run(tmp_path / "early", "a", "2026-01-01", scaled(0.5))
     frame = Dataset.load(late, early).frame
     assert set(frame["device"]) == {"cpu-x"}
+
+
+def test_earlier_ceilings_are_kept_relative_to_those_of_now():
+    first, second, third = scaled(1.0), scaled(0.8), scaled(1.2)
+    now = remeasured(third, remeasured(second, first))
+    # Relative to 1.2: 0.8 is slower by a third, 1.0 by a sixth.
+    for former, factor in zip(now.extra[FORMER], (0.8 / 1.2, 1.0 / 1.2), strict=True):
+        assert former == pytest.approx(dict.fromkeys(former, factor))
+    slow, fast = former_speeds(now)
+    assert slow.ratios == pytest.approx(dict.fromkeys(slow.ratios, 0.8 / 1.2))
+    assert set(fast.ratios.values()) == {1.0}
+    # Another machine of the name, or one that is not the same any more, tells nothing.
+    assert FORMER not in remeasured(scaled(2.5), first).extra
+    assert former_speeds(first) is None
+    assert former_speeds(remeasured(scaled(1.01), first)) is None
+    many = first
+    for n in range(8):
+        many = remeasured(scaled(1.0 + 0.01 * n), many)
+    assert len(many.extra[FORMER]) == MOST_FORMER

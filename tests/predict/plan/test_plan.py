@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from opcast.common.errors import DatasetError, LoweringError, PlanError, ProgramError
+from opcast.common.errors import DatasetError, FileError, LoweringError, PlanError, ProgramError
 from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
@@ -520,6 +520,9 @@ def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
         del row["latency_us"]
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(DatasetError, match=r"the row of .* has no latency_us"):
+        plan(lowered, **OPTIONS, compiles=1, out=tmp_path)
+    (tmp_path / "plan.json").write_text("")
+    with pytest.raises(FileError, match=r"plan\.json.* is not JSON"):
         plan(lowered, **OPTIONS, compiles=1, out=tmp_path)
 
 
