@@ -180,11 +180,44 @@ def calibrate_collectives(
             )
     else:
         # A few rows adapt their own machine; the shipped parameters stay for everything else.
-        model = CollectiveModel.find().calibrated(rows, find)
+        shipped = CollectiveModel.find()
+        model = shipped.calibrated(rows, find)
+        if len(rows) > 1:
+            _check_left_out(shipped, rows, find, quiet=json_output)
     model.save(out)
     wrote(out, "collective model")
     if not report:
         _print_fit(rows, find, model, json_output)
+
+
+#: Parts of the rows that are left out in turn.
+_FOLDS = 4
+
+
+def _check_left_out(
+    shipped: CollectiveModel, rows: pd.DataFrame, find: FindLinks, *, quiet: bool
+) -> None:
+    """Judge a calibration on rows that it did not learn from: every part of them in turn.
+
+    Raises:
+        WorseModelError: It is worse there than the shipped parameters.
+    """
+    import numpy as np
+    from rich.console import Console
+
+    from ..workflows.measured.calibration_samples import check_unseen, mean_error
+
+    measured = np.log(rows["latency_us"].to_numpy(float) * 1e-6)
+    before, after = np.log(shipped.predict(rows, find)["latency_s"].to_numpy()), np.empty(len(rows))
+    part = np.arange(len(rows)) % min(_FOLDS, len(rows))
+    for fold in np.unique(part):
+        own = shipped.calibrated(rows[part != fold].reset_index(drop=True), find)
+        left = rows[part == fold].reset_index(drop=True)
+        after[part == fold] = np.log(own.predict(left, find)["latency_s"].to_numpy())
+    errors = (mean_error(measured - said) for said in (before, after))
+    check_unseen(
+        Console(quiet=True) if quiet else make_console(), f"{len(rows)} collectives", *errors
+    )
 
 
 def _report(rows: pd.DataFrame, find: FindLinks, unseen: bool, json_output: bool) -> None:

@@ -80,6 +80,10 @@ class ModelError(OpcastError):
     """A saved model is missing, damaged, or of another schema."""
 
 
+class WorseModelError(ModelError):
+    """An adapted model errs more than before on what it did not learn from."""
+
+
 class StrictError(OpcastError):
     """Under ``strict``, a kernel has no learned estimate."""
 

@@ -18,7 +18,16 @@ import numpy as np
 
 from ..common.errors import DeviceError, ProfileError
 from ..features.devices.identity import anchors_of, speed_of
-from .measured.calibration_samples import Candidate, Round, Samples, candidate_of, rounds_table
+from .measured.calibration_samples import (
+    Candidate,
+    Round,
+    Samples,
+    candidate_of,
+    check_unseen,
+    mean_error,
+    rounds_table,
+    unseen_errors,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,6 +84,7 @@ class Calibration:
         self.samples = Samples()
         self.rounds: list[Round] = []
         self.failed: list[str] = []
+        self.programs: dict[str, Mapping[str, float]] = {}
         self.disturbed = 0
         self._start = time.monotonic()
         # A probe must not leave a short budget without anything measured.
@@ -235,6 +245,7 @@ class Calibration:
             if "rows" in reply:
                 new += self.samples.add(reply["rows"], len(self.rounds), candidate.factors)
                 names.append(candidate.item.key)
+                self.programs[candidate.item.key] = candidate.runs
                 self.disturbed += bool(reply["disturbed"])
             else:
                 logger.info("%s failed: %s", candidate.item.key, reply["failed"])
@@ -298,6 +309,7 @@ def run_calibrate_budget(
     Raises:
         DeviceError: The device is not the one at hand.
         ProfileError: Nothing could be measured within the budget.
+        WorseModelError: The adapted model is worse on programs that it did not learn from.
     """
     import jax
 
@@ -320,6 +332,12 @@ def run_calibrate_budget(
         + (f", {len(run.failed)} programs failed" if run.failed else "")
         + (f", {run.disturbed} measured on a disturbed machine" if run.disturbed else "")
     )
+    before, after = unseen_errors(model, spec, run.samples, list(run.programs.values()))
+    if len(before):
+        what = f"{len(before)} measured programs"
+        check_unseen(
+            console, what, mean_error(before), mean_error(after), keep=settings.out is not None
+        )
     save_adapted(console, model, settings)
     took, budget = time.monotonic() - started, settings.budget_s or 0.0
     if took > (1.0 + TOLERATED) * budget:

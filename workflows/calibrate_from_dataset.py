@@ -17,6 +17,7 @@ from ..common.errors import DatasetError
 from ..common.progress import stages, tracked, wrote
 from ..features.devices.identity import identified
 from ..predict.locate import OPERATOR_MODEL
+from .measured.calibration_samples import check_unseen
 from .train_operators import TRAINING
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def run_calibrate_operators(
     Raises:
         DatasetError: The dataset has too few rows of the device, or none.
         DeviceError: The device is neither the dataset's, nor the model's, nor in the catalogue.
+        WorseModelError: It is worse than before on what it did not learn from.
     """
     from ..features.devices.catalogue import choose_described
     from ..models.adapt.active import allocate, shares_of, spread_evenly
@@ -86,9 +88,22 @@ def run_calibrate_operators(
     numbers = (
         allocate(gains, shares, total) if settings.by_time else spread_evenly(list(gains), total)
     )
+    # A family that gets worse on the rows that it did not learn from stays as it is.
+    unseen = {c.family: (c.active[0], c.active[-1]) for c in curves if c.family in gains}
+    better = {family for family, (before, after) in unseen.items() if after <= before}
+    for family in sorted(unseen.keys() - better):
+        console.print(
+            f"{family} is left as it is: adapted, its error on other rows is "
+            f"{unseen[family][1]:.1%}, not {unseen[family][0]:.1%}",
+            highlight=False,
+        )
+    kept = {family: unseen[family] for family in better} or unseen
+    before, after = np.mean(list(kept.values()), axis=0).tolist()
+    judged = f"other rows of {len(kept)} families"
+    check_unseen(console, judged, before, after, keep=settings.out is not None)
     for trial in trials:
         chosen = trial.rows.iloc[trial.order[: numbers[trial.family]]]
-        if len(chosen):
+        if len(chosen) and trial.family in better:
             model.families[trial.family].calibrate(spec.name, chosen, {spec.name: spec})
     model.devices[spec.name] = spec
     save_adapted(console, model, settings)
@@ -143,6 +158,7 @@ def run_calibrate_kernels(
 
     Raises:
         DatasetError: The dataset has too few kernels of the device.
+        WorseModelError: It is worse than before on what it did not learn from.
     """
     from ..models.adapt.device_correction import DeviceCorrection
     from ..models.cost_model import CostModel
@@ -160,6 +176,9 @@ def run_calibrate_kernels(
     counts = (*(n for n in COUNTS if n < samples), samples)
     curves = [error_curve(trial, spec.name, counts, seed)]
     _print_curves(console, curves, "MAPE in % by kernels learned")
+    active = curves[0].active
+    keep = settings.out is not None
+    check_unseen(console, "kernels of the other programs", active[0], active[-1], keep=keep)
     chosen = trial.rows.iloc[trial.order[:samples]]
     table, plain, measured = _featurised(model, chosen, spec)
     programs = chosen["program"].to_numpy(object).astype(str)

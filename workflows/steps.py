@@ -15,7 +15,7 @@ from ..common.files import write_text
 from ..common.progress import counting, wrote
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
-from ..models.steps.effects import slopes_at
+from ..models.steps.effects import Slopes, slopes_at
 from ..models.steps.model import StepModel
 from ..models.tracking.mlflow_store import tidy
 from ..models.tracking.tracked_runs import TrackedRun
@@ -38,6 +38,7 @@ from .judging import (
     to_learn,
     write_predictions,
 )
+from .measured.calibration_samples import check_unseen, mean_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,6 +60,27 @@ def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepM
     """Adapt a model to clusters of one's own from a few of their steps."""
     slopes = slopes_at(runs.simulate, model.table, len(runs.rows))
     return replace(model, table=slopes.linear(runs.contexts, measured).adapted())
+
+
+def left_out(slopes: Slopes, runs: StepRuns, measured: np.ndarray) -> np.ndarray:
+    """Errors on each step of a model that was adapted to the others.
+
+    Args:
+        slopes: The simulator around the effects before.
+        runs: The steps.
+        measured: Logarithms of their seconds, shape ``(n,)``.
+
+    Returns:
+        ``log(measured / predicted)``, shape ``(n,)``.
+    """
+    linear, every = slopes.linear(runs.contexts, measured), np.arange(len(measured))
+    errors = np.empty(len(measured))
+    for one in every:
+        others = every != one
+        contexts = [runs.contexts[n] for n in every[others]]
+        adapted = slopes.part(others).linear(contexts, measured[others]).adapted()
+        errors[one] = linear.errors(adapted)[one]
+    return errors
 
 
 #: Parts of a step, µs; they add up to ``latency_us``.
@@ -196,7 +218,12 @@ def _keep(console: Console, settings: StepSettings, judged: Judged, known: pd.Da
 
 
 def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
-    """Adapt a model to the clusters of a table of one's own steps; print what was learned."""
+    """Adapt a model to the clusters of a table of one's own steps; print what was learned.
+
+    Raises:
+        DatasetError: No step of the table has a time.
+        WorseModelError: The adapted model is worse on steps that it did not learn from.
+    """
     table = read_cases(settings.table, "steps")
     if "source" not in table or table["source"].isna().any():
         # Runs of one's own need no name: they are of one place.
@@ -228,6 +255,11 @@ def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
     following = next_run(base, runs, measured)
     if following is not None:
         console.print(following.text(), highlight=False, soft_wrap=True)
+    if len(own) > 1:
+        slopes = slopes_at(runs.simulate, base.table, len(own))
+        plain = slopes.linear(runs.contexts, measured).errors(base.table)
+        after = mean_error(left_out(slopes, runs, measured))
+        check_unseen(console, f"{len(own)} steps", mean_error(plain), after)
     model.save(settings.out)
     wrote(settings.out, "use it with --steps of simulate, --model of evaluate --steps")
     return model

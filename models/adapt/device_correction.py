@@ -16,7 +16,7 @@ speeds in either case.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,10 +61,12 @@ class DeviceCorrection:
         correction: The Gaussian process.
         stretch: Interval ends in units of the model's own half-width, from the errors of samples
             predicted from samples of other programs.
+        order: Which of the measured kernels the samples are; not saved.
     """
 
     correction: ErrorPosterior
     stretch: Ends
+    order: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
 
     @classmethod
     def fit(
@@ -93,7 +95,25 @@ class DeviceCorrection:
         sites, errors, half = sites.take(order), errors[order], half[order]
         groups = None if groups is None else groups[order]
         own = ErrorPosterior.fit(prior_params(), sites, errors, groups=groups, gain=GAIN)
-        return cls(own, few_or_ends(left_out_errors(own.inverse, own.weights, groups) / half))
+        left_out = left_out_errors(own.inverse, own.weights, groups)
+        return cls(own, few_or_ends(left_out / half), order)
+
+    def without(self, kernels: Sequence[int]) -> dict[int, float]:
+        """Correction of some measured kernels as learned from all others.
+
+        Args:
+            kernels: Their places among those that were given to :meth:`fit`.
+
+        Returns:
+            Expected ``log(measured / predicted)`` by place, of those that are samples.
+        """
+        own = np.flatnonzero(np.isin(self.order, list(kernels)))
+        inverse, weights = self.correction.inverse, self.correction.weights
+        if not len(own):
+            return {}
+        errors = np.linalg.solve(inverse, weights)[own]
+        left = np.linalg.solve(inverse[np.ix_(own, own)], weights[own])
+        return dict(zip(self.order[own].tolist(), (errors - left).tolist(), strict=True))
 
     @property
     def count(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import DatasetError, DeviceError
+from opcast.common.errors import DatasetError, DeviceError, WorseModelError
 from opcast.models.collectives.model import CollectiveModel
 from opcast.models.collectives.on_cluster import ClusterCollectives
 from opcast.simulate.clusters.catalogue import find_cluster
@@ -84,12 +84,24 @@ def rows(tmp_path):
 def test_calibrated_collectives_are_used_on_the_cluster(rows, tmp_path):
     text = run("calibrate-collectives", rows, "--out", tmp_path / "own.json")
     assert "b200" in text and "efficiency" in text
+    # 1 - 1 / 1.4 before, as an absolute logarithm; what is left out shows it.
+    assert "error on 17 collectives, each left out of what is learned: 40.0% before" in text
     own, box = own_collectives(tmp_path / "own.json"), find_cluster("b200-x4")
     ratio = own.latency("all_reduce", 2**24, 4, box) / ClusterCollectives().latency(
         "all_reduce", 2**24, 4, box
     )
     assert ratio == pytest.approx(1.4, rel=0.05)
     assert own.estimate("all_reduce", 2**24, 4, box).detail == "calibrated"
+
+
+def test_collectives_that_contradict_each_other_are_not_saved(rows, tmp_path):
+    """Noise of a factor of three either way: the shipped parameters predict the others better."""
+    frame = pd.read_csv(rows)
+    frame["latency_us"] *= np.where(np.arange(len(frame)) % 4 < 2, 3.0, 1 / 3.0) / 1.4
+    frame.to_csv(rows, index=False)
+    with pytest.raises(WorseModelError, match="worse on 17 collectives"):
+        run("calibrate-collectives", rows, "--out", tmp_path / "own.json")
+    assert not (tmp_path / "own.json").exists()
 
 
 def test_measured_pods_are_known_for_whole_boxes(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import DatasetError, DeviceError
+from opcast.common.errors import DatasetError, DeviceError, WorseModelError
 from opcast.datagen.profile.plan import Item
 from opcast.features.dataset import Dataset
+from opcast.models.adapt.device_correction import DeviceCorrection
 from opcast.models.cost_model import CostModel
 from opcast.predict.locate import find_model
 from opcast.workflows.calibrate_by_measuring import Calibration, local_device, run_calibrate_budget
@@ -54,7 +56,9 @@ def test_a_kernel_dataset_calibrates(twice_as_slow, tmp_path):
     assert np.median(correction.errors) == pytest.approx(np.log(2), abs=0.35)
 
 
-def test_a_gpu_calibrates_the_model_of_gpus(twice_as_slow, tmp_path):
+def test_a_gpu_calibrates_the_model_of_gpus(twice_as_slow, tmp_path, monkeypatch):
+    # Kernels of a CPU teach a GPU nothing: that is refused otherwise.
+    monkeypatch.setattr("opcast.workflows.calibrate_from_dataset.check_unseen", lambda *_, **__: 0)
     data, _ = twice_as_slow
     dataset = Dataset.load(data)
     frame = dataset.frame.sample(60, random_state=0).assign(device="h100-sxm")
@@ -68,7 +72,45 @@ def test_a_gpu_calibrates_the_model_of_gpus(twice_as_slow, tmp_path):
     )
 
 
-def test_another_machine_of_a_trained_name_does_not_take_its_place(twice_as_slow, tmp_path):
+def test_what_is_worse_than_before_is_not_saved(twice_as_slow, tmp_path):
+    """Kernels of a CPU, said to be an H100's: what some teach is wrong for those of others."""
+    data, _ = twice_as_slow
+    dataset = Dataset.load(data)
+    frame = dataset.frame.sample(60, random_state=0).assign(device="h100-sxm")
+    Dataset(frame, dataset.runs).save(tmp_path / "d")
+    words = ("calibrate", "--device", "h100-sxm", "--data", tmp_path / "d", "--samples", 20)
+    with pytest.raises(WorseModelError, match=r"is not saved: error .* before, .* after"):
+        run(*words, "--out", tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+    # Without a file to write it is said, and nothing is refused.
+    result = run(*words)
+    assert result.exit_code == 0 and "each left out of what is learned" in result.output
+
+
+def test_errors_of_programs_are_of_those_that_were_not_learned():
+    """Two programs share nothing: each is predicted from the other, and their errors are equal."""
+    rng = np.random.default_rng(0)
+    sites = rng.normal(size=(6, 2))
+    covariance = np.exp(-np.square(sites[:, None] - sites[None]).sum(2)) + 0.1 * np.eye(6)
+    errors, inverse = rng.normal(size=6), np.linalg.inv(covariance)
+    order = np.array([3, 1, 0, 5, 2, 4])
+    posterior = SimpleNamespace(inverse=inverse, weights=inverse @ errors)
+    correction = DeviceCorrection(posterior, (0.0, 0.0), order)
+    # Samples 0, 2 and 3 are kernels 3, 0 and 5: predicted from samples 1, 4 and 5.
+    found = correction.without([0, 3, 5])
+    own, rest = [0, 2, 3], [1, 4, 5]
+    expected = (
+        covariance[np.ix_(own, rest)] @ np.linalg.inv(covariance[np.ix_(rest, rest)]) @ errors[rest]
+    )
+    assert [found[kernel] for kernel in (3, 0, 5)] == pytest.approx(expected.tolist())
+    assert correction.without([7]) == {}
+
+
+def test_another_machine_of_a_trained_name_does_not_take_its_place(
+    twice_as_slow, tmp_path, monkeypatch
+):
+    # Ceilings say all of it: there is nothing to learn.
+    monkeypatch.setattr("opcast.workflows.calibrate_from_dataset.check_unseen", lambda *_, **__: 0)
     data, device = twice_as_slow
     dataset = Dataset.load(data)
     for record in dataset.runs.values():

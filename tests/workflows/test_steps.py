@@ -15,11 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import DeviceError
+from opcast.common.errors import DeviceError, WorseModelError
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster import step as steps
 from opcast.predict.cluster.case_table import read_cases, read_rows
-from opcast.predict.cluster.step_table import StepRow, step_row
+from opcast.predict.cluster.step_table import StepRow, StepRuns, step_row
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
 from opcast.simulate.clusters.catalogue import find_cluster
@@ -169,6 +169,23 @@ def test_commands_train_calibrate_and_evaluate(tmp_path: Path) -> None:
     assert len(pd.read_parquet(out)) == 6 and "Accuracy" in page.read_text()
     trained = run("train", "--steps", runs, "--out", tmp_path / "own.json", "--no-track")
     assert "left out" in trained and StepModel.load(tmp_path / "own.json").provenance["rows"] == 6
+
+
+def test_steps_that_teach_nothing_of_each_other_are_not_saved(tmp_path: Path) -> None:
+    """One step is half as long as predicted and one twice: each is worse after the other."""
+    base, asked = StepModel.find(), table().head(2).assign(step_s=1.0)
+    runs = StepRuns([row for row in read_rows(asked, step_row)[0] if row], load_step_model())
+    seconds = [found.step.total for found in runs.predict(base)]
+    asked["step_s"] = [seconds[0] / 2, seconds[1] * 2]
+    asked.to_csv(tmp_path / "runs.csv", index=False)
+    words = ["calibrate", "--steps", str(tmp_path / "runs.csv"), "--out", str(tmp_path / "m.json")]
+    with pytest.raises(WorseModelError, match="worse on 2 steps that it did not learn from"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    assert not (tmp_path / "m.json").exists()
+    # Twice as long each: what the one says holds for the other.
+    asked["step_s"] = [2 * own for own in seconds]
+    asked.to_csv(tmp_path / "runs.csv", index=False)
+    assert "error on 2 steps, each left out of what is learned: 100.0% before" in run(*words)
 
 
 def test_a_tracked_training_names_its_table(tmp_path: Path, monkeypatch) -> None:

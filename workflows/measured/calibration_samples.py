@@ -1,4 +1,4 @@
-"""What a calibration may measure, what it has measured, and what its rounds were worth."""
+"""What a calibration may measure, what it has measured, and whether it was worth it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.errors import WorseModelError
 from ...common.types import JsonObject
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.console import Console
 
     from ...datagen.profile.plan import Item
     from ...features.devices.device import DeviceSpec
@@ -24,6 +26,40 @@ logger = logging.getLogger(__name__)
 #: Kernels considered for each program, those that take most time; the covariance of all candidates'
 #: kernels is a dense matrix. Engineering estimate.
 MAX_KERNELS = 40
+#: Share of the time by which an adapted model may err more than before without counting as worse:
+#: half of the last digit in which errors are printed, twice over.
+_SAME = 0.001
+
+
+def check_unseen(
+    console: Console, what: str, before: float, after: float, *, keep: bool = True
+) -> None:
+    """Print an adapted model's error on what it did not learn from; refuse one that is worse.
+
+    Args:
+        console: Console to print to.
+        what: What it was judged on, such as ``5 programs``, each predicted without itself.
+        before: Relative error of the model as it was.
+        after: Relative error of the model as adapted to the others.
+        keep: Whether it is to be saved.
+
+    Raises:
+        WorseModelError: It is worse than before, and was to be saved.
+    """
+    errors = f"{before:.1%} before, {after:.1%} after"
+    told = f"error on {what}, each left out of what is learned: {errors}"
+    console.print(told, highlight=False, soft_wrap=True)
+    if after > before + _SAME and keep:
+        raise WorseModelError(
+            f"the adapted model is worse on {what} that it did not learn from, so it is not saved: "
+            f"error {errors}",
+            hint="measure more, on a quiet machine; or keep the model as it is",
+        )
+
+
+def mean_error(logs: np.ndarray) -> float:
+    """Mean of absolute logarithms of ratios, as a relative error."""
+    return float(np.expm1(np.abs(logs).mean()))
 
 
 @dataclass(frozen=True)
@@ -35,12 +71,15 @@ class Candidate:
         kernels: The program's costliest kernels.
         share: Share of each in the program's predicted time, shape ``(n,)``.
         factors: Factor on the latency of each of the program's kernels for its loops, by hash.
+        runs: Executions of each of the program's kernels with those factors, by hash: its time is
+            the sum of these times the kernels' latencies.
     """
 
     item: Item
     kernels: tuple[Kernel, ...]
     share: np.ndarray
     factors: Mapping[str, float]
+    runs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -136,7 +175,7 @@ def candidate_of(item: Item, model: CostModel, device: DeviceSpec) -> Candidate 
     share = total[costly] / max(float(total.sum()), 1e-12)
     # One label stands for all executions; a branch that is never taken has none.
     mean = {h: inside[h] / runs[h] for h in own if runs[h] > 0}
-    return Candidate(item, tuple(kernels[i] for i in costly), share, mean)
+    return Candidate(item, tuple(kernels[i] for i in costly), share, mean, inside)
 
 
 @dataclass(frozen=True)
@@ -174,3 +213,40 @@ def rounds_table(rounds: Sequence[Round]) -> pd.DataFrame:
             "seconds": [round(r.seconds) for r in rounds],
         }
     )
+
+
+def unseen_errors(
+    model: CostModel,
+    device: DeviceSpec,
+    samples: Samples,
+    programs: Sequence[Mapping[str, float]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Errors on each measured program when its kernels are left out of what is learned.
+
+    A program's time is the sum of its kernels', as measured and as predicted.
+
+    Args:
+        model: As calibrated to the samples.
+        device: The device.
+        samples: Its kernels.
+        programs: Executions of kernels by hash, of each program.
+
+    Returns:
+        ``log(measured / predicted)`` of each, before and after; empty for a single program, which
+        leaves nothing to learn from.
+    """
+    known = model.corrections[device.name]
+    place = {digest: n for n, digest in enumerate(samples.kernels)}
+    measured = np.array([samples.seconds[digest] for digest in place])
+    plain = model.estimator.predict(list(samples.kernels.values()), device).latency
+    errors = []
+    for runs in programs if len(programs) > 1 else ():
+        count = np.array([runs.get(digest, 0.0) for digest in place])
+        shifts = known.without(np.flatnonzero(count).tolist())
+        own = np.array(list(shifts), int)
+        held, before = (float((count * each)[own].sum()) for each in (measured, plain))
+        if held > 0.0:
+            after = float((count * plain)[own] @ np.exp(list(shifts.values())))
+            errors.append([np.log(held / before), np.log(held / after)])
+    both = np.array(errors).reshape(-1, 2).T
+    return both[0], both[1]

@@ -51,6 +51,8 @@ NEEDED = frozenset(("op", "family", "dtype", "device", "latency_us"))
 CANDIDATES, JUDGED = 1200, 4000
 #: ``result`` of a cell whose intervals hold again.
 REPAIRED = "repaired"
+#: ``result`` of a cell that is left as it was, since what was learned made its other rows worse.
+NO_BETTER = "no better"
 
 
 def run_drift(console: Console, settings: DriftSettings) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -115,6 +117,8 @@ def _run(
         title = f"learned {settings.samples} samples of each, others judged, in %"
         print_frame(console, in_percent(repaired), title)
         name = "repaired" if (repaired["result"] == REPAIRED).all() else "adapted"
+        if (repaired["result"] == NO_BETTER).all():
+            name = "unchanged"
     for told in _not_repaired(stale, repaired, settings.samples):
         console.print(told, highlight=False)
     if settings.out is not None:
@@ -122,6 +126,8 @@ def _run(
         model.save(settings.out)
         settings.save(settings.out)
         wrote(settings.out, f"{name} model; predict with it: --model {settings.out}")
+    elif name == "unchanged" and len(repaired):
+        console.print("the model stays as it is: what was learned made its other rows worse")
     elif len(repaired):
         console.print(f"the {name} model is not kept: give --out to save it", highlight=False)
     return found, repaired
@@ -257,7 +263,7 @@ def repair(
         One row for each cell with more rows than ``samples``: :data:`CELL`, ``n`` rows that were
         not learned from, their error and coverage before and after, and ``result``:
         :data:`REPAIRED` if the coverage is back at what is tolerated, else ``improved`` if
-        neither is worse than before, or ``no better``.
+        neither is worse than before, or :data:`NO_BETTER`.
     """
     records = []
     rng = np.random.default_rng(seed)
@@ -276,6 +282,8 @@ def repair(
         rest = own.iloc[rng.permutation(rest)[:JUDGED]].reset_index(drop=True)
         before = predictions(model, rest.drop(columns="version"))
         taken = own.iloc[chosen]
+        learned = family.fitted.errors
+        corrections, known = dict(learned.corrections), model.versions
         family.calibrate(device, taken, spec, library=str(cell["backend"]))
         model.devices[device] = spec[device]
         model.learn_versions(taken, device, str(cell["key"]))
@@ -285,6 +293,16 @@ def repair(
             for of in (_error, lambda table: _inside(table).mean())
         )
         neither_worse = covered[1] >= covered[0] and errors[1] <= errors[0]
+        result = (
+            REPAIRED
+            if covered[1] >= 1.0 - TOLERATED
+            else "improved"
+            if neither_worse
+            else NO_BETTER
+        )
+        if result == NO_BETTER:
+            # What was learned is worse than nothing, so it is not kept.
+            learned.corrections, model.versions = corrections, known
         records.append(
             {
                 **{c: cell[c] for c in CELL},
@@ -293,11 +311,7 @@ def repair(
                 "error_after": errors[1],
                 "covered_before": covered[0],
                 "covered_after": covered[1],
-                "result": REPAIRED
-                if covered[1] >= 1.0 - TOLERATED
-                else "improved"
-                if neither_worse
-                else "no better",
+                "result": result,
             }
         )
     return pd.DataFrame(records)

@@ -33,6 +33,7 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_row
 from ...predict.operator.serving_operators import load_serving_operators
+from ..measured.calibration_samples import check_unseen
 from .evaluate import observer
 
 if TYPE_CHECKING:
@@ -158,7 +159,12 @@ def _memory(
 
 
 def run_calibrate_serving(console: Console, settings: ServingSettings) -> ServingModel:
-    """Adapt to a table of one's own runs, print errors before and after, and save the model."""
+    """Adapt to a table of one's own runs, print errors before and after, and save the model.
+
+    Raises:
+        DatasetError: No row has an answer and can be expressed.
+        WorseModelError: The adapted model is worse on runs that it did not learn from.
+    """
     model, figures = calibrate_serving(
         read_cases(settings.table, "serving"),
         load_serving_operators(),
@@ -176,6 +182,13 @@ def run_calibrate_serving(console: Console, settings: ServingSettings) -> Servin
     for name, stack in model.provenance.own.items():
         if stack.memory:
             console.print(f"{name}: {stack.memory:.1%} of the memory is used")
+    judged = figures.dropna(subset=["unseen"])
+    if len(judged):
+        weights = judged["runs"]
+        before, after = (
+            float(np.average(judged[name], weights=weights)) for name in ("before", "unseen")
+        )
+        check_unseen(console, f"{few} runs", before, after)
     model.save(settings.out)
     wrote(settings.out, f"use it with --serving {settings.out}")
     return model
