@@ -11,6 +11,7 @@ field, which is then one option.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, is_dataclass
 from functools import wraps
@@ -51,6 +52,12 @@ class _Setting:
         return get_args(self.type)[0] if whole and not self.option.collect else None
 
     @property
+    def number(self) -> bool:
+        """Whether the option's value is a number with a fraction, which may be written as nan."""
+        kinds = get_args(self.type) or (self.type,)
+        return float in kinds and not self.option.parse and not self.option.collect
+
+    @property
     def parameter(self) -> inspect.Parameter:
         """The parameter as Typer reads it."""
         option, hint, default = self.option, self.type, self.default
@@ -72,7 +79,7 @@ class _Setting:
         settings: dict[str, Any] = {
             "help": option.help,
             "parser": option.parse and told(option.parse),
-            "callback": option.check and told(option.check),
+            "callback": told(option.check) if option.check else finite if self.number else None,
             "min": option.least,
             "max": option.most,
             "metavar": option.metavar,
@@ -138,6 +145,13 @@ def flat(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     command.__annotations__ = {name: own.annotation for name, own in parameters.items()}
     return command
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse what is no number: it would pass every comparison with a least and a largest one."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a number")
+    return value
 
 
 def told(function: Callable[[A], T]) -> Callable[[A], T]:

@@ -31,7 +31,9 @@ class Compiler:
     is slow.
     """
 
-    compile_timeout: Annotated[float, Option("Time limit of the compiler in seconds.")] = 3600.0
+    compile_timeout: Annotated[
+        float, Option("Time limit of the compiler in seconds.", least=1e-3)
+    ] = 3600.0
     compile_memory: Annotated[
         float, Option("Memory limit of the compiler in GiB; 0: 80 % of this machine's.")
     ] = 0.0

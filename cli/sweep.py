@@ -55,7 +55,7 @@ def plan(
     save_program: Annotated[
         Path | None, Option("Write the program with the best plan's shardings.")
     ] = None,
-    top: Annotated[int, Option("Number of plans to print.")] = 10,
+    top: Annotated[int, Option("Number of plans to print.", least=1)] = 10,
     json_output: Json = False,
 ) -> None:
     """Search meshes and shardings of any program for the best on a cluster.

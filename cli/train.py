@@ -241,7 +241,7 @@ def compare(
     print_frame(make_console(), differences(names), "what differs, and metrics of the whole")
 
 
-def ui(port: Annotated[int, Option("Port on localhost.")] = 5000) -> None:
+def ui(port: Annotated[int, Option("Port on localhost.", least=1, most=65535)] = 5000) -> None:
     """Open MLflow's user interface on the runs tracked here."""
     from ..models.tracking.mlflow_store import serve_ui
 

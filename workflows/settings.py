@@ -111,9 +111,9 @@ class TrainSettings(Settings):
         Option("Exclude a device, by name or file, from training; may be given again."),
     ] = ()
     # Bounds the memory that the largest families need. Engineering estimate.
-    max_rows: Annotated[int, Option("For operators: maximum rows of a family to learn from.")] = (
-        1_000_000
-    )
+    max_rows: Annotated[
+        int, Option("For operators: maximum rows of a family to learn from.", least=1)
+    ] = 1_000_000
     join: Annotated[
         str | None, Option("For operators: take over the other families of this model.")
     ] = None
@@ -127,7 +127,9 @@ class TuneSettings(Settings):
     command: ClassVar[str] = "tune"
     data: Data
     model: Annotated[str, Option("Estimator to train.")] = "xgboost"
-    trials: Annotated[int, Option("Number of trials, including those of earlier searches.")] = 20
+    trials: Annotated[
+        int, Option("Number of trials, including those of earlier searches.", least=1)
+    ] = 20
     split: Annotated[
         str, Option("Split whose training part to search on; its test part is held out.")
     ] = "unseen_family"
@@ -137,7 +139,7 @@ class TuneSettings(Settings):
             "Start no trial after this time, such as 90s or 2h.", ("--timeout",), parse=seconds_of
         ),
     ] = None
-    folds: Annotated[int, Option("Number of cross-validation folds.")] = 3
+    folds: Annotated[int, Option("Number of cross-validation folds.", least=2)] = 3
     objective: Annotated[str, Option("Error to minimise: mean_abs_log or median_ape.")] = (
         "mean_abs_log"
     )

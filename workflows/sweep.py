@@ -32,7 +32,9 @@ class SweepSettings(Settings, StepsBy):
     out: Annotated[Path, Option("Results folder; a sweep resumes from it.", check=folder)]
     workload: str = ""
     sizes: Sizes = ()
-    batches: Annotated[Sequence[int], Option("Batch size; may be given again.", ("--batch",))] = ()
+    batches: Annotated[
+        Sequence[int], Option("Batch size; may be given again.", ("--batch",), least=1)
+    ] = ()
     grid: Annotated[
         str,
         Option("Values of each axis, such as tp=4/8,recompute=none/full; or a YAML file."),
@@ -44,8 +46,8 @@ class SweepSettings(Settings, StepsBy):
     power_cap_w: PowerCapOpt = None
     workers: Annotated[int, Option("Worker processes.", least=1)] = 1
     ray: Ray = ""
-    seed: Annotated[int, Option("With --trials: random seed of the search.")] = 0
-    top: Annotated[int, Option("Number of plans to print.")] = 15
+    seed: Annotated[int, Option("With --trials: random seed of the search.", least=0)] = 0
+    top: Annotated[int, Option("Number of plans to print.", least=1)] = 15
     plot: Annotated[Path | None, Option("Plot memory against time.", check=plot_file)] = None
     scaling: Annotated[
         Path | None, Option("Plot strong and weak scaling over the clusters.", check=plot_file)

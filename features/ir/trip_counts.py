@@ -56,10 +56,22 @@ def set_trip_counts(program: Program, given: Mapping[str, int] | int | None = No
             source line (``file:line``) or the line alone.
 
     Raises:
-        ProgramError: ``given`` names a loop that the program does not have.
+        ProgramError: ``given`` names a loop that the program does not have, or one that runs
+            another number of times.
     """
-    if any(op.opcode == "while" for c in program.computations.values() for op in c.ops):
+    loops = [op for c in program.computations.values() for op in c.ops if op.opcode == "while"]
+    if loops:
         _Walk(program).run()
+    by_name = given if isinstance(given, Mapping) else {}
+    for op in loops:
+        own = op.attrs.get("trip_count")
+        named = next((name for name in loop_names(op) if name in by_name), "")
+        if named and own is not None and own != by_name[named]:
+            raise ProgramError(
+                f"the loop {named!r} runs {own} times, as its condition says, not {by_name[named]}",
+                where=program.origin,
+                hint="give counts of loops whose count is not known",
+            )
     apply_given(program, given)
 
 

@@ -83,8 +83,16 @@ def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
         lowered = _lower(program, device, options)
         notes = [program.note, sharding_note(program)]
         notes += [platform_note(program, device)] if device is not None else []
+        if options.trip_counts is not None and not _has_loops(program):
+            notes.append("a trip count was given, but the program has no loops")
         lowered.notes += [note for note in notes if note and note not in lowered.notes]
         return lowered
+
+
+def _has_loops(program: SourceProgram) -> bool:
+    return any(
+        op.opcode == "while" for own in program.program.computations.values() for op in own.ops
+    )
 
 
 def _described(device: object) -> DeviceSpec | None:

@@ -11,7 +11,7 @@ from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..effects.effects import CLUSTER
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
-from .context import StepContext
+from .context import OWN, StepContext
 from .effects import EffectTable
 from .memory import MemoryLaw
 
@@ -115,6 +115,16 @@ class StepModel(JsonModel):
             {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
             dict(data["provenance"]),
         )
+
+    def source_note(self, source: str, device: str) -> tuple[str, ...]:
+        """A note where nothing was learned of a cluster by its owner's name, which then is idle."""
+        if source in ("", OWN) or self.table.knows(CLUSTER, f"{source}|{device}"):
+            return ()
+        keys = (key.split("/", 2) for key in self.table.values)
+        names = sorted({name for _, level, name in keys if level == CLUSTER})
+        others = [name.partition("|")[0] for name in names if name.endswith(f"|{device}")]
+        told = f"; known on it: {', '.join(others)}" if others else ""
+        return (f"nothing was learned of clusters of {source!r} with {device}{told}",)
 
 
 def calibrated_as(tier: str, slopes: Mapping[str, float]) -> str:

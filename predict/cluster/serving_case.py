@@ -206,7 +206,9 @@ class LoadSpec:
         Option("Tokens of a prompt: 1024, uniform:512:1024, geometric:1024 or lognormal:1024:0.5."),
     ] = "1024"
     output: Annotated[str, Option("Tokens of an output, likewise.")] = "256"
-    seed: Annotated[int, Option("Without a trace: random seed of the requests.", section="Run")] = 0
+    seed: Annotated[
+        int, Option("Without a trace: random seed of the requests.", least=0, section="Run")
+    ] = 0
 
     @property
     def kind(self) -> str:

@@ -330,7 +330,11 @@ class StepPredictor:
                 seconds, counts, step.compute, interval, self.spec, plan.devices, self.cap
             ),
             price=price,
-            described=(*generation_note(self.spec), *widened),
+            described=(
+                *self.learned.source_note(self.source, self.spec.name),
+                *generation_note(self.spec),
+                *widened,
+            ),
         )
 
     def costs(self, workload: Workload) -> Costs:

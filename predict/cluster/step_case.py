@@ -117,7 +117,7 @@ class StepCase(PlannedStep):
         Mapping[int, float],
         Option("Relative speed of a rank, RANK=0.9; may be given again.", collect=_speeds),
     ] = field(default_factory=dict)
-    seed: Annotated[int, Option("With --jitter: random seed.")] = 0
+    seed: Annotated[int, Option("With --jitter: random seed.", least=0)] = 0
 
     def predict(self, work: Workload, operators: OpModel | None) -> StepPrediction:
         """Answer for the workload as it was read.

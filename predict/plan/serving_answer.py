@@ -107,7 +107,8 @@ class ServingPlans:
         fewest: Where nothing fits, devices of the smallest engine that does; 0 if none was found.
         devices: How many there are.
         open: Whether the load is open, so that its throughput is not the deployment's.
-        helps: Where none keeps the SLO: what of the nearest was changed, and what became of it.
+        helps: Where none keeps the SLO: what of the nearest was changed, and what became of it, or
+            why it is not possible.
     """
 
     slo: Slo
@@ -118,7 +119,7 @@ class ServingPlans:
     fewest: int = 0
     devices: int = 0
     open: bool = False
-    helps: dict[str, Planned] = field(default_factory=dict)
+    helps: dict[str, Planned | str] = field(default_factory=dict)
 
     @property
     def nothing_fits(self) -> bool:
@@ -195,7 +196,9 @@ class ServingPlans:
             return []
         said = [f"nearest is {one.text()}: {self._missed(one)}"]
         for change, other in self.helps.items():
-            if other.keeps(self.slo):
+            if isinstance(other, str):
+                said.append(f"{change} is not possible: {other}")
+            elif other.keeps(self.slo):
                 sure = f"{other.sure(self.slo):.0%} sure"
                 said.append(f"{change} would keep it ({sure}): {self._figures(other)}")
             else:

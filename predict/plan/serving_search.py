@@ -224,7 +224,8 @@ def _simulate_helps(
     for change, one in _changes(found.nearest.deployment):
         try:
             prediction = predictor.predict(one, spec, slo=found.slo, load=load, record=False)
-        except OpcastError:
+        except OpcastError as error:
+            found.helps[change] = str(error)
             continue
         found.helps[change] = Planned(one, prediction)
 

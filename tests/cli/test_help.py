@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +80,20 @@ def test_examples_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             words = shlex.split(example.replace("\\\n", " "))
             done = CliRunner().invoke(app, words[1:], catch_exceptions=False)
             assert done.exit_code == 0, f"{example}: {done.output}"
+
+
+def test_every_number_has_a_least() -> None:
+    """Zero plans, minus one row and ``nan`` are refused where they are read, by their option."""
+    loose = []
+    for words, _ in entries(COMMANDS):
+        command = typer.main.get_command(app)
+        for word in words:
+            command = command.commands[word]  # type: ignore[attr-defined]
+        for param in command.params:
+            kind = param.bare_type() if hasattr(param, "bare_type") else None
+            if kind in (int, float) and not param.is_flag and param.min is None:
+                loose.append((words, param.name))
+            if kind is float:
+                with pytest.raises(typer.BadParameter):
+                    param.callback(math.nan)
+    assert not loose

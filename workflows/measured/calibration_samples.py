@@ -248,5 +248,5 @@ def unseen_errors(
         if held > 0.0:
             after = float((count * plain)[own] @ np.exp(list(shifts.values())))
             errors.append([np.log(held / before), np.log(held / after)])
-    both = np.array(errors).reshape(-1, 2).T
+    both: np.ndarray = np.array(errors).reshape(-1, 2).T
     return both[0], both[1]

@@ -206,6 +206,7 @@ def _judge(
     for number, part in enumerate(tracked(parts, len(parts), "fitting"), 1):
         drawn = draw(part, families.get(part.key, rows.iloc[:0]))
         if not possible(drawn):
+            console.print(f"{part.title}: too few rows, left out", highlight=False)
             continue
         # One file for each part: a report that was stopped resumes with the next one.
         path = store.path(part, drawn)

@@ -61,7 +61,7 @@ class ClusterReportSettings(Settings):
     models: Sequence[str] = ()
     scaling: Sequence[int] = ()
     grid: Mapping[str, Sequence[str]] | None = None
-    workers: Annotated[int, Option("Processes.", ("--threads",))] = 2
+    workers: Annotated[int, Option("Processes.", ("--threads",), least=1)] = 2
 
     @property
     def folder(self) -> Path:

@@ -218,3 +218,12 @@ def test_user_gives_trip_counts() -> None:
         assert trips(read_mlir(text, "f.mlir", trip_counts=given)) == [4]
     with pytest.raises(ProgramError, match=r"no loop is called 'x'.*while\.\d+ \(f.mlir:3\)"):
         read_mlir(text, "f.mlir", trip_counts={"x": 4})
+
+
+def test_a_count_that_a_loop_cannot_have_is_refused() -> None:
+    """It would be ignored: the loop's condition says how often it runs."""
+    text = jax.jit(lambda x: jax.lax.fori_loop(3, 14, lambda i, c: c * i, x)).lower(X).as_text()
+    (loop,) = ops_of(read_mlir(text, "f.mlir"), "while")
+    assert trips(read_mlir(text, "f.mlir", trip_counts={loop.name: 11})) == [11]
+    with pytest.raises(ProgramError, match="runs 11 times, as its condition says, not 4"):
+        read_mlir(text, "f.mlir", trip_counts={loop.name: 4})

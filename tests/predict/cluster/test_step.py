@@ -443,6 +443,18 @@ def test_a_device_of_one_s_own_makes_its_cluster_faster(tmp_path, operators):
     assert 0.4 < times[1] / times[0] < 0.75
 
 
+def test_a_name_of_which_nothing_was_learned_is_told(operators):
+    w = make_workload("llama", {**LLAMA, "layers": 2, "batch": 8})
+
+    def said(source):
+        predictor = StepPredictor(find_cluster("h100-sxm-x8"), operators, source=source)
+        return [n for n in predictor.predict(w, Plan(dp=8)).notes() if "nothing was learned" in n]
+
+    assert said("own") == said("mosaicml/llm-foundry") == []
+    (note,) = said("llm-foundry")
+    assert "'llm-foundry' with h100-sxm; known on it: " in note and "mosaicml/llm-foundry" in note
+
+
 def test_unknown_devices_and_plans_are_refused(operators):
     cluster = find_cluster("h100-sxm-x8")
     with pytest.raises(PlanError, match="8"):
