@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,22 @@ _CONVENTION = (
 #: What is being lowered for, for translations that choose by it; ``None`` outside, and for JAX's
 #: default backend.
 LOWERED_FOR: ContextVar[Platform | None] = ContextVar("LOWERED_FOR", default=None)
+
+
+_PASS = "pass its example arguments after it: opcast.predict(function, *arguments, …)"
+
+
+def _hint(function: object) -> str:
+    """What to do about a function that cannot be traced with its arguments."""
+    if hasattr(function, "apply") and hasattr(function, "init"):
+        return (
+            "give a module's apply and its variables: opcast.predict(module.apply, jax.eval_shape("
+            "module.init, jax.random.key(0), x), x)"
+        )
+    return (
+        "does jax.eval_shape(function, *arguments) work with these arguments? an array's stand-in "
+        "is jax.ShapeDtypeStruct(shape, dtype)"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,9 +92,7 @@ class FunctionCall:
             raise ProgramError(
                 f"the function cannot be traced: {type(error).__name__}: {error}",
                 where=self.origin,
-                hint="does jax.eval_shape(function, *arguments) work with these arguments?"
-                if given
-                else "pass its example arguments after it: opcast.predict(function, *arguments, …)",
+                hint=_hint(self.function) if given else _PASS,
             ) from error
         finally:
             LOWERED_FOR.reset(before)
@@ -156,35 +171,93 @@ def _trace_plain(
 ) -> JaxObject:
     """Trace a function that is not jitted; what JAX cannot trace is held fixed."""
     import jax
-    import numpy as np
 
+    if isinstance(function, functools.partial) and _has_abstract(function.args, function.keywords):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        return _trace_plain(function.func, args, kwargs)
     # A module that is a tree of arrays (equinox) has its parameters as arguments, not as constants.
     own = jax.tree.leaves(function)
     if not (len(own) == 1 and own[0] is function):
         return _trace_plain(_call, (function, *args), kwargs)
+    try:
+        return _trace_moving(function, args, kwargs, numbers=True)
+    except (TypeError, ValueError) as error:
+        # Numbers of Python that choose shapes, axes or powers; results that are no arrays.
+        try:
+            return _trace_moving(function, args, kwargs, numbers=False)
+        except (TypeError, ValueError):
+            raise error from None
+
+
+def _trace_moving(
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    numbers: bool,
+) -> JaxObject:
+    """Trace a function of its arrays, and of positional numbers of Python if ``numbers``.
+
+    Arguments that it changes in place (modules and optimisers of flax.nnx) are results, too.
+    """
+    import jax
+    import numpy as np
+
+    arrays = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    plain = (int, float, complex)
     leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, int, float, complex)
     # Keyword arguments that are plain Python values choose what a function does (train=True).
     first = len(jax.tree.leaves(args))
     moving = [
-        isinstance(leaf, kinds)
-        and not (n >= first and isinstance(leaf, int | float | complex))
-        and not isinstance(leaf, bool)
+        isinstance(leaf, arrays)
+        or (n < first and numbers and isinstance(leaf, plain) and not isinstance(leaf, bool))
         for n, leaf in enumerate(leaves)
     ]
-    if all(moving):
+
+    def called(given: tuple[tuple[object, ...], dict[str, object]]) -> object:
+        before = jax.tree.leaves(given)
+        result = function(*given[0], **given[1])
+        after = jax.tree.leaves(given)
+        kinds = (*arrays, *plain)
+        kept = jax.tree.map(lambda leaf: leaf if isinstance(leaf, kinds) else None, result)
+        made = jax.tree.leaves(result)
+        changed = [
+            leaf
+            for old, leaf in zip(before, after, strict=False)
+            if leaf is not old and isinstance(leaf, arrays) and not any(leaf is m for m in made)
+        ]
+        return (kept, changed) if changed else kept
+
+    # JAX remembers traces by function.
+    if numbers and all(moving) and not _has_objects((args, kwargs), (*arrays, *plain)):
         return jax.jit(function).trace(*args, **kwargs)
+
+    def whole(*args: object, **kwargs: object) -> object:
+        return called((args, kwargs))
+
+    if all(moving):
+        # Arguments keep their names, which plans tell.
+        return jax.jit(functools.update_wrapper(whole, function)).trace(*args, **kwargs)
 
     def fixed(*arrays: object) -> object:
         given = iter(arrays)
         values = [next(given) if own else leaf for own, leaf in zip(moving, leaves, strict=True)]
-        positional, named = jax.tree.unflatten(tree, values)
-        results = jax.tree.leaves(function(*positional, **named))
-        return [leaf for leaf in results if isinstance(leaf, kinds)]
+        return called(jax.tree.unflatten(tree, values))
 
     fixed.__name__ = getattr(function, "__name__", "function")
-    arrays = [leaf for own, leaf in zip(moving, leaves, strict=True) if own]
-    return jax.jit(fixed).trace(*arrays)
+    return jax.jit(fixed).trace(*(a for own, a in zip(moving, leaves, strict=True) if own))
+
+
+def _has_objects(tree: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a tree has nodes that may change in place: no container or frozen dataclass."""
+    import jax
+
+    def may_change(node: object) -> bool:
+        frozen = getattr(getattr(node, "__dataclass_params__", None), "frozen", False)
+        return not (frozen or isinstance(node, tuple | list | dict | None))
+
+    leaves = jax.tree.leaves(tree, is_leaf=may_change)
+    return not all(isinstance(leaf, kinds) for leaf in leaves)
 
 
 def _call(function: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -377,6 +378,92 @@ def test_errors_tell_tracing_from_lowering():
         opcast.predict(wrong, X, device="h100-sxm")
     with pytest.raises(ProgramError, match=r"wrong.*cannot be traced.*example arguments"):
         opcast.predict(jax.jit(wrong), device="h100-sxm")
+
+
+class Linear:
+    """As equinox' modules: a tree whose leaves are arrays and functions."""
+
+    def __init__(self, weight, activation):
+        self.weight, self.activation = weight, activation
+
+    def __call__(self, x):
+        return self.activation(x @ self.weight)
+
+
+jax.tree_util.register_pytree_node(
+    Linear, lambda m: ((m.weight, m.activation), None), lambda _, leaves: Linear(*leaves)
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Static:
+    """A module whose function is no leaf."""
+
+    weight: object
+    activation: object = field(metadata={"static": True}, default=jnp.tanh)
+
+    def __call__(self, x):
+        return self.activation(x @ self.weight)
+
+
+class Counted:
+    """A module that changes in place, as those of flax.nnx."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def step(self, x):
+        grad = jax.grad(lambda w: ((x @ w) ** 2).sum())(self.weight)
+        self.weight = self.weight - 0.1 * grad
+
+
+jax.tree_util.register_pytree_node(
+    Counted, lambda m: ((m.weight,), None), lambda _, leaves: Counted(*leaves)
+)
+
+
+def update(model, x):
+    """Returns nothing: what it changes is what it is for."""
+    model.step(x)
+
+
+PRODUCT = 2 * 64**3
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "products"),
+    [
+        (lambda m, x: m(x), (Linear(X, jnp.tanh), X), {}, 1),
+        (Linear(X, jnp.tanh), (X,), {}, 1),
+        (lambda m, x: m(x), (Static(X), X), {}, 1),
+        (Static(X), (X,), {}, 1),
+        # What functions return beside arrays, or take to choose.
+        (lambda m, x: (m, m(x), "said"), (Linear(X, jnp.tanh), X), {}, 1),
+        (lambda x, n: jnp.linalg.matrix_power(x, n), (X, 4), {}, 2),
+        (lambda x, shape: x.reshape(shape) @ jnp.ones((128, 128)), (X, (32, 128)), {}, 2),
+        (lambda x, how: x @ x if how == "twice" else x, (X, "twice"), {}, 1),
+        (partial(lambda w, x: x @ w, X), (X,), {}, 1),
+        (partial(lambda x, w: x @ w, w=X), (X,), {}, 1),
+        (partial(lambda x, n: jnp.linalg.matrix_power(x, n), n=2), (X,), {}, 1),
+        # Forward, and the gradient's product.
+        (update, (Counted(X), X), {}, 2),
+        (update, (), {"model": Counted(X), "x": X}, 2),
+    ],
+)
+def test_arguments_of_any_kind(function, args, kwargs, products):
+    source = read_program(function, *args, platform=Platform("cuda", 90), **kwargs)
+    gemms = [k for k in lower(source, "fused", cache=False).kernels if k.kind == "gemm"]
+    assert sum(k.flops for k in gemms) == pytest.approx(products * PRODUCT, rel=0.02)
+
+
+def test_a_module_of_flax_says_what_to_give():
+    linen = pytest.importorskip("flax.linen")
+    module = linen.Dense(64)
+    with pytest.raises(ProgramError, match=r"opcast\.predict\(module\.apply, jax\.eval_shape"):
+        read_program(module, X)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    assert "dot" in opcodes(read_program(module.apply, variables, X))
 
 
 def test_traced_functions():
