@@ -108,17 +108,12 @@ def tune_kernel(
 
     The table has a row for each candidate; docs/tpu.md lists its columns.
     """
-    import pandas as pd
-
-    from ..common.errors import DatasetError
     from ..common.parquet import read_table, write_table
     from ..models.tiles.model import TileModel
     from ..predict.published.tile_table import rank_configurations, short_configs, ties_note
     from ..predict.render.operator import candidates_table
 
-    if not table.is_file():
-        raise DatasetError("no such table", where=str(table))
-    read = pd.read_csv(table) if table.suffix.lower() == ".csv" else read_table(table)
+    read = read_table(table)
     ranked = rank_configurations(read, TileModel.find())
     if out is not None:
         write_table(ranked, out)

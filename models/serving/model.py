@@ -92,6 +92,15 @@ class ServingModel(JsonModel):
         """Whether there are runs of a row's very machines: of its source, on its device."""
         return context.get("cluster", "") in self.provenance.clusters
 
+    def source_note(self, source: str, device: str) -> tuple[str, ...]:
+        """A note where no run on a named owner's machines was learned from: the name is idle."""
+        known = {*self.provenance.clusters, *self.provenance.own}
+        if not source or f"{source}|{device}" in known:
+            return ()
+        others = sorted(name.partition("|")[0] for name in known if name.endswith(f"|{device}"))
+        told = f"; known on it: {', '.join(others)}" if others else ""
+        return (f"nothing was learned of machines of {source!r} with {device}{told}",)
+
     def _own(self, context: Context) -> OwnStack:
         """The stack with runs of a row's model and engine that the model was adapted to, if any."""
         stack = self.provenance.own.get(context.get("cluster", ""), OwnStack())

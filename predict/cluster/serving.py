@@ -264,6 +264,7 @@ class ServingPredictor:
                 *_notes(found, tier, queued, self.model.effects.values, memory),
                 *tail_note(spec, load, run, saturated=queued > SATURATED),
                 *context_note(deployment.context, load),
+                *self.model.source_note(deployment.source, deployment.spec.name),
             ),
             states=states_of(run, cache.tokens, deployment.engine.count),
             energy=serving_energy(

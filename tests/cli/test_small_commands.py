@@ -188,3 +188,11 @@ def test_the_batch_of_a_step_that_donates_nothing_is_found(tmp_path):
     # Gradients of both parameters, 2 · 256 · 512 of 4 bytes, and the loss.
     assert "collectives move 1.0 MiB a run" in said
     assert "num_partitions = 8" in out.read_text() and "tensor<8x256xf32>" in out.read_text()
+
+
+@pytest.mark.parametrize("command", [("tune-kernel",), ("audit",), ("drift", "--data")])
+def test_an_empty_table_is_an_error_that_names_it(command, tmp_path):
+    path = tmp_path / "empty.csv"
+    path.write_text("")
+    with pytest.raises(DatasetError, match=r"empty\.csv"):
+        CliRunner().invoke(app, [*command, str(path)], catch_exceptions=False)

@@ -469,3 +469,17 @@ def test_energy_and_cost_of_a_request(predictor: ServingPredictor) -> None:
     assert data["dollars_per_request"] == pytest.approx(8.0 / 3600 / found.requests_per_s.value)
     assert data["dollars_per_request_lo"] < data["dollars_per_request"]
     assert not any(name.startswith("dollars") for name in found.to_dict())
+
+
+def test_a_name_of_which_nothing_was_learned_is_told() -> None:
+    known = Known(clusters=("lab|h100-sxm", "lab|l4"))
+    model = replace(ServingModel(), provenance=known)
+
+    def said(source: str) -> list[str]:
+        notes = ServingPredictor(None, model).predict(replace(PLAIN, source=source), SPEC).notes
+        return [note for note in notes if "nothing was learned" in note]
+
+    assert said("") == said("lab") == []
+    assert said("lap") == [
+        "nothing was learned of machines of 'lap' with h100-sxm; known on it: lab"
+    ]
