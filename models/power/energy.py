@@ -15,7 +15,7 @@ from ...features.table.roofline import compute_seconds, main_bytes
 from ...features.table.row import rows
 from ..core.base import KernelPrediction
 from ..trust.calibrator import with_error
-from .law import Work, capped, held, shipped_law, under_cap
+from .law import Work, board_law, capped, held, under_cap
 
 
 def energy(
@@ -26,6 +26,7 @@ def energy(
     total: Interval,
     devices: int,
     cap: float = 1.0,
+    idle: float = 0.0,
 ) -> Interval | None:
     """Joules of devices that compute for a part of a time and wait for the rest.
 
@@ -37,6 +38,7 @@ def energy(
         total: Time of the program or step, with its interval.
         devices: Number of devices.
         cap: Sustained power as a share of the limit.
+        idle: Seconds of ``total`` in which nothing runs; in the rest kernels wait for others.
 
     Returns:
         Joules with a 90 % interval, in which errors of power and of time count as independent;
@@ -44,14 +46,15 @@ def energy(
     """
     if not spec.power_w:
         return None
-    law = shipped_law()
+    law = board_law(spec)
     weight = float(seconds.sum())
     waiting = min(law.waiting, cap)
     drawn = cap * held(law.demand(work) / cap)
     share = float((drawn * seconds).sum() / weight) if weight else waiting
     # Guard: rounding may put computation a little above the total.
     busy = min(busy, total.value)
-    used = share * busy + waiting * (total.value - busy)
+    idle = min(idle, total.value - busy)
+    used = share * busy + waiting * (total.value - busy - idle) + min(law.idle, cap) * idle
     joules = devices * spec.power_w * used
     low, high = (math.log(max(end, 1e-30) / total.value) for end in (total.lo, total.hi))
     below, above = with_error((low, high), law.ends)
@@ -103,15 +106,15 @@ def capped_kernels(
         return found
     times = np.stack([found.latency, found.lo, found.hi], axis=1)
     work = _work([kernels[i] for i in at.tolist()], times[at, 0], device)
-    times[at] = capped(times[at], work, cap)
+    times[at] = capped(times[at], work, cap, board_law(device))
     return replace(found, latency=times[:, 0], lo=times[:, 1], hi=times[:, 2])
 
 
-def capped_total(total: Interval, cap: float) -> Interval:
+def capped_total(total: Interval, device: DeviceSpec, cap: float) -> Interval:
     """Widen a program's interval by the law's error, which all its kernels have the same way."""
     if cap >= 1.0 or not total.value:
         return total
-    low, high = under_cap(total.lo / total.value, total.hi / total.value, cap)
+    low, high = under_cap(total.lo / total.value, total.hi / total.value, cap, board_law(device))
     return Interval(total.value, total.value * low, total.value * high)
 
 

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ...common.types import JsonMapping, typed
+from ...features.devices.catalogue import find_device
 from ..core.store import JsonModel
 from ..estimators.xgboost_trees import SavedTrees, applied, compact, grow
-from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins
-from .law import PowerLaw, fit_law, left_out_errors
+from ..trust.calibrator import Calibrator, Ends, ends, including_zero, size_bins, weighted_quantile
+from .law import PowerLaw, Silicon, fit_law
 from .rows import PowerRows
 
 #: Trees of the time and of the power, their depth, and least rows of a leaf. Small: the file ships.
-_TREES, _DEPTH, _LEAF = (300, 180), 6, 5
+_TREES, _DEPTH, _LEAF = (400, 400), 8, 5
 #: Readings of the board's sensor from which a row shows the sustained power. The sensor averages
 #: over a second or so: shorter runs read what ran before them (rows of one shape differ by 20 % in
 #: the mean below ten readings, by 4 % from ten on).
 SUSTAINED = 10
 #: Readings from which a row is learned from at all (the kernel pack's README, trap 3).
 LEAST = 4
+#: Share of the idle power that a board may read, asleep.
+_ASLEEP = 0.9
 #: Bins of the time in which errors of power are kept apart: short kernels' readings are noisier.
 _BINS = 5
+
+
+class PowerErrors(NamedTuple):
+    """Errors on ``n`` rows that were not learned from.
+
+    Attributes:
+        at: Their positions.
+        device: Device of each, object.
+        name: Class of kernels of each, object.
+        seconds: Predicted times.
+        time: Logarithms of measured over predicted time.
+        power: The same of power.
+    """
+
+    at: np.ndarray
+    device: np.ndarray
+    name: np.ndarray
+    seconds: np.ndarray
+    time: np.ndarray
+    power: np.ndarray
 
 
 class PowerAnswer(NamedTuple):
@@ -65,7 +89,7 @@ class PowerModel(JsonModel):
         provenance: What it was learned from.
     """
 
-    form, what = 1, "power"
+    form, what = 2, "power"
 
     law: PowerLaw
     classes: list[str]
@@ -77,19 +101,16 @@ class PowerModel(JsonModel):
     edges: np.ndarray
     provenance: dict[str, object] = field(default_factory=dict)
 
-    def predict(self, rows: PowerRows, device: np.ndarray) -> PowerAnswer:
+    def predict(self, rows: PowerRows) -> PowerAnswer:
         """Predict operators.
 
         Args:
             rows: The operators.
-            device: Name of each row's device, object, shape ``(n,)``.
         """
-        seconds, share = self._raw(rows)
+        seconds, share, idle = self._raw(rows)
         known = np.isin(rows.name.astype(str), self.classes)
-        known &= np.isin(device.astype(str), self.devices)
-        own = np.array(self.power_ends)[np.searchsorted(self.edges, seconds, side="right")]
-        power = np.where(known[:, None], own, np.array(self.unseen_ends))
-        time = np.where(known[:, None], np.array(self.time_ends[0]), np.array(self.time_ends[1]))
+        known &= np.isin(rows.device.astype(str), self.devices)
+        power, time = self._ends(seconds, known)
         watts = share * rows.limit
         return PowerAnswer(
             seconds,
@@ -97,39 +118,61 @@ class PowerModel(JsonModel):
             seconds * np.exp(time[:, 1]),
             watts,
             # A board holds its limit but for a reading's ripple, and never draws less than idle.
-            np.maximum(watts * np.exp(power[:, 0]), 0.9 * self.law.idle * rows.limit),
+            np.maximum(watts * np.exp(power[:, 0]), _ASLEEP * idle * rows.limit),
             np.minimum(watts * np.exp(power[:, 1]), 1.02 * rows.limit),
             np.where(known, "known", "unseen").astype(object),
         )
 
-    def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray]:
-        time, power = self.trees
-        seconds = rows.seconds * np.exp(time.predict(rows.features(rows.seconds, self.classes)))
-        law = _of_law(self.law, rows, seconds)
-        share = law * np.exp(power.predict(rows.features(seconds, self.classes)))
-        return seconds, np.clip(share, 0.9 * self.law.idle, 1.0)
+    def _ends(self, seconds: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the intervals of power and of times, as logarithms of shape ``(n, 2)``."""
+        own = np.array(self.power_ends)[np.searchsorted(self.edges, seconds, side="right")]
+        power = np.where(known[:, None], own, np.array(self.unseen_ends))
+        time = np.where(known[:, None], np.array(self.time_ends[0]), np.array(self.time_ends[1]))
+        return power, time
 
-    def calibrate(
-        self, rows: PowerRows, seconds: np.ndarray, share: np.ndarray, judge: np.ndarray
-    ) -> None:
-        """Take the ends of intervals from rows that were not learned from, where ``judge``."""
-        said, power = self._raw(rows)
-        time_left = np.log(seconds / said)[judge]
-        left = np.log(share / power)[judge]
-        self.edges, bins = size_bins(said[judge], _BINS)
-        by_bin = Calibrator[int]().pool(left, bins.tolist())
-        every = including_zero(ends(left))
+    def ends_of(self, left: PowerErrors, known: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Ends of the intervals of power and of times of what was left out."""
+        return self._ends(left.seconds, np.full(len(left.seconds), known))
+
+    def _raw(self, rows: PowerRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, power, and power of a board that runs nothing, as shares of the limit."""
+        seconds = rows.seconds * np.exp(self._asked(self.trees[0], rows, rows.seconds))
+        law, idle = rows.share(self.law, seconds)
+        share = law * np.exp(self._asked(self.trees[1], rows, seconds))
+        return seconds, np.clip(share, _ASLEEP * idle, 1.0), idle
+
+    def _asked(self, trees: SavedTrees, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:
+        """What trees say; of a device that they do not know, the mean over those that they do."""
+        seen = np.isin(rows.device.astype(str), self.devices)
+        said = np.zeros(len(seconds))
+        asked = [(rows.device, seen)]
+        asked += [(np.full(len(seen), name, object), ~seen) for name in self.devices]
+        for board, at in asked:
+            if at.any():
+                columns = rows.features(seconds, self.classes, self.devices, board)
+                said[at] += trees.predict(columns[at])
+        return said / np.where(seen, 1.0, len(self.devices))
+
+    def calibrate(self, errors: PowerErrors, unseen: PowerErrors | None) -> None:
+        """Take the ends of intervals from rows that were not learned from.
+
+        Args:
+            errors: Of rows of known devices and classes.
+            unseen: Of devices that were left out; ``None`` where only one was measured.
+        """
+        self.edges, bins = size_bins(errors.seconds, _BINS)
+        by_bin = Calibrator[int]().pool(errors.power, bins.tolist())
+        every = including_zero(ends(errors.power))
         self.power_ends = [by_bin.of((b,), every) for b in range(len(self.edges) + 1)]
-        low, high = including_zero(ends(time_left))
-        # Another chip's times are off by what the operators' model errs there, twice as much as on
-        # chips that it knows (docs/operators.md); its power by what the law errs on classes of
-        # kernels that it lacks.
-        self.time_ends = ((low, high), (2.0 * low, 2.0 * high))
-        widest = np.array(self.power_ends)
-        self.unseen_ends = (
-            min(self.law.ends[0], float(widest[:, 0].min())),
-            max(self.law.ends[1], float(np.median(widest[:, 1]))),
-        )
+        low, high = including_zero(ends(errors.time))
+        if unseen is None:
+            # Another chip's times are off by what the operators' model errs there, twice as much as
+            # on chips that it knows (docs/operators.md); its power by twice as much as well.
+            self.time_ends = ((low, high), (2.0 * low, 2.0 * high))
+            self.unseen_ends = (2.0 * every[0], 2.0 * every[1])
+            return
+        self.time_ends = ((low, high), including_zero(balanced(unseen.time, unseen.device)))
+        self.unseen_ends = including_zero(balanced(unseen.power, unseen.device))
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -162,9 +205,14 @@ class PowerModel(JsonModel):
         )
 
 
-def _of_law(law: PowerLaw, rows: PowerRows, seconds: np.ndarray) -> np.ndarray:
-    """Shares by the law; where no family counts work, half of the limit, which trees correct."""
-    return np.where(rows.known, law.share(rows.work(seconds)), 0.5)
+def left_errors(
+    model: PowerModel, rows: PowerRows, seconds: np.ndarray, share: np.ndarray, at: np.ndarray
+) -> PowerErrors:
+    """Errors of a model on rows that it did not learn from."""
+    own = rows.take(at)
+    said, power, _ = model._raw(own)
+    time, watts = np.log(seconds[at] / said), np.log(share[at] / power)
+    return PowerErrors(at, own.device, own.name, said, time, watts)
 
 
 def fit_power(
@@ -172,10 +220,9 @@ def fit_power(
     seconds: np.ndarray,
     share: np.ndarray,
     readings: np.ndarray,
-    device: np.ndarray,
     learn: np.ndarray,
     seed: int = 0,
-) -> PowerModel:
+) -> tuple[PowerModel, PowerErrors, PowerErrors | None]:
     """Learn power, and the times of the software that it was measured with.
 
     Args:
@@ -183,47 +230,124 @@ def fit_power(
         seconds: Measured times.
         share: Measured power over the board's limit.
         readings: Readings of the board's sensor within each row.
-        device: Name of each row's device.
         learn: Rows to learn from; the others (at least 100) give the ends of intervals.
         seed: Of the trees' draws.
+
+    Returns:
+        The model, its errors on the rows that it did not learn from, and those of models that lack
+        a device on that device's rows, if there are several devices.
     """
-    fam = np.array([str(name).split("|")[0] for name in rows.name])
-    steady = learn & rows.known & (readings >= SUSTAINED)
-    # Not the least reading: a row may catch its board asleep.
-    idle = float(np.quantile(share[learn], 0.001))
-    weight = np.ones(len(share))
-    for name in np.unique(fam[steady]):
-        weight[fam == name] = 1.0 / np.sqrt((fam[steady] == name).sum())
-    weight /= weight[steady].mean()
+    read = readings >= LEAST
+    steady = rows.known & (readings >= SUSTAINED)
 
-    def fit(chosen: np.ndarray) -> PowerLaw:
-        return fit_law(rows.work(seconds), share, weight, idle, steady & chosen)
+    def fit(chosen: np.ndarray) -> PowerModel:
+        return _learned(rows, seconds, share, read, steady, learn & chosen, seed)
 
-    law = fit(np.ones(len(share), bool))
-    lacking = left_out_errors(fit, rows.work(seconds), share, fam)[steady]
-    low, high = including_zero(_balanced(lacking, fam[steady]))
-    law = PowerLaw(law.idle, law.active, law.matrix, law.memory, (low, high))
+    model = fit(np.ones(len(share), bool))
+    without = {}
+    if len(model.devices) > 1:
+        without = {name: fit(rows.device != name) for name in model.devices}
+    parts = [
+        left_errors(lacking, rows, seconds, share, np.flatnonzero(read & (rows.device == name)))
+        for name, lacking in without.items()
+    ]
+    unseen = PowerErrors(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
+    spread = _law_ends(model, without, rows, seconds, share, steady, learn)
+    model.law = replace(model.law, ends=spread)
+    errors = left_errors(model, rows, seconds, share, np.flatnonzero(~learn & read))
+    model.calibrate(errors, unseen)
+    return model, errors, unseen
+
+
+def _law_ends(
+    model: PowerModel,
+    without: Mapping[str, PowerModel],
+    rows: PowerRows,
+    seconds: np.ndarray,
+    share: np.ndarray,
+    steady: np.ndarray,
+    learn: np.ndarray,
+) -> Ends:
+    """Ends of the law's interval: families and devices left out in turn."""
+    family = rows.family()
+    errors, group = [], []
+    for name in np.unique(family[steady & learn]):
+        law = _law(rows, seconds, share, steady & learn & (family != name), model.law.silicon)
+        own = rows.take(at := np.flatnonzero(steady & (family == name)))
+        errors.append(np.log(share[at] / own.share(law, seconds[at])[0]))
+        group += [name] * len(at)
+    for name, lacking in without.items():
+        own = rows.take(at := np.flatnonzero(steady & (rows.device == name)))
+        errors.append(np.log(share[at] / own.share(lacking.law, seconds[at])[0]))
+        group += [f"{name} {f}" for f in family[at]]
+    return including_zero(balanced(np.concatenate(errors), np.array(group, object)))
+
+
+def _law(
+    rows: PowerRows,
+    seconds: np.ndarray,
+    share: np.ndarray,
+    at: np.ndarray,
+    silicon: dict[str, Silicon],
+) -> PowerLaw:
+    """The law of rows, in which the families of a device count alike."""
+    group = [f"{d} {f}" for d, f in zip(rows.device, rows.family(), strict=True)]
+    _, place = np.unique(group, return_inverse=True)
+    weight = 1.0 / np.sqrt(np.maximum(np.bincount(place[at], minlength=place.max() + 1), 1))[place]
+    weight /= weight[at].mean()
+    parts = [(board, own & at) for board, own in rows.boards() if (own & at).any()]
+    return fit_law(parts, rows.work(seconds), share, weight, silicon)
+
+
+def _silicon(rows: PowerRows, share: np.ndarray, at: np.ndarray) -> dict[str, Silicon]:
+    """Idle power by architecture, in shares of the limit of the first of its boards."""
+    found: dict[str, list[tuple[str, float]]] = {}
+    for board, own in rows.boards():
+        if (own & at).any():
+            chips = found.setdefault(board.architecture, [])
+            base = find_device(chips[0][0]) if chips else board
+            # Not the least reading: a row may catch its board asleep.
+            idle = float(np.quantile(share[own & at], 0.001)) * board.power_w / base.power_w
+            chips.append((board.name, idle * base.core_count / board.core_count))
+    return {
+        name: Silicon(chips[0][0], float(np.mean([idle for _, idle in chips])))
+        for name, chips in found.items()
+    }
+
+
+def _learned(
+    rows: PowerRows,
+    seconds: np.ndarray,
+    share: np.ndarray,
+    read: np.ndarray,
+    steady: np.ndarray,
+    learn: np.ndarray,
+    seed: int,
+) -> PowerModel:
+    """A law and trees, without the ends of intervals."""
+    law = _law(rows, seconds, share, steady & learn, _silicon(rows, share, learn))
     classes = sorted({str(name) for name in rows.name[learn]})
+    devices = sorted({str(name) for name in rows.device[learn]})
+
+    def features(times: np.ndarray) -> np.ndarray:
+        return rows.features(times, classes, devices, rows.device)
+
+    columns = features(rows.seconds)
     log_time = np.log(seconds / rows.seconds)
-    time = grow(
-        rows.features(rows.seconds, classes), log_time, learn, _TREES[0], _DEPTH, _LEAF, seed
-    )
-    said = rows.seconds * np.exp(applied(time, rows.features(rows.seconds, classes)))
-    log_power = np.log(share / _of_law(law, rows, said))
-    read = learn & (readings >= LEAST)
-    power = grow(rows.features(said, classes), log_power, read, _TREES[1], _DEPTH, _LEAF, seed)
+    time = grow(columns, log_time, learn, _TREES[0], _DEPTH, _LEAF, seed)
+    said = rows.seconds * np.exp(applied(time, columns))
+    log_power = np.log(share / rows.share(law, said)[0])
+    power = grow(features(said), log_power, learn & read, _TREES[1], _DEPTH, _LEAF, seed)
     trees = (SavedTrees(compact(time)), SavedTrees(compact(power)))
-    model = PowerModel(
-        law, classes, sorted(set(map(str, device[learn]))), trees,
+    return PowerModel(
+        law, classes, devices, trees,
         ((-0.5, 0.5), (-1.0, 1.0)), [(-0.5, 0.5)], (-0.5, 0.5), np.array([]),
     )  # fmt: skip
-    model.calibrate(rows, seconds, share, ~learn & (readings >= LEAST))
-    return model
 
 
-def _balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
+def balanced(errors: np.ndarray, group: np.ndarray) -> Ends:
     """5 and 95 % quantiles of errors over groups that count alike."""
-    lows, highs = zip(
-        *(np.quantile(errors[group == g], (0.05, 0.95)) for g in np.unique(group)), strict=True
-    )
-    return float(np.mean(lows)), float(np.mean(highs))
+    names, place, count = np.unique(group.astype(str), return_inverse=True, return_counts=True)
+    weight = 1.0 / count[place] / len(names)
+    low, high = (weighted_quantile(errors, weight, level) for level in (0.05, 0.95))
+    return low, high

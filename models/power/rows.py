@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pandas as pd
@@ -14,7 +14,7 @@ from ...features.operators import family_keys
 from ...features.operators.columns import texts_of
 from ...features.operators.features import op_features
 from ..operators import OpModel
-from .law import Work
+from .law import PowerLaw, Work
 
 #: Parameters of operators, whole modules included, whose logarithms are features.
 SHAPES = (
@@ -24,6 +24,8 @@ SHAPES = (
     "d_state", "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim", "n_groups", "chunk_size",
     "hc_mult",
 )  # fmt: skip
+#: Share of what idling leaves of the limit, where no family counts a row's work; trees correct it.
+_UNCOUNTED = 0.3
 #: Columns that name a class of kernels.
 _CLASS = ("family", "op", "dtype", "kv_dtype", "kernel")
 #: Work of an operator without a model, the root of its FLOPs times its bytes, as the start of its
@@ -37,6 +39,7 @@ class PowerRows:
 
     Attributes:
         name: Class of kernels of each row, object.
+        device: Canonical name of the device of each, object.
         seconds: Times by the operator model, or the start of a time where it has none.
         known: Whether that model has the family, bool.
         flops: Operations; 0 where no family counts them.
@@ -51,6 +54,7 @@ class PowerRows:
     """
 
     name: np.ndarray
+    device: np.ndarray
     seconds: np.ndarray
     known: np.ndarray
     flops: np.ndarray
@@ -63,6 +67,39 @@ class PowerRows:
     limit: np.ndarray
     shapes: np.ndarray
 
+    def take(self, at: np.ndarray) -> PowerRows:
+        """Select rows by mask or position."""
+        return PowerRows(**{part.name: getattr(self, part.name)[at] for part in fields(self)})
+
+    def family(self) -> np.ndarray:
+        """Family of each row, object."""
+        return np.array([str(name).split("|")[0] for name in self.name], object)
+
+    def boards(self) -> list[tuple[DeviceSpec, np.ndarray]]:
+        """Boards of a known limit, and which rows ran on each, bool."""
+        found = []
+        for name in dict.fromkeys(self.device):
+            own = self.device == name
+            for limit in np.unique(self.limit[own]):
+                if np.isfinite(limit):
+                    board = replace(find_device(name), power_w=float(limit))
+                    found.append((board, own & (self.limit == limit)))
+        return found
+
+    def share(self, law: PowerLaw, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Power by the law, and of a board that runs nothing, as shares of the limit.
+
+        Where no family counts work, a middle that trees correct.
+        """
+        work = self.work(seconds)
+        share, idle = np.full((2, len(seconds)), 0.5)
+        for board, at in self.boards():
+            own = law.on(board)
+            middle = own.idle + _UNCOUNTED * (1.0 - own.idle)
+            share[at] = np.where(self.known[at], own.share(work.take(at)), middle)
+            idle[at] = own.idle
+        return share, idle
+
     def work(self, seconds: np.ndarray) -> Work:
         """Utilisations if the rows take ``seconds``."""
         attention = np.array(["attention" in str(name) for name in self.name])
@@ -70,10 +107,20 @@ class PowerRows:
             self.flops, self.moved, seconds, self.fixed, self.peak, self.bandwidth, attention
         )
 
-    def features(self, seconds: np.ndarray, classes: list[str]) -> np.ndarray:
-        """Columns for trees, float32: class, how the row lies on its device, its parameters."""
+    def features(
+        self, seconds: np.ndarray, classes: list[str], devices: list[str], board: np.ndarray
+    ) -> np.ndarray:
+        """Columns for trees, float32: class, device, how the row lies on it, its parameters.
+
+        Args:
+            seconds: Time of each row.
+            classes: Classes that have a flag.
+            devices: Devices that have a flag.
+            board: The one whose flag is set, object, shape ``(n,)``.
+        """
         work = self.work(seconds)
-        flags = np.stack([self.name == c for c in classes], axis=1)
+        flags = [self.name == c for c in classes] + [board == d for d in devices]
+        flags = np.stack(flags, axis=1)
         known = self.known
         ratios = np.stack(
             [
@@ -126,8 +173,8 @@ def power_rows(table: pd.DataFrame, operators: OpModel) -> PowerRows:
         flops[at], moved[at], fixed[at] = found.flops, found.moved, found.floor_s
         base[at], roofline[at] = found.base_s, found.roofline_s
     return PowerRows(
-        _names(rows), start, known, flops, moved, fixed, base, roofline, peak, bandwidth, limit,
-        _shapes(rows),
+        _names(rows), rows["device"].to_numpy(object), start, known, flops, moved, fixed, base,
+        roofline, peak, bandwidth, limit, _shapes(rows),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
-from ...models.power.law import cap_share, under_cap
+from ...models.power.law import board_law, cap_share, under_cap
 from ...models.steps.context import FRAMEWORKS, OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
@@ -300,7 +300,7 @@ class StepPredictor:
         )
         if self.cap < 1.0:
             # Every operator that the cap slows has the law's error, all of them the same way.
-            low, high = under_cap(float(low), float(high), self.cap)
+            low, high = under_cap(float(low), float(high), self.cap, board_law(self.spec))
         hidden = min(step.total * float(low), least_seconds(workload, step))
         # A device that is faster than the data sheet (``speeds``) takes as much less.
         fastest = max([1.0, *(speeds or {}).values()])

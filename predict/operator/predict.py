@@ -22,7 +22,7 @@ from ...features.operators.columns import OpRows
 from ...features.operators.features import op_features
 from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import read_manifest
-from ...models.power.law import Work, cap_share, capped
+from ...models.power.law import Work, board_law, cap_share, capped
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, find_model, is_untrained, model_stamp
 from .case import OperatorCase
@@ -110,7 +110,7 @@ def _estimate(
     times = np.stack([prediction.latency, prediction.lo, prediction.hi], axis=1)
     cap = cap_share(power_cap_w, spec)
     if cap < 1.0:
-        times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap)
+        times = capped(times, _work(rows, row["key"], spec, times[:, 0]), cap, board_law(spec))
         libraries = [_capped_member(m, rows, row["key"], spec, cap) for m in libraries]
     return OpEstimate(
         family=row["key"],
@@ -179,7 +179,7 @@ def _cache_note(rows: OpRows, key: str, spec: DeviceSpec, roofline_s: float) -> 
 def _capped_member(member: Member, rows: OpRows, key: str, spec: DeviceSpec, cap: float) -> Member:
     """A library's time under a power cap; a faster one keeps the units busier, and slows more."""
     times = np.array([[member.latency_us, member.lo_us, member.hi_us]])
-    found = capped(times, _work(rows, key, spec, times[:, 0] * 1e-6), cap)
+    found = capped(times, _work(rows, key, spec, times[:, 0] * 1e-6), cap, board_law(spec))
     latency, lo, hi = map(float, found[0])
     return replace(member, latency_us=latency, lo_us=lo, hi_us=hi)
 
@@ -224,7 +224,7 @@ def _explained_under_cap(
     rows = OpRows.of_one({**row, "device": spec.name})
     times = np.array([[found.latency_us, found.lo_us, found.hi_us]])
     work = _work(rows, found.family, spec, times[:, 0] * 1e-6)
-    latency, lo, hi = map(float, capped(times, work, cap)[0])
+    latency, lo, hi = map(float, capped(times, work, cap, board_law(spec))[0])
     slower = float(np.log(latency / found.latency_us))
     parts = {c.group: c.log_ratio for c in found.contributions}
     return replace(

@@ -17,7 +17,7 @@ from ...features.operators.op import QUANTIZED, Op
 from ...features.operators.physics import fitted
 from ...models.gpu.attention import attention_key, flash_attention, lacks_bf16
 from ...models.operators import OpModel
-from ...models.power.law import capped
+from ...models.power.law import board_law, capped
 from ..locate import load_operators
 from .prices import MATRIX_SHARE, REACH, Reach, Row, price, work_of
 
@@ -67,7 +67,8 @@ class OperatorLatency:
         times, _, scopes = price(calls, rows, reaches, self.spec, self.model, factors)
         self.scopes.update(zip(calls, scopes, strict=True))
         if self.cap < 1.0 and len(calls):
-            times = capped(times, work_of(calls, times[:, 0], self.spec), self.cap)
+            work = work_of(calls, times[:, 0], self.spec)
+            times = capped(times, work, self.cap, board_law(self.spec))
         return times
 
 

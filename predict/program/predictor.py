@@ -209,7 +209,7 @@ class Predictor:
             from ...models.adapt.device_correction import in_program_at_speeds
 
             kernels, program = in_program_at_speeds(model, lowered, device, isolated)
-        total = capped_total(Interval(program.latency, program.lo, program.hi), cap)
+        total = capped_total(Interval(program.latency, program.lo, program.hi), device, cap)
         standing = model_notes(model, lowered.kernels, device)
         return Prediction(
             **latency_fields(*total),

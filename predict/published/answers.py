@@ -224,8 +224,7 @@ def predict_power(
         if "power_limit_w" in asked:
             limit = _figures(asked, ("power_limit_w",))[:, 0]
             made.limit = np.where(limit > 0, limit, made.limit)
-        device = np.array([find_device(str(d)).name for d in asked["device"]], object)
-        told = power.predict(made, device)
+        told = power.predict(made)
         times = (told.seconds, told.seconds_lo, told.seconds_hi)
         watts = (told.watts, told.watts_lo, told.watts_hi)
         figures = dict(zip((*TIMES, *WATTS), (*times, *watts), strict=True))

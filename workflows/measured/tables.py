@@ -12,8 +12,8 @@ from ...common.parquet import read_table
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
 from ...models.operators import OpModel
-from ...models.power.model import LEAST, SUSTAINED, PowerModel, fit_power
-from ...models.power.rows import power_rows
+from ...models.power.model import LEAST, SUSTAINED, PowerErrors, PowerModel, fit_power
+from ...models.power.rows import PowerRows, power_rows
 from ...models.tiles.model import Ranking, TileModel, fit_tiles, ranking
 from ...models.tiles.rows import tile_rows
 from ...predict.locate import OPERATOR_MODEL, find_model
@@ -43,8 +43,9 @@ def train_power(
         seed: Of the trees' draws.
 
     Returns:
-        The model, and the errors of rows that were not learned from: ``family``, ``sustained``,
-        ``time``, ``power`` (relative errors) and whether each lies within its interval.
+        The model, and the errors of rows that were not learned from, nor (``lacked`` is ``device``)
+        others of their device: ``device``, ``family``, ``sustained``, ``time``, ``power`` (relative
+        errors) and whether each lies within its interval.
 
     Raises:
         DatasetError: A column is missing, or too few rows are of another split than ``train``.
@@ -65,26 +66,37 @@ def train_power(
     readings = np.full(len(good), np.inf)
     if "est_samples" in good:
         readings = good["est_samples"].to_numpy(float)
-    device = good["device"].astype(str).to_numpy(object)
-    model = fit_power(rows, seconds, share, readings, device, learn, seed)
+    model, left, unseen = fit_power(rows, seconds, share, readings, learn, seed)
     model.provenance = {
         "rows": int(learn.sum()),
         "devices": model.devices,
         "sources": sorted(map(str, good["source"].unique())),
     }
-    answer = model.predict(rows, device)
-    watts = good["power_w"].to_numpy(float)
-    judged = pd.DataFrame(
+    judged = [
+        _judged(model, rows, own, readings >= SUSTAINED, lacked)
+        for own, lacked in ((left, "shape"), (unseen, "device"))
+        if own is not None
+    ]
+    return model, pd.concat(judged, ignore_index=True)
+
+
+def _judged(
+    model: PowerModel, rows: PowerRows, left: PowerErrors, sustained: np.ndarray, lacked: str
+) -> pd.DataFrame:
+    """Errors of what was left out, and whether each lies within its interval."""
+    power, time = model.ends_of(left, lacked == "shape")
+    return pd.DataFrame(
         {
-            "family": good["family"].astype(str),
-            "sustained": readings >= SUSTAINED,
-            "time": answer.seconds / seconds - 1,
-            "time_covered": (answer.seconds_lo <= seconds) & (seconds <= answer.seconds_hi),
-            "power": answer.watts / watts - 1,
-            "power_covered": (answer.watts_lo <= watts) & (watts <= answer.watts_hi),
+            "lacked": lacked,
+            "device": left.device.astype(str),
+            "family": rows.take(left.at).family().astype(str),
+            "sustained": sustained[left.at],
+            "time": np.exp(-left.time) - 1,
+            "time_covered": (time[:, 0] <= left.time) & (left.time <= time[:, 1]),
+            "power": np.exp(-left.power) - 1,
+            "power_covered": (power[:, 0] <= left.power) & (left.power <= power[:, 1]),
         }
     )
-    return model, judged[~learn & (readings >= LEAST)].reset_index(drop=True)
 
 
 def run_train_power(console: Console, settings: PowerSettings) -> None:
@@ -95,17 +107,17 @@ def run_train_power(console: Console, settings: PowerSettings) -> None:
     parts = judged.assign(
         readings=np.where(judged["sustained"], f"from {SUSTAINED} on", f"{LEAST} to {SUSTAINED}")
     )
-    whole = parts.assign(family="all")
+    parts = pd.concat([parts, parts.assign(family="all")], ignore_index=True)
     for what in ("power", "time"):
-        both = pd.concat([parts, whole]).reset_index(drop=True)
-        both["size"] = both[what].abs()
-        summary = both.groupby(["family", "readings"]).agg(
-            n=("size", "size"),
-            mape=("size", "mean"),
-            median_ape=("size", "median"),
-            coverage=(f"{what}_covered", "mean"),
-        )
-        print_frame(console, in_percent(summary.reset_index()), f"{what}, rows left out, in %")
+        parts["size"] = parts[what].abs()
+        for lacked, own in parts.groupby("lacked", sort=False):
+            summary = own.groupby(["device", "family", "readings"]).agg(
+                n=("size", "size"),
+                mape=("size", "mean"),
+                median_ape=("size", "median"),
+                coverage=(f"{what}_covered", "mean"),
+            )
+            print_frame(console, in_percent(summary.reset_index()), f"{what}, {lacked} left out, %")
     wrote(settings.out, f"{model.provenance['rows']} rows")
 
 

@@ -5,12 +5,15 @@ import pytest
 
 from opcast.common.interval import Interval
 from opcast.features.devices.catalogue import find_device
-from opcast.models.power.law import Work, held, shipped_law
+from opcast.models.power.law import Work, board_law, held
 from opcast.predict.cluster.deployment import Deployment, Workers
 from opcast.predict.cluster.energy import serving_energy
-from opcast.simulate.serving.load import Load, Run
+from opcast.simulate.serving.load import CLASSES, Load, Run
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.workload import read_workload
+
+#: All of the time in reading weights.
+STREAM = np.eye(len(CLASSES))[CLASSES.index("stream")]
 
 
 def test_two_engines_that_compute_for_half_of_the_time():
@@ -20,7 +23,9 @@ def test_two_engines_that_compute_for_half_of_the_time():
     load = Load(np.full(4, 100), np.full(4, 50), np.zeros(4))
     # 10 s, in which both engines together are busy for as long: each for half of it.
     zero = np.zeros(4)
-    run = Run(zero, zero, zero, makespan=10.0, busy=np.array([6.0, 4.0]), iterations=40_000)
+    # Of these 5 s an engine, 1 s waits for the network and 0.5 s for the host.
+    busy = np.array([2.0, 1.0, 0.0, 0.0, 2.0, 2.0, 0.0, 2.0, 0.5, 0.25, 0.25])
+    run = Run(zero, zero, zero, makespan=10.0, busy=busy, iterations=40_000)
     found = serving_energy(deployment, load, run, Interval(10.0, 9.0, 11.0))
     assert found is not None
     # Weights: 16 bits of 2 layers and both tables; keys and values of 8 heads of 128, twice, by
@@ -29,20 +34,22 @@ def test_two_engines_that_compute_for_half_of_the_time():
     weights = 2 * (2 * layer + 2 * 32000 * 1024)
     assert model.weight_bytes(EnginePlan(tp=2, moe_tp=2)) * 2 == pytest.approx(weights, rel=1e-3)
     moved = 40_000 * weights + 4 * 50 * 125 * 8192
-    h100, law = find_device("h100-sxm"), shipped_law()
+    h100 = find_device("h100-sxm")
+    law = board_law(h100)
     flops = 4 * 2.0 * (2 * layer + 32000 * 1024) * 150
     one = np.ones(1)
-    matrix = flops / 4 / 5.0 / h100.matrix_peak("bf16")
-    memory = moved / 4 / 5.0 / h100.bandwidth
+    matrix = flops / 4 / 3.5 / h100.matrix_peak("bf16")
+    memory = moved / 4 / 3.5 / h100.bandwidth
     # Cores wait for weights most of the time.
-    work = Work(one * matrix, one * memory, one * (1.6 * matrix / memory) ** 0.3, one < 0)
-    watts = 700 * (0.5 * float(held(law.demand(work))[0]) + 0.5 * law.waiting)
+    work = Work(one * matrix, one * memory, one * (2.3 * matrix / memory) ** 0.15, one < 0)
+    at_work = float(held(law.demand(work))[0])
+    watts = 700 * (0.35 * at_work + 0.1 * law.waiting + 0.55 * law.idle)
     assert found.value == pytest.approx(4 * 10.0 * watts, rel=5e-3)
     assert found.lo < found.value < found.hi <= 4 * 700 * 11.0
 
 
 def test_a_batch_of_one_draws_less_than_a_large_one():
-    """Products of 1 to 4 rows draw 0.56 to 0.71 of an H200's limit, of 256 rows all of it."""
+    """ML.ENERGY's Llama 3.1 8B on an H100: 0.69 of its limit at 8 sequences, 0.99 from 192 on."""
     model = ServedModel(read_workload("llama-3.1-8b"))
     deployment = Deployment(model, "h200-sxm", engine=Workers(EnginePlan()))
     watts = []
@@ -51,9 +58,9 @@ def test_a_batch_of_one_draws_less_than_a_large_one():
         zero = np.zeros(batch)
         # 16 GB of weights at 4.1 of 4.8 TB/s, with keys and values beside them.
         seconds = 3.9 if batch == 1 else 8.0
-        run = Run(zero, zero, zero, seconds, busy=np.array([seconds]), iterations=1000)
+        run = Run(zero, zero, zero, seconds, busy=seconds * STREAM, iterations=1000)
         found = serving_energy(deployment, load, run, Interval(seconds, seconds, seconds))
         assert found is not None
         watts.append(found.value / seconds / 700)
-    assert 0.55 < watts[0] < 0.72
+    assert 0.6 < watts[0] < 0.8
     assert watts[1] > 0.9
