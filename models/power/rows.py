@@ -119,8 +119,8 @@ class PowerRows:
             board: The one whose flag is set, object, shape ``(n,)``.
         """
         work = self.work(seconds)
-        flags = [self.name == c for c in classes] + [board == d for d in devices]
-        flags = np.stack(flags, axis=1)
+        named = [self.name == c for c in classes] + [board == d for d in devices]
+        flags = np.stack(named, axis=1)
         known = self.known
         ratios = np.stack(
             [

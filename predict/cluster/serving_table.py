@@ -31,7 +31,7 @@ from .serving_load import draw
 #: Kinds of load.
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
 #: What may be measured, with its unit as the suffix says.
-ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s")
+ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s", "j_per_tok", "power_w")
 #: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
 #: most of an engine that are simulated: more waves than three change means by a few per cent.
 WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000

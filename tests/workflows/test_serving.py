@@ -114,6 +114,17 @@ def test_errors_by_hand(plain: pd.DataFrame) -> None:
     assert set(judged_rows(frame)["metric"]) == {"tpot_ms"}
 
 
+def test_errors_of_energy_by_hand(plain: pd.DataFrame) -> None:
+    """Joules of a token are power over tokens a second; the board of 700 W is never above it."""
+    asked = table(j_per_tok=plain["j_per_tok"] / 1.1, power_w=plain["power_w"] * 1.25)
+    frame, judged, _ = evaluate_serving(asked, ServingModel(), None)
+    rate = frame["out_tok_s_per_gpu"] * frame["n_gpus"]
+    assert frame["power_w"].to_numpy() == pytest.approx((frame["j_per_tok"] * rate).to_numpy())
+    assert (frame["power_w"] / frame["n_gpus"]).between(0.15 * 700, 700).all()
+    assert judged.overall["j_per_tok/mape"] == pytest.approx(0.1)
+    assert judged.overall["power_w/mape"] == pytest.approx(0.2)
+
+
 def test_the_choice_among_configurations_by_hand() -> None:
     frame = pd.DataFrame(
         {

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 #: What a row is predicted and judged by: column, metric of the simulator, and whether a larger
 #: figure is better.
 COLUMNS = (("ttft_ms", "ttft"), ("tpot_ms", "tpot"), ("itl_ms", "tpot"), ("out_tok_s", "per_token"))
+#: The same of energy: joules of an output token, and watts of all devices.
+ENERGY = ("j_per_tok", "power_w")
 #: What configurations of one model have in common.
 SAME = ("source", "model", "device", "isl", "osl", "load")
 
@@ -140,10 +142,11 @@ def evaluate_serving(
 
 
 def _columns() -> list[str]:
-    ends = [f"{name}{end}" for name, _ in COLUMNS for end in ("", "_lo", "_hi")]
+    names = [*(name for name, _ in COLUMNS), *ENERGY]
+    ends = [f"{name}{end}" for name in names for end in ("", "_lo", "_hi")]
     per = [f"out_tok_s_per_gpu{end}" for end in ("", "_lo", "_hi")]
     own = ["n_gpus", "queued_share", "known", "source", "device", "model_group", "framework"]
-    return ["id", *ends, *per, *own, *(f"measured_{name}" for name, _ in COLUMNS), "reason"]
+    return ["id", *ends, *per, *own, *(f"measured_{name}" for name in names), "reason"]
 
 
 def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, object]:
@@ -169,13 +172,20 @@ def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, obj
             if value:
                 # A single token has no time of a further one.
                 record[f"{name}{end}"] = value if rate else value * 1e3
+    joules = found.joules().get("output_token")
+    for name in ENERGY:
+        record[f"measured_{name}"] = row.measured.get(name, float("nan"))
+        # Power of the time that is predicted: errors of throughput are no errors of power.
+        factor = found.tokens_per_s.value if name == "power_w" else 1.0
+        for end, value in zip(("", "_lo", "_hi"), joules or (), strict=bool(joules)):
+            record[f"{name}{end}"] = value * factor
     return record
 
 
 def judged_rows(frame: pd.DataFrame) -> pd.DataFrame:
     """Answers that are given, one each: ``metric``, ``error``, ``log`` of the ratio, ``inside``."""
     parts = []
-    for name, _ in COLUMNS:
+    for name in (*(name for name, _ in COLUMNS), *ENERGY):
         own = measured_rows(frame, name, f"measured_{name}", (f"{name}_lo", f"{name}_hi"))
         parts.append(own.assign(metric=name))
         if name == "ttft_ms":

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError, PlanError
@@ -163,6 +164,26 @@ def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("device\nh100-sxm\n")
     with pytest.raises(DatasetError, match="framework, load"):
         read_cases(tmp_path / "t.csv", "serving")
+
+
+def test_a_table_in_the_words_of_its_source(tmp_path: Path) -> None:
+    """ML.ENERGY's columns: all devices are one engine, tokens of prompts go by the task."""
+    row = {
+        "id": "a", "source": "ml-energy", "model": "Qwen/Qwen3-14B", "device": "h100-sxm",
+        "task": "gpqa", "num_gpus": 2, "expert_parallel": 1, "avg_batch_size": 15.6,
+        "max_num_seqs": 16, "avg_output_len": 700.0, "weight_precision": "bfloat16",
+        "output_throughput_tokens_per_sec": 900.0, "avg_power_watts": 1000.0,
+        "energy_per_token_joules": 1.1,
+    }  # fmt: skip
+    other = {**row, "id": "b", "task": "video-chat"}
+    pd.DataFrame([row, other]).to_parquet(tmp_path / "own.parquet")
+    rows, reasons = read_rows(read_cases(tmp_path / "own.parquet", "serving"), serving_row)
+    assert rows[1] is None and "lengths of prompts" in reasons[1]
+    read = rows[0]
+    assert read is not None and (read.deployment.framework, read.spec.concurrency) == ("vllm", 16)
+    assert (read.spec.prompt, read.spec.output) == ("250", "700")
+    assert read.deployment.engine.plan.tp == 2 and read.deployment.model.weights == "bf16"
+    assert read.measured == {"out_tok_s": 900.0, "j_per_tok": 1.1, "power_w": 1000.0}
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
