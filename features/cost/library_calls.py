@@ -49,18 +49,19 @@ _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 #: LAPACK's and the GPU libraries' routines, in any spelling: lapack_dgetrf, cusolver_getrf_ffi,
 #: __cublas$triangularSolve, Eigh, …
 _ROUTINE = re.compile(
-    r"potrf|trsm|getrf|geqrf|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?|geev|gehrd|gees|sytrd|hetrd"
-    rf"|gtsv|cholesky|triangular_?solve|{LU}pivots|{EIGH}|svd|{QR}|householder",
+    r"potrf|trsm|syrk|getrf|ludecomposition|geqrf|geqp3|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?"
+    r"|geev|hybrid_eig|gehrd|gees|sytrd|hetrd"
+    rf"|gtsv|tridiagonal_?solve|cholesky|triangular_?solve|{LU}pivots|{EIGH}|svd|{QR}|householder",
     re.IGNORECASE,
 )
 #: FLOPs of an m × n factorisation with m ≥ n, by routine (source: see the module).
 _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
     ("potrf cholesky", lambda m, n: n**3 / 3),
-    ("getrf", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),
-    ("geqrf qr orgqr ungqr householder", lambda m, n: 2 * n**2 * (m - n / 3)),
+    ("getrf ludecomposition", lambda m, n: m * n**2 - n**3 / 3 if m >= n else n * m**2 - m**3 / 3),
+    ("geqrf geqp3 qr orgqr ungqr householder", lambda m, n: 2 * n**2 * (m - n / 3)),
     ("syevd syev heevd heev eigh", lambda m, n: 9 * n**3),
     ("gesdd gesvd gesvdj svd", lambda m, n: 4 * m**2 * n + 22 * n**3),
-    ("geev gees", lambda m, n: 25 * n**3),
+    ("geev gees hybrid_eig", lambda m, n: 25 * n**3),
     ("gehrd", lambda m, n: 10 * n**3 / 3),
     ("sytrd hetrd", lambda m, n: 4 * n**3 / 3),
 )
@@ -69,6 +70,7 @@ _BY_ROUTINE = {name: rule for names, rule in _FACTORISATIONS for name in names.s
 ANNOTATIONS = frozenset(
     (
         "Sharding",
+        "InspectSharding",
         "SPMDFullToShardShape",
         "SPMDShardToFullShape",
         "AllocateBuffer",
@@ -309,10 +311,11 @@ def _linear_algebra(routine: str, op: Op, operands: Sequence[TensorType]) -> flo
     if len(matrix.shape) < 2:
         return 0.0
     *batch, rows, columns = matrix.shape
-    if routine in ("trsm", "triangular_solve", "triangularsolve"):
+    # Half of a product of a matrix and its transpose counts as much as a solve.
+    if routine in ("trsm", "triangular_solve", "triangularsolve", "syrk"):
         return float(op.results[0].size * columns)
     # Thomas algorithm: eight operations for each unknown of a tridiagonal system.
-    if routine == "gtsv":
+    if routine in ("gtsv", "tridiagonal_solve", "tridiagonalsolve"):
         return 8.0 * op.results[0].size
     rule = _BY_ROUTINE.get(routine)
     m, n = float(max(rows, columns)), float(min(rows, columns))

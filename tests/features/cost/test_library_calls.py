@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxlib import lapack
 
 import opcast
 from opcast.common import plugins
@@ -15,7 +16,7 @@ from opcast.common.errors import OpcastError, UnknownCallError
 from opcast.features.cost import library_calls as custom_ops
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.platforms import Platform
-from opcast.features.ir.program import Op, TensorType
+from opcast.features.ir.program import Computation, Op, Program, TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.lowering.lower import lower
@@ -94,6 +95,28 @@ def test_routines_are_found_by_their_names_alone(target, flops):
     matrix = TensorType("f32", (12, 6))
     op = Op("", "custom-call", (0,), (matrix,), {"target": target})
     assert custom_ops.custom_call_flops(op, [matrix]) == (flops, 0.0)
+
+
+def known(target):
+    matrix = TensorType("f32", (64, 64))
+    op = Op("", "custom-call", (0,), (matrix,), {"target": target})
+    entry = Computation("main", [Op("", "parameter", (), (matrix,), {"index": 0}), op])
+    return custom_ops.unknown_calls(Program({"main": entry}, "main")) == []
+
+
+def test_what_jax_itself_calls_is_known():
+    """Its own calls of libraries, as far as they have no data of unknown extent (sparse)."""
+    targets = {name for name, *_ in lapack.registrations()["cpu"]}
+    assert len(targets) > 40
+    on_tpu = {"LuDecomposition", "Qr", "Eigh", "PartialReduce", "InspectSharding"}
+    on_gpu = {
+        "cuhybrid_eig_real",
+        "cuhybrid_geqp3",
+        "cusolver_syrk_ffi",
+        "cu_lu_pivots_to_permutation",
+    }
+    assert [t for t in sorted(targets | on_tpu | on_gpu) if not known(t)] == []
+    assert not known("cusparse_csr_matvec_ffi") and not known("te_norm")
 
 
 def product(x_ref, y_ref, o_ref):
