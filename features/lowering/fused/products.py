@@ -9,6 +9,7 @@ one run of memory and batches are not innermost. Other orders need a transpose o
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -115,10 +116,11 @@ def _matched(sides: Sequence[_Operand]) -> list[_Operand]:
 def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
     """Reshape an operand to one dimension for each role, and name the roles in that order."""
     # A transposed operand is read in its original order if a library can (TransposeFolding).
-    through = _through_transpose(side)
-    if through is not None and _order(through):
-        side = through
-    elif not _order(side):
+    node = side.node
+    if node.opcode == "transpose":
+        through = _moved_to(side, node.operands[0], node.attrs["dimensions"])
+        side = through if _order(through) else side
+    if not _order(side):
         middle = (side.free, side.contract) if position == 0 else (side.contract, side.free)
         side = _transposed(side, (*side.batch, *middle[0], *middle[1]))
     order = _order(side) or "bfc"
@@ -127,12 +129,6 @@ def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
         order = order.replace("b", "")
     shape = tuple(prod(side.node.type.shape[d] for d in roles[role]) for role in order)
     return reshape(side.node, shape), order
-
-
-def _through_transpose(side: _Operand) -> _Operand | None:
-    if side.node.opcode != "transpose":
-        return None
-    return _moved_to(side, side.node.operands[0], side.node.attrs["dimensions"])
 
 
 def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
@@ -173,7 +169,6 @@ def merge_dots(graph: Graph) -> None:
     The other operands are concatenated, and the result is sliced.
     """
     nodes = graph.nodes()
-    position = {id(node): i for i, node in enumerate(nodes)}
     groups: dict[tuple[int, int, object, str, str], list[Node]] = {}
     for node in nodes:
         if node.opcode != "dot":
@@ -185,20 +180,18 @@ def merge_dots(graph: Graph) -> None:
             key = (id(node.operands[side]), side, attrs, node.type.dtype, other)
             groups.setdefault(key, []).append(node)
     replaced: dict[int, Node] = {}
-    merged: dict[int, list[Node]] = {}
+    order = Dependence(nodes)
     for (_, side, *_rest), dots in groups.items():
         # A product that was merged by its left operand is not merged again by its right one.
-        chosen = _independent([d for d in dots if id(d) not in replaced], position, merged)
+        chosen = _independent([d for d in dots if id(d) not in replaced], order)
         if len(chosen) > 1:
             _merge(chosen, side, replaced)
-            merged |= {id(dot): chosen for dot in chosen}
+            order.merge(chosen)
     if replaced:
         _replace(graph, nodes, replaced)
 
 
-def _independent(
-    dots: list[Node], position: dict[int, int], merged: dict[int, list[Node]]
-) -> list[Node]:
+def _independent(dots: list[Node], order: Dependence) -> list[Node]:
     """Choose products that can be one: none reads another's result, and not all are large."""
     chosen: list[Node] = []
     for dot in dots:
@@ -206,11 +199,7 @@ def _independent(
         # DotMerger joins two if at least one is small: large ones fill the device alone.
         if chosen and not small and not any(_moved(c) <= MERGE_BYTES for c in chosen):
             continue
-        # By way of products that are merged already, the earlier one may need the later one.
-        if not any(
-            depends(dot, other, position, merged) or (merged and depends(other, dot, {}, merged))
-            for other in chosen
-        ):
+        if not any(order.needs(dot, other) or order.needs(other, dot) for other in chosen):
             chosen.append(dot)
     return chosen
 
@@ -219,30 +208,53 @@ def _moved(dot: Node) -> int:
     return dot.nbytes + sum(o.nbytes for o in dot.operands)
 
 
-def depends(
-    node: Node, other: Node, position: dict[int, int], merged: dict[int, list[Node]]
-) -> bool:
-    """Return whether ``node`` depends on ``other``.
+class Dependence:
+    """Which node needs which, while products are merged.
 
     Args:
-        node: Where the search starts.
-        other: What is looked for.
-        position: Places in the order, which cut the search short.
-        merged: For each product, the products in its kernel, which needs what any of them needs.
+        nodes: All nodes, operands first.
     """
-    # What stands before ``other`` needs it only by way of merged products.
-    limit = -1 if merged else position[id(other)]
-    stack, seen = [node], {id(node)}
-    while stack:
-        found = stack.pop()
-        for one in merged.get(id(found), (found,)):
-            for operand in one.operands:
-                if operand is other:
-                    return True
-                if id(operand) not in seen and position.get(id(operand), limit + 1) > limit:
-                    seen.add(id(operand))
-                    stack.append(operand)
-    return False
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._position = {id(node): place for place, node in enumerate(nodes)}
+        self._merged: dict[int, list[Node]] = {}
+        # Stretches of the order that merged products reach over, ascending; none touch.
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def merge(self, dots: list[Node]) -> None:
+        """Let each of some products need what any of them needs, as one kernel does."""
+        self._merged.update((id(dot), dots) for dot in dots)
+        places = [self._position[id(dot)] for dot in dots]
+        start, end = min(places), max(places)
+        first = bisect_left(self._ends, start)
+        behind = bisect_right(self._starts, end)
+        if first < behind:
+            start, end = min(start, self._starts[first]), max(end, self._ends[behind - 1])
+        self._starts[first:behind], self._ends[first:behind] = [start], [end]
+
+    def needs(self, node: Node, other: Node) -> bool:
+        """Return whether ``node`` depends on ``other``."""
+        # Operands stand before their users. Only products that are merged lead back to a later
+        # node, and none of them leads out of its stretch: what stands before cannot need ``other``.
+        limit = self._position[id(other)]
+        stretch = bisect_right(self._starts, limit) - 1
+        if stretch >= 0 and self._ends[stretch] >= limit:
+            limit = self._starts[stretch]
+        position = self._position
+        stack, seen = [node], {id(node)}
+        while stack:
+            found = stack.pop()
+            if position[id(found)] < limit:
+                continue
+            for one in self._merged.get(id(found), (found,)):
+                for operand in one.operands:
+                    if operand is other:
+                        return True
+                    if id(operand) not in seen:
+                        seen.add(id(operand))
+                        stack.append(operand)
+        return False
 
 
 def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
@@ -255,13 +267,8 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
     along = next(d for d in range(len(first.type.shape)) if d not in used)
     shape = list(others[0].type.shape)
     shape[along] = sum(other.type.shape[along] for other in others)
-    joined = Node(
-        "concatenate",
-        others,
-        (TensorType(others[0].type.dtype, tuple(shape)),),
-        {"dimensions": (along,)},
-        source=first.source,
-    )
+    kind = TensorType(others[0].type.dtype, tuple(shape))
+    joined = Node("concatenate", others, (kind,), {"dimensions": (along,)}, source=first.source)
     # Shared left operand: results lie side by side in columns; shared right one: in rows.
     column = len(first.type.shape) - 1 - side
     result = list(first.type.shape)
@@ -275,20 +282,15 @@ def _merge(dots: list[Node], side: int, replaced: dict[int, Node]) -> None:
         limits = [(0, size, 1) for size in dot.type.shape]
         limits[column] = (start, end, 1)
         start = end
-        replaced[id(dot)] = Node(
-            "slice", [product], dot.results, {"slice": tuple(limits)}, source=dot.source
-        )
+        attrs = {"slice": tuple(limits)}
+        replaced[id(dot)] = Node("slice", [product], dot.results, attrs, source=dot.source)
 
 
 def _replace(graph: Graph, nodes: list[Node], replaced: dict[int, Node]) -> None:
-    for node in (*nodes, *replaced.values()):
+    products = [part.operands[0] for part in replaced.values()]
+    joined = [o for product in products for o in product.operands if o.opcode == "concatenate"]
+    for node in (*nodes, *products, *joined):
         node.operands = [replaced.get(id(o), o) for o in node.operands]
-    for node in replaced.values():
-        product = node.operands[0]
-        product.operands = [replaced.get(id(o), o) for o in product.operands]
-        for joined in product.operands:
-            if joined.opcode == "concatenate":
-                joined.operands = [replaced.get(id(o), o) for o in joined.operands]
     graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
 
 
@@ -323,18 +325,26 @@ def _sunk(node: Node, sinkable: set[int]) -> Node | None:
     order = tuple(first.attrs["dimensions"])
     if node.opcode == "reduce":
         return _sunk_reduce(node, order) if len(node.operands) == 2 else None
+    inner = _turned_result(node, order, first.operands[0].type.shape, _DEPTH)
+    if inner is None:
+        return None
+    return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
+
+
+def _turned_result(
+    node: Node, order: tuple[int, ...], shape: tuple[int, ...], depth: int
+) -> Node | None:
+    """Do an elementwise op on turned operands; ``None`` if it is none, or one cannot be turned."""
     if not is_elementwise(node) or node.called:
         return None
     operands = []
     for operand in node.operands:
-        turned = _turned(operand, order, _DEPTH)
+        turned = _turned(operand, order, depth)
         if turned is None:
             return None
         operands.append(turned)
-    shape = operands[node.operands.index(first)].type.shape
     kind = TensorType(node.type.dtype, shape)
-    inner = Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
-    return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
+    return Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
 
 
 def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
@@ -366,15 +376,7 @@ def _turned(node: Node, order: tuple[int, ...], depth: int) -> Node | None:
     if node.opcode == "iota":
         attrs = {"dimensions": (order[node.attrs["dimensions"][0]],)}
         return Node("iota", [], (kind,), attrs, source=node.source)
-    if not is_elementwise(node) or node.called or depth == 0:
-        return None
-    operands = []
-    for operand in node.operands:
-        turned = _turned(operand, order, depth - 1)
-        if turned is None:
-            return None
-        operands.append(turned)
-    return Node(node.opcode, operands, (kind,), dict(node.attrs), source=node.source)
+    return _turned_result(node, order, kind.shape, depth - 1) if depth else None
 
 
 def _turned_transpose(node: Node, order: tuple[int, ...]) -> Node:
