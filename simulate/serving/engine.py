@@ -79,6 +79,7 @@ class Engine:
         self.held_before = 0.0
         self.iterations = self.evicted = self.largest_batch = self.largest_cache = 0
         self.hit_tokens = 0
+        self._next_end: float | None = None
 
     @property
     def busy(self) -> bool:
@@ -110,6 +111,7 @@ class Engine:
                 f"a request needs {most} tokens of cache, there are {self.taken.cache.tokens}",
                 hint="more devices, or shorter requests",
             )
+        self._next_end = None
         if not self.busy:
             self.now = self.began = max(self.now, time)
             self.before = self.clock
@@ -125,12 +127,12 @@ class Engine:
 
     def next_end(self) -> float:
         """A time before which no request of the engine ends."""
-        if not self.busy:
-            return inf
-        if self.partial or self.waiting or self.swapped or not self.ends:
-            return self.now
-        steps = self.ends[0][0] - self.step_count
-        return self.now + self._seconds(steps)
+        # Asked for whenever another engine takes a step, while this one stays as it is.
+        if self._next_end is None:
+            self._next_end = self.now if self.busy else inf
+            if self.ends and not (self.partial or self.waiting or self.swapped):
+                self._next_end += self._seconds(self.ends[0][0] - self.step_count)
+        return self._next_end
 
     def step(self, until: float) -> None:
         """Run a pass with prompts, or passes that only decode until something may change.
@@ -138,6 +140,7 @@ class Engine:
         Args:
             until: Time at which a request may arrive.
         """
+        self._next_end = None
         chunks = self._chunks()
         if chunks:
             self._mixed(chunks)
