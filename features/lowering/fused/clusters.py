@@ -233,6 +233,23 @@ class Clusters:
         makers = {id(c): c for c in [self.by_root.get(id(node)) for node in cluster.makers] if c}
         return list(makers.values())
 
+    def are_chained(self, producer: Cluster, consumer: Cluster) -> bool:
+        """Return whether two clusters have nothing in common but what one hands to the other.
+
+        Neither computes a node of the other, or reads one that the other computes for itself.
+        Repeated constants do not count.
+        """
+        inside, outside = producer.members.keys(), consumer.members.keys()
+        for place in inside & outside:
+            node = producer.members[place]
+            if node.opcode != "broadcast" or source_of(node.operands[0]).opcode != "constant":
+                return False
+        position = self.position
+        read = inside & {position[id(node)] for node in consumer.inputs}
+        if not read <= {position[id(root)] for root in producer.roots}:
+            return False
+        return not any(position[id(node)] in outside for node in producer.inputs)
+
     def merge(self, first: Cluster, second: Cluster) -> Cluster:
         """Merge two clusters into one with the members and roots of both."""
         self.remove(first)

@@ -91,21 +91,18 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     order: list[Node] = list(first)
     done = {id(node) for node in first}
     for root in roots:
-        if id(root) in done:
-            continue
         # With an explicit stack: chains of ops are longer than Python's recursion limit.
-        stack = [(root, iter(root.operands))]
+        stack = [root]
         while stack:
-            node, rest = stack[-1]
-            for operand in rest:
-                if id(operand) not in done:
-                    stack.append((operand, iter(operand.operands)))
-                    break
-            else:
-                stack.pop()
-                if id(node) not in done:
-                    done.add(id(node))
-                    order.append(node)
+            node = stack[-1]
+            if id(node) not in done:
+                missing = [operand for operand in node.operands if id(operand) not in done]
+                if missing:
+                    stack += missing[::-1]
+                    continue
+                done.add(id(node))
+                order.append(node)
+            stack.pop()
     return order
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 from ...ir.op_table import UPDATES, ops_with
 from .clusters import Cluster, Clusters, Shape, is_loop_reduction, reduction, source_of
 from .folding import is_elementwise, splat, splat_node
 from .graph import Graph, Node
-from .work import LAUNCH_S, MAX_BRANCHES, Machine, Work, blocks_of
+from .work import LAUNCH_S, MAX_BRANCHES, Each, Machine, Work, blocks_of
 
 #: Most arrays that one kernel reads and writes (XLA's MaxOperandsAndOutputsPerFusion).
 MAX_OPERANDS = 96
@@ -33,6 +34,13 @@ def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
     return None
 
 
+class _Priced(NamedTuple):
+    """A kernel's work, and the seconds that it takes without its launch."""
+
+    work: Work
+    seconds: float
+
+
 class PriorityFusion:
     """Fuses until no fusion saves time.
 
@@ -44,10 +52,11 @@ class PriorityFusion:
     def __init__(self, clusters: Clusters, machine: Machine) -> None:
         self.clusters = clusters
         self.machine = machine
-        self._seconds: dict[int, tuple[int, float]] = {}
-        # Times are kept by the versions of both clusters, so that only changed pairs are evaluated
+        self._each: dict[int, Each] = {}
+        self._priced: dict[int, tuple[int, _Priced]] = {}
+        # Pairs are kept by the versions of both clusters, so that only changed ones are evaluated
         # again.
-        self._pairs: dict[tuple[int, int], tuple[int, int, float | None]] = {}
+        self._pairs: dict[tuple[int, int], tuple[int, int, _Priced | None]] = {}
         self._queue: list[tuple[float, int, int, Cluster]] = []
         self._version: dict[int, int] = {}
         self._count = 0
@@ -66,9 +75,13 @@ class PriorityFusion:
             # Gains depend on a cluster's own time and on its readers': neighbours on both sides
             # change, and so do other producers of the consumers.
             touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
+            joined = [self._joined(cluster, consumer) for consumer in consumers]
             if cluster.rows:
                 consumers[0].rows = True
             self.clusters.absorb(cluster, consumers)
+            for consumer, own in zip(consumers, joined, strict=True):
+                if own is not None:
+                    self._priced[id(consumer)] = (consumer.version, own)
             self._version.pop(id(cluster), None)
             for consumer in consumers:
                 for producer in self.clusters.producers(consumer):
@@ -97,7 +110,7 @@ class PriorityFusion:
         if not consumers:
             return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
-        apart = self._time(producer) + LAUNCH_S * (1 + len(consumers))
+        apart = self._alone(producer).seconds + LAUNCH_S * (1 + len(consumers))
         together = LAUNCH_S * len(consumers)
         for consumer in consumers:
             if not consumer.consumes:
@@ -105,35 +118,44 @@ class PriorityFusion:
             joined = self._joined(producer, consumer)
             if joined is None:
                 return None
-            apart += self._time(consumer)
-            together += joined
+            apart += self._alone(consumer).seconds
+            together += joined.seconds
         return apart - together
 
-    def _time(self, cluster: Cluster) -> float:
-        stored = self._seconds.get(id(cluster))
-        if stored is not None and stored[0] == cluster.version:
-            return stored[1]
-        work = Work(self.clusters.members(cluster), cluster.roots, cluster.rows)
-        seconds = work.seconds(self.machine)
-        self._seconds[id(cluster)] = (cluster.version, seconds)
-        return seconds
+    def _alone(self, cluster: Cluster) -> _Priced:
+        """A cluster as it is, kept until it changes."""
+        stored = self._priced.get(id(cluster))
+        if stored is None or stored[0] != cluster.version:
+            work = self._evaluate(cluster.members, cluster.roots, cluster.rows)
+            stored = (cluster.version, _Priced(work, work.seconds(self.machine)))
+            self._priced[id(cluster)] = stored
+        return stored[1]
 
-    def _joined(self, producer: Cluster, consumer: Cluster) -> float | None:
-        """Estimate the consumer's time with the producer inside; ``None`` if it cannot be."""
+    def _evaluate(self, members: dict[float, Node], roots: list[Node], rows: bool) -> Work:
+        return Work([members[i] for i in sorted(members)], roots, rows, self._each)
+
+    def _joined(self, producer: Cluster, consumer: Cluster) -> _Priced | None:
+        """The consumer with the producer inside; ``None`` if it cannot be."""
         key = (id(producer), id(consumer))
         stored = self._pairs.get(key)
         if stored is not None and stored[:2] == (producer.version, consumer.version):
             return stored[2]
-        seconds = None
+        joined = None
         if self._fits(producer, consumer):
-            both = {**producer.members, **consumer.members}
-            work = Work(
-                [both[i] for i in sorted(both)], consumer.roots, consumer.rows or producer.rows
-            )
+            work = self._both(producer, consumer)
             if work.branches <= MAX_BRANCHES:
-                seconds = work.seconds(self.machine)
-        self._pairs[key] = (producer.version, consumer.version, seconds)
-        return seconds
+                joined = _Priced(work, work.seconds(self.machine))
+        self._pairs[key] = (producer.version, consumer.version, joined)
+        return joined
+
+    def _both(self, producer: Cluster, consumer: Cluster) -> Work:
+        """Work of the consumer with the producer inside."""
+        rows = consumer.rows or producer.rows
+        if rows == consumer.rows and self.clusters.are_chained(producer, consumer):
+            work = self._alone(consumer).work.with_producer(self.clusters.members(producer))
+            if not work.is_ordered:
+                return work
+        return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
 
     def _extends(self, rows: Cluster) -> bool:
         """Return whether a softmax kernel can take in the one elementwise op that reads it."""

@@ -43,6 +43,8 @@ def _round(graph: Graph, program: Program) -> bool:
     # Nodes are told apart by id(): those that were replaced must stay alive, or a new node could
     # get the id of a collected one.
     keep: list[Node] = []
+    # Nodes that stand for all equal ones.
+    settled: set[int] = set()
     changed = False
     for node in graph.nodes():
         for i, operand in enumerate(node.operands):
@@ -52,12 +54,14 @@ def _round(graph: Graph, program: Program) -> bool:
         keep.append(node)
         rewritten = _rewrite(node, program)
         target = node if rewritten is None else rewritten
-        for new_node in _fresh(target, known):
-            keep.append(new_node)
+        keep += _fresh(target, known, settled)
         keep.append(target)
         # Common subexpressions, as HloCSE: ops come in topological order, so operands are merged
         # already.
-        same = known.setdefault(_key(target), target) if _pure(target) else target
+        same = target
+        if _pure(target):
+            same = known.setdefault(_key(target), target)
+            settled.add(id(same))
         if same is not node:
             replaced[id(node)] = same
             changed = True
@@ -65,16 +69,19 @@ def _round(graph: Graph, program: Program) -> bool:
     return changed
 
 
-def _fresh(node: Node, known: dict[Hashable, Node]) -> list[Node]:
+def _fresh(node: Node, known: dict[Hashable, Node], settled: set[int]) -> list[Node]:
     """Replace a rewrite's new operands by equal nodes that are there already."""
-    made = []
+    made: list[Node] = []
     for i, operand in enumerate(node.operands):
-        if operand.opcode in ("constant", "broadcast", "reshape") and _pure(operand):
-            made += _fresh(operand, known) if operand.opcode != "constant" else []
-            same = known.setdefault(_key(operand), operand)
-            if same is not operand:
-                node.operands[i] = same
-            made.append(operand)
+        if id(operand) in settled or operand.opcode not in ("constant", "broadcast", "reshape"):
+            continue
+        if operand.opcode != "constant":
+            made += _fresh(operand, known, settled)
+        same = known.setdefault(_key(operand), operand)
+        settled.add(id(same))
+        if same is not operand:
+            node.operands[i] = same
+        made.append(operand)
     return made
 
 

@@ -7,9 +7,10 @@ each launch, and less of everything if too few blocks run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of
@@ -103,6 +104,83 @@ _BRANCHING = frozenset(("concatenate", "pad", "reduce-window"))
 MAX_BRANCHES = 10
 
 
+class _Read(NamedTuple):
+    """An array that an op reads: for ``count`` elements, ``count × times / per + fixed`` of it.
+
+    Attributes:
+        key: ``id`` of the node that makes it.
+        times: Elements of the operand that are read for ...
+        per: ... so many of the result.
+        fixed: Elements that are read whatever the count.
+        size: Elements of the array.
+        width: Bytes of each.
+    """
+
+    key: int
+    times: float
+    per: float
+    fixed: float
+    size: float
+    width: float
+
+
+class Each(NamedTuple):
+    """What an op does, whichever kernel computes it.
+
+    Attributes:
+        cycles: Cycles of an element that goes in.
+        factor: Elements that go in for one that comes out.
+        branches: Whether its code branches.
+        turns: Whether neighbouring results read elements that lie apart.
+        moves: Whether each reader reads other elements, so that what they need adds up.
+        reads: Arrays that it reads, constants left out.
+    """
+
+    cycles: float
+    factor: float
+    branches: bool
+    turns: bool
+    moves: bool
+    reads: tuple[_Read, ...]
+
+
+def _done_by(node: Node) -> Each:
+    """Describe what an op does."""
+    opcode = node.opcode
+    factor = 1.0
+    if opcode == "reduce":
+        factor = node.operands[0].size / max(1, node.size)
+    elif opcode == "reduce-window":
+        factor = float(prod([dim.size for dim in node.attrs.get("window", ())]))
+    reads = []
+    for position, operand in enumerate(node.operands):
+        source = source_of(operand)
+        if source.opcode != "constant":
+            width = DTYPE_BITS[source.type.dtype] / 8
+            needed = _needed(node, position)
+            reads.append(_Read(id(source), *needed, float(source.size), width))
+    cycles, branches = OPS.get(opcode, _OTHER).cycles, opcode in _BRANCHING
+    return Each(cycles, factor, branches, _turns(node), opcode in _MOVING, tuple(reads))
+
+
+def _needed(node: Node, position: int) -> tuple[float, float, float]:
+    """Elements of an operand that an op needs: ``times``, ``per`` and ``fixed`` of a read."""
+    size = node.operands[position].size
+    if node.opcode in ("concatenate", "pad"):
+        return size, max(1, node.size), 0.0
+    if node.opcode in UPDATES:
+        return 0.0, 1.0, float(size) if position else 0.0
+    if position and node.opcode in ("gather", "dynamic-slice"):
+        return 0.0, 1.0, float(size)
+    return 1.0, 1.0, 0.0
+
+
+#: Places in what a kernel needs of a value: elements as loads of an array outside, elements that
+#: readers need in the same order, elements that they need one by one, paths that lead there, and
+#: whether neighbours are not read together; then elements of the value, and bytes of each.
+_LOADS, _WHOLE, _PARTS, _PATHS, _TURNED = range(5)
+
+
 class Work:
     """Work of a kernel: elements that it computes and reads, found from its results backwards.
 
@@ -110,111 +188,109 @@ class Work:
         members: Nodes of the kernel, operands before users.
         roots: Nodes whose values it writes.
         shared: Whether each value is computed once, however often it is read (softmax kernels).
+        known: What each op does, by its node's ``id``; it is filled. Nodes may not change between
+            kernels that share it.
 
     Attributes:
         blocks: Thread blocks that it starts.
         cycles: Cycles of all its arithmetic.
         written: Bytes that it writes.
         branches: Branches in the code of one element; code that is emitted twice counts twice.
-        reads: By the id of a node outside: elements read, its elements, and bytes of each.
-        strided: Nodes outside whose neighbouring elements are not read together.
+        needs: What it needs of nodes outside, by their ``id``; by place as named above.
     """
 
-    __slots__ = (
-        "_inside",
-        "_parts",
-        "_paths",
-        "_turned",
-        "_whole",
-        "blocks",
-        "branches",
-        "cycles",
-        "reads",
-        "strided",
-        "written",
-    )
+    __slots__ = ("_known", "_shared", "blocks", "branches", "cycles", "needs", "written")
 
     def __init__(
-        self, members: Iterable[Node], roots: Iterable[Node], shared: bool = False
+        self,
+        members: Iterable[Node],
+        roots: Sequence[Node],
+        shared: bool = False,
+        known: dict[int, Each] | None = None,
     ) -> None:
-        ordered = list(members)
-        self.blocks = 1.0
-        self.cycles = self.written = self.branches = 0.0
-        self.reads: dict[int, list[float]] = {}
-        self.strided: set[int] = set()
-        self._inside = {id(node) for node in ordered}
-        self._whole: dict[int, float] = {}
-        self._parts: dict[int, float] = {}
-        self._paths: dict[int, float] = {}
-        self._turned: set[int] = set()
-        heads = set()
-        for root in roots:
-            heads.add(id(root))
-            self._whole[id(root)] = float(root.size)
-            self.written += _written(root)
-            self.blocks = max(self.blocks, blocks_of(root))
+        self.blocks = max([1.0, *map(blocks_of, roots)])
+        self.written = sum(map(_written, roots))
+        self.cycles = self.branches = 0.0
+        self._shared, self._known = shared, {} if known is None else known
+        self.needs = {id(root): [0.0, float(root.size), 0.0, 0.0, 0.0, 0.0, 0.0] for root in roots}
+        self._add(members, frozenset(self.needs))
+
+    def with_producer(self, members: Iterable[Node]) -> Work:
+        """Work of a kernel that also computes a value that this one reads.
+
+        Args:
+            members: Nodes that make the value, operands before users. This kernel neither computes
+                nor reads any other of them, nor do they read what it computes; repeated constants
+                do not count, which cost nothing.
+        """
+        joined = Work.__new__(Work)
+        joined._shared, joined._known = self._shared, self._known
+        joined.blocks, joined.written = self.blocks, self.written
+        joined.cycles, joined.branches = self.cycles, self.branches
+        joined.needs = {key: need.copy() for key, need in self.needs.items()}
+        joined._add(members, frozenset())
+        return joined
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether its loads depend on the order in which its nodes are visited.
+
+        So they do of an array of which some readers share loads and others read their own.
+        """
+        return any(need[_WHOLE] and need[_PARTS] for need in self.needs.values())
+
+    def _add(self, members: Iterable[Node], roots: frozenset[int]) -> None:
+        """Add the work of nodes, and need what they read instead of them."""
+        needs, known = self.needs, self._known
         # Users before operands: when a node is visited, everything wanted of it has been added.
-        for node in reversed(ordered):
-            count = self._whole.get(id(node), 0.0) + self._parts.get(id(node), 0.0)
+        for node in reversed(list(members)):
+            need = needs.pop(id(node), None)
+            if need is None:
+                continue
+            count = need[_WHOLE] + need[_PARTS]
             # A softmax kernel keeps rows on the chip: nothing is computed twice.
-            if shared:
+            if self._shared:
                 count = min(count, float(node.size))
-            if count:
-                self._visit(node, count, id(node) in heads)
-
-    def _visit(self, node: Node, count: float, is_head: bool) -> None:
-        """Add the work of ``count`` elements of a node, and hand on what it needs."""
-        opcode = node.opcode
-        paths = self._paths.get(id(node), 1.0)
-        # A node that is computed along several paths has its code emitted once for each.
-        if opcode in _BRANCHING:
-            self.branches += paths
-        factor = 1.0
-        if opcode == "reduce":
-            factor = node.operands[0].size / max(1, node.size)
-        elif opcode == "reduce-window":
-            factor = float(prod([dim.size for dim in node.attrs.get("window", ())]))
-        self.cycles += OPS.get(opcode, _OTHER).cycles * count * factor
-        # A transpose inside a kernel turns the access order of everything above it; as the root it
-        # is written through shared memory, which keeps reads coalesced.
-        turned = id(node) in self._turned or (not is_head and _turns(node))
-        for position, operand in enumerate(node.operands):
-            source = source_of(operand)
-            if source.opcode != "constant":
-                wanted = _wanted(node, position, count) * factor
-                if wanted:
-                    self._need(source, wanted, opcode in _MOVING, paths, turned)
-
-    def _need(self, node: Node, wanted: float, adds: bool, paths: float, turned: bool) -> None:
-        """Note that ``wanted`` elements of a node are needed once more, or as before."""
-        key = id(node)
-        if key not in self._inside:
-            known = self.reads.get(key)
-            if known is None:
-                width = DTYPE_BITS[node.type.dtype] / 8
-                self.reads[key] = [wanted, float(node.size), width]
-            else:
+            if not count:
+                continue
+            each = known.get(id(node))
+            if each is None:
+                each = known[id(node)] = _done_by(node)
+            cycles, factor, branches, turns, moves, reads = each
+            # A node that is computed along several paths has its code emitted once for each.
+            paths = need[_PATHS] or 1.0
+            if branches:
+                self.branches += paths
+            self.cycles += cycles * count * factor
+            # A transpose inside a kernel turns the access order of everything above it; as the root
+            # it is written through shared memory, which keeps reads coalesced.
+            turned = need[_TURNED] or (turns and id(node) not in roots)
+            for key, times, per, fixed, size, width in reads:
+                wanted = (count * times / per + fixed) * factor
+                if not wanted:
+                    continue
+                before = needs.get(key)
+                if before is None:
+                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, 0.0, size, width]
                 # Readers that walk elements in the same order share loads, so the largest need
                 # counts; those that move elements read their own.
-                known[0] = known[0] + wanted if adds else max(known[0], wanted)
-            if turned:
-                self.strided.add(key)
-            return
-        before = self._paths.get(key, 0.0)
-        self._paths[key] = before + paths if adds else max(before, paths)
-        if adds:
-            self._parts[key] = self._parts.get(key, 0.0) + wanted
-        elif wanted > self._whole.get(key, 0.0):
-            self._whole[key] = wanted
-        if turned:
-            self._turned.add(key)
+                if moves:
+                    before[_LOADS] += wanted
+                    before[_PARTS] += wanted
+                    before[_PATHS] += paths
+                else:
+                    before[_LOADS] = max(before[_LOADS], wanted)
+                    before[_WHOLE] = max(before[_WHOLE], wanted)
+                    before[_PATHS] = max(before[_PATHS], paths)
+                if turned:
+                    before[_TURNED] = 1.0
 
     def seconds(self, machine: Machine) -> float:
         """Estimate the time of one execution without its launch."""
         # Too few blocks cannot saturate the memory.
         bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
         memory = self.written / bandwidth
-        for key, (elements, size, width) in self.reads.items():
+        for elements, _, _, _, turned, size, width in self.needs.values():
             total = elements * width
             # The first read of each element comes from main memory, repeated ones from a cache if
             # the array fits.
@@ -224,7 +300,7 @@ class Work:
             if net < _L1_BYTES * machine.cores:
                 speed *= _L1_SPEED_UP
             again = total - net
-            if key in self.strided:
+            if turned:
                 # Every element costs a sector; the cache holds what neighbours need.
                 again += total * (_SECTOR / width - 1.0)
                 speed = min(speed, _CACHE_SPEED_UP)
@@ -243,19 +319,6 @@ def _turns(node: Node) -> bool:
     order = node.attrs["dimensions"]
     # The minor dimension comes from another one, and has more than one element.
     return bool(order[-1] != len(order) - 1 and node.type.shape[-1] > 1)
-
-
-def _wanted(node: Node, position: int, count: float) -> float:
-    """Count the elements of an operand that ``count`` elements of a node need, without factor."""
-    opcode = node.opcode
-    operand = node.operands[position]
-    if opcode in ("concatenate", "pad"):
-        return count * operand.size / max(1, node.size)
-    if opcode in UPDATES:
-        return float(operand.size) if position else 0.0
-    if position and opcode in ("gather", "dynamic-slice"):
-        return float(operand.size)
-    return count
 
 
 def _written(root: Node) -> float:

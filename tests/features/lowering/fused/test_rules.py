@@ -18,6 +18,7 @@ from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
 from opcast.features.lowering.fused import graph as graphs
 from opcast.features.lowering.fused.clusters import (
+    Cluster,
     Clusters,
     Shape,
     is_loop,
@@ -31,7 +32,7 @@ from opcast.features.lowering.fused.multi_output import MultiOutputFusion
 from opcast.features.lowering.fused.priority import PriorityFusion
 from opcast.features.lowering.fused.reductions import parts_of
 from opcast.features.lowering.fused.simplify import simplify
-from opcast.features.lowering.fused.work import Machine, machine_of
+from opcast.features.lowering.fused.work import Machine, Work, machine_of
 from opcast.features.lowering.lower import choose_lowering, lower
 from opcast.features.lowering.options import AUTO
 
@@ -305,3 +306,36 @@ def test_a_sum_of_a_transposed_product_may_choose_between_arrays():
     last = found.kernels[-1]
     # Two arguments of one condition and seven elements each; the sum stays a scalar.
     assert (last.bytes_in, last.bytes_out) == (4 + 7 * 4, 7 * 4)
+
+
+def test_a_producer_adds_to_a_kernel_what_both_need_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gains are derived step by step; each step must give what counting all members anew gives."""
+    steps = []
+    step = PriorityFusion._both
+
+    def checked(self: PriorityFusion, producer: Cluster, consumer: Cluster) -> Work:
+        found = step(self, producer, consumer)
+        members = {**producer.members, **consumer.members}
+        whole = self._evaluate(members, consumer.roots, consumer.rows or producer.rows)
+        assert (found.branches, found.cycles) == (whole.branches, whole.cycles)
+        assert found.needs.keys() == whole.needs.keys()
+        assert found.seconds(self.machine) == pytest.approx(whole.seconds(self.machine), rel=1e-12)
+        steps.append(self.clusters.are_chained(producer, consumer))
+        return found
+
+    def block(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jax.nn.softmax(x @ w) * jax.nn.gelu(x) - x.mean(-1, keepdims=True)
+        rolled = jnp.concatenate([-y[:, 32:], y[:, :32]], -1)
+        return jnp.where(jnp.tril(jnp.ones((128, 64), bool)), rolled * 2.0, -1e9) + x
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (block(block(x, w), w) ** 2).sum()
+
+    monkeypatch.setattr(PriorityFusion, "_both", checked)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (128, 64))]
+    text = jax.jit(jax.grad(loss)).lower(*arrays).as_text()
+    lower(text, "fused", device=find_device("h100-sxm"))
+    # Most are chains; some repeat an op in both, and are counted anew.
+    assert len(steps) > 100 and 0.5 < sum(steps) / len(steps) < 1.0
