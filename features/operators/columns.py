@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import DatasetError
-from ..cost.formats import TABLE_FORMATS
+from ..cost.formats import TABLE_FORMATS, Format
 from ..devices.device import DeviceSpec
 from ..devices.rules import IDLE_W, rules_of
 
@@ -27,6 +27,17 @@ def power_rate(spec: DeviceSpec) -> float:
     if spec.power_w <= IDLE_W or not energy:
         return float("inf")
     return (spec.power_w - IDLE_W) / energy
+
+
+def format_rate(kind: Format, device: DeviceSpec) -> str:
+    """Return the HLO type at whose rate a device multiplies a format.
+
+    Without units for 4-bit floats (types without have the rate of the next wider one), libraries
+    widen the weights to the 16 bits of the activations, as Marlin's kernels do.
+    """
+    narrow = "f4e2m1fn"
+    lacks = device.matrix_peak(narrow) <= device.matrix_peak("f8e4m3fn")
+    return "bf16" if kind.rate == narrow and lacks else kind.rate
 
 
 class OpRows:
@@ -287,7 +298,9 @@ class OpTable:
         code, values = self.rows.codes("dtype")
         formats = [TABLE_FORMATS.get(v, TABLE_FORMATS["bf16"]) for v in values]
         # One rate for each pair of device and dtype, spread over the rows by index.
-        rates = np.array([[rate(d, kind.rate) for kind in formats] for d in self.devices])
+        rates = np.array(
+            [[rate(d, format_rate(kind, d)) for kind in formats] for d in self.devices]
+        )
         return np.asarray(rates[self.code, code])
 
     def machine(self, *, multiprocessors: bool = False) -> Machine:

@@ -217,6 +217,21 @@ class DeviceEffects:
                 found[rows[some]] = f"{name}{_SEPARATOR}{inner}" in self.table
         return found
 
+    def measured(self, device: np.ndarray, format_: np.ndarray, library: np.ndarray) -> np.ndarray:
+        """Whether a format was fitted on a device under a library, by its row, bool, ``(n,)``.
+
+        Args:
+            device: Known devices, shape ``(n,)``.
+            format_: Formats of the operators, shape ``(n,)``.
+            library: Their libraries, shape ``(n,)``; an empty one stands for any.
+        """
+        # Of each name of the table the device, and the format and the library at its end.
+        named = [name.split(_SEPARATOR) for name in self.table if _SEPARATOR in name]
+        known = {(d, *inner.split("|")[-2:]) for d, inner in named}
+        known |= {(d, f, "") for d, f, _ in known}
+        rows = zip(device.tolist(), format_.tolist(), library.tolist(), strict=True)
+        return np.fromiter((row in known for row in rows), bool, len(device))
+
     def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
         """Linear part for a device that was not fitted: the mean over those that were.
 

@@ -305,6 +305,10 @@ class FamilyModel:
         known, unseen = self.fitted.known, self.fitted.unseen
         proxy, scope = self.known_devices.proxies(rows.texts("device"), devices)
         own = among(proxy, known.devices)
+        # A format or library that a known chip was not measured with is as on one that was not.
+        if self.family not in BLOCKS:
+            ran = known.effects.measured(proxy, rows.texts("dtype"), rows.texts("backend"))
+            scope = np.where(own & ~ran, "unseen", scope)
         latency, inside = self.fitted.latency_s(rows, features, proxy, devices)
         lo, hi = self.intervals.around(latency, proxy, scope, self.known_devices.foreign)
         # A format or library that no chip was seen with, on a chip that was not seen, either: what

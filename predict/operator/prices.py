@@ -23,6 +23,7 @@ import pandas as pd
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.operators.columns import format_rate
 from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
@@ -181,15 +182,12 @@ def arithmetic_share(op: Op, spec: DeviceSpec) -> float:
 
 def matrix_rate(op: Op, spec: DeviceSpec) -> float:
     """FLOP/s at which a device multiplies an operator's format."""
-    return spec.matrix_peak("bf16" if weight_only(op.dtype, spec) else FORMATS[op.dtype].rate)
+    return spec.matrix_peak(format_rate(FORMATS[op.dtype], spec))
 
 
 def weight_only(dtype: str, spec: DeviceSpec) -> bool:
     """Whether a device widens weights of a 4-bit float to 16 bits, for want of units for them."""
-    # Types without units of their own have the rate of the next wider one.
-    return dtype in ("nvfp4", "mxfp4") and spec.matrix_peak("f4e2m1fn") <= spec.matrix_peak(
-        "f8e4m3fn"
-    )
+    return format_rate(FORMATS[dtype], spec) != FORMATS[dtype].rate
 
 
 def work_of(ops: Sequence[Op], seconds: np.ndarray, spec: DeviceSpec) -> Work:

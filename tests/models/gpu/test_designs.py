@@ -161,3 +161,18 @@ def test_the_error_of_a_ratio_saturates():
     assert half[0] == 0.0 and half[1] == half[2] == pytest.approx(FAR * np.tanh(0.1 / FAR))
     assert half[3] == pytest.approx(FAR)
     assert SAME < SIBLING < OUTSIDE
+
+
+def test_a_format_that_a_chip_was_never_measured_with_is_not_known():
+    """What was met: 870 µs of nvfp4 on Hopper, below the 1,111 of its fallback, and "known"."""
+    big = "linear m=8192 n=8192 k=8192"
+    found = predict_op(OperatorCase(f"{big} dtype=nvfp4", "h100-sxm"))
+    wide = predict_op(OperatorCase(f"{big} dtype=bf16", "h100-sxm"))
+    # By hand: 2 · 8192³ at 989.4 TFLOP/s of bf16, since Hopper has no units for 4-bit floats.
+    assert found.roofline_us == pytest.approx(2 * 8192**3 / 989.4e12 * 1e6)
+    assert found.latency_us > 0.9 * wide.latency_us
+    assert (found.scope, wide.scope) == ("unseen", "known")
+    assert found.hi_us / found.lo_us > wide.hi_us / wide.lo_us
+    # Blackwell has them.
+    own = predict_op(OperatorCase(f"{big} dtype=nvfp4 backend=vllm", "rtx-pro-6000"))
+    assert own.scope == "known" and own.bound == "compute"
