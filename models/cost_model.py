@@ -32,7 +32,7 @@ from .core.store import (
 )
 from .program.context_trees import ContextCorrection, in_loops
 from .program.program_model import ProgramModel, ProgramPrediction
-from .program.schedule_cost import UNMEASURED
+from .program.schedule_cost import UNMEASURED, least_wall
 
 if TYPE_CHECKING:
     from .trust.neighbours import NeighbourTable
@@ -173,7 +173,10 @@ class CostModel:
         if other is not None and device.platform in self.program_model.corrections:
             # Intervals fitted to programs ignore those of the kernels, so they are widened here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
-        return in_place, wall
+        least = least_wall(lowered, device)
+        return in_place, wall._replace(
+            latency=max(wall.latency, least), lo=max(wall.lo, least), hi=max(wall.hi, least)
+        )
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""

@@ -134,6 +134,16 @@ def _dot(op: Op, comp: Computation, program: Program) -> Work:
     return 2.0 * op.results[0].size * depth, 0.0
 
 
+def _ragged_dot(op: Op, comp: Computation, program: Program) -> Work:
+    """Count the rows that belong to a group: of sums over them, each group takes its own share."""
+    flops = _dot(op, comp, program)[0]
+    contracted = op.attrs.get("lhs_contracting_dims", ())
+    if not set(op.attrs.get("lhs_ragged_dims", ())) & set(contracted):
+        return flops, 0.0
+    # The result has a leading dimension of groups.
+    return flops / max(op.results[0].shape[0], 1), 0.0
+
+
 def _convolution(op: Op, comp: Computation, program: Program) -> Work:
     attrs = op.attrs
     lhs, rhs = (comp.ops[i].results[0] for i in op.operands[:2])
@@ -248,7 +258,7 @@ _RULES: dict[str, _Rule] = by_op(
         "fft": _fft,
         "triangular-solve": _triangular_solve,
         "topk": _top_k,
-        "chlo.ragged_dot": _dot,
+        "ragged-dot": _ragged_dot,
         "custom-call": _custom_call,
     }
 )

@@ -52,7 +52,8 @@ class OpSpec(NamedTuple):
         like: Op whose rules it follows where it has none of its own (:func:`by_op`): attributes,
             FLOPs, details of a row, dimensions that a plan may cut; graph networks, whose list of
             opcodes is fixed, see that op instead.
-        stablehlo: StableHLO names, separated by spaces, that are not the opcode with underscores.
+        stablehlo: StableHLO names, separated by spaces, that are not the opcode with underscores;
+            names of CHLO with their dialect.
     """
 
     column: str = ""
@@ -166,8 +167,6 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (OpSpec(flops=24.0), "chlo.next_after"),
     (_OTHER, "chlo.is_neg_inf chlo.is_pos_inf chlo.square"),
     (_NOTHING, "chlo.constant chlo.constant_like"),
-    (OpSpec(flops=None, like="topk"), "chlo.top_k"),
-    (OpSpec(flops=None), "chlo.ragged_dot"),
     (_COPY._replace(operands=1), "copy"),
     (_COPY._replace(root="", like="copy"), "copy-start"),
     (_COPY._replace(column="n_elementwise", work="work_basic", root=""), "copy-done"),
@@ -203,10 +202,11 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (OpSpec(kind="reduce", flops=0.0), "batch-norm-training batch-norm-grad"),
     (_NOTHING, "batch-norm-inference"),
     (_DOT._replace(operands=2, stablehlo="dot_general"), "dot"),
-    (_DOT._replace(like="dot"), "ragged-dot scaled-dot"),
+    (_DOT._replace(like="dot"), "scaled-dot"),
+    (_DOT._replace(operands=2, like="dot", stablehlo="chlo.ragged_dot"), "ragged-dot"),
     (_DOT._replace(column="n_convolution", kind="conv", operands=2), "convolution"),
     (_SORT._replace(operands=1, called=1), "sort"),
-    (_SORT, "topk"),
+    (_SORT._replace(operands=1, stablehlo="chlo.top_k"), "topk"),
     (_RANDOM._replace(transcendentals=1.0, reads="all"), "rng"),
     (_RANDOM._replace(flops=None, operands=1, reads="all"), "rng-bit-generator"),
     (_RANDOM, "rng-get-and-update-state"),

@@ -125,6 +125,7 @@ class LoweredProgram:
         notes: Remarks for the user (loops without a known trip count …).
         hlo: Optimised module text; empty for ``fused`` and ``op``.
         compile_seconds: Time that the compiler took for it; 0 if unknown.
+        entry_bytes: Bytes of arguments and results that one run moves at least; 0 if unknown.
         module: The lowered program where no text is kept: of ``fused`` and ``op``.
     """
 
@@ -137,4 +138,5 @@ class LoweredProgram:
     notes: list[str] = field(default_factory=list)
     hlo: str = ""
     compile_seconds: float = 0.0
+    entry_bytes: float = 0.0
     module: Program | None = field(default=None, repr=False, compare=False)

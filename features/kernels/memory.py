@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..cost.bytes import array_traffic
 from ..ir.op_table import UPDATES, named, ops_with
 from ..ir.program import Computation, Op, Program
 from .kinds import is_free
@@ -12,6 +13,8 @@ from .kinds import is_free
 _NOT_IN_PLACE = ops_with(lambda spec: not spec.in_place)
 #: Ops that name values made elsewhere.
 _VIEWS = named("views")
+#: Ops whose traffic is that of the computations that they call.
+_LEFT_OUT = frozenset(("while", "conditional", "call"))
 _Leaves = list[int]
 
 
@@ -268,3 +271,38 @@ def _unchanged(op: Op, program: Program) -> set[int]:
         for number, output in enumerate(outputs)
         if output.opcode in known and int(output.attrs["index"]) == number
     }
+
+
+def entry_bytes(program: Program) -> float:
+    """Bytes of a program's arguments that it reads at least once, and of results that it writes.
+
+    An argument counts as much as that one of its readers touches most of. What loops and branches
+    read and write is left out: the sum is a lower bound.
+    """
+    entry = program.entry_computation
+    # Makers of each op's value: a position, and the leaf of a tuple or -1 for all of it.
+    makers: list[list[tuple[int, int]]] = []
+    touched: dict[tuple[int, int], float] = {}
+    written: dict[int, list[float]] = {}
+    for place, op in enumerate(entry.ops):
+        if op.opcode in _VIEWS:
+            own = [maker for o in op.operands for maker in makers[o]]
+            if op.opcode == "get-tuple-element" and len(own) == 1:
+                own = [(own[0][0], int(op.attrs["index"]))]
+            makers.append(own)
+            continue
+        makers.append([(place, -1)])
+        if is_free(op) or op.opcode in _LEFT_OUT:
+            continue
+        read, results = array_traffic(op, entry, program)
+        leaves = [o for o in op.operands for _ in entry.ops[o].results]
+        for operand, (_, moved) in zip(leaves, read, strict=True):
+            for maker in makers[operand]:
+                if entry.ops[maker[0]].opcode == "parameter":
+                    touched[maker] = max(touched.get(maker, 0.0), moved)
+        written[place] = [moved for _, moved in results]
+    total = sum(touched.values())
+    for place, leaf in set(makers[entry.root % len(entry.ops)] if entry.ops else ()):
+        moves = written.get(place, [])
+        total += sum(moves) if leaf < 0 else sum(moves[leaf : leaf + 1])
+    return total

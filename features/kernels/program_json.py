@@ -48,6 +48,7 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         "compiler": lowered.compiler,
         "peak_memory_bytes": lowered.peak_memory_bytes,
         "memory_source": lowered.memory_source,
+        "entry_bytes": lowered.entry_bytes,
         "notes": lowered.notes,
         "hashes": list(hashes),
         # Texts make up nearly all of a program's JSON; those that are samples of the dataset are
@@ -91,6 +92,8 @@ def schedule_from_json(text: str, ir_by_hash: Mapping[str, str]) -> LoweredProgr
             peak_memory_bytes=float(data["peak_memory_bytes"]),
             memory_source=data["memory_source"],
             notes=list(data["notes"]),
+            # Schedules of older datasets do not state it.
+            entry_bytes=float(data.get("entry_bytes", 0.0)),
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, ProgramError) as error:
         raise DatasetError(

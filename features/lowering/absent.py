@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,9 @@ from ..ir.jax_compat import (
 from ..ir.mlir.locations import SourceOps
 from ..ir.partitioning import partitions_as_replicas
 from ..ir.reader import SourceProgram, TripCounts
-from ..kernels.kernel import LoweredProgram
+from ..kernels.kernel import Kernel, LoweredProgram
 from .cache import CachedModule, LocalTarget, LoweringCache, from_data, to_data
-from .op import lower_op, work_notes
+from .op import lower_op, ragged_notes, work_notes
 from .repeated_layers.lower import MIN_LAYERS, extrapolate, shorten
 from .target_compiler.process import CompileSettings, compile_programs
 from .target_compiler.target import CompileTarget, target_of
@@ -123,7 +124,7 @@ class _Job:
     def whole(self) -> LoweredProgram:
         """Compile the program as it is."""
         (lowered,) = self._compile([tag_locations(self.source.module)])
-        lowered.notes += self._work_notes(lowered)
+        lowered.notes += [*self._work_notes(lowered), *self._ragged_notes(lowered)]
         return lowered
 
     def by_layers(self) -> LoweredProgram | None:
@@ -147,6 +148,7 @@ class _Job:
             logger.info("the program is compiled whole: %s", notes if self.settled else "loops")
             self.settled = True
             return None
+        lowered.notes += self._ragged_notes(lowered)
         return lowered
 
     def read(self, compiled: CachedModule) -> LoweredProgram:
@@ -188,7 +190,15 @@ class _Job:
         return outcomes
 
     def _work_notes(self, lowered: LoweredProgram) -> list[str]:
-        return work_notes(lower_op(self.source).kernels, lowered.kernels, prod(self.shape))
+        return work_notes(self._ops, lowered.kernels, prod(self.shape))
+
+    def _ragged_notes(self, lowered: LoweredProgram) -> list[str]:
+        return ragged_notes([k.opcode for k in self._ops], lowered.kernels)
+
+    @cached_property
+    def _ops(self) -> list[Kernel]:
+        """The source's ops as kernels."""
+        return lower_op(self.source).kernels
 
 
 def _replicated(source: SourceProgram) -> SourceProgram:

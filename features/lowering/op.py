@@ -11,7 +11,7 @@ from ..ir.program import Program
 from ..ir.reader import SourceProgram
 from ..kernels.extract import extract_kernels
 from ..kernels.kernel import Kernel, LoweredProgram
-from ..kernels.memory import peak_memory
+from ..kernels.memory import entry_bytes, peak_memory
 
 
 def lower_op(source: SourceProgram) -> LoweredProgram:
@@ -36,6 +36,7 @@ def lower_op(source: SourceProgram) -> LoweredProgram:
         peak_memory_bytes=peak_memory(program),
         memory_source="liveness",
         notes=notes,
+        entry_bytes=entry_bytes(program),
         module=program,
     )
 
@@ -65,6 +66,25 @@ def product_flops(kernels: Iterable[Kernel]) -> float:
     return total
 
 
+#: Opcode of ragged products.
+_RAGGED = "ragged-dot"
+
+
+def ragged_notes(opcodes: Iterable[str], kernels: Iterable[Kernel]) -> list[str]:
+    """Note that a compiler without a kernel for ragged products multiplies densely.
+
+    Args:
+        opcodes: Those of the source.
+        kernels: What the compiler made of it.
+    """
+    if _RAGGED not in opcodes or any(_RAGGED in k.name for k in kernels):
+        return []
+    return [
+        "the compiler has no kernel for ragged products: it multiplies the rows of every group, "
+        "all others set to zero, which is the work of a dense product for each group"
+    ]
+
+
 def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) -> list[str]:
     """Compare the work before and after compiling.
 
@@ -76,7 +96,7 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
     Returns:
         A note if work went missing, or if products are computed more than once on one device.
     """
-    after = list(after)
+    before, after = list(before), list(after)
     source, products = product_flops(before), product_flops(after)
     # A compiler may write small products as multiplications and sums, so all FLOPs count here.
     # The source's FLOPs cover all devices, the compiled kernels one.
@@ -88,7 +108,8 @@ def work_notes(before: Iterable[Kernel], after: Iterable[Kernel], devices: int) 
         ]
     # Over several devices some products are meant to be replicated: only lost work is reported
     # there.
-    if devices == 1 and products > (1 + _TOLERANCE) * source > 0:
+    ragged = any(k.opcode == _RAGGED for k in before)
+    if devices == 1 and not ragged and products > (1 + _TOLERANCE) * source > 0:
         return [
             f"products of the program are {source / 1e9:.4g} GFLOP, of its kernels "
             f"{products / 1e9:.4g}: the compiler computes some again or pads them"

@@ -18,7 +18,7 @@ from ..ir.reader import SourceProgram, TripCounts, read_program
 from ..ir.trip_counts import loop_names
 from ..kernels.extract import extract_kernels, tagged_ops
 from ..kernels.kernel import LoweredProgram
-from ..kernels.memory import peak_memory
+from ..kernels.memory import entry_bytes, peak_memory
 from ..kernels.provenance import infer_sources
 from .cache import LocalTarget, LoweringCache, environment_hash, from_data, local_target, to_data
 from .op import uncosted_notes
@@ -210,6 +210,7 @@ def lower_compiled(
         # Where the compiler states no memory figures, buffer lifetimes give an estimate.
         memory_source="compiler" if stated else "liveness",
         notes=[*notes, *uncosted_notes(kernels)],
+        entry_bytes=entry_bytes(program),
         hlo=hlo,
     )
 

@@ -11,7 +11,7 @@ from math import log2, prod
 from ..ir.op_table import by_op
 from ..ir.program import COMPLEX, FLOAT, HALF, Op, Program, TensorType
 from .columns import FREE, TypeFacts, type_facts
-from .row_products import Row, convolution_row, custom_call_row, dot_row, linalg_row
+from .row_products import Row, convolution_row, custom_call_row, dot_row, linalg_row, ragged_dot_row
 
 Handler = Callable[[Row, Op, list[Op], Program], float]
 
@@ -262,6 +262,7 @@ _HANDLERS: dict[str, Handler] = {
     "fft": _fft,
     "while": _while,
     "dot": dot_row,
+    "ragged-dot": ragged_dot_row,
     "convolution": convolution_row,
     "custom-call": custom_call_row,
     "cholesky": linalg_row,

@@ -13,6 +13,10 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
+from ...features.operators.physics import resident_share
+from ...features.table.columns import CODE, INDEX
+from ...features.table.roofline import main_bytes, peaks
+from ...features.table.row import rows
 from ...simulate.program.list_schedule import critical_path, list_schedule
 
 #: Time below which no program is predicted (s); keeps logarithms finite for empty programs.
@@ -133,6 +137,44 @@ def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
 def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
     """Positions that each kernel waits for: its operands, and a done's own start."""
     return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]
+
+
+def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
+    """Seconds that no run of a program falls below.
+
+    Its products by the fastest algorithm that a library has, at the peak of their formats; and its
+    arguments and results at the rate of main memory, or of the cache where they fit, whoever left
+    them there. On a GPU kernels run one after the other, and each moves its bytes through the
+    cache at least.
+    """
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    row = rows(kernels)
+    times = np.array([k.multiplicity for k in kernels], np.float64)
+    products = row[:, INDEX["matmul_flops"]] / peaks(row, device)[0] / saved(row)
+    cache = max(level.bandwidth for level in device.levels)
+    if device.platform == "gpu":
+        linked = row[:, INDEX["kind"]] == CODE["kind"]["collective"]
+        moved = np.where(linked, 0.0, main_bytes(row, device))
+        products = np.maximum(products, moved / cache)
+    entry = lowered.entry_bytes
+    # What a TPU keeps on the chip is filled anew in each run.
+    near = 0.0
+    if device.platform != "tpu":
+        near = float(resident_share(np.array(entry), np.array(max(device.cache_bytes, 1.0))))
+    moving = entry * (near / cache + (1.0 - near) / device.bandwidth)
+    return max(float((products * times).sum()), moving)
+
+
+def saved(row: np.ndarray) -> np.ndarray:
+    """Factor by which Winograd's algorithm may reduce multiplications, ``(n,)``; 1 for products.
+
+    ``F(2, r)`` takes ``r + 1`` multiplications for two results of a window of ``r``, where the
+    definition takes ``2r`` (Lavin and Gray, Fast Algorithms for Convolutional Neural Networks,
+    2016): 2.25 for 3 × 3.
+    """
+    rank = np.maximum(row[:, INDEX["conv_rank"]], 1.0)
+    side = np.maximum(row[:, INDEX["conv_window"]], 1.0) ** (1.0 / rank)
+    return np.asarray((2.0 * side / (side + 1.0)) ** rank)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,16 @@ def _dot_general(attrs: Attrs, operands: Types, results: Types) -> Attrs:
     return {**names, **_precision(attrs), **extra}
 
 
+def _ragged_dot(attrs: Attrs, operands: Types, results: Types) -> Attrs:
+    numbers = _struct(attrs.pop("ragged_dot_dimension_numbers", None))
+    ragged = {
+        f"{name}_dims": _ints(numbers.get(f"{name}_dimensions", ()))
+        for name in ("lhs_ragged", "rhs_group")
+    }
+    attrs["dot_dimension_numbers"] = numbers
+    return {**_dot_general(attrs, operands, results), **ragged}
+
+
 def _windows(attrs: Attrs, sizes: Sequence[int], names: dict[str, str]) -> tuple[WindowDim, ...]:
     """Make one window per size; ``names`` gives the MLIR names of strides and dilations."""
     rank = len(sizes)
@@ -288,6 +298,7 @@ _Rule = Callable[[Attrs, Types, Types], Attrs]
 _RULES: dict[str, _Rule] = by_op(
     {
         "dot": _dot_general,
+        "ragged-dot": _ragged_dot,
         "convolution": _convolution,
         "reduce-window": _reduce_window,
         "broadcast": _broadcast,

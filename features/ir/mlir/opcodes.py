@@ -68,7 +68,7 @@ def hlo_opcode(name: str) -> str:
         return "call"
     if dialect in _HLO_DIALECTS and short not in _NOT_IN_HLO:
         return _RENAMED.get(short) or short.replace("_", "-")
-    return name
+    return _RENAMED.get(name, name)
 
 
 # Quantised programs are text, for a parser without the ``quant`` dialect: JAX leaves it out and its

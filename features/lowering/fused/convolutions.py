@@ -1,16 +1,15 @@
 """Convolutions as cuDNN takes them: channels innermost, symmetric padding, filters not reversed.
 
-XLA:GPU chooses the layout in its layout assignment and pads in ConvPaddingLegalization. Gradients
-of max pooling are expanded as its SelectAndScatterExpander does.
+XLA:GPU chooses the layout in its layout assignment and pads in ConvPaddingLegalization.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from ...ir.program import Computation, Op, Program, TensorType, WindowDim
-from .folding import padded, reshape, splat_node, transposed
-from .graph import Graph, Node, constant, element, rewrite
+from ...ir.program import TensorType, WindowDim
+from .folding import padded, reshape, transposed
+from .graph import Graph, Node, constant, rewrite
 from .work import Machine
 
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
@@ -123,87 +122,3 @@ def _window(conv: Node, data: Node) -> tuple[WindowDim, ...]:
         w._replace(pad_low=w.pad_low - low, pad_high=w.pad_high - high)
         for w, (low, high) in zip(window, _extra(conv), strict=True)
     )
-
-
-#: Type of positions in an array.
-_INDEX = "s32"
-
-
-def expand_ops(graph: Graph, program: Program) -> None:
-    """Spell out ``select-and-scatter`` as a search for each window's element and a scatter.
-
-    Args:
-        graph: Changed in place, its loops and branches too.
-        program: Takes in the computations that the new ops call.
-    """
-
-    def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            expand_ops(inner, program)
-        expands = node.opcode == "select-and-scatter" and len(node.called) == 2
-        return _scattered(node, program) if expands else None
-
-    rewrite(graph, rule)
-
-
-def _scattered(node: Node, program: Program) -> Node:
-    operand, source, start = node.operands
-    shape, windows = operand.type.shape, source.type.shape
-    rank = len(shape)
-    whole = TensorType(_INDEX, shape)
-    places = [Node("iota", [], (whole,), {"dimensions": (d,)}) for d in range(rank)]
-    # Position -1 marks a window that met no element yet.
-    none = splat_node(-1, TensorType(_INDEX))
-    kinds = (TensorType(operand.type.dtype, windows), *[TensorType(_INDEX, windows)] * rank)
-    search = Node(
-        "reduce-window",
-        [operand, *places, start, *[none] * rank],
-        kinds,
-        {"window": node.attrs["window"]},
-        (_chooser(program, operand.type.dtype, rank),),
-        [],
-        True,
-        node.source,
-    )
-    column = TensorType(_INDEX, (source.type.size, 1))
-    columns = [
-        Node("reshape", [element(search, d + 1)], (column,), source=node.source)
-        for d in range(rank)
-    ]
-    kind = TensorType(_INDEX, (source.type.size, rank))
-    indices = Node("concatenate", columns, (kind,), {"dimensions": (1,)}, source=node.source)
-    flat = TensorType(source.type.dtype, (source.type.size,))
-    updates = Node("reshape", [source], (flat,), source=node.source)
-    zeros = Node("broadcast", [start], node.results, {"dimensions": ()}, source=node.source)
-    every = tuple(range(rank))
-    attrs = {
-        "update_window_dims": (),
-        "inserted_window_dims": every,
-        "scatter_dims_to_operand_dims": every,
-        "index_vector_dim": 1,
-        "indices_are_sorted": False,
-        "unique_indices": False,
-    }
-    called = (node.called[1],)
-    return Node(
-        "scatter", [zeros, indices, updates], node.results, attrs, called, source=node.source
-    )
-
-
-def _chooser(program: Program, dtype: str, rank: int) -> str:
-    """Make a computation that keeps the larger of two values, and its position."""
-    name = f"opcast.larger.{dtype}.{rank}"
-    if name in program.computations:
-        return name
-    types = [TensorType(dtype), *[TensorType(_INDEX)] * rank]
-    ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
-    count = len(types)
-    ops.append(Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"}))
-    chosen = []
-    for i, t in enumerate(types):
-        # Value and positions are selected together, by one comparison of the values.
-        chosen.append(len(ops))
-        ops.append(Op(f"{name}.s{i}", "select", (2 * count, i, count + i), (t,)))
-    ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))
-    program.computations[name] = Computation(name, ops, len(ops) - 1)
-    return name

@@ -27,6 +27,17 @@ def fuse_epilogues(clusters: Clusters) -> None:
     for node in clusters.nodes:
         if node.opcode in ("dot", "convolution"):
             _Epilogue(clusters, clusters.by_root[id(node)]).run()
+        elif node.opcode == "sort":
+            _take_positions(clusters, clusters.by_root[id(node)])
+
+
+def _take_positions(clusters: Clusters, call: Cluster) -> None:
+    """Let a sort count the positions itself that it carries along."""
+    own = [source_of(o) for o in call.root.operands]
+    counted = {id(n): n for n in own if n.opcode == "iota" and _single(clusters, n)}
+    for node in counted.values():
+        clusters.absorb(clusters.by_root[id(node)], [call])
+    call.library = bool(counted)
 
 
 class _Epilogue:

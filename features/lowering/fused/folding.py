@@ -45,10 +45,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
 
 def is_elementwise(node: Node) -> bool:
     """Return whether each element of the result depends on one element of each operand."""
-    opcode = node.opcode
-    return opcode in ELEMENTWISE or (
-        opcode.startswith("chlo.") and opcode not in ("chlo.top_k", "chlo.ragged_dot")
-    )
+    return node.opcode in ELEMENTWISE or node.opcode.startswith("chlo.")
 
 
 def splat(node: Node) -> Any:

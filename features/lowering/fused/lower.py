@@ -17,12 +17,13 @@ from ...ir.program import Computation, Op, Program
 from ...ir.reader import SourceProgram
 from ...kernels.extract import extract_kernels
 from ...kernels.kernel import LoweredProgram
-from ...kernels.memory import peak_memory
-from ..op import uncosted_notes, whole_notes
+from ...kernels.memory import entry_bytes, peak_memory
+from ..op import ragged_notes, uncosted_notes, whole_notes
 from .clusters import Clusters
-from .convolutions import canonical_convs, expand_ops
+from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter
 from .epilogues import fuse_epilogues, fuse_softmax
+from .expansions import expand_ops
 from .graph import Graph, build_graph
 from .loops import copy_loop_state, drop_dead_state, merge_counters
 from .multi_output import HorizontalFusion, MultiOutputFusion
@@ -58,7 +59,7 @@ def lower_fused(
     emitter = Emitter(program)
     # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
     # pass relies on the forms that those before it leave.
-    expand_ops(graph, program)
+    expand_ops(graph, program, device is not None and device.platform == "tpu")
     simplify(graph, program)
     merge_counters(graph)
     drop_dead_state(graph)
@@ -72,6 +73,8 @@ def lower_fused(
         place_on_chip(emitter.program, memory)
     kernels, notes = extract_kernels(emitter.program)
     notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
+    opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
+    notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
         notes.append(
             f"{device.name} is a {device.platform}, but lowering fused has the fusion rules of "
@@ -84,6 +87,7 @@ def lower_fused(
         peak_memory_bytes=peak_memory(emitter.program),
         memory_source="liveness",
         notes=notes,
+        entry_bytes=entry_bytes(emitter.program),
         module=emitter.program,
     )
 

@@ -159,7 +159,7 @@ def _root(line: str, parameters: str = "", called: str = "") -> Cost:
         ("f32[2,64,8] triangular-solve(a, b), left_side=true", "f32[2,64,64] f32[2,64,8]",
          2 * 64 * 64 * 8),
         # A heap of 7 takes 3 comparisons for each of 8·1000 elements.
-        ("(f32[8,7], s32[8,7]) chlo.top_k(a), k=7", "f32[8,1000]", 8000 * 3),
+        ("(f32[8,7], s32[8,7]) topk(a), k=7", "f32[8,1000]", 8000 * 3),
         ("f32[16,6] ragged-dot(a, b, c), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
          "f32[16,5] f32[3,5,6] s32[3]", 2 * 16 * 6 * 5),
         ("f32[8,4] all-reduce(a), replica_groups={{0,1}}", "f32[8,4]", 32),

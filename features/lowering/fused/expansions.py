@@ -1,0 +1,384 @@
+"""Ops that XLA:GPU has no kernel for, spelled out as its expanders do.
+
+Scans become trees of short ones (ReduceWindowRewriter), selections of the largest elements sorts
+(TopkDecomposer, unless TopkSpecializer has a kernel), stable sorts carry the positions along
+(StableSortExpander), gradients of max pooling a search and a scatter (SelectAndScatterExpander),
+and ragged products multiply the rows of every group, all others set to zero (RaggedDotRewriter).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ...ir.program import Computation, Op, Program, TensorType, WindowDim
+from .folding import padded, reshape, splat, splat_node, spread
+from .graph import Graph, Node, element, rewrite
+from .reductions import adder
+
+#: Type of positions in an array.
+_INDEX = "s32"
+#: Elements of a scan that one thread computes from scratch for each result; longer ones become
+#: trees (ReduceWindowRewriter's base length).
+SCAN = 16
+#: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
+#: takes (found by compiling for an H100 with JAX 0.10).
+TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
+
+
+def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
+    """Spell out ops that the compiler has no kernel for.
+
+    Args:
+        graph: Changed in place, its loops and branches too.
+        program: Takes in the computations that the new ops call.
+        on_tpu: Whether the target has kernels for sorts, the largest elements and ragged rows.
+    """
+
+    def rule(node: Node) -> Node | None:
+        for inner in node.graphs:
+            expand_ops(inner, program, on_tpu)
+        opcode = node.opcode
+        if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
+            return node.operands[0].operands[int(node.attrs["index"])]
+        if opcode == "select-and-scatter" and len(node.called) == 2:
+            return _scattered(node, program)
+        if opcode == "slice":
+            return _cropped(node)
+        if opcode == "reduce-window":
+            return _scan(node, program)
+        if opcode == "ragged-dot":
+            return _ragged(node, program, on_tpu)
+        if not on_tpu:
+            if opcode == "topk":
+                return _largest(node, len(node.operands[0].type.shape) - 1, program)
+            if opcode == "custom-call" and node.attrs.get("target") == "ApproxTopK":
+                return _approximate(node, program)
+            if opcode == "sort":
+                return _stable(node)
+        return None
+
+    rewrite(graph, rule)
+    _drop_replaced(graph)
+
+
+def _drop_replaced(graph: Graph) -> None:
+    """Forget calls that were spelled out: nothing else runs them."""
+    graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
+
+
+def _scan(node: Node, program: Program) -> Node | None:
+    """Turn a running sum, product or maximum over more than :data:`SCAN` elements into a tree."""
+    window: tuple[WindowDim, ...] = node.attrs.get("window", ())
+    wide = [d for d, w in enumerate(window) if w != WindowDim(1)]
+    if node.is_tuple or len(node.operands) != 2 or len(wide) != 1 or not node.called:
+        return None
+    along = wide[0]
+    length = node.operands[0].type.shape[along]
+    forward = WindowDim(length, pad_low=length - 1)
+    backward = WindowDim(length, pad_high=length - 1)
+    if length <= SCAN or window[along] not in (forward, backward):
+        return None
+    return _Scan(node, along, window[along] == backward, program).of(node.operands[0])
+
+
+class _Scan:
+    """Builds the tree of one scan.
+
+    Args:
+        node: The window over everything before (after) each element.
+        along: Its dimension.
+        reverse: Whether it runs from the end.
+        program: Has the computation that combines two elements.
+    """
+
+    def __init__(self, node: Node, along: int, reverse: bool, program: Program) -> None:
+        self.node, self.along, self.reverse, self.program = node, along, reverse, program
+
+    def of(self, value: Node) -> Node:
+        """Scan a value along the dimension."""
+        shape, d = value.type.shape, self.along
+        rows = -(-shape[d] // SCAN)
+        full = _at(shape, d, rows * SCAN)
+        parts = reshape(self._pad(value, 0, rows * SCAN - shape[d]), _at(full, d, rows, SCAN))
+        inner = self._window(parts, d + 1, SCAN, SCAN - 1)
+        last = 0 if self.reverse else SCAN - 1
+        ends = reshape(_cut(inner, d + 1, last, last + 1), _at(shape, d, rows))
+        if rows <= SCAN:
+            before = self._window(ends, d, rows, rows)
+        else:
+            before = self._pad(self.of(ends), *((0, 1) if self.reverse else (1, 0)))
+        start = 1 if self.reverse else 0
+        before = _cut(before, d, start, start + rows)
+        others = [i for i in range(len(inner.type.shape)) if i != d + 1]
+        offset = spread(before, others, inner.type.shape, self.node.source)
+        joined = applied(self.program, self.node.called[0], offset, inner)
+        return _cut(reshape(joined, full), d, 0, shape[d])
+
+    def _pad(self, value: Node, low: int, high: int) -> Node:
+        config = [(0, 0, 0)] * len(value.type.shape)
+        config[self.along] = (low, high, 0)
+        return padded(value, config, self.node.operands[1], self.node.source)
+
+    def _window(self, value: Node, d: int, size: int, pad: int) -> Node:
+        low, high = (0, pad) if self.reverse else (pad, 0)
+        window = [WindowDim(1)] * len(value.type.shape)
+        window[d] = WindowDim(size, pad_low=low, pad_high=high)
+        shape = _at(value.type.shape, d, value.type.shape[d] + 1 + pad - size)
+        return Node(
+            "reduce-window",
+            [value, self.node.operands[1]],
+            (TensorType(value.type.dtype, shape),),
+            {"window": tuple(window)},
+            self.node.called,
+            source=self.node.source,
+        )
+
+
+def _at(shape: tuple[int, ...], d: int, *sizes: int) -> tuple[int, ...]:
+    """Replace one dimension of a shape."""
+    return (*shape[:d], *sizes, *shape[d + 1 :])
+
+
+def _cut(value: Node, d: int, start: int, stop: int) -> Node:
+    shape = value.type.shape
+    if (start, stop) == (0, shape[d]):
+        return value
+    limits = [(0, size, 1) for size in shape]
+    limits[d] = (start, stop, 1)
+    kind = TensorType(value.type.dtype, _at(shape, d, stop - start))
+    return Node("slice", [value], (kind,), {"slice": tuple(limits)}, source=value.source)
+
+
+def applied(program: Program, name: str, *arguments: Node) -> Node:
+    """Apply a computation on scalars to arrays of one shape, element by element."""
+    values: list[Node] = []
+    shape = arguments[0].type.shape
+    computation = program.computations[name]
+    for op in computation.ops:
+        kinds = tuple(TensorType(t.dtype, shape) for t in op.results)
+        inputs = [values[i] for i in op.operands]
+        if op.opcode == "parameter":
+            values.append(arguments[int(op.attrs["index"])])
+        elif op.opcode == "constant":
+            values.append(splat_node(op.attrs.get("value"), kinds[0], op.source))
+        elif op.opcode in ("broadcast", "reshape"):
+            values.append(inputs[0])
+        elif op.opcode == "call":
+            values.append(applied(program, op.called[0], *inputs))
+        else:
+            values.append(Node(op.opcode, inputs, kinds, dict(op.attrs), source=op.source))
+    return values[computation.root]
+
+
+def _largest(node: Node, along: int, program: Program, count: int = 0) -> Node:
+    """Find the largest elements of rows by a kernel of its own, or by sorting them."""
+    values = node.operands[0]
+    shape, dtype = values.type.shape, values.type.dtype
+    count = count or node.type.shape[along]
+    if node.opcode == "topk" and count <= TOP and shape[along] >= FROM and dtype in TOP_TYPES:
+        target = {"target": "__gpu$TopK"}
+        return Node(
+            "custom-call", [values], node.results, target, is_tuple=True, source=node.source
+        )
+    kind = TensorType(_INDEX, shape)
+    places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
+    ordered = Node(
+        "sort",
+        [values, places],
+        (values.type, kind),
+        {"dimension": along, "is_stable": False},
+        (_comparator(program, (dtype, _INDEX)),),
+        is_tuple=True,
+        source=node.source,
+    )
+    parts = [_cut(element(ordered, i), along, 0, count) for i in range(2)]
+    return Node("tuple", parts, node.results, is_tuple=True, source=node.source)
+
+
+_TOP_K = re.compile(r"\btop_k = (\d+)")
+_ALONG = re.compile(r"\breduction_dim = (\d+)")
+
+
+def _approximate(node: Node, program: Program) -> Node | None:
+    """Sort where the target has no approximate selection (``is_fallback``)."""
+    config = str(node.attrs.get("backend_config", ""))
+    count, along = _TOP_K.search(config), _ALONG.search(config)
+    if count is None or along is None or len(node.operands) < 2:
+        return None
+    return _largest(node, int(along[1]), program, int(count[1]))
+
+
+def _stable(node: Node) -> Node | None:
+    """Sort positions along, which break ties."""
+    along = int(node.attrs.get("dimension", 0))
+    if not node.attrs.get("is_stable"):
+        return None
+    kind = TensorType(_INDEX, node.operands[0].type.shape)
+    places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
+    made = Node(
+        "sort",
+        [*node.operands, places],
+        (*node.results, kind),
+        {**node.attrs, "is_stable": False},
+        node.called,
+        is_tuple=True,
+        source=node.source,
+    )
+    return made if node.is_tuple else element(made, 0)
+
+
+def _comparator(program: Program, dtypes: Iterable[str]) -> str:
+    """Make a computation that tells whether the first of two values is larger."""
+    kinds = [TensorType(dtype) for dtype in dtypes for _ in range(2)]
+    name = f"opcast.greater.{'.'.join(t.dtype for t in kinds[::2])}"
+    ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(kinds)]
+    ops.append(Op(f"{name}.c", "compare", (0, 1), (TensorType("pred"),), {"direction": "GT"}))
+    program.computations.setdefault(name, Computation(name, ops, len(kinds)))
+    return name
+
+
+def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
+    """Multiply the rows of each group, all others set to zero, by its own weights."""
+    lhs, rhs, sizes = node.operands
+    get = node.attrs.get
+    contracted = {side: tuple(get(f"{side}_contracting_dims", ())) for side in ("lhs", "rhs")}
+    batch = {side: tuple(get(f"{side}_batch_dims", ())) for side in ("lhs", "rhs")}
+    (rows,) = get("lhs_ragged_dims") or (0,)
+    kept = {k: v for k, v in node.attrs.items() if not k.endswith("_dims")}
+    if rows in batch["lhs"]:
+        names = {f"{s}_contracting_dims": contracted[s] for s in contracted}
+        names |= {f"{s}_batch_dims": batch[s] for s in batch}
+        return Node("dot", [lhs, rhs], node.results, {**kept, **names}, source=node.source)
+    # Group sizes of a batch of ragged products have dimensions of their own: not spelled out.
+    if len(sizes.type.shape) != 1 or (on_tpu and rows not in contracted["lhs"]):
+        return None
+    bounds = _bounds(sizes, program)
+    moved = {side: tuple(d + 1 for d in contracted[side]) for side in contracted}
+    shifted = {side: tuple(d + 1 for d in batch[side]) for side in batch}
+    wide = _masked(lhs, rows, bounds)
+    if rows in contracted["lhs"]:
+        other = contracted["rhs"][contracted["lhs"].index(rows)]
+        operands = [wide, _masked(rhs, other, bounds)]
+        for side in ("lhs", "rhs"):
+            shifted[side] = (0, *shifted[side])
+    else:
+        (group,) = get("rhs_group_dims") or (0,)
+        operands = [wide, rhs]
+        moved = {
+            "lhs": (*moved["lhs"], 0),
+            "rhs": (*contracted["rhs"], group),
+        }
+        shifted["rhs"] = batch["rhs"]
+    names = {f"{s}_contracting_dims": moved[s] for s in moved}
+    names |= {f"{s}_batch_dims": shifted[s] for s in shifted}
+    return Node("dot", operands, node.results, {**kept, **names}, source=node.source)
+
+
+def _bounds(sizes: Node, program: Program) -> tuple[Node, Node]:
+    """First row of each group, and of the next one."""
+    count = sizes.type.shape[0]
+    dtype = sizes.type.dtype
+    zero = splat_node(0, TensorType(dtype))
+    window = (WindowDim(count, pad_low=count - 1),)
+    ends = Node(
+        "reduce-window", [sizes, zero], sizes.results, {"window": window}, (adder(program, dtype),)
+    )
+    ends = _scan(ends, program) or ends
+    return _cut(padded(ends, [(1, 0, 0)], zero, None), 0, 0, count), ends
+
+
+def _masked(value: Node, rows: int, bounds: tuple[Node, Node]) -> Node:
+    """Repeat a value for each group, with the rows of other groups set to zero."""
+    shape = (*bounds[0].type.shape, *value.type.shape)
+    whole = TensorType(bounds[0].type.dtype, shape)
+    flags = TensorType("pred", shape)
+    place = Node("iota", [], (whole,), {"dimensions": (rows + 1,)})
+    first, last = (spread(bound, (0,), shape, value.source) for bound in bounds)
+    inside = Node(
+        "and",
+        [
+            Node("compare", [first, place], (flags,), {"direction": "LE"}),
+            Node("compare", [place, last], (flags,), {"direction": "LT"}),
+        ],
+        (flags,),
+    )
+    kind = TensorType(value.type.dtype, shape)
+    wide = spread(value, tuple(range(1, len(shape))), shape, value.source)
+    return Node("select", [inside, wide, splat_node(0, kind)], (kind,), source=value.source)
+
+
+def _scattered(node: Node, program: Program) -> Node:
+    operand, source, start = node.operands
+    shape, windows = operand.type.shape, source.type.shape
+    rank = len(shape)
+    whole = TensorType(_INDEX, shape)
+    places = [Node("iota", [], (whole,), {"dimensions": (d,)}) for d in range(rank)]
+    # Position -1 marks a window that met no element yet.
+    none = splat_node(-1, TensorType(_INDEX))
+    kinds = (TensorType(operand.type.dtype, windows), *[TensorType(_INDEX, windows)] * rank)
+    search = Node(
+        "reduce-window",
+        [operand, *places, start, *[none] * rank],
+        kinds,
+        {"window": node.attrs["window"]},
+        (_chooser(program, operand.type.dtype, rank),),
+        [],
+        True,
+        node.source,
+    )
+    column = TensorType(_INDEX, (source.type.size, 1))
+    columns = [
+        Node("reshape", [element(search, d + 1)], (column,), source=node.source)
+        for d in range(rank)
+    ]
+    kind = TensorType(_INDEX, (source.type.size, rank))
+    indices = Node("concatenate", columns, (kind,), {"dimensions": (1,)}, source=node.source)
+    flat = TensorType(source.type.dtype, (source.type.size,))
+    updates = Node("reshape", [source], (flat,), source=node.source)
+    zeros = Node("broadcast", [start], node.results, {"dimensions": ()}, source=node.source)
+    every = tuple(range(rank))
+    attrs = {
+        "update_window_dims": (),
+        "inserted_window_dims": every,
+        "scatter_dims_to_operand_dims": every,
+        "index_vector_dim": 1,
+        "indices_are_sorted": False,
+        "unique_indices": False,
+    }
+    called = (node.called[1],)
+    return Node(
+        "scatter", [zeros, indices, updates], node.results, attrs, called, source=node.source
+    )
+
+
+def _cropped(node: Node) -> Node | None:
+    """Scatter single elements into the part that is read: what falls outside is dropped anyway."""
+    made = node.operands[0]
+    limits = node.attrs.get("slice", ())
+    if made.opcode != "scatter" or made.attrs.get("update_window_dims") or made.is_tuple:
+        return None
+    if splat(made.operands[0]) is None or any((low, step) != (0, 1) for low, _, step in limits):
+        return None
+    zeros = splat_node(splat(made.operands[0]), node.type, node.source)
+    operands = [zeros, *made.operands[1:]]
+    return Node("scatter", operands, node.results, made.attrs, made.called, source=made.source)
+
+
+def _chooser(program: Program, dtype: str, rank: int) -> str:
+    """Make a computation that keeps the larger of two values, and its position."""
+    name = f"opcast.larger.{dtype}.{rank}"
+    if name in program.computations:
+        return name
+    types = [TensorType(dtype), *[TensorType(_INDEX)] * rank]
+    ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
+    count = len(types)
+    ops.append(Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"}))
+    chosen = []
+    for i, t in enumerate(types):
+        # Value and positions are selected together, by one comparison of the values.
+        chosen.append(len(ops))
+        ops.append(Op(f"{name}.s{i}", "select", (2 * count, i, count + i), (t,)))
+    ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))
+    program.computations[name] = Computation(name, ops, len(ops) - 1)
+    return name

@@ -1,0 +1,139 @@
+"""Ops without a kernel are spelled out as XLA's expanders do: its kernels, bytes and FLOPs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from opcast.features.devices.catalogue import find_device
+from opcast.features.ir.reader import read_program
+from opcast.features.lowering.lower import lower
+
+#: Rows, contracted and columns of ragged products, and their groups.
+M, K, N, GROUPS = 512, 256, 128, 4
+H100, TPU = find_device("h100-sxm"), find_device("tpu-v5e")
+
+
+def kernels_of(function, *shapes, device=H100, lowering="fused"):
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    platform = "tpu" if device.platform == "tpu" else "cuda"
+    text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return lower(read_program(text), lowering=lowering, device=device)
+
+
+def ragged(lhs_contracting, rhs_contracting, batch, ragged, groups):
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=((lhs_contracting, rhs_contracting), (batch, batch)),
+        lhs_ragged_dimensions=[ragged],
+        rhs_group_dimensions=groups,
+    )
+    return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+#: The three modes: what is ragged is a free dimension, the sum, or the batch.
+MODES = {
+    "rows": (ragged((1,), (1,), (), 0, [0]), ((M, K), (GROUPS, K, N)), 2 * M * K * N, GROUPS),
+    "sum": (ragged((0,), (0,), (), 0, []), ((M, K), (M, N)), 2 * M * K * N, GROUPS),
+    "batch": (ragged((2,), (1,), (0,), 0, []), ((8, M, K), (8, K, N)), 8 * 2 * M * K * N, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ragged_products_count_their_rows_once_and_are_computed_for_every_group(mode):
+    function, (lhs, rhs), flops, times = MODES[mode]
+    shapes = ((lhs, jnp.bfloat16), (rhs, jnp.bfloat16), ((GROUPS,), jnp.int32))
+    (op,) = kernels_of(function, *shapes, lowering="op").kernels
+    assert (op.kind, op.opcode, op.flops) == ("gemm", "ragged-dot", flops)
+    fused = kernels_of(function, *shapes)
+    assert sum(k.flops for k in fused.kernels if k.kind == "gemm") == times * flops
+    assert any("every group" in note for note in fused.notes)
+
+
+def test_a_tpu_multiplies_ragged_rows_as_they_are():
+    function, (lhs, rhs), flops, _ = MODES["rows"]
+    shapes = ((lhs, jnp.bfloat16), (rhs, jnp.bfloat16), ((GROUPS,), jnp.int32))
+    (kernel,) = kernels_of(function, *shapes, device=TPU).kernels
+    assert kernel.flops == flops
+    # Each group's weights are read whole.
+    assert kernel.bytes_in == 2 * (M * K + GROUPS * K * N) + 4 * GROUPS
+
+
+@pytest.mark.parametrize(
+    ("scan", "shape", "axis", "kernels"),
+    [
+        # Kernels of XLA for an H100 (JAX 0.10): ends of 16, ends of those …, sums.
+        (lax.cumsum, (4096, 16384), 1, 6),
+        (lax.cumsum, (4096, 16384), 0, 5),
+        (lax.cumprod, (512, 2048), 1, 3),
+        (lax.cummax, (512, 200), 1, 2),
+        (lax.cumsum, (1_000_000,), 0, 5),
+        (lax.cumlogsumexp, (512, 2048), 1, 3),
+    ],
+)
+def test_scans_are_trees(scan, shape, axis, kernels):
+    fused = kernels_of(lambda x: scan(x, axis=axis), (shape, jnp.float32)).kernels
+    assert len(fused) == kernels
+    moved, own = sum(k.bytes for k in fused), 4 * jnp.zeros(shape).size
+    # The array is read twice and written once or twice; a sixteenth, and so on, too.
+    assert 3 * own <= moved <= 4.5 * own
+
+
+def test_a_short_scan_and_a_sliding_window_stay_one_kernel():
+    for function in (
+        lambda x: lax.cumsum(x, axis=1),
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 8), (1, 1), "SAME"),
+    ):
+        (kernel,) = kernels_of(function, ((64, 16), jnp.float32)).kernels
+        assert kernel.bytes == 2 * 4 * 64 * 16
+
+
+def test_scans_run_backwards():
+    forward, backward = (
+        kernels_of(lambda x, r=r: lax.cumsum(x, axis=1, reverse=r), ((64, 2000), jnp.float32))
+        for r in (False, True)
+    )
+    assert [k.bytes for k in forward.kernels] == [k.bytes for k in backward.kernels]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "rows", "target"),
+    [
+        (jnp.float32, 16, 1024, "__gpu$TopK"),
+        (jnp.bfloat16, 8, 4096, "__gpu$TopK"),
+        (jnp.float32, 17, 1024, ""),
+        (jnp.float32, 8, 1023, ""),
+        (jnp.float16, 8, 4096, ""),
+    ],
+)
+def test_few_of_long_rows_have_a_kernel_and_the_rest_is_sorted(dtype, count, rows, target):
+    fused = kernels_of(lambda x: lax.top_k(x, count), ((8, rows), dtype)).kernels
+    assert fused[0].kind == "sort"
+    assert fused[0].op.attrs.get("target", "") == target
+    # Values and positions are sorted whole, then cut.
+    assert len(fused) == (1 if target else 3)
+    width = jnp.dtype(dtype).itemsize
+    assert fused[0].bytes_in == 8 * rows * width
+    assert fused[0].bytes_out == 8 * (count if target else rows) * (width + 4)
+
+
+def test_approximate_selection_sorts_where_the_target_has_none():
+    fused = kernels_of(lambda x: lax.approx_max_k(x, 8), ((8, 4096), jnp.float32)).kernels
+    assert [k.kind for k in fused] == ["sort", "copy", "copy"]
+
+
+def test_stable_sorts_carry_positions():
+    (kernel,) = kernels_of(jnp.sort, ((64, 1000), jnp.float32)).kernels
+    assert (kernel.kind, kernel.bytes_in, kernel.bytes_out) == ("sort", 256_000, 512_000)
+
+
+def test_the_gradient_of_a_padded_pool_is_written_once():
+    def pool(x):
+        window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, "SAME").sum()
+
+    fused = kernels_of(jax.grad(pool), ((8, 112, 112, 64), jnp.float32)).kernels
+    # XLA's three kernels for an H100: zeros, the search, the scatter.
+    assert [k.kind for k in fused] == ["copy", "reduce", "gather_scatter"]
+    assert fused[0].bytes_out == 4 * 8 * 112 * 112 * 64
