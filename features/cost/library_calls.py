@@ -54,6 +54,14 @@ _ROUTINE = re.compile(
     rf"|gtsv|tridiagonal_?solve|cholesky|triangular_?solve|{LU}pivots|{EIGH}|svd|{QR}|householder",
     re.IGNORECASE,
 )
+
+
+def routine_of(target: str) -> str:
+    """Return the routine of linear algebra that a target names, in lower case; empty for none."""
+    found = _ROUTINE.search(target.replace("-", "_"))
+    return found[0].lower() if found else ""
+
+
 #: FLOPs of an m × n factorisation with m ≥ n, by routine (source: see the module).
 _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
     ("potrf cholesky", lambda m, n: n**3 / 3),
@@ -164,9 +172,9 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
         return float(n * max(0, n - 1).bit_length()), 0.0
     if "fft" in target.lower():
         return _library_fft(op, operands[0]), 0.0
-    routine = _ROUTINE.search(target)
+    routine = routine_of(target)
     if routine:
-        return _linear_algebra(routine[0].lower(), op, operands), 0.0
+        return _linear_algebra(routine, op, operands), 0.0
     return None
 
 

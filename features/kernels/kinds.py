@@ -19,6 +19,8 @@ _ATTENTION = ("fmha", "attention")
 #: Kinds by a pattern in the custom-call target; the first that matches counts.
 _TARGETS = (
     (CONV, "conv"),
+    # cuBLAS solves triangular systems, too.
+    ("triangular|trsm", "custom_call"),
     ("matmul", "gemm"),
     ("gemm", "gemm"),
     ("blas", "gemm"),

@@ -210,6 +210,7 @@ def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
 _TARGETS = (
     # The order decides: short marks occur in names of other libraries, too.
     ("topk", "topk"),
+    ("triangular|trsm", "linalg"),
     ("cublas", "cublas"),
     ("matmul", "cublas"),
     ("gemm", "cublas"),

@@ -24,6 +24,7 @@ from ..trust.calibrator import UNCALIBRATED, with_error
 from ..trust.designs import ends_of, is_near
 from .attention import attention_answer
 from .correction import Correction
+from .library_calls import library_answer
 from .memory_passes import (
     LOWER,
     UPPER,
@@ -40,6 +41,7 @@ from .routes import (
     ATTENTION,
     CONV,
     DEPTHWISE,
+    LIBRARY,
     OTHER,
     PASS,
     PRODUCT,
@@ -213,7 +215,7 @@ class GpuEstimator:
         described = describe(kernels, device)
         answer = KernelPrediction.empty(len(kernels))
         # One call for each route: the operator models are vectorised, and a call has a fixed cost.
-        for route in (PRODUCT, CONV, DEPTHWISE, ATTENTION, PASS, OTHER):
+        for route in (PRODUCT, CONV, DEPTHWISE, ATTENTION, LIBRARY, PASS, OTHER):
             at = np.flatnonzero(described.route == route)
             if len(at):
                 answer.put(at, self._route(route, described, at, device, table))
@@ -236,6 +238,10 @@ class GpuEstimator:
         if route == ATTENTION:
             calls = [described.attention[i] for i in at.tolist()]
             return attention_answer(calls, self.operators, device)
+        if route == LIBRARY:
+            own = [described.library[i] for i in at.tolist()]
+            least = table.base_s[at] - device.floor
+            return library_answer(own, least, device, self.memory, ROOFLINE)
         if route == PASS:
             return self._passes(described.row[at], device)
         return self._others(described.row[at], device, table.base_s[at])

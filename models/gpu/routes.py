@@ -19,9 +19,11 @@ from ...features.kernels.kernel import Kernel
 from ...features.table.columns import INDEX
 from ...features.table.row import rows
 from ...features.table.row_products import attention_numbers
+from .library_calls import Call, call_notes, call_of
 from .memory_passes import COLUMN_BYTES, MemoryParams, Traffic, pass_seconds
 
 PRODUCT, CONV, ATTENTION, PASS, OTHER = "product", "conv", "attention", "pass", "other"
+LIBRARY = "library"
 DEPTHWISE = "depthwise"
 #: Kinds of kernel that only pass over memory.
 _PASSES = frozenset(("fusion", "reduce", "copy", "gather_scatter"))
@@ -66,12 +68,14 @@ class Described:
         row: Device-independent feature rows, shape ``(n, len(COLUMNS))``.
         flops: FLOPs of each kernel without those on the holes of dilated inputs, shape ``(n,)``.
         attention: Parameters of attention calls by position.
+        library: Factorisations and Fourier transforms by position.
     """
 
     route: np.ndarray
     row: np.ndarray
     flops: np.ndarray
     attention: dict[int, dict[str, int]]
+    library: dict[int, Call]
 
     def column(self, name: str) -> np.ndarray:
         """A column of the rows, shape ``(n,)``."""
@@ -88,6 +92,7 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
     """Find the route of each kernel on a device, and compute its feature row."""
     row = rows(kernels)
     attention = {i: a for i, k in enumerate(kernels) if (a := attention_of(k)) is not None}
+    library = {i: call for i, k in enumerate(kernels) if (call := call_of(k)) is not None}
     sized = row[:, INDEX["gemm_m"]] > 0
     depthwise = sized & _one_channel_a_group(row)
     if device.architecture in _FILTERS_AS_PRODUCTS:
@@ -96,6 +101,8 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
     for i, kernel in enumerate(kernels):
         if i in attention:
             route[i] = ATTENTION
+        elif i in library:
+            route[i] = LIBRARY
         elif depthwise[i]:
             route[i] = DEPTHWISE
         elif kernel.kind in _PASSES or _is_pass_call(kernel):
@@ -106,7 +113,7 @@ def describe(kernels: Sequence[Kernel], device: DeviceSpec) -> Described:
         elif kernel.kind == "conv" and sized[i]:
             route[i] = CONV
     flops = np.array([kernel.flops for kernel in kernels], np.float64)
-    return Described(route, row, flops, attention)
+    return Described(route, row, flops, attention, library)
 
 
 def _one_channel_a_group(row: np.ndarray) -> np.ndarray:
@@ -304,6 +311,8 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
             )
             if moves.again[i] > 0:
                 text += f"; of long rows, at up to {1 + LONG_ROWS:.1f} times a stream's traffic"
+        elif route == LIBRARY:
+            text = "estimated by the steps of its algorithm, one after the other"
         else:
             text = "no published operator is like it: roofline"
         notes.append(f"{kernel.name}: {text}")
@@ -336,6 +345,7 @@ def limit_notes(
             f"{1 + LONG_ROWS:.1f} times the time of other passes of equal bytes, as whole training "
             "steps took; no such kernel was measured alone"
         )
+    notes += call_notes(described.library)
     sized = described.column("gemm_m") > 0
     # Devices before Ampere have no TF32: their "tf32" rate is the f32 rate, and the note would be
     # wrong.
