@@ -1,0 +1,175 @@
+"""Time of factorisations and Fourier transforms of GPU libraries.
+
+Factorisations go through their columns one after the other, each in a few small kernels:
+
+    steps = matrices^batch · sweeps · columns
+    time = launch + steps · (step + passes · bytes / bandwidth) + FLOPs / peak
+
+A Fourier transform is a few passes over memory. No pack holds such calls; the constants stand with
+the published times that they were set to in ``library_calls.yaml``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, log2, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.files import parse_yaml
+from ...features.cost.library_calls import routine_of
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ...features.table.roofline import memory_seconds
+from ..core.base import KernelPrediction
+from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """How Fourier transforms go over memory; see ``library_calls.yaml``."""
+
+    points_log2: float
+    prime: int
+    bluestein: int
+    within: float
+
+
+@dataclass(frozen=True)
+class Routine:
+    """How a routine goes through a matrix; see ``library_calls.yaml``."""
+
+    routines: tuple[str, ...]
+    step_us: float
+    within: float
+    passes: float = 0.0
+    sweeps: float = 1.0
+    batch: float = 1.0
+    small: int = 0
+
+    def seconds(self, call: Call, device: DeviceSpec, clock: float, slow: float) -> float:
+        """Seconds of one call, without its launch.
+
+        Args:
+            call: The matrices.
+            device: Device that it runs on.
+            clock: Hertz at which the steps were measured.
+            slow: Factor of the device's launches on those of NVIDIA's.
+        """
+        step = self.step_us * 1e-6 * clock / (device.clock_hz or CLOCK) * slow
+        step += self.passes * float(memory_seconds(np.array(call.bytes), device))
+        power = 0.0 if call.columns <= self.small else self.batch
+        own = call.matrices**power * self.sweeps * call.columns * step
+        return own + call.flops / device.vector_peak(call.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a library call works on.
+
+    Attributes:
+        routine: Index of its entry; -1 for a Fourier transform.
+        matrices: Number of matrices or transforms.
+        columns: Smaller side of a matrix; for a transform its passes over memory.
+        bytes: Bytes of one matrix; of a transform those that a pass reads and writes.
+        flops: FLOPs of the call.
+        dtype: Element type.
+    """
+
+    routine: int
+    matrices: int
+    columns: int
+    bytes: float
+    flops: float
+    dtype: str
+
+
+@cache
+def _tables() -> tuple[tuple[Routine, ...], Transforms, float]:
+    data: Any = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    entries = tuple(Routine(**{**e, "routines": tuple(e["routines"])}) for e in data["entries"])
+    return entries, Transforms(**data["fft"]), float(data["clock_ghz"]) * 1e9
+
+
+def call_of(kernel: Kernel) -> Call | None:
+    """Describe a factorisation, solve or Fourier transform; ``None`` for other kernels."""
+    op, entry = kernel.op, kernel.body.entry_computation.ops
+    operands = [entry[i].results[0] for i in op.operands if entry[i].results]
+    if kernel.kind != "custom_call" or not operands:
+        return None
+    first = operands[0]
+    if op.opcode == "fft":
+        lengths = op.attrs.get("fft_length", ())
+        lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
+        passes = sum(_passes(n) for n in lengths)
+        return Call(
+            -1, first.size // max(prod(lengths), 1), passes, kernel.bytes, kernel.flops, "f32"
+        )
+    if len(first.shape) < 2:
+        return None
+    name = routine_of(str(op.attrs.get("target", op.opcode)))
+    found = next((i for i, entry in enumerate(_tables()[0]) if name in entry.routines), -1)
+    if found < 0:
+        return None
+    *batch, rows, columns = first.shape
+    own = first.nbytes / max(prod(batch), 1)
+    real = {"c64": "f32", "c128": "f64"}.get(first.dtype, first.dtype)
+    return Call(found, prod(batch), min(rows, columns), own, kernel.flops, real)
+
+
+def _passes(length: int) -> int:
+    """Passes over memory of transforms of one length."""
+    rules = _tables()[1]
+    rest, factor = length, 2
+    while factor <= rules.prime and rest > 1:
+        while rest % factor == 0:
+            rest //= factor
+        factor += 1
+    passes = max(ceil(log2(max(length, 2)) / rules.points_log2), 1)
+    return passes if rest == 1 else rules.bluestein * passes
+
+
+def library_answer(
+    calls: Sequence[Call], least: np.ndarray, device: DeviceSpec, params: MemoryParams, source: str
+) -> KernelPrediction:
+    """Predict library calls.
+
+    Args:
+        calls: ``n`` calls.
+        least: Seconds of their rooflines, shape ``(n,)``.
+        device: Device that they run on.
+        params: Constants of passes over memory.
+        source: What the predictions are named to come from.
+    """
+    entries, transforms, clock = _tables()
+    launch = launch_seconds(device, params)
+    slow = 1.0 if device.runs_cuda else max(device.floor / 2e-6, 1.0)
+    seconds, reach = np.empty(len(calls)), np.empty(len(calls))
+    for i, call in enumerate(calls):
+        if call.routine < 0:
+            moved, zero = np.array([call.bytes]), np.zeros(1)
+            one = pass_seconds(Traffic(moved, zero, zero, np.ones(1)), device, params)
+            seconds[i] = call.columns * float(one.total[0]) - launch
+            reach[i] = transforms.within
+        else:
+            entry = entries[call.routine]
+            seconds[i] = entry.seconds(call, device, clock, slow)
+            reach[i] = entry.within
+    ends = np.log(reach)
+    latency = launch + np.maximum(seconds, least)
+    inside = np.zeros(len(calls), bool)
+    return KernelPrediction.around(latency, (-ends, ends), source, inside)
+
+
+def call_notes(kernels: Mapping[int, Call]) -> tuple[str, ...]:
+    """A note that factorisations rest on single published times; none without any."""
+    if not any(call.routine >= 0 for call in kernels.values()):
+        return ()
+    return (
+        "factorisations are predicted by the steps that their columns take one after the other, "
+        "set to single published times (docs/gpu.md): wide intervals",
+    )
