@@ -15,7 +15,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
 from ...features.operators.physics import resident_share
 from ...features.table.columns import CODE, INDEX
-from ...features.table.roofline import main_bytes, peaks
+from ...features.table.roofline import main_bytes, peaks, unit_seconds
 from ...features.table.row import rows
 from ...simulate.program.list_schedule import critical_path, list_schedule
 
@@ -150,7 +150,10 @@ def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
     kernels = [k for k in lowered.kernels if k.takes_time]
     row = rows(kernels)
     times = np.array([k.multiplicity for k in kernels], np.float64)
-    products = row[:, INDEX["matmul_flops"]] / peaks(row, device)[0] / saved(row)
+    matrix, vector = peaks(row, device)
+    products, other = unit_seconds(row, device, transcendental=0.0)
+    # Small products may have become sums, which no unit does faster than the faster one.
+    products = products / saved(row) + other * vector / np.maximum(matrix, vector)
     cache = max(level.bandwidth for level in device.levels)
     if device.platform == "gpu":
         linked = row[:, INDEX["kind"]] == CODE["kind"]["collective"]
