@@ -43,19 +43,27 @@ def ragged_dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     if len(op.operands) < 2:
         return 0.0
     lhs, rhs = (ops[i].type for i in op.operands[:2])
-    numbers = [
-        tuple(op.attrs.get(f"{side}_{kind}_dims", ()))
-        for kind in ("contracting", "batch")
-        for side in ("lhs", "rhs")
-    ]
-    groups = sorted(op.attrs.get("rhs_group_dims", ()))
+    get = op.attrs.get
+    groups = sorted(get("rhs_group_dims", ()))
     own = TensorType(rhs.dtype, tuple(n for d, n in enumerate(rhs.shape) if d not in groups))
-    for side in (1, 3):
-        numbers[side] = tuple(d - sum(g < d for g in groups) for d in numbers[side])
-    out = op.type
-    if set(op.attrs.get("lhs_ragged_dims", ())) & set(numbers[0]):
+
+    def left(dims: Dims) -> Dims:
+        return [d - sum(g < d for g in groups) for d in dims]
+
+    out, lhs_k = op.type, get("lhs_contracting_dims", ())
+    if set(get("lhs_ragged_dims", ())) & set(lhs_k):
         out = TensorType(out.dtype, out.shape[1:])
-    gemm(row, lhs, own, out, *numbers, rate=matrix_rate(lhs.dtype, op.attrs))
+    gemm(
+        row,
+        lhs,
+        own,
+        out,
+        lhs_k,
+        left(get("rhs_contracting_dims", ())),
+        get("lhs_batch_dims", ()),
+        left(get("rhs_batch_dims", ())),
+        rate=matrix_rate(lhs.dtype, op.attrs),
+    )
     row["gemm_rhs_bytes"] = rhs.nbytes
     return 0.0
 

@@ -259,7 +259,12 @@ class GpuEstimator:
         inside = ~odd & (passes.moved < LARGEST)
         low, high = (np.full(len(odd), end) for end in ends)
         both = with_error((low, high), (extra, extra))
-        return KernelPrediction.around(times.total, both, "learned:memory-bound", inside)
+        found = KernelPrediction.around(times.total, both, "learned:memory-bound", inside)
+        # Long rows were only seen in whole steps: elsewhere they may stream (docs/gpu.md).
+        streamed = replace(passes, again=np.zeros(len(passes)))
+        least = pass_seconds(streamed, device, self.memory).total * np.exp(both[0])
+        found.lo = np.minimum(found.lo, least)
+        return found
 
     def _depthwise(
         self, described: Described, at: np.ndarray, device: DeviceSpec

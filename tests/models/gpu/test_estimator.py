@@ -235,6 +235,10 @@ def test_slow_passes_over_long_rows_are_explained(model: CostModel) -> None:
     long, short = ([kernel_from_ir(text.format(n))] for n in (50304, 128))
     assert any("long rows" in note for note in model.estimator.notes(long, device))
     assert not any("long rows" in note for note in model.estimator.notes(short, device))
+    # They may stream: two arrays of 2 bytes an element at 3.35 TB/s.
+    streamed = 2 * 2 * 4096 * 50304 / 3.35e12
+    found = model.predict_kernels(long, device)
+    assert found.lo[0] < 1.25 * streamed < found.latency[0] / 1.5
 
 
 def test_chains_halve_every_dimension() -> None:
