@@ -64,7 +64,7 @@ class Routine:
         step += self.passes * float(memory_seconds(np.array(call.bytes), device))
         power = 0.0 if call.columns <= self.small else self.batch
         own = call.matrices**power * self.sweeps * call.columns * step
-        return own + call.flops / device.vector_peak(call.dtype)
+        return float(own + call.flops / device.vector_peak(call.dtype))
 
 
 @dataclass(frozen=True, slots=True)
