@@ -73,9 +73,11 @@ def test_no_sampled_op_is_faster_than_its_floor(predictor, name):
 def test_every_op_of_stablehlo_and_chlo_has_an_interval_above_its_floor(predictor, name, lowering):
     device = device_of(predictor, name)
     lowered = lower(read_program(ALL_OPS), lowering=lowering, device=device)
-    found = predictor.predict_lowered(lowered, device)
-    assert least_wall(lowered, device) * 1e6 <= found.lo_us
-    assert is_ordered(found)
+    # Two of the calls are unknown: the program as a whole has no answer, its kernels do.
+    kernels, wall = predictor.model_for(device).predict_in_program(lowered, device)
+    assert least_wall(lowered, device) <= wall.lo <= wall.latency <= wall.hi
+    assert (kernels.lo >= 0).all()
+    assert ((kernels.lo <= kernels.latency) & (kernels.latency <= kernels.hi)).all()
 
 
 def product(rows, depth, columns):
