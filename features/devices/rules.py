@@ -52,6 +52,8 @@ class Architecture:
         gap_us: From the end of a kernel to the start of the next in one stream.
         dispatch_us: From the call of an empty program until the host sees it done.
         f32_joules: Energy of an FP32 operation; 0 if none was read off a chip of its process.
+        revises: Generation whose chips it is a revision of, with other rates of some units; empty
+            if it is a design of its own.
     """
 
     # The defaults are the usual case among the generations below; each row lists only what differs.
@@ -65,6 +67,7 @@ class Architecture:
     dispatch_us: float = 20.0
     f32_joules: float = 0.0
     vendor: str = "NVIDIA"
+    revises: str = ""
 
 
 #: Rules for a GPU of unknown generation.

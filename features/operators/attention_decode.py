@@ -44,6 +44,7 @@ class _Kinds(NamedTuple):
             return cls(none, none, none, none, none, none, latent)
         kernel, repeat = work.kernel, work.repeat
         trt = kernel.is_("trt", "trt-made")
+        # Generated kernels take groups of any size.
         many = trt & (repeat > FIT.most_grouped)
         shared = trt & (repeat > 1) & ~many
         most = np.where(work.d_key > 128, FIT.light_heads, 2 * FIT.light_heads)
@@ -164,7 +165,9 @@ def _splits(
     # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * FIT.partials / mc.cache_bandwidth
     # Kernels made for latent keys merge their parts in the same launch.
-    merges = np.where(kernel.is_("trt-made") & kinds.latent, FIT.latent_merge, kernel("merge"))
+    merges = np.where(
+        kernel.is_("trt-made", "trt-generated") & kinds.latent, FIT.latent_merge, kernel("merge")
+    )
     # FlashAttention 2 adds the parts up one after the other.
     return split, FIT.merge_s * merges + partial + np.where(
         kinds.swapped, tiles * FIT.second_part_s, 0.0

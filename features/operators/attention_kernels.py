@@ -89,6 +89,7 @@ class RowKernels:
         plain = table.is_("backend", "sglang") & (repeat < 4) & ~table.is_("kv_dtype", "fp8")
         rules = (
             ("triton", table.says("kernel", "triton")),
+            ("trt-generated", names_made & blackwell),
             ("trt-made", trt & made),
             ("trt", trt),
             ("flash-3", third),
@@ -123,7 +124,8 @@ class RowKernels:
         power = np.exp2(np.ceil(np.log2(np.maximum(width, 1))))
         made = np.where(width == 192, width, power)
         sixteen = np.ceil(width / 16) * 16
-        cases = [self.is_("triton"), self.is_("trt-made"), self.is_("trt")]
+        made_for = self.is_("trt-made", "trt-generated")
+        cases = [self.is_("triton"), made_for, self.is_("trt")]
         return np.asarray(np.select(cases, [power, made, sixteen], flash))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..devices.device import DeviceSpec
+from .attention_kernels import GENERATED
 from .columns import Machine, OpTable
 from .library_tiles import library_tiles
 from .op import busy_rank, expert_flops, product_bytes, ungated
@@ -352,9 +353,21 @@ def _everywhere(table: OpTable) -> np.ndarray:
     return np.asarray(table.is_("backend", "trtllm") & table.says("kernel", "triton_fp8"))
 
 
+def _generated(table: OpTable) -> np.ndarray:
+    """Return the rows of kernels that TensorRT-LLM generates, bool, shape ``(n,)``.
+
+    Its own flow takes them for 4-bit experts with 8-bit activations, and where it is tuned for
+    latency; other libraries call them by way of FlashInfer.
+    """
+    chip = table.is_on(lambda device: device.architecture in GENERATED)
+    narrow = table.is_("backend", "trtllm") & table.is_("dtype", "w4a8_mxfp4_mxfp8")
+    return np.asarray(chip & (table.says("kernel", "min_latency", "flashinfer_trtllm") | narrow))
+
+
 def _floor(table: OpTable, mc: Machine) -> np.ndarray:
     narrow = table.is_("dtype", "nvfp4") | table.is_("dtype", "w4a8_mxfp4_mxfp8")
     cycles = EXPERTS.floor_cycles + np.where(narrow, EXPERTS.floor_narrow, 0.0)
+    cycles = np.where(_generated(table), EXPERTS.generated_floor, cycles)
     # Intel's Arc B60 is the only device of another vendor with such rows: one rough factor for it.
     return np.asarray(cycles / mc.clock * other_vendor(table, 2.0))
 

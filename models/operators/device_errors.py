@@ -12,7 +12,7 @@ from ...features.operators import OpFeatures
 from ...features.operators.columns import OpRows
 from ..adapt.covariance import Scale, Sites, start_params, time_shares
 from ..adapt.gaussian_process import ErrorPosterior, fit_params
-from .devices import twins
+from .devices import Chip, twins
 from .prediction import FamilyPrediction
 from .regressors import Folds, KnownModel, UnseenModel
 from .rows import codes
@@ -52,7 +52,7 @@ class DeviceErrors:
         cls,
         known: KnownModel,
         unseen: UnseenModel,
-        chips: Mapping[str, tuple[object, ...]],
+        chips: Mapping[str, Chip],
         features: OpFeatures,
         code: tuple[np.ndarray, np.ndarray],
         target: np.ndarray,

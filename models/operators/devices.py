@@ -19,20 +19,44 @@ import numpy as np
 
 from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
+from ...features.devices.rules import rules_of
 from ...features.operators.columns import OpRows, distinct
 
+#: Architecture, cores, and lanes of a core; devices with the same differ in memory or power only.
+Chip = tuple[str, int, int]
+#: Most by which the numbers of cores of two chips of one design differ: one die with more or fewer
+#: cores disabled (B200 and GB200 2.7 %, MI210 and MI250X 5.8 %).
+DISABLED = 0.08
 
-def chip_of(spec: DeviceSpec) -> tuple[object, ...]:
-    """Identity of a device's chip: two devices with the same one differ in memory or power only."""
+
+def chip_of(spec: DeviceSpec) -> Chip:
+    """Identity of a device's chip."""
     return spec.architecture, spec.core_count, spec.lanes_per_core
 
 
-def twins(names: Sequence[str], chips: Mapping[str, tuple[object, ...]]) -> list[tuple[str, ...]]:
-    """Devices of the same chip together: leaving out one of them would leave its twin in."""
-    found: dict[tuple[object, ...], list[str]] = {}
+def alike(first: Chip, second: Chip) -> bool:
+    """Whether two chips are of one design: one die, or a revision of it, with as many cores."""
+    if first == second:
+        return True
+    (a, cores, lanes), (b, others, other_lanes) = first, second
+    near = abs(cores - others) <= DISABLED * max(cores, others)
+    return near and lanes == other_lanes and _line(a) == _line(b)
+
+
+def _line(architecture: str) -> str:
+    return rules_of(architecture, "gpu").revises or architecture
+
+
+def twins(names: Sequence[str], chips: Mapping[str, Chip]) -> list[tuple[str, ...]]:
+    """Devices of one design together: leaving out one of them would leave its twin in."""
+    found: list[list[str]] = []
     for name in names:
-        found.setdefault(chips[name], []).append(name)
-    return [tuple(group) for group in found.values()]
+        near = [group for group in found if any(alike(chips[name], chips[o]) for o in group)]
+        found = [group for group in found if group not in near]
+        found.append([*(other for group in near for other in group), name])
+    order = {name: place for place, name in enumerate(names)}
+    groups = [tuple(sorted(group, key=order.__getitem__)) for group in found]
+    return sorted(groups, key=lambda group: order[group[0]])
 
 
 @dataclass
@@ -45,7 +69,7 @@ class KnownDevices:
         platforms: Kinds of device, such as ``gpu``.
     """
 
-    chips: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    chips: dict[str, Chip] = field(default_factory=dict)
     vendors: dict[str, str] = field(default_factory=dict)
     platforms: frozenset[str] = frozenset(("gpu",))
 
@@ -61,7 +85,7 @@ class KnownDevices:
     @classmethod
     def from_dict(cls, data: JsonMapping) -> KnownDevices:
         """Read :meth:`to_dict`'s data; the first released models lack the platforms."""
-        chips = {name: tuple(chip) for name, chip in data["chips"].items()}
+        chips = {name: (a, cores, lanes) for name, (a, cores, lanes) in data["chips"].items()}
         return cls(chips, dict(data["vendors"]), frozenset(data.get("platforms", ("gpu",))))
 
     def to_dict(self) -> dict[str, object]:
@@ -72,7 +96,7 @@ class KnownDevices:
     @property
     def foreign(self) -> list[str]:
         """Devices of other vendors than the one with the most chips."""
-        owned: dict[str, set[tuple[object, ...]]] = {}
+        owned: dict[str, set[Chip]] = {}
         for name, chip in self.chips.items():
             owned.setdefault(self.vendors[name], set()).add(chip)
         first = max(owned, key=lambda vendor: (len(owned[vendor]), vendor), default="")
@@ -111,9 +135,10 @@ class KnownDevices:
         return ~np.isin(device, foreign) if len(own) > 1 else np.ones(len(device), bool)
 
     def chip_names(self, device: np.ndarray) -> np.ndarray:
-        """Name of each row's chip, equal for devices of the same chip, shape ``(n,)``."""
-        order, code = np.unique(device.astype(str), return_inverse=True)
-        return np.array([str(self.chips[str(name)]) for name in order], object)[code]
+        """Name of each row's design, equal for devices of the same one, shape ``(n,)``."""
+        group = {name: own[0] for own in twins(list(self.chips), self.chips) for name in own}
+        code, order = distinct(device)
+        return np.array([group[str(name)] for name in order], object)[code]
 
     def proxies(
         self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
@@ -129,21 +154,33 @@ class KnownDevices:
 
         Returns:
             Names of the known devices (the row's own name if none fits), and scopes: ``known``,
-            ``sibling`` or ``unseen``, shape ``(n,)`` each.
+            ``sibling`` (one of the same design is known) or ``unseen``, shape ``(n,)`` each.
         """
         # Reversed, so that of several devices the first one wins.
-        by_chip = {chip: name for name, chip in reversed(self.chips.items())}
         by_vendor = {self.vendors[name]: name for name in reversed(self.foreign)}
         names, scopes = {}, {}
         code, found = distinct(device)
         for name in found:
-            sibling = by_chip.get(chip_of(devices[name]))
+            sibling = self._sibling(chip_of(devices[name]))
             like = sibling or by_vendor.get(devices[name].vendor)
             names[name] = name if name in self.chips else (like or name)
             scopes[name] = "known" if name in self.chips else "sibling" if sibling else "unseen"
         return (
             np.array([names[d] for d in found], object)[code],
             np.array([scopes[d] for d in found], object)[code],
+        )
+
+    def _sibling(self, chip: Chip) -> str | None:
+        """The known device whose chip is most like another one, the first of several."""
+        near = [name for name, own in self.chips.items() if alike(own, chip)]
+        # A revision changes rates; cores that are disabled do not.
+        return min(
+            near,
+            key=lambda name: (
+                self.chips[name][0] != chip[0],
+                abs(self.chips[name][1] - chip[1]),
+            ),
+            default=None,
         )
 
 

@@ -20,7 +20,15 @@ from ..core.registry import estimator_class
 from ..trust.designs import ends_of, is_near, scope_of, why_far
 from .device_errors import OF_LIBRARY, DeviceErrors
 from .devices import KnownDevices
-from .family_tables import FamilySettings, GeneralFit, constants, latency_s, target_of
+from .family_tables import (
+    FamilySettings,
+    GeneralFit,
+    balanced_weights,
+    constants,
+    draw_rows,
+    latency_s,
+    target_of,
+)
 from .fitted import Fitted
 from .mixture import Member, Menu, foreign, members_of, mixed
 from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
@@ -38,6 +46,8 @@ from .rows import (
 if TYPE_CHECKING:
     import pandas as pd
 
+#: Least number of rows of groups that were held out in turn. Engineering estimate.
+LEAST_TESTED = 10_000
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
@@ -116,21 +126,34 @@ class FamilyModel:
         features = self.features(rows, devices)
         ratio = target_of(rows, features)
         rng = np.random.default_rng(self.settings.seed)
-        held = held_out(rows, self.family, self.settings.seed, rng)
-        fitting = np.flatnonzero(~held)
-        if len(fitting) > self.settings.max_rows:
-            fitting = rng.choice(fitting, self.settings.max_rows, replace=False)
-        device = rows["device"].to_numpy(object)
-        code = codes(rows)
-        known = KnownModel.fit(
-            self.family, names, self.settings, features, device, code[0], ratio, fitting
-        )
-        if held.any():
-            part, own = features.take(held), device[held]
-            scores, predicted = known.held_out(part, own, code[0][held], ratio[held])
+        device, code = rows["device"].to_numpy(object), codes(rows)
+
+        def known_of(fitting: np.ndarray, most: int) -> KnownModel:
+            fitting = draw_rows(rng, fitting, balanced_weights(device[fitting]), most)
+            return KnownModel.fit(
+                self.family, names, self.settings, features, device, code[0], ratio, fitting
+            )
+
+        held, parts = held_out(rows, self.family, self.settings.seed, rng)
+        known = known_of(np.flatnonzero(~held), self.settings.max_rows)
+        tested = [(known, np.flatnonzero(held))]
+        for part in parts:
+            # As many rows of new groups as of known ones.
+            own, most = np.flatnonzero(part), max(LEAST_TESTED, int(held.sum())) // len(parts)
+            own = draw_rows(rng, own, balanced_weights(device[own]), most)
+            tested.append((known_of(np.flatnonzero(~part), self.settings.fold_rows), own))
+        tests = [
+            (own, *model.held_out(features.take(own), device[own], code[0][own], ratio[own]))
+            for model, own in tested
+        ]
+        own, scores, predicted, near = (np.concatenate(part) for part in zip(*tests, strict=True))
+        if len(own):
+            if known.regressor.domain is not None:
+                known.regressor.domain.calibrate(near)
             # With fewer than ten scores a device stays without ends of its own and takes those of
             # an unseen one.
-            self.intervals.fit_devices(own, scores, predicted, 10)
+            dtype = OpRows.of(rows).texts("dtype")[own]
+            self.intervals.fit_devices(device[own], dtype, scores, predicted, 10)
         job = GeneralFit(self.family, self.settings, features, ratio, device, code[0])
         # Rows that mislead about other devices stay in the fit of known ones, where they are true.
         fit = UnseenFit(job, self.known_devices, libraries(rows), ~faulty(rows, "local"), rng)
@@ -167,7 +190,9 @@ class FamilyModel:
         known = rows[rows["device"].isin(self.devices)].reset_index(drop=True)
         latency = self._plain(OpRows.of(known), self.features(known, devices), devices).latency
         scores = np.log(latency_s(known) / latency)
-        self.intervals.fit_devices(known["device"].to_numpy(object), scores, latency, 60)
+        device = known["device"].to_numpy(object)
+        dtype = OpRows.of(known).texts("dtype")
+        self.intervals.fit_devices(device, dtype, scores, latency, 60)
 
     # Predicting
 
@@ -310,7 +335,8 @@ class FamilyModel:
             ran = known.effects.measured(proxy, rows.texts("dtype"), rows.texts("backend"))
             scope = np.where(own & ~ran, "unseen", scope)
         latency, inside = self.fitted.latency_s(rows, features, proxy, devices)
-        lo, hi = self.intervals.around(latency, proxy, scope, self.known_devices.foreign)
+        dtype, foreign_devices = rows.texts("dtype"), self.known_devices.foreign
+        lo, hi = self.intervals.around(latency, proxy, dtype, scope, foreign_devices)
         # A format or library that no chip was seen with, on a chip that was not seen, either: what
         # was measured is the error of the chip alone.
         novel = scope == "unseen"

@@ -170,29 +170,19 @@ def latency_s(rows: pd.DataFrame) -> np.ndarray:
     return np.maximum(latency * 1e-6, LEAST_S)
 
 
-def balanced_weights(
-    device: np.ndarray, devices: tuple[str, ...], chips: Mapping[str, tuple[object, ...]]
-) -> np.ndarray:
-    """Weights of a draw by which chips count with the square root of their number of rows.
+def balanced_weights(group: np.ndarray) -> np.ndarray:
+    """Weights of a draw by which groups count with the square root of their number of rows.
 
     Args:
-        device: Device of each row, shape ``(n,)``.
-        devices: Names of all devices.
-        chips: Identity of the chip by device.
+        group: Device, or design of the chip, of each row, shape ``(n,)``.
 
     Returns:
         Shape ``(n,)``, not normalised.
     """
-    import pandas as pd
-
-    code, names = pd.factorize(device)
-    group = {name: chips[name] for name in devices}
     # Between equal weight of rows, where one chip drowns the others, and equal weight of chips,
     # where a chip with few rows would be repeated noise.
-    counts: dict[tuple[object, ...], int] = {}
-    for place, name in enumerate(names):
-        counts[group[name]] = counts.get(group[name], 0) + int((code == place).sum())
-    return np.array([1 / np.sqrt(counts[group[name]]) for name in names])[code]
+    code, names = distinct(group)
+    return np.asarray(1 / np.sqrt(np.bincount(code, minlength=len(names))[code]))
 
 
 def draw_rows(

@@ -19,7 +19,7 @@ from ..core.kernel_table import KernelTable
 from ..core.registry import estimator_class
 from ..estimators.tabular import TabularEstimator
 from .device_errors import DeviceErrors
-from .devices import DeviceEffects, twins
+from .devices import Chip, DeviceEffects, twins
 from .regressors import KnownModel, Strategy, UnseenModel
 from .rows import among, dispatch
 
@@ -131,7 +131,7 @@ class Fitted:
         family: str,
         path: Path,
         manifest: JsonMapping,
-        chips: Mapping[str, tuple[object, ...]],
+        chips: Mapping[str, Chip],
     ) -> Fitted:
         """Read what :meth:`save` wrote.
 

@@ -167,13 +167,29 @@ class DeviceIntervals:
         self.ends.pool(scores, [(device, own) for own in place.tolist()])
 
     def fit_devices(
-        self, device: np.ndarray, scores: np.ndarray, predicted_s: np.ndarray, least: int
+        self,
+        device: np.ndarray,
+        dtype: np.ndarray,
+        scores: np.ndarray,
+        predicted_s: np.ndarray,
+        least: int,
     ) -> None:
-        """Calibrate each of the devices, shape ``(n,)``, that has as many scores."""
-        for name in sorted(set(device)):
-            own = device == name
-            if own.sum() >= least:
-                self.fit_device(str(name), scores[own], predicted_s[own])
+        """Calibrate each device, and each format on it.
+
+        Args:
+            device: Devices, shape ``(n,)``; one with fewer than ``least`` scores has no ends.
+            dtype: Of the operators, shape ``(n,)``; one with fewer than :data:`MIN_SCORES` scores
+                on a device has the device's ends.
+            scores: As for :meth:`fit_device`, shape ``(n,)``.
+            predicted_s: Their predictions.
+            least: Fewest scores of a device.
+        """
+        for names, fewest in ((device, least), (_within(device, dtype), MIN_SCORES)):
+            code, found = distinct(names)
+            for place in sorted(range(len(found)), key=lambda at: str(found[at])):
+                own = np.flatnonzero(code == place)
+                if len(own) >= fewest:
+                    self.fit_device(str(found[place]), scores[own], predicted_s[own])
 
     def fit_unseen(
         self,
@@ -213,7 +229,12 @@ class DeviceIntervals:
         return predicted_s * lower, predicted_s * upper
 
     def around(
-        self, latency: np.ndarray, device: np.ndarray, scope: np.ndarray, foreign: Collection[str]
+        self,
+        latency: np.ndarray,
+        device: np.ndarray,
+        dtype: np.ndarray,
+        scope: np.ndarray,
+        foreign: Collection[str],
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ends of the intervals in seconds for rows for which known devices stand in.
 
@@ -224,18 +245,21 @@ class DeviceIntervals:
         Args:
             latency: Predictions in seconds, shape ``(n,)``.
             device: Known device that stands in for each row's own.
+            dtype: Of the operators.
             scope: ``known``, ``sibling`` or ``unseen``, by device.
             foreign: Devices of a minority vendor.
         """
         lo, hi = np.empty(len(latency)), np.empty(len(latency))
-        code, names = distinct(device + "|" + scope)
+        code, names = distinct(_within(_within(device, dtype), scope))
         for place in range(len(names)):
             at = np.flatnonzero(code == place)
-            own, kind, middle = str(device[at[0]]), str(scope[at[0]]), latency[at]
-            if kind == "unseen":
+            own, known, middle = str(device[at[0]]), str(scope[at[0]]), latency[at]
+            if known == "unseen":
                 own = FOREIGN if own in foreign else UNSEEN
+            elif (special := str(_within(device[at[:1]], dtype[at[:1]])[0])) in self.edges:
+                own = special
             low, high = self.of(own, middle)
-            if kind == "sibling":
+            if known == "sibling":
                 wide_lo, wide_hi = self.of(UNSEEN, middle)
                 # The ends of an unseen device are those of all sizes together: at some size the
                 # known device's own may be wider.
@@ -269,6 +293,11 @@ class DeviceIntervals:
             lo, hi = data[key]
             found.ends.ends[name, 0] = float(lo), float(hi)
         return found
+
+
+def _within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    """Names of what is inside something else, shape ``(n,)``."""
+    return np.asarray(outer.astype(object) + "|" + inner.astype(object))
 
 
 def moved_out(ends: Ends) -> Ends:

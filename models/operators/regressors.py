@@ -134,8 +134,8 @@ class KnownModel:
 
     def held_out(
         self, features: OpFeatures, device: np.ndarray, library: np.ndarray, ratio: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Calibrate the domain on rows held out of the fit; returns their errors and predictions.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Predict rows held out of the fit.
 
         Args:
             features: Features of ``n`` rows.
@@ -144,13 +144,14 @@ class KnownModel:
             ratio: Log-ratios of measured latency to the estimate, shape ``(n,)``.
 
         Returns:
-            ``log(measured / predicted)`` and predictions in seconds, shape ``(n,)`` each.
+            ``log(measured / predicted)``, predictions in seconds, and scores of the domain (1 if
+            the regressor has none), shape ``(n,)`` each.
         """
         table = self.table(features, device)
         predicted = self.latency_s(features, table, device, library)
-        if self.regressor.domain is not None:
-            self.regressor.domain.calibrate(self.regressor.domain.score(table))
-        return np.log(features.base_s) + ratio - np.log(predicted), predicted
+        domain = self.regressor.domain
+        near = domain.score(table) if domain is not None else np.ones(len(ratio))
+        return np.log(features.base_s) + ratio - np.log(predicted), predicted, near
 
 
 @dataclass(slots=True)
@@ -307,8 +308,7 @@ class UnseenFit:
         return fitting if alien else fitting[self.known_devices.native(self.job.device)[fitting]]
 
     def _drawn(self, pool: np.ndarray, count: int) -> np.ndarray:
-        names = tuple(self.known_devices.chips)
-        weights = balanced_weights(self.job.device[pool], names, self.known_devices.chips)
+        weights = balanced_weights(self.known_devices.chip_names(self.job.device[pool]))
         return draw_rows(self.rng, pool, weights, min(count, self.job.settings.max_rows))
 
     def _seen(self, pool: np.ndarray) -> dict[str, int]:

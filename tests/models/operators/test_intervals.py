@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from opcast.models.operators.devices import twins
+from opcast.features.devices.catalogue import find_device
+from opcast.models.operators.devices import chip_of, twins
 from opcast.models.operators.prediction import BINS, FOREIGN, UNSEEN, DeviceIntervals
 from opcast.models.trust.calibrator import MIN_SCORES, UNCALIBRATED, ends
 
@@ -88,5 +89,16 @@ def test_round_trip():
 
 
 def test_twins_share_a_chip():
-    chips = {"h100": ("hopper", 132), "h200": ("hopper", 132), "a100": ("ampere", 108)}
-    assert twins(("a100", "h100", "h200"), chips) == [("a100",), ("h100", "h200")]
+    chips = {"h100": ("hopper", 132, 128), "h200": ("hopper", 132, 128)}
+    chips |= {"a100": ("ampere", 108, 128), "a30": ("ampere", 56, 128)}
+    assert twins(tuple(chips), chips) == [("h100", "h200"), ("a100",), ("a30",)]
+
+
+def test_revisions_of_a_design_with_more_cores_are_twins():
+    names = ("b200", "a100-sxm-80gb", "gb200", "rtx-pro-6000", "b300")
+    chips = {name: chip_of(find_device(name)) for name in names}
+    assert twins(names, chips) == [
+        ("b200", "gb200", "b300"),
+        ("a100-sxm-80gb",),
+        ("rtx-pro-6000",),
+    ]
