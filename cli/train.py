@@ -252,6 +252,9 @@ def models(
     name: Annotated[
         str | None, Option("Model whose card to print; default: list all models.", argument=True)
     ] = None,
+    against: Annotated[
+        str | None, Option("Another model, whose errors to print beside the first one's.")
+    ] = None,
     json_output: Json = False,
 ) -> None:
     """List the available models, or print a model card.
@@ -260,7 +263,9 @@ def models(
     """
     from ..workflows.model_cards import list_models, show_model
 
+    if name is None and against is not None:
+        raise typer.BadParameter("name the model to compare, too: opcast models NAME --against …")
     if name is None:
         list_models(make_console(), as_json=json_output)
     else:
-        show_model(make_console(), name, as_json=json_output)
+        show_model(make_console(), name, as_json=json_output, against=against)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,14 @@ def list_models(console: Console, *, as_json: bool) -> None:
     print_frame(console, shown, "models; the card of one: opcast models NAME")
 
 
-def show_model(console: Console, name: str, *, as_json: bool) -> None:
+def show_model(console: Console, name: str, *, as_json: bool, against: str | None = None) -> None:
     """Print a model's card, if it has one, and the figures of its manifest.
+
+    Args:
+        console: Console to print to.
+        name: Name or folder of the model.
+        as_json: Whether to print the card and the manifest as JSON instead.
+        against: Another model, whose figures to print beside.
 
     Raises:
         ModelError: There is no such model.
@@ -78,9 +84,14 @@ def show_model(console: Console, name: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"name": folder.name, "card": card, "manifest": manifest}))
         return
+    table = figures(manifest)
+    if against is not None:
+        other = find_model(against)
+        table = beside(table, figures(read_manifest(other)))
+        print_frame(console, table, f"errors in %: {folder.name}, and {other} (was)")
+        return
     if card:
         console.print(card)
-    table = figures(manifest)
     if len(table):
         print_frame(console, table, "figures of its manifest, errors in %")
 
@@ -98,13 +109,39 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
         for chip, errors in family.get("left_out", {}).items():
             rows.append(_figure(f"{key}, {chip} left out", errors))
     metrics = manifest.get("metrics", {})
-    if isinstance(metrics, Mapping):
+    if isinstance(metrics, Sequence):
+        rows += _of_operators(metrics)
+    else:
         for split, errors in metrics.items():
             rows.append(_figure(split, errors))
             programs = {k.removeprefix("program/"): v for k, v in errors.items() if "program/" in k}
             if programs:
                 rows.append(_figure(f"{split}, programs", programs))
     return pd.DataFrame(rows)
+
+
+def beside(table: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    """Figures of two manifests (:func:`figures`) side by side, those of the second as ``was``."""
+    return table.merge(other, on="judged on", how="outer", suffixes=("", ", was"), sort=False)
+
+
+def _of_operators(metrics: Sequence[JsonMapping]) -> list[dict[str, object]]:
+    """Errors of each family by split and device, over its formats."""
+    parts: dict[str, list[JsonMapping]] = {}
+    for own in metrics:
+        parts.setdefault(f"{own['key']}, {own['device']}, split {own['split']}", []).append(own)
+    return [
+        _figure(
+            name,
+            {
+                "n": sum(part["n"] for part in own),
+                # Means weigh by rows; medians of parts have no median of the whole.
+                "mape": sum(part["n"] * part["mape"] for part in own) / sum(p["n"] for p in own),
+                **({"median_ape": own[0]["median_ape"]} if len(own) == 1 else {}),
+            },
+        )
+        for name, own in sorted(parts.items())
+    ]
 
 
 def _figure(name: str, errors: Mapping[str, float]) -> dict[str, object]:

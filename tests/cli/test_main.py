@@ -132,6 +132,9 @@ def test_models_lists_what_ships_and_prints_a_card():
             assert heading in done.stdout, name
         assert "left out" in done.stdout or "unseen_family" in done.stdout
     assert max(map(len, opcast("models").stdout.splitlines())) <= 120
+    both = opcast("models", "gpu-operators", "--against", "blocks")
+    assert both.returncode == 0 and "mean, was" in both.stdout
+    assert opcast("models", "--against", "blocks").returncode == 2
     missing = opcast("models", "no-such-model")
     assert missing.returncode == 1 and "no-such-model" in missing.stderr
 

@@ -1,0 +1,29 @@
+"""Figures of manifests, by hand."""
+
+import pandas as pd
+import pytest
+from opcast.workflows.model_cards import beside, figures
+
+METRICS = [
+    {"key": "graph/moe", "device": "a", "split": "val", "n": 30, "mape": 0.1, "median_ape": 0.05},
+    {"key": "graph/moe", "device": "a", "split": "val", "n": 10, "mape": 0.3, "median_ape": 0.2},
+]
+
+
+def manifest(left_out: float, metrics: list[dict[str, object]]) -> dict[str, object]:
+    chip = {"mape": left_out, "median": left_out / 2, "rows": 40.0}
+    return {"families": {"graph/moe": {"left_out": {"a+b": chip}}}, "metrics": metrics}
+
+
+def test_figures_of_operators_are_means_over_formats():
+    table = figures(manifest(0.2, METRICS)).set_index("judged on")
+    assert table.loc["graph/moe, a+b left out"].tolist() == [40, 10.0, 20.0]
+    own = table.loc["graph/moe, a, split val"]
+    assert own["rows"] == 40 and own["mean"] == pytest.approx(15.0) and pd.isna(own["median"])
+
+
+def test_a_model_beside_another_keeps_the_rows_of_both():
+    both = beside(figures(manifest(0.2, METRICS)), figures(manifest(0.3, [])))
+    both = both.set_index("judged on")
+    assert both.loc["graph/moe, a+b left out", ["mean", "mean, was"]].tolist() == [20.0, 30.0]
+    assert pd.isna(both.loc["graph/moe, a, split val", "mean, was"])
