@@ -133,6 +133,8 @@ UNSEEN, FOREIGN = "", "*"
 #: Between library, device and family in the name of versions that are known of one family on one
 #: device alone.
 SEPARATOR = "@"
+#: Between a device and a format in the name of what has ends of its own.
+WITHIN = "|"
 #: Ends before any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
@@ -179,7 +181,7 @@ class DeviceIntervals:
         Args:
             device: Devices, shape ``(n,)``; one with fewer than ``least`` scores has no ends.
             dtype: Of the operators, shape ``(n,)``; one with fewer than :data:`MIN_SCORES` scores
-                on a device has the device's ends.
+                on a device has no ends of its own.
             scores: As for :meth:`fit_device`, shape ``(n,)``.
             predicted_s: Their predictions.
             least: Fewest scores of a device.
@@ -238,9 +240,9 @@ class DeviceIntervals:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ends of the intervals in seconds for rows for which known devices stand in.
 
-        A sibling's ends lie halfway (geometric mean) between those of the known device and those of
-        an unseen one, and never inside the former; the lower end moves by at most half of its own
-        distance.
+        The ends of a sibling, and of a format with too few rows on the device, lie halfway
+        (geometric mean) between those of the known device and those of an unseen one, and never
+        inside the former; the lower end moves by at most half of its own distance.
 
         Args:
             latency: Predictions in seconds, shape ``(n,)``.
@@ -258,6 +260,9 @@ class DeviceIntervals:
                 own = FOREIGN if own in foreign else UNSEEN
             elif (special := str(_within(device[at[:1]], dtype[at[:1]])[0])) in self.edges:
                 own = special
+            elif any(name.startswith(own + WITHIN) for name in self.edges):
+                # The device's ends are those of formats that were measured more.
+                known = "sibling"
             low, high = self.of(own, middle)
             if known == "sibling":
                 wide_lo, wide_hi = self.of(UNSEEN, middle)
@@ -297,7 +302,7 @@ class DeviceIntervals:
 
 def _within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
     """Names of what is inside something else, shape ``(n,)``."""
-    return np.asarray(outer.astype(object) + "|" + inner.astype(object))
+    return np.asarray(outer.astype(object) + WITHIN + inner.astype(object))
 
 
 def moved_out(ends: Ends) -> Ends:

@@ -2,6 +2,7 @@
 
 import pandas as pd
 import pytest
+
 from opcast.workflows.model_cards import beside, figures
 
 METRICS = [

@@ -52,6 +52,30 @@ def test_intervals_hold_the_prediction_even_if_all_scores_are_above():
     assert (lo <= predicted).all() and (hi > predicted).all()
 
 
+def test_formats_of_a_device_have_their_own_ends():
+    scores, predicted = scored(900)
+    dtype = np.repeat(np.array(["bf16", "fp8", "nvfp4"], object), [500, 390, 10])
+    scores = scores * np.repeat([1.0, 3.0, 9.0], [500, 390, 10])
+    device = np.full(900, "a", object)
+    found = DeviceIntervals()
+    found.fit_devices(device, dtype, scores, predicted, 10)
+    at = np.full(4, 5e-4)
+    kinds = np.array(["bf16", "fp8", "nvfp4", "int8"], object)
+    known = np.full(4, "known", object)
+    lo, hi = found.around(at, device[:4], kinds, known, ())
+    width = np.log(hi / lo)
+    assert width[1] == pytest.approx(3 * width[0], rel=0.3)
+    # Ten scores are too few, as are none: halfway from all formats' ends to an unseen device's.
+    every = np.log(np.concatenate(found.of("a", at[:1])) / 5e-4)
+    unseen = np.log(np.concatenate(found.of(UNSEEN, at[:1])) / 5e-4)
+    assert np.log(np.array([lo[2], hi[2]]) / 5e-4) == pytest.approx((every + unseen) / 2)
+    assert (lo[2], hi[2]) == (lo[3], hi[3])
+    # A device whose formats were never told apart keeps its ends.
+    plain = DeviceIntervals()
+    plain.fit_device("a", scores, predicted)
+    assert np.array_equal(plain.around(at, device[:4], kinds, known, ()), plain.of("a", at))
+
+
 def test_unseen_devices_have_the_widest_ends_of_those_left_out():
     found = DeviceIntervals()
     predicted = np.array([1e-5])

@@ -10,8 +10,11 @@ from opcast.features.operators import FAMILIES
 from opcast.features.operators.hlo import op_ir
 from opcast.features.operators.schema import ALIKE, faulty
 from opcast.models.operators.rows import (
+    FEW_GROUPS,
+    PARTS,
     codes,
     group_draw,
+    held_out,
     rows_of_dataset,
     rows_of_published,
     unnamed,
@@ -68,6 +71,21 @@ def test_draws_are_by_group(family, op_rows):
     assert (group_draw(twice, family, seed=1) != drawn).any()
     some = group_draw(twice.iloc[[5, 17]], family)
     assert (some == drawn[[5, 17]]).all()  # whatever the other rows are
+
+
+@pytest.mark.parametrize(("groups", "parts"), [(4, 0), (20, PARTS), (2 * FEW_GROUPS, 0)])
+def test_where_there_are_few_groups_each_is_held_out_once(groups, parts, op_rows):
+    rows = op_rows("graph/linear", 600)
+    rows["n"], rows["k"], rows["b"] = np.arange(600) % groups, 64, 1
+    held, folds = held_out(rows, "graph/linear", 0, np.random.default_rng(0))
+    assert len(folds) == parts
+    whole = {n for n, own in rows.groupby("n") if held[own.index].all()}
+    if parts:
+        assert (np.sum(folds, axis=0) == 1).all()
+        assert all(fold.reshape(-1, groups).all(axis=0).sum() == groups / PARTS for fold in folds)
+    # Of many groups a twentieth is held out whole; of few, single rows besides the folds.
+    assert len(whole) == (round(0.05 * groups) if groups > FEW_GROUPS else 0)
+    assert 0 < held.mean() < 0.2
 
 
 def test_codes_say_what_runs_a_row():
