@@ -40,6 +40,7 @@ class StepContext:
             H100: chips with less of it lower their clocks more under minutes of products. 0 for
             chips without a stated limit, and for TPUs.
         boxes: Logarithm of the number of boxes that the devices are in.
+        device: Name of the chip.
     """
 
     framework: str
@@ -50,6 +51,7 @@ class StepContext:
     cluster: str
     headroom: float
     boxes: float = 0.0
+    device: str = UNKNOWN
 
     @cached_property
     def _levels(self) -> dict[str, Value]:
@@ -58,6 +60,7 @@ class StepContext:
         return {
             "all": self.platform,
             "architecture": self.architecture,
+            "device": self.device,
             "bits": self.bits if self.platform == "gpu" else f"tpu-{self.bits}",
             "headroom": ("slope", self.headroom),
             "framework": self.framework or UNNAMED,
@@ -104,6 +107,7 @@ def device_context(
         cluster=f"{source}|{device.name}" if source else UNKNOWN,
         headroom=_headroom(device),
         boxes=log(boxes),
+        device=device.name,
     )
 
 
