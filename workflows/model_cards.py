@@ -110,7 +110,10 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
             rows.append(_figure(f"{key}, {chip} left out", errors))
     metrics = manifest.get("metrics", {})
     if isinstance(metrics, Sequence):
-        rows += _of_operators(metrics)
+        # Families that were joined bring their own.
+        each = [metrics, *(added.get("metrics", ()) for added in manifest.get("added", ()))]
+        found = {own["judged on"]: own for part in each for own in _of_operators(part)}
+        rows += [found[name] for name in sorted(found)]
     else:
         for split, errors in metrics.items():
             rows.append(_figure(split, errors))
@@ -125,7 +128,7 @@ def beside(table: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     return table.merge(other, on="judged on", how="outer", suffixes=("", ", was"), sort=False)
 
 
-def _of_operators(metrics: Sequence[JsonMapping]) -> list[dict[str, object]]:
+def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
     """Errors of each family by split and device, over its formats."""
     parts: dict[str, list[JsonMapping]] = {}
     for own in metrics:
@@ -140,11 +143,11 @@ def _of_operators(metrics: Sequence[JsonMapping]) -> list[dict[str, object]]:
                 **({"median_ape": own[0]["median_ape"]} if len(own) == 1 else {}),
             },
         )
-        for name, own in sorted(parts.items())
+        for name, own in parts.items()
     ]
 
 
-def _figure(name: str, errors: Mapping[str, float]) -> dict[str, object]:
+def _figure(name: str, errors: Mapping[str, float]) -> JsonObject:
     median = errors.get("median", errors.get("median_ape", float("nan")))
     count = errors.get("rows", errors.get("n", 0))
     return {

@@ -23,6 +23,14 @@ def test_figures_of_operators_are_means_over_formats():
     assert own["rows"] == 40 and own["mean"] == pytest.approx(15.0) and pd.isna(own["median"])
 
 
+def test_families_that_were_joined_bring_their_figures():
+    first = manifest(0.2, METRICS)
+    first["added"] = [{"metrics": [{**METRICS[0], "key": "graph/bmm"}]}, {"families": []}]
+    table = figures(first).set_index("judged on")
+    assert table.loc["graph/bmm, a, split val", "mean"] == 10.0
+    assert table.loc["graph/moe, a, split val", "mean"] == pytest.approx(15.0)
+
+
 def test_a_model_beside_another_keeps_the_rows_of_both():
     both = beside(figures(manifest(0.2, METRICS)), figures(manifest(0.3, [])))
     both = both.set_index("judged on")
