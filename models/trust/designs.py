@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-#: Largest error, in logarithms, of the ratio that physics gives to the times of two chips: for 90 %
-#: of products, attention, experts and passes on all pairs of the measured chips it is 0.04 to 0.15
-#: between chips of one architecture and 0.2 to 0.5 between architectures, however far the ratio is
-#: from 1 (docs/devices.md).
+#: Largest error, in logarithms, of the ratio that physics gives to the times of two chips. Beside
+#: the ratio that the model predicts for pairs of measured chips, 90 % of products, attention,
+#: experts and passes err by 0.03 to 0.19 between chips of one architecture and by 0.09 to 0.61
+#: between architectures (norms of A40 beside A100 by 0.94), however far the ratio is from 1. Chosen
+#: between them, not fitted (docs/devices.md).
 FAR = 0.35
 #: Distances of the ratio from 1, in logarithms, up to which a design counts as its base and as a
 #: sibling of it, and from which it lies outside the domain. The first is what a chip's own clock
