@@ -263,6 +263,8 @@ def models(
     """
     from ..workflows.model_cards import list_models, show_model
 
+    if json_output and against is not None:
+        raise typer.BadParameter("--against prints a table: leave --json out")
     if name is None and against is not None:
         raise typer.BadParameter("name the model to compare, too: opcast models NAME --against …")
     if name is None:

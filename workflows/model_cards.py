@@ -120,7 +120,7 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
             programs = {k.removeprefix("program/"): v for k, v in errors.items() if "program/" in k}
             if programs:
                 rows.append(_figure(f"{split}, programs", programs))
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["judged on", "rows", "median", "mean"])
 
 
 def beside(table: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:

@@ -120,5 +120,5 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     print_notes(console, [note for spec in specs.values() for note in generation_note(spec)])
     for line in reasons(rows[rows["error"] == ""]):
         console.print(f"because of {line}")
-    wrote(out / "sweep.parquet", f"{len(rows)} plans")
+    wrote(out / "sweep.parquet", f"{len(plans)} plans")
     return rows

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import OpcastError
-from ..ir.hlo_attributes import read_work
 from ..ir.op_table import NAMES
-from ..ir.program import Op, Program, TensorType
+from ..ir.program import STATED, Op, Program, TensorType, read_work
 from ..operators.op import op_flops
 from .convolution import conv_flops
 
@@ -192,9 +191,6 @@ class StatedCost(NamedTuple):
     bytes: float
 
 
-_STATED = ("flops", "transcendentals", "bytes_accessed")
-
-
 def stated_cost(op: Op) -> StatedCost | None:
     """Return the cost that a custom call states; ``None`` if it states none.
 
@@ -207,7 +203,7 @@ def stated_cost(op: Op) -> StatedCost | None:
     stated = op.config("custom_call_config", "cost_estimate")
     # HLO writes 64-bit numbers as texts.
     flops, transcendentals, moved = map(
-        _amount, counted if len(counted) == len(_STATED) else map(stated.get, _STATED)
+        _amount, counted if len(counted) == len(STATED) else map(stated.get, STATED)
     )
     return StatedCost(flops, transcendentals, moved) if flops or transcendentals or moved else None
 

@@ -240,23 +240,6 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 
 
-#: Key among the attributes that frontends give an op: the FLOPs, transcendentals and bytes of a
-#: kernel that was counted when its function was lowered.
-WORK = "opcast_work"
-_WORK = re.compile(rf'{WORK}="([^"]*)"')
-
-
-def write_work(work: str) -> str:
-    """Attributes of a frontend that say a kernel's work, as HLO prints them."""
-    return f'{{{WORK}="{work}"}}'
-
-
-def read_work(attributes: object) -> str:
-    """The work that attributes of a frontend say, as three numbers; empty if they say none."""
-    found = _WORK.search(attributes) if isinstance(attributes, str) else None
-    return found[1] if found else ""
-
-
 @lru_cache(maxsize=65536)
 def read_attribute(key: str, text: str) -> object:
     """Value of attribute ``key``; the result is shared, hence immutable.

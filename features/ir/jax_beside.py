@@ -16,10 +16,10 @@ from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _jax_mlir
 from jaxlib.mlir import ir
 
-from .hlo_attributes import WORK
 from .jax_compat import backends_started
 from .pallas_work import kernel_work
 from .platforms import Platform, known_platform
+from .program import WORK
 
 #: cuDNN that an absent GPU is taken to have: 9.13, which has every attention that JAX calls.
 _CUDNN_VERSION = 91300

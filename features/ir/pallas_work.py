@@ -17,6 +17,7 @@ import numpy as np
 
 from ...common.types import JaxObject
 from .op_table import named
+from .program import STATED
 
 #: Points of a larger grid that are walked, drawn at random, and trips of a loop whose body depends
 #: on the trip, spread evenly. Engineering estimates: counts of causal attention err by 1 %.
@@ -117,7 +118,7 @@ def kernel_work(params: Mapping[str, JaxObject], *, streams: bool) -> KernelWork
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     grid = tuple(mapping.grid)
     stated = params.get("cost_estimate")
-    known = [float(getattr(stated, key, 0) or 0) for key in _STATED]
+    known = [float(getattr(stated, key, 0) or 0) for key in STATED]
     try:
         if not all(isinstance(size, int) for size in grid):
             raise _Unknown
@@ -130,16 +131,14 @@ def kernel_work(params: Mapping[str, JaxObject], *, streams: bool) -> KernelWork
     return KernelWork(*(own if own > 0 else n for own, n in zip(known, counted, strict=True)))
 
 
-_STATED = ("flops", "transcendentals", "bytes_accessed")
-
-
 def _walked(
     jaxpr: JaxObject, mapping: JaxObject, grid: tuple[int, ...], *, streams: bool
 ) -> KernelWork:
     total = prod(grid)
-    steps = np.arange(total)
     if total > _POINTS:
         steps = np.sort(np.random.default_rng(0).choice(total, _POINTS, replace=False))
+    else:
+        steps = np.arange(total)
     ids = _indices(steps, grid)
     first = mapping.num_index_operands
     count = len(mapping.block_mappings)
@@ -308,9 +307,9 @@ def _own_work(eqn: JaxObject, inputs: Sequence[object]) -> _Count:
     name = eqn.primitive.name
     result: JaxObject = eqn.outvars[0].aval if eqn.outvars else None
     if name in _READS or name in _WRITES:
-        # A store's result is what was there before, of the same shape.
+        # A swap's result is what was there before, of the same shape; a sum in place has none.
         number = inputs[0].number if inputs and isinstance(inputs[0], _Ref) else -1
-        return _Count(touched={number: _nbytes(result)})
+        return _Count(touched={number: _nbytes(eqn.invars[1].aval if result is None else result)})
     if name == "dma_start":
         sizes = [_nbytes(v.aval) for v in eqn.invars if getattr(v.aval, "shape", ())]
         own = [i.number for i in inputs if isinstance(i, _Ref) and i.number >= 0]

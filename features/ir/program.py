@@ -319,3 +319,22 @@ class Program:
     def op_count(self) -> int:
         """Ops over all computations, parameters and constants included."""
         return sum(len(c.ops) for c in self.computations.values())
+
+
+#: Key among the attributes that frontends give an op: the FLOPs, transcendentals and bytes of a
+#: kernel that was counted when its function was lowered.
+WORK = "opcast_work"
+#: Figures that a kernel may state of itself, by the names of ``pl.CostEstimate``.
+STATED = ("flops", "transcendentals", "bytes_accessed")
+_WORK = re.compile(rf'{WORK}="([^"]*)"')
+
+
+def write_work(work: str) -> str:
+    """Attributes of a frontend that say a kernel's work, as HLO prints them."""
+    return f'{{{WORK}="{work}"}}'
+
+
+def read_work(attributes: object) -> str:
+    """The work that attributes of a frontend say, as three numbers; empty if they say none."""
+    found = _WORK.search(attributes) if isinstance(attributes, str) else None
+    return found[1] if found else ""

@@ -6,9 +6,8 @@ import hashlib
 import re
 from collections.abc import Iterable
 
-from ..ir.hlo_attributes import read_work, write_work
 from ..ir.op_table import NAMES, named
-from ..ir.program import Computation, Op, Program, TensorType
+from ..ir.program import Computation, Op, Program, TensorType, read_work, write_work
 from .library_form import plain_form
 
 #: Attributes for where, when or for whom an instruction runs, not for what it does.

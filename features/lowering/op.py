@@ -122,7 +122,7 @@ def uncosted_notes(kernels: Iterable[Kernel]) -> list[str]:
     kernels = list(kernels)
     counts = Counter(name for k in kernels if k.takes_time for name in unknown_calls(k.body))
     return [
-        f"no cost is known for the custom call {name} ({count} kernels): only its bytes count; "
+        f"no cost is known for the custom call {name} ({count} of them): only its bytes count; "
         f"{call_remedy(name)}"
         for name, count in sorted(counts.items())
     ] + _host_notes(kernels)

@@ -26,7 +26,14 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import memory_seconds
 from ..core.base import KernelPrediction
-from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds
+from .memory_passes import (
+    CLOCK,
+    MemoryParams,
+    Traffic,
+    launch_factor,
+    launch_seconds,
+    pass_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def library_answer(
     """
     entries, transforms, clock = _tables()
     launch = launch_seconds(device, params)
-    slow = 1.0 if device.runs_cuda else max(device.floor / 2e-6, 1.0)
+    slow = launch_factor(device)
     seconds, reach = np.empty(len(calls)), np.empty(len(calls))
     for i, call in enumerate(calls):
         if call.routine < 0:

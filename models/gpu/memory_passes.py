@@ -121,11 +121,15 @@ def launch_seconds(device: DeviceSpec, params: MemoryParams) -> float:
 
     The cycles were fitted to NVIDIA's chips; another vendor's launch is scaled by its floor.
     """
+    return params.launch_cycles / (device.clock_hz or CLOCK) * launch_factor(device)
+
+
+def launch_factor(device: DeviceSpec) -> float:
+    """How many times longer than on NVIDIA's chips a device's launches are, at least 1."""
     # The rows that determine the fitted cycles are all of NVIDIA's chips. Elsewhere the launch is
     # longer in proportion to the described floor over 2 µs, never shorter (engineering estimate);
     # an unnamed vendor counts as NVIDIA.
-    slow = 1.0 if device.runs_cuda else device.floor / 2e-6
-    return params.launch_cycles / (device.clock_hz or CLOCK) * max(slow, 1.0)
+    return 1.0 if device.runs_cuda else max(device.floor / 2e-6, 1.0)
 
 
 def pass_seconds(traffic: Traffic, device: DeviceSpec, params: MemoryParams) -> PassTimes:

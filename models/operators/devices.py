@@ -138,7 +138,7 @@ class KnownDevices:
         """Name of each row's design, equal for devices of the same one, shape ``(n,)``."""
         group = {name: own[0] for own in twins(list(self.chips), self.chips) for name in own}
         code, order = distinct(device)
-        return np.array([group[str(name)] for name in order], object)[code]
+        return np.asarray(np.array([group[str(name)] for name in order], object)[code])
 
     def proxies(
         self, device: np.ndarray, devices: Mapping[str, DeviceSpec]

@@ -110,12 +110,12 @@ def capped_kernels(
     return replace(found, latency=times[:, 0], lo=times[:, 1], hi=times[:, 2])
 
 
-def capped_total(total: Interval, device: DeviceSpec, cap: float) -> Interval:
-    """Widen a program's interval by the law's error, which all its kernels have the same way."""
+def capped_total(total: Interval, device: DeviceSpec, cap: float, least: float) -> Interval:
+    """Widen a program's interval by the law's error, which kernels share, not below ``least``."""
     if cap >= 1.0 or not total.value:
         return total
     low, high = under_cap(total.lo / total.value, total.hi / total.value, cap, board_law(device))
-    return Interval(total.value, total.value * low, total.value * high)
+    return Interval(total.value, max(total.value * low, least), total.value * high)
 
 
 def _work(kernels: Sequence[Kernel], latency: np.ndarray, device: DeviceSpec) -> Work:

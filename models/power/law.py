@@ -365,6 +365,8 @@ def capped(times: np.ndarray, work: Work, cap: float, law: PowerLaw) -> np.ndarr
     ratios = made[:, 1:] / made[:, :1]
     wide = np.stack([under_cap(low, high, cap, law) for low, high in ratios])
     made[:, 1:] = made[:, :1] * np.where(slower[:, None] > 1.0, wide, ratios)
+    # A cap makes nothing faster: lower ends stay above what holds without one.
+    made[:, 1] = np.maximum(made[:, 1], times[:, 1])
     return np.asarray(made)
 
 

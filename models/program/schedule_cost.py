@@ -142,7 +142,8 @@ def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
 def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:
     """Seconds that no run of a program falls below.
 
-    Its products by the fastest algorithm that a library has, at the peak of their formats; and its
+    Its products, convolutions by Winograd's F(2 × 2, r × r) where that has fewer multiplications
+    (larger tiles were not seen to gain more), at the peak of their formats; and its
     arguments and results at the rate of main memory, or of the cache where they fit, whoever left
     them there. On a GPU kernels run one after the other, and each moves its bytes through the
     cache at least.

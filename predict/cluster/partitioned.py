@@ -32,6 +32,7 @@ from ...features.lowering.lower import lower_with
 from ...features.lowering.op import whole_notes
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
+from ...models.program.schedule_cost import least_wall
 from ...models.steps.context import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import NORMAL_90
@@ -221,11 +222,12 @@ def predict_partitioned(
     nodes, transfer, run = job.run(times.kernels)
     notes = [*_notes(lowered, scheduled, devices, cluster)]
     notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
+    interval, least = job.interval(times, run), least_wall(lowered, spec)
     return PartitionedPrediction(
         run=run,
         nodes=tuple(nodes),
         transfer=transfer,
-        interval=job.interval(times, run),
+        interval=interval._replace(lo=max(interval.lo, min(least, interval.value))),
         cluster=cluster.name,
         device=spec.name,
         lowering="scheduled" if scheduled else lowered.lowering,

@@ -374,7 +374,9 @@ def as_run(plan: Plan, framework: str) -> Plan:
     recipe = FRAMEWORKS["recipes"].get(framework, {})
     return plan.changed(
         reduce=plan.reduce or recipe.get("reduce", ""),
-        quantized_weights=plan.quantized_weights or recipe.get("quantized_weights", False),
+        quantized_weights=recipe.get("quantized_weights")
+        if plan.quantized_weights is None
+        else plan.quantized_weights,
     )
 
 

@@ -143,11 +143,12 @@ class StepCase(PlannedStep):
         )
         if plan == said:
             return found
-        plain = predictor.predict(work, said, remedy=False).step.total
+        plain = predictor.predict(work, said, speeds=self.speed, remedy=False).step.total
         note = (
             f"the plan does not say whether its pipeline is interleaved: virtual={plan.virtual} is "
             f"taken, as recipes of {predictor.framework} do; with schedule=1f1b it takes "
             f"{duration(plain * 1e6)}, which the interval holds"
         )
-        interval = found.interval._replace(hi=max(found.interval.hi, plain))
+        lo, hi = min(found.interval.lo, plain), max(found.interval.hi, plain)
+        interval = found.interval._replace(lo=lo, hi=hi)
         return replace(found, interval=interval, described=(*found.described, note))

@@ -91,7 +91,9 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     elif plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:
         plan = plan.changed(schedule="interleaved", virtual=cell.count("virtual", 1))
     overlap = cell.text("overlap").lower()
-    seconds = cell.number("step_s", batch / cell.number("samples_per_s"))
+    seconds = cell.number("step_s")
+    if not isfinite(seconds) and (rate := cell.number("samples_per_s")):
+        seconds = batch / rate
     share = batch / whole
     if not isfinite(seconds):
         seconds, share = cell.number("block_s"), share * _block(cell, batch, plan)

@@ -78,7 +78,7 @@ class Plan:
         reduce: Dtype in which gradients are reduced, ``bf16`` or ``f32``; empty for f32 where
             micro-batches add up and the model's dtype elsewhere.
         quantized_weights: Whether parameters are gathered as operands of 8 bits, where products
-            have these (FP8 parameters of Transformer Engine).
+            have these (FP8 parameters of Transformer Engine); ``None`` if a plan does not say.
     """
 
     dp: int = 1
@@ -97,7 +97,7 @@ class Plan:
     overlap: bool = True
     hide_experts: bool = False
     reduce: str = ""
-    quantized_weights: bool = False
+    quantized_weights: bool | None = None
 
     def __post_init__(self) -> None:
         """Check what does not depend on a model or a cluster.

@@ -82,7 +82,7 @@ def build(kind: type[T], values: Mapping[str, object], what: str, **known: objec
 
 def _converted(key: str, value: Any, kind: str, what: str) -> Any:
     try:
-        if kind == "bool":
+        if kind.startswith("bool"):
             word = str(value).lower()
             return _WORDS[word] if word in _WORDS else bool(int(word))
         if kind == "int":

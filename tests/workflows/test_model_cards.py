@@ -31,6 +31,11 @@ def test_families_that_were_joined_bring_their_figures():
     assert table.loc["graph/moe, a, split val", "mean"] == pytest.approx(15.0)
 
 
+def test_a_model_without_figures_has_an_empty_table():
+    none = figures({"families": {}, "metrics": {}})
+    assert len(none) == 0 and len(beside(figures(manifest(0.2, [])), none)) == 1
+
+
 def test_a_model_beside_another_keeps_the_rows_of_both():
     both = beside(figures(manifest(0.2, METRICS)), figures(manifest(0.3, [])))
     both = both.set_index("judged on")

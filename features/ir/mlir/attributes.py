@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....common.types import JsonObject
-from ..hlo_attributes import WORK, read_backend_config, write_work
+from ..hlo_attributes import read_backend_config
 from ..op_table import by_op, named
-from ..program import TensorType, WindowDim
+from ..program import WORK, TensorType, WindowDim, write_work
 from .values import Raw
 
 Attrs = JsonObject
