@@ -32,6 +32,9 @@ from .tiles import tile_seconds, tile_waves
 
 FIT = fitted("convolutions")
 _COSTS = FIT.tables["costs"]
+#: Share of a matrix unit from which on algorithms on it count; below, they never pay. Rates of the
+#: same unit in two formats differ by rounding.
+_LEAST = 0.05
 #: How much longer algorithms on a matrix unit take where it is no faster than the vector unit.
 #: Engineering estimate, small enough that one per cent of its rate is no cliff.
 _PARTLY = 3.7
@@ -310,11 +313,11 @@ def _ways(
     unfolded = _COSTS["unfolded"][0] + FIT.each_unfolded * one.batch
     return {
         "turned": only(
-            (matrix > 0) & flat & dense & ~last,
+            (matrix > _LEAST) & flat & dense & ~last,
             (cost(_COSTS["turned"][:3], slow) + _COSTS["turned"][3] * turn) * longer,
         ),
         "straight": only(
-            (matrix > 0) & flat & dense & last, cost(_COSTS["straight"], slow) * longer
+            (matrix > _LEAST) & flat & dense & last, cost(_COSTS["straight"], slow) * longer
         ),
         "single": only(flat & early, alone),
         "batched": only(plain, cost(_COSTS["batched"], tiles) + images_us * 1e-6),

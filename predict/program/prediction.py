@@ -16,7 +16,6 @@ from ...common.units import duration
 from ...features.cost.library_calls import unknown_calls
 from ...features.devices.identity import BY_NAME, MEASURED_AT, base_name, former_speeds, speed_of
 from ...features.kernels.kinds import is_attention
-from ...features.lowering.op import call_remedy
 from ...models.power.energy import energy_fields
 from ..devices import generation_note
 from ..groups import Group, grouped
@@ -227,6 +226,9 @@ def check_known(
     Raises:
         UnknownCallError: There are some.
     """
+    # Lowering takes long to import, and few programs have such a call.
+    from ...features.lowering.op import call_remedy
+
     apart = np.zeros(len(kernels), bool)
     counts: Counter[str] = Counter()
     for place, (kernel, origin_of) in enumerate(zip(kernels, source.tolist(), strict=True)):

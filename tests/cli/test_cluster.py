@@ -74,8 +74,8 @@ def own_collectives(path):
 def rows(tmp_path):
     """An imagined box whose all-reduces take 40 % longer than the shipped model says."""
     sizes = 2.0 ** np.arange(12, 29)
-    frame = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "world_size": 4, "device": "b200"})
-    shipped, box = ClusterCollectives(), find_cluster("b200-x4")
+    frame = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "world_size": 4, "device": "h20"})
+    shipped, box = ClusterCollectives(), find_cluster("h20-x4")
     frame["latency_us"] = [1.4e6 * shipped.latency("all_reduce", s, 4, box) for s in sizes]
     frame.to_csv(tmp_path / "mine.csv", index=False)
     return tmp_path / "mine.csv"
@@ -83,10 +83,10 @@ def rows(tmp_path):
 
 def test_calibrated_collectives_are_used_on_the_cluster(rows, tmp_path):
     text = run("calibrate-collectives", rows, "--out", tmp_path / "own.json")
-    assert "b200" in text and "efficiency" in text
+    assert "h20" in text and "efficiency" in text
     # 1 - 1 / 1.4 before, as an absolute logarithm; what is left out shows it.
     assert "error on 17 collectives, each left out of what is learned: 40.0% before" in text
-    own, box = own_collectives(tmp_path / "own.json"), find_cluster("b200-x4")
+    own, box = own_collectives(tmp_path / "own.json"), find_cluster("h20-x4")
     ratio = own.latency("all_reduce", 2**24, 4, box) / ClusterCollectives().latency(
         "all_reduce", 2**24, 4, box
     )

@@ -106,7 +106,7 @@ def test_pytorchs_kernels_by_line_with_cost_and_timeline(folder, tmp_path):
 
 
 def test_strict_names_the_operator_that_nothing_was_learned_of(folder):
-    words = ("--device", "mi355x", "--framework", "torch-eager", "--strict")
+    words = ("--device", "gaudi2", "--framework", "torch-eager", "--strict")
     done = opcast("predict", str(folder / "net.pt2"), *words)
     assert done.returncode != 0
     assert "only a roofline estimate" in done.stderr and "net.py:10" in done.stderr

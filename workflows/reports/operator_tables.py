@@ -106,7 +106,9 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
     from ...predict.locate import OPERATOR_MODEL, find_model
 
     manifest = read_manifest(find_model(OPERATOR_MODEL))
-    metrics = pd.DataFrame(manifest.get("metrics", []))
+    # Families that were joined bring their own.
+    each = [manifest, *manifest.get("added", [])]
+    metrics = pd.DataFrame([own for part in each for own in part.get("metrics", [])])
     if len(metrics):
         own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]
         for split, part in own.groupby("split", sort=True):

@@ -412,7 +412,7 @@ def test_hypothetical_chip_scales_what_it_does_not_say(tmp_path: Path) -> None:
 
 def test_example_of_the_document(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "devices.md").read_text()
-    example, ranges = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    example, _, ranges = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "ranges.yaml").write_text(ranges)
     assert len(load_designs(tmp_path / "ranges.yaml")) == 4 * 2
     chip = load_device_file(write(tmp_path, example))

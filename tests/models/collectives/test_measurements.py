@@ -201,7 +201,7 @@ def test_clusters_that_were_not_take_formulas(shipped):
     forced = shipped.estimate("all_reduce", 2**26, 8, find_cluster("h100-sxm-x8"), algorithm="tree")
     assert (forced.source, forced.detail) == ("analytical", "tree")
     assert (
-        shipped.estimate("all_reduce", 2**26, 72, find_cluster("gb200-x72")).source == "analytical"
+        shipped.estimate("all_reduce", 2**26, 72, find_cluster("gb300-x72")).source == "analytical"
     )
     nobody = Cluster("mine", "", Topology((Dimension("switch", 4, 1e11),)))
     assert shipped.estimate("all_reduce", 2**20, 4, nobody).source == "analytical"

@@ -211,7 +211,7 @@ def test_a_device_under_the_name_that_jax_gives_it(
 
 def test_unknown_devices_have_wider_intervals(model: CostModel, by_name: dict[str, Kernel]) -> None:
     kernels = [by_name["triton_gemm"], by_name["gelu"]]
-    known, unseen = (model.predict_kernels(kernels, find_device(d)) for d in ("h100-sxm", "b200"))
+    known, unseen = (model.predict_kernels(kernels, find_device(d)) for d in ("h100-sxm", "l40s"))
     assert (unseen.hi / unseen.lo > known.hi / known.lo).all()
 
 
@@ -264,7 +264,8 @@ def test_a_product_is_never_faster_than_half_of_it(model: CostModel) -> None:
     rows = pd.DataFrame({"b": 1, "m": sizes, "n": 3072, "k": 768, "rate": "bf16", "width": 2.0})
     for device in ("h100-sxm", "l4"):
         ask = Products(model.estimator.operators, find_device(device), model.estimator.memory)
-        assert (np.diff(ask.products(rows).latency) >= 0).all()
+        # Equal but for rounding where the half decides.
+        assert (np.diff(ask.products(rows).latency) >= -1e-18).all()
 
 
 SMALL = {name: ["layers=2"] for name in ("bert", "llama", "vit")}

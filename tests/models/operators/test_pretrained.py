@@ -47,13 +47,13 @@ def test_more_work_takes_longer(model):
 
 
 def test_unseen_gpus_get_wider_intervals(model):
-    rows = pd.DataFrame([gemm("h100-sxm"), gemm("b200"), gemm("l40s")])
-    found = model.predict(rows)
-    assert list(found.scope) == ["known", "unseen", "unseen"]
+    names = ("b200", "gb300", "h100-sxm", "l40s", "h20")
+    found = model.predict(pd.DataFrame([gemm(name) for name in names]))
+    assert list(found.scope) == ["known", "sibling", "known", "unseen", "unseen"]
     width = found.hi / found.lo
-    assert width[1] > 1.5 * width[0] and width[2] > 1.5 * width[0]
-    # B200 has 2.3 times H100's bf16 peak, L40S 0.37 times.
-    assert found.latency[1] < found.latency[0] < found.latency[2]
+    assert width[3] > 1.5 * width[2] and width[4] > 1.5 * width[2] and width[1] > width[0]
+    # B200 has 2.3 times H100's bf16 peak, L40S 0.37 times, H20 0.15 times.
+    assert found.latency[0] < found.latency[2] < found.latency[3] < found.latency[4]
 
 
 def test_every_gpu_of_the_catalogue_can_be_predicted(model):
@@ -63,11 +63,11 @@ def test_every_gpu_of_the_catalogue_can_be_predicted(model):
 
 
 def test_a_vendors_own_library_is_not_new_on_its_next_chip():
-    """Experts of aiter, which MI300X and MI308X ran: the interval is that of an unseen chip."""
+    """Experts of aiter, which other chips of the vendor ran: the ends of an unseen chip."""
     model = OpModel.load(find_model("blocks"), only=["layer/experts"])
     row = {
         "key": "layer/experts", "op": "fused_moe", "dtype": "bf16", "backend": "aiter",
-        "device": "mi355x", "tokens": 512, "hidden": 4096, "inter": 1536, "topk": 8,
+        "device": "mi250x", "tokens": 512, "hidden": 4096, "inter": 1536, "topk": 8,
         "experts": 128, "ep": 1, "routed": 4096,
     }  # fmt: skip
     rows = pd.DataFrame([row, {**row, "backend": "torch_xla"}])

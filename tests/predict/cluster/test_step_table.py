@@ -224,11 +224,11 @@ def test_of_undecided_formats_the_first_counts(dtype: str, products: str) -> Non
         ({"framework": "nemo", "reduce_dtype": "fp32"}, ("interleaved", 8, "f32", True)),
         # 15 micro-batches are no whole groups of two.
         ({"framework": "nemo", "global_batch": 60, "grad_accum": 15}, ("1f1b", 1, "bf16", True)),
-        ({}, ("1f1b", 1, "", False)),
+        ({}, ("1f1b", 1, "", None)),
     ],
 )
 def test_what_is_not_said_is_as_in_recipes(
-    changes: dict[str, object], plan: tuple[str, int, str, bool]
+    changes: dict[str, object], plan: tuple[str, int, str, bool | None]
 ) -> None:
     found = step_row(LLAMA | changes).plan
     assert (found.schedule, found.virtual, found.reduce, found.quantized_weights) == plan

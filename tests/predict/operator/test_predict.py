@@ -156,8 +156,8 @@ def test_16_bit_products_of_amd_are_those_measured_on_amd() -> None:
     text = "linear m=8192 n=8192 k=8192 dtype=bf16"
     found = predict_op(OperatorCase(text, "mi300x"))
     assert found.family == "xla/linear"
-    # 1,307 TFLOP/s by the data sheet; the fastest of 1,376 published products reaches 577.
-    assert 450e12 < 2 * 8192**3 / (found.latency_us * 1e-6) < 600e12
+    # 1,307 TFLOP/s by the data sheet; the fastest published product of the chip reaches 577.
+    assert 450e12 < 2 * 8192**3 / (found.latency_us * 1e-6) < 1.1 * 577e12
     assert predict_op(OperatorCase(text, "h100-sxm")).family == "graph/linear"
     # A method that is named stays.
     assert predict_op(OperatorCase(f"graph/{text}", "mi300x")).family == "graph/linear"
@@ -253,13 +253,11 @@ def test_a_gpu_of_no_known_generation_is_said_to_be_one(tmp_path):
 
 
 def test_an_operator_that_the_cache_keeps_says_what_main_memory_would_take():
-    """An addition of 1024 × 4096 in fp16 reads and writes 2 · 8 MiB: 5.01 µs at 3.35 TB/s."""
-    asked = "kernel/elementwise op=add rows=1024 cols=4096 dtype=fp16"
+    """An addition of 2048 × 4096 in fp16 reads and writes 2 · 16 MiB: 10 µs at 3.35 TB/s."""
+    asked = "kernel/elementwise op=add rows=2048 cols=4096 dtype=fp16"
     found = predict_op(OperatorCase(asked, "h100-sxm"))
-    assert found.latency_us < 16 * 2**20 / 3.35e12 * 1e6
-    assert "16.0 MiB" in found.notes[0] and "5.01 µs" in found.notes[0]
-    assert any(
-        "5.01 µs" in note for note in explain_operator(OperatorCase(asked, "h100-sxm")).notes
-    )
+    assert found.latency_us < 32 * 2**20 / 3.35e12 * 1e6
+    assert "32.0 MiB" in found.notes[0] and "take 10 µs" in found.notes[0].replace("\n", " ")
+    assert any("10 µs" in note for note in explain_operator(OperatorCase(asked, "h100-sxm")).notes)
     # Beyond the cache there is nothing to say.
-    assert predict_op(OperatorCase(asked.replace("1024", "65536"), "h100-sxm")).notes == ()
+    assert predict_op(OperatorCase(asked.replace("2048", "65536"), "h100-sxm")).notes == ()

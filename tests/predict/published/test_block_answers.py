@@ -59,7 +59,7 @@ def test_every_row_has_a_prediction_or_a_reason(tmp_path: Path, operators: OpMod
         {"id": "L3", "device": "gfx1250-256cu"},
         {"id": "L4", "m": 0, "tokens": 0},
     )
-    write(tmp_path / "queries_new_attention.parquet", SPARSE, {}, {"id": "N2", "device": "b200"})
+    write(tmp_path / "queries_new_attention.parquet", SPARSE, {}, {"id": "N2", "device": "l40s"})
     found = predict_published(tmp_path, operators)
     frame = found.frame.set_index("id")
     assert frame.index.tolist() == ["L1", "L2", "L3", "L4", "N1", "N2"]
