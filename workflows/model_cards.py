@@ -110,10 +110,9 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
             rows.append(_figure(f"{key}, {chip} left out", errors))
     metrics = manifest.get("metrics", {})
     if isinstance(metrics, Sequence):
-        # Families that were joined bring their own.
-        each = [metrics, *(added.get("metrics", ()) for added in manifest.get("added", ()))]
-        found = {own["judged on"]: own for part in each for own in _of_operators(part)}
-        rows += [found[name] for name in sorted(found)]
+        from ..models.operators.report import metrics_of
+
+        rows += _of_operators(metrics_of(manifest))
     else:
         for split, errors in metrics.items():
             rows.append(_figure(split, errors))
@@ -143,7 +142,7 @@ def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
                 **({"median_ape": own[0]["median_ape"]} if len(own) == 1 else {}),
             },
         )
-        for name, own in parts.items()
+        for name, own in sorted(parts.items())
     ]
 
 

@@ -19,6 +19,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table, write_table
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators.features import ops_schema_hash
 from ...features.operators.schema import faulty
@@ -124,6 +125,16 @@ def flat(metrics: pd.DataFrame) -> dict[str, float]:
 def settings_of(model: OpModel) -> dict[str, object]:
     """Parameters with which a run is tracked: all of the model's provenance but its metrics."""
     return {k: v for k, v in model.info.items() if k != "metrics"}
+
+
+def metrics_of(manifest: JsonMapping) -> list[JsonMapping]:
+    """Metrics in a manifest: of each family, those that came with it when it was last joined."""
+    found: list[JsonMapping] = []
+    later: set[str] = set()
+    for part in (*reversed(manifest.get("added", ())), manifest):
+        found = [own for own in part.get("metrics", ()) if own["key"] not in later] + found
+        later.update(part.get("families", ()))
+    return found
 
 
 def left_out_table(model: OpModel) -> pd.DataFrame:

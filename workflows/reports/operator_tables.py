@@ -103,12 +103,11 @@ def print_shipped(console: Console, methods: Sequence[str]) -> None:
         methods: Measurement methods of the families to print.
     """
     from ...models.core.store import read_manifest
+    from ...models.operators.report import metrics_of
     from ...predict.locate import OPERATOR_MODEL, find_model
 
     manifest = read_manifest(find_model(OPERATOR_MODEL))
-    # Families that were joined bring their own.
-    each = [manifest, *manifest.get("added", [])]
-    metrics = pd.DataFrame([own for part in each for own in part.get("metrics", [])])
+    metrics = pd.DataFrame(metrics_of(manifest))
     if len(metrics):
         own = metrics[metrics["key"].str.split("/").str[0].isin(methods)]
         for split, part in own.groupby("split", sort=True):
