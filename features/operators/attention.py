@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention_decode import decode
-from .attention_kernels import Attention, RowKernels, Tiles
+from .attention_kernels import TENSORRT, Attention, RowKernels, Tiles
 from .columns import OpTable
 from .op import attention_flops
 from .physics import (
@@ -207,7 +207,7 @@ def _width(work: Attention) -> np.ndarray:
     of each head.
     """
     latent = work.table.family.endswith("mla") & work.table.is_("backend", "sglang")
-    latent &= ~work.kernel.is_("trt", "trt-made", "trt-generated")
+    latent &= ~work.kernel.is_(*TENSORRT)
     padded = work.kernel.padded(work.d_key) + work.kernel.padded(work.d_value)
     return np.asarray(np.where(latent, LATENT_WIDTH, padded))
 
@@ -226,7 +226,7 @@ def _packs_heads(work: Attention) -> np.ndarray:
     table = work.table
     always = table.says("kernel", "fa3", "fa4", "flashinfer", "fiprefill", "fidecode")
     always |= table.is_("backend", "sglang") & table.says("kernel", "flash_attention")
-    never = work.kernel.is_("trt", "trt-made", "trt-generated", "triton")
+    never = work.kernel.is_(*TENSORRT, "triton")
     return np.asarray(~never & (always | (work.q_len == 1)))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from .attention_kernels import Attention, RowKernels, Tiles
+from .attention_kernels import MADE, Attention, RowKernels, Tiles
 from .columns import Machine, OpTable
 from .physics import combine, fitted, quantised, resident_share, stream_seconds
 
@@ -165,9 +165,7 @@ def _splits(
     # Partial results are f32 (4 bytes); they stay in the cache between the two kernels.
     partial = w.batch * w.heads * split * w.d_value * 4 * FIT.partials / mc.cache_bandwidth
     # Kernels made for latent keys merge their parts in the same launch.
-    merges = np.where(
-        kernel.is_("trt-made", "trt-generated") & kinds.latent, FIT.latent_merge, kernel("merge")
-    )
+    merges = np.where(kernel.is_(*MADE) & kinds.latent, FIT.latent_merge, kernel("merge"))
     # FlashAttention 2 adds the parts up one after the other.
     return split, FIT.merge_s * merges + partial + np.where(
         kinds.swapped, tiles * FIT.second_part_s, 0.0

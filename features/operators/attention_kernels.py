@@ -19,6 +19,9 @@ MADE_FOR = ("hopper", "blackwell", "blackwell-ultra")
 #: Architectures that TensorRT-LLM has generated kernels for, which other libraries call by way of
 #: FlashInfer ("trtllm-gen": ``trtllm_mha`` and ``trtllm_mla`` in SGLang).
 GENERATED = ("blackwell", "blackwell-ultra")
+#: Classes of TensorRT-LLM's kernels that were made for a chip, and of all of its kernels.
+MADE = ("trt-made", "trt-generated")
+TENSORRT = ("trt", *MADE)
 #: Architectures on which TensorRT-LLM's grouped decode does not split the keys of an fp8 cache.
 WHOLE_KEYS = ("blackwell-gb20x",)
 
@@ -124,8 +127,7 @@ class RowKernels:
         power = np.exp2(np.ceil(np.log2(np.maximum(width, 1))))
         made = np.where(width == 192, width, power)
         sixteen = np.ceil(width / 16) * 16
-        made_for = self.is_("trt-made", "trt-generated")
-        cases = [self.is_("triton"), made_for, self.is_("trt")]
+        cases = [self.is_("triton"), self.is_(*MADE), self.is_("trt")]
         return np.asarray(np.select(cases, [power, made, sixteen], flash))
 
 
