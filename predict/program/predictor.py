@@ -205,11 +205,12 @@ class Predictor:
         # Latencies in context (cache contents left by neighbours) may differ from those in
         # isolation.
         isolated = capped_kernels(kernels, lowered.kernels, device, cap)
-        kernels, program = model.predict_in_program(lowered, device, isolated)
         if speed_of(device).ratios or former_speeds(device):
             from ...models.adapt.device_correction import in_program_at_speeds
 
             kernels, program = in_program_at_speeds(model, lowered, device, isolated)
+        else:
+            kernels, program = model.predict_in_program(lowered, device, isolated)
         least = least_wall(lowered, device) if cap < 1.0 else 0.0
         total = capped_total(Interval(program.latency, program.lo, program.hi), device, cap, least)
         standing = model_notes(model, lowered.kernels, device)
