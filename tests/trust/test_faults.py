@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from pyarrow import parquet
 
 from opcast.common.errors import DatasetError, FileError, ModelError
 from opcast.common.files import PARTIAL, locked, write_bytes
@@ -343,12 +344,14 @@ def test_a_damaged_file_of_a_model_is_named_with_its_digest(tmp_path, name):
 
 def test_a_damaged_shard_of_a_dataset_is_named_with_its_checksum(tmp_path):
     folder = dataset(tmp_path)
-    frame = Dataset.load(folder).frame
-    frame["kernel_ir"] = [os.urandom(300).hex() for _ in range(len(frame))]
-    write_table(frame, folder / "samples.parquet")
-    data = bytearray((folder / "samples.parquet").read_bytes())
-    data[data.index(frame["kernel_ir"][0][:100].encode()) + 50] ^= 1
-    (folder / "samples.parquet").write_bytes(data)
+    shard = folder / "samples.parquet"
+    write_table(Dataset.load(folder).frame, shard)
+    group = parquet.read_metadata(shard).row_group(0)
+    column = max(map(group.column, range(group.num_columns)), key=lambda c: c.total_compressed_size)
+    data = bytearray(shard.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    data[start + column.total_compressed_size // 2] ^= 1
+    shard.write_bytes(data)
     with pytest.raises(DatasetError, match=r"samples\.parquet: .*CRC"):
         Dataset.load(folder)
 
