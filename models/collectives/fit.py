@@ -105,6 +105,18 @@ class CurveTree:
             result[rows] = "/".join(path) in self.curves
         return result
 
+    def reaches(self, table: CollectiveTable) -> np.ndarray:
+        """Whether each row's machine was measured with as many devices or more, shape ``(n,)``."""
+        result = np.zeros(len(table), dtype=bool)
+        for path, rows in groups(table, depth=4).items():
+            start = cell_key(path, 0).removesuffix("0")
+            most = max(
+                (float(k.removeprefix(start)) for k in self.residuals if k.startswith(start)),
+                default=0.0,
+            )
+            result[rows] = table.points.world[rows] <= most
+        return result
+
 
 def groups(table: CollectiveTable, depth: int) -> dict[tuple[str, ...], np.ndarray]:
     """Positions of the rows of each group at ``depth`` (1 fabric … 4 machine)."""

@@ -65,15 +65,16 @@ class CollectiveModel(JsonModel):
 
         Returns:
             ``latency_s``, ``lo_s``, ``hi_s`` (90 %) in seconds and ``scope`` (``known``,
-            ``calibrated`` or ``new`` machine; ``foreign`` where the library's operation was never
-            measured on that fabric), with the index of ``frame``.
+            ``calibrated`` or ``new`` machine, the last also where it was measured with fewer
+            devices only; ``foreign`` where the library's operation was never measured on that
+            fabric), with the index of ``frame``.
         """
         table = collective_table(frame, find)
         latency = self.tree.predict_us(table) / 1e6
         # Depth 3 is the library's operation on the fabric; without it nothing closer than the
         # operation on the fabric was fitted.
         scope = np.where(self.tree.knows(table, depth=3), "new", "foreign").astype(object)
-        scope[self.tree.knows(table)] = "known"
+        scope[self.tree.knows(table) & self.tree.reaches(table)] = "known"
         own = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
         scope[own] = "calibrated"
         lower, upper = self.intervals.find(scope, table)

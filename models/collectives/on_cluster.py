@@ -22,12 +22,12 @@ from .links import Links
 from .model import CollectiveModel
 from .table import RING_PERMUTE
 
-#: Largest group on a machine that was never measured: most published scale-up measurements come
-#: from boxes of eight, so beyond that the curves would extrapolate.
+#: Largest group on a machine that was not measured with as many devices: most published scale-up
+#: measurements come from boxes of eight, so beyond that the curves would extrapolate.
 MOST_DEVICES = 8
-#: Libraries to try in turn: PyTorch calls NCCL, so its rows stand in where NCCL's own are missing.
-#: XLA calls NCCL as well, and was measured inside one domain only.
-_LIKE = {"nccl": ("nccl", "torch"), "xla": ("xla", "nccl", "torch")}
+#: Libraries to try in turn: PyTorch and XLA call NCCL, so their rows stand in where NCCL's own are
+#: missing. XLA was measured inside one domain only, there with up to 72 devices.
+_LIKE = {"nccl": ("nccl", "torch", "xla"), "xla": ("xla", "nccl", "torch")}
 
 
 @dataclass(frozen=True)

@@ -200,11 +200,21 @@ def test_clusters_that_were_not_take_formulas(shipped):
     )
     forced = shipped.estimate("all_reduce", 2**26, 8, find_cluster("h100-sxm-x8"), algorithm="tree")
     assert (forced.source, forced.detail) == ("analytical", "tree")
-    assert (
-        shipped.estimate("all_reduce", 2**26, 72, find_cluster("gb300-x72")).source == "analytical"
-    )
+    wide = Cluster("mine", "h100-sxm", Topology((Dimension("switch", 32, 4.5e11, name="nvlink"),)))
+    assert shipped.estimate("all_reduce", 2**26, 32, wide).source == "analytical"
     nobody = Cluster("mine", "", Topology((Dimension("switch", 4, 1e11),)))
     assert shipped.estimate("all_reduce", 2**20, 4, nobody).source == "analytical"
+
+
+def test_a_machine_is_known_with_as_many_devices_as_were_measured(shipped):
+    rack = find_cluster("gb200-x72")
+    four, eight, all_of_it = (shipped.estimate("all_reduce", 2**26, n, rack) for n in (4, 8, 72))
+    # NCCL was measured with up to four.
+    assert [e.detail for e in (four, eight)] == ["known", "new"]
+    assert eight.hi / eight.lo > 1.4 * four.hi / four.lo
+    # XLA, which calls NCCL, with up to 72.
+    assert all_of_it.detail == "known"
+    assert all_of_it == shipped.estimate("all_reduce", 2**26, 72, rack, backend="xla")
 
 
 def test_formulas_and_curves_agree_on_long_collectives(shipped):
