@@ -95,8 +95,9 @@ def print_frame(
 _SHORT = 10
 #: Columns that are printed in per cent.
 PERCENTAGES = (
-    "mape", "median_ape", "median_ape_groups", "memory_mape", "largest", "bias", "coverage", "in_domain",
-    "before", "after", "unseen", "error_before", "error_after", "covered_before", "covered_after",
+    "mape", "median_ape", "median_ape_groups", "memory_mape", "largest", "bias", "coverage",
+    "in_domain", "before", "after", "unseen", "error_before", "error_after", "covered_before",
+    "covered_after",
 )  # fmt: skip
 
 
