@@ -14,7 +14,7 @@ from ..common.options import DeviceOpt, Fallback, Json, LoweringOpt, Option, Pro
 from ..common.progress import wrote
 from ..common.types import JsonObject
 from .from_dataclass import names_of
-from .options import print_json, program_of, refuse
+from .options import WITHOUT_COMPILER, print_json, program_of, refuse
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
@@ -75,11 +75,14 @@ def lower(
 
     The device need not be attached: its compiler runs without it.
     """
+    from ..common.errors import LoweringError
     from ..common.files import write_text
     from ..features.lowering.lower import lower as lower_program
     from ..predict.devices import resolve_device
 
     spec = None if device == "local" else resolve_device(device, {})
+    if lowering in WITHOUT_COMPILER:
+        refuse(context, f"--lowering {lowering}, which makes no HLO", {"out"})
     _refuse_compiler_options(context, lowering, spec, compiler.xla_flag)
     # ``cache=False`` neither reads nor writes an entry; ``None`` takes the default folder.
     lowered = lower_program(
@@ -91,6 +94,12 @@ def lower(
         settings=compiler.settings(),
     )
     if out is not None:
+        if not lowered.hlo:
+            raise LoweringError(
+                f"lowering {lowered.lowering} was taken, which makes no HLO to write",
+                where=str(out),
+                hint="leave --out out, or install the compiler: opcast compilers install",
+            )
         write_text(out, lowered.hlo)
         wrote(out, "optimised HLO")
     data = summary(lowered, spec)
@@ -242,6 +251,7 @@ def _batch_found(source: SourceProgram) -> list[int] | None:
 
 
 def partition(
+    context: typer.Context,
     program: Annotated[
         Path, Option("StableHLO program for one device, or with shardings.", argument=True)
     ],
@@ -275,8 +285,11 @@ def partition(
         raise typer.BadParameter("write --batch-args 3,4") from None
     if format not in ("text", "bytecode"):
         raise typer.BadParameter("--format must be text or bytecode")
+    opened = program_of(program)
+    if isinstance(opened, Path):
+        refuse(context, "a program from a file, which is lowered already", {"device"})
     place = platform_of(resolve_device(device, {})) if device != "local" else None
-    source = read_program(program_of(program), platform=place)
+    source = read_program(opened, platform=place)
     if not mesh:
         if chosen is not None:
             raise typer.BadParameter("--batch-args goes with --mesh")

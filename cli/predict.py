@@ -105,7 +105,7 @@ class Asked(Modelled):
         bool, Option("Leave out the host's call: time on the stream.", ("--on-stream",))
     ] = False
     whole: Annotated[
-        bool, Option("Let one device run a program for several devices.", ("--whole",))
+        bool, Option("Let one device run all of a program for several.", ("--whole",))
     ] = False
 
     @property
@@ -320,6 +320,8 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
     from ..predict.program.many import by_xla
     from ..predict.program.predictor import load_for_programs
 
+    if asked.whole:
+        _note_whole(asked.programs)
     predictor = load_for_programs(asked.model)
     # Before the prediction, since the ceilings are part of every feature.
     here = asked.here(predictor.model.devices)
@@ -328,6 +330,16 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
         shown.table(asked, answers, predictor.devices, here)
     else:
         shown.one(predictor.answer(asked.case(asked.program, here or asked.device)))
+
+
+def _note_whole(programs: Sequence[Path]) -> None:
+    """Say for which programs one device runs the whole in any case."""
+    from ..predict.program.case import states_several
+
+    alone = [p.name for p in programs if not (p.is_file() and states_several(p))]
+    if alone:
+        names = ", ".join(alone)
+        typer.echo(f"note: --whole changes nothing for one device's program: {names}", err=True)
 
 
 @dataclass(frozen=True)
@@ -373,6 +385,7 @@ def explain(
         return
     if asked.kernel is not None:
         refuse(context, "a kernel by name (--kernel)", {"top"})
+    from ..predict.devices import resolve_device
     from ..predict.program.case import ProgramCase
     from ..predict.program.explain import explain as explain_program
     from ..predict.program.predictor import load_for_programs
@@ -380,6 +393,9 @@ def explain(
 
     predictor = load_for_programs(asked.model)
     place = measured_device(asked.device, predictor.model.devices)
+    model = predictor.model_for(resolve_device(place, predictor.devices))
+    if model.neighbours is None:
+        refuse(context, f"model {model.name}, which keeps no kernels", {"neighbours"})
     case = ProgramCase(asked.opened(programs[0]), asked.options(place))
     explained = explain_program(
         predictor, case, kernel=asked.kernel, top=asked.top, neighbours=asked.neighbours

@@ -75,6 +75,7 @@ def simulate_serving(
             raise typer.BadParameter(f"{name}: {error}") from None
     workload_of(case.model.workload, case.model.hf, served=True)
     deployment = deployment_of(case, files=True)
+    _refuse_unread(context, deployment, load, offline)
     predictor, kept = _predictor(model, serving), parse_slo(case.judged.slo)
     if not (load.rate or offline or load.concurrency or load.batch or load.requests):
         load = _moderate(predictor, deployment, load)
@@ -126,6 +127,17 @@ def _refuse_loads(context: typer.Context, load: LoadSpec, offline: bool) -> None
         if wanted:
             others = kinds.keys() - {name}
             refuse(context, mode, {"rate", "burstiness", *others, *drawn.get(name, ())})
+
+
+def _refuse_unread(
+    context: typer.Context, deployment: Deployment, load: LoadSpec, offline: bool
+) -> None:
+    """Refuse what nothing is chosen by: a router to one engine, a seed where nothing is drawn."""
+    if deployment.prefill is None and deployment.engine.count == 1:
+        refuse(context, "a single engine", {"router"})
+    at_once = bool(load.concurrency or load.batch or offline)
+    if at_once and load.prompt.isdigit() and load.output.isdigit():
+        refuse(context, "requests of one length that are sent at no random times", {"seed"})
 
 
 def _predictor(model: str, serving: str) -> ServingPredictor:
@@ -180,6 +192,11 @@ def plan_serving(
     Prints the Pareto front of throughput a device against latency, and the best with its launch
     commands.
     """
+    if json_output:
+        refuse(context, "--json, which has all deployments", {"top"})
+    if searched.gpus == 1:
+        of_several = {"together", "all_gpus", "transfer", "router"}
+        refuse(context, "a single device (--gpus 1)", of_several)
     if searched.together:
         refuse(context, "engines that run prompts themselves (--together)", {"transfer"})
     if not options.drafts:

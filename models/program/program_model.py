@@ -69,11 +69,19 @@ _FOLDS = 10
 
 
 class ProgramPrediction(NamedTuple):
-    """Wall time of one run of a program, in seconds, with its 90 % interval."""
+    """Wall time of one run of a program, in seconds, with its 90 % interval.
+
+    Attributes:
+        latency: Expected time.
+        lo: Lower end.
+        hi: Upper end.
+        least: What no run falls below; 0 where nobody asked.
+    """
 
     latency: float
     lo: float
     hi: float
+    least: float = 0.0
 
 
 @dataclass

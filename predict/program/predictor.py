@@ -15,7 +15,6 @@ from ...features.devices.identity import former_speeds, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import capped_kernels, capped_total, program_energy
 from ...models.power.law import cap_share
-from ...models.program.schedule_cost import least_wall
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .case import ProgramCase as ProgramCase
@@ -211,8 +210,8 @@ class Predictor:
             kernels, program = in_program_at_speeds(model, lowered, device, isolated)
         else:
             kernels, program = model.predict_in_program(lowered, device, isolated)
-        least = least_wall(lowered, device) if cap < 1.0 else 0.0
-        total = capped_total(Interval(program.latency, program.lo, program.hi), device, cap, least)
+        total = Interval(program.latency, program.lo, program.hi)
+        total = capped_total(total, device, cap, program.least)
         standing = model_notes(model, lowered.kernels, device)
         return Prediction(
             **latency_fields(*total),

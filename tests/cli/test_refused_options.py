@@ -13,6 +13,7 @@ from opcast.cli.options import given, refuse_unused
 
 OP = ("--op", "linear m=1 n=64 k=64 dtype=bf16", "--device", "h100-sxm")
 STEP = ("--workload", "llama", "--cluster", "h100-sxm-x2")
+SERVED = ("--workload", "llama", "--set", "layers=2", "--device", "l4")
 PLANNED = ("--model", "llama", "--device", "l4", "--gpus", "1", "--load", "concurrency=1")
 #: Command lines, and what of them does not apply.
 CASES: list[tuple[tuple[str, ...], str]] = [
@@ -55,7 +56,12 @@ CASES: list[tuple[tuple[str, ...], str]] = [
         (("simulate-serving", *STEP, "--requests", "r.csv", option, "1"), option)
         for option in ("--rate", "--count", "--prompt", "--output", "--seed")
     ),
+    (("simulate-serving", *SERVED, "--router", "least-loaded"), "--router"),
+    (("simulate-serving", *SERVED, "--concurrency", "4", "--seed", "3"), "--seed"),
     *((("plan-serving", *PLANNED, option, "2"), option) for option in ("--accepted", "--draft")),
+    *((("plan-serving", *PLANNED, option), option) for option in ("--together", "--all-gpus")),
+    *((("plan-serving", *PLANNED, *o), o[0]) for o in (("--transfer", "9"), ("--router", "x"))),
+    (("plan-serving", *PLANNED, "--json", "--top", "2"), "--top"),
     (("plan-serving", *PLANNED, "--together", "--transfer", "9"), "--transfer"),
     (("calibrate", "--device", "local", "--budget", "5m", "--samples", "9"), "--samples"),
     (("calibrate", "--device", "local", "--budget", "5m", "--plot", "p.png"), "--plot"),
@@ -78,6 +84,10 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("lower", "p", "--lowering", "op", "--no-cache"), "--no-cache"),
     (("lower", "p", "--device", "l4", "--lowering", "op", "--xla-flag", "a=1"), "--xla-flag"),
     (("lower", "p", "--device", "l4", "--lowering", "fused", "--whole"), "--whole"),
+    (("lower", "p", "--device", "l4", "--lowering", "fused", "--out", "o.hlo"), "--out"),
+    (("lower", "p", "--device", "l4", "--lowering", "op", "--out", "o.hlo"), "--out"),
+    (("partition", "p", "--out", "o.mlir", "--device", "l4"), "--device"),
+    (("explain", "p", "--device", "l4", "--neighbours", "1"), "--neighbours"),
     (("lower", "p", "--device", "l4", "--lowering", "fused", "--xla-flag", "a=1"), "--xla-flag"),
     (("lower", "p", "--compile-timeout", "9"), "--compile-timeout"),
 ]

@@ -56,6 +56,29 @@ def test_programs_of_one_and_of_several_devices_run_whole(folder: Path) -> None:
     assert figures["rows"].tolist() == [1, 1]
 
 
+MLIR = """module @m attributes {{mhlo.num_partitions = {} : i32, mhlo.num_replicas = 1 : i32}} {{
+  func.func public @main(%x: tensor<64x64xf32>) -> tensor<64x64xf32> {{
+    %0 = stablehlo.add %x, %x : tensor<64x64xf32>
+    return %0 : tensor<64x64xf32>
+  }}
+}}
+"""
+
+
+def test_one_device_runs_all_of_stablehlo_for_several(tmp_path: Path) -> None:
+    for count in (1, 4):
+        (tmp_path / f"{count}.mlir").write_text(MLIR.format(count))
+    assert program_text(tmp_path / "4.mlir", whole=True) == MLIR.format(1).encode()
+    flags = ("--lowering", "fused")
+    one, four = (_by_command(tmp_path, f"{n}.mlir", "l4", *flags) for n in (1, 4))
+    assert one == four
+    asked = ["predict", str(tmp_path / "1.mlir"), "--device", "l4", *flags]
+    said = CliRunner().invoke(app, [*asked, "--whole", "--json"])
+    assert "--whole changes nothing" in said.stderr and "1.mlir" in said.stderr
+    # Lines of the program are known by its file, as without the option.
+    assert json.loads(said.stdout) == json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+
+
 def test_a_program_is_unpacked_without_its_partitions(folder: Path, tmp_path: Path) -> None:
     assert program_text(folder / "two.hlo.gz", whole=True) == HLO.format(partitions=1).encode()
     broken = tmp_path / "broken.gz"

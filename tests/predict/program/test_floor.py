@@ -117,4 +117,4 @@ def test_an_answer_below_the_floor_is_raised_to_it(monkeypatch, round_gpu, predi
     low = ProgramPrediction(least / 2, least / 4, 2 * least)
     monkeypatch.setattr(ProgramModel, "predict", lambda *args: low)
     wall = predictor.model_for(gpu).predict_program(lowered, gpu)
-    assert wall == ProgramPrediction(least, least, 2 * least)
+    assert wall == ProgramPrediction(least, least, 2 * least, least)
