@@ -174,8 +174,8 @@ class CostModel:
             # Intervals fitted to programs ignore those of the kernels, so they are widened here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
         least = least_wall(lowered, device)
-        held = ProgramPrediction(*(max(end, least) for end in wall[:3]), least)
-        return in_place, held
+        latency, lo, hi = (max(end, least) for end in wall[:3])
+        return in_place, ProgramPrediction(latency, lo, hi, least)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""
