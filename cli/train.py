@@ -69,6 +69,9 @@ EVALUATED = {
         "serving.evaluate:run_evaluate_serving",
         unread=("page",),
     ),
+    "models": Kind(
+        "evaluating models", "ModelTableSettings", "torch_models.evaluate:run_evaluate_models"
+    ),
     "programs": Kind(*_PROGRAMS, table="folder"),
     "regions": Kind(*_PROGRAMS, table="folder", rest={"on_stream": True}),
 }
@@ -173,6 +176,10 @@ class Evaluated:
     serving: Annotated[
         Path | None, Option("Table of measured serving, CSV or parquet; see docs/serving.md.")
     ] = None
+    models: Annotated[
+        Path | None,
+        Option("Table of whole PyTorch models, CSV or parquet; see docs/torch.md."),
+    ] = None
     programs: Annotated[
         Path | None,
         Option("Folder of programs with a CSV of their files, devices and times, or of steps."),
@@ -190,14 +197,17 @@ class Evaluated:
     ] = False
     page: Annotated[
         Path | None,
-        Option("With --steps: HTML page with the errors and parity plots.", check=page_file),
+        Option(
+            "With --steps and --models: HTML page with the errors and parity plots.",
+            check=page_file,
+        ),
     ] = None
     track: Annotated[bool, Option("Except with --published: log the figures to MLflow.")] = True
     limit: Annotated[
         int | None, Option("Maximum rows of each operator table, drawn at random.", least=1)
     ] = None
     ray: Annotated[
-        str, Option("With --published: address of a Ray cluster; 'local' starts one.")
+        str, Option("With --published and --models: address of a Ray cluster; 'local' starts one.")
     ] = ""
     devices: Annotated[
         Sequence[str],
@@ -210,7 +220,7 @@ class Evaluated:
 
 
 def evaluate(context: typer.Context, asked: Evaluated) -> None:
-    """Predict published tables of operators, steps, serving or programs and print the errors.
+    """Predict tables of operators, steps, serving, models or programs and print the errors.
 
     Every row is predicted; errors are printed for the rows that have a latency.
     """

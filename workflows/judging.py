@@ -86,7 +86,11 @@ def measured_rows(
 
 
 def choice(
-    table: pd.DataFrame, same: Sequence[str], predicted: pd.Series, measured: pd.Series
+    table: pd.DataFrame,
+    same: Sequence[str],
+    predicted: pd.Series,
+    measured: pd.Series,
+    least: int = LEAST_PLANS,
 ) -> pd.DataFrame:
     """How good the plan predicted fastest really is, and how well the order agrees.
 
@@ -95,9 +99,10 @@ def choice(
         same: Columns, as far as there are any, that are the same in plans that are compared.
         predicted: Times, by the number of the row in the table.
         measured: The same as measured; NaN where nothing was.
+        least: Fewest plans that are compared.
 
     Returns:
-        For each model with at least three plans: ``plans``, ``regret`` (how much slower the plan
+        For each model with enough plans: ``plans``, ``regret`` (how much slower the plan
         predicted fastest is than the fastest) and Kendall's ``tau``.
     """
     from scipy.stats import kendalltau
@@ -110,7 +115,7 @@ def choice(
     asked = asked.assign(predicted=predicted, seconds=measured).dropna(subset=["seconds"])
     found = []
     for key, plans in asked.groupby(have, dropna=False):
-        if len(plans) < LEAST_PLANS or plans["seconds"].nunique() < 2:
+        if len(plans) < least or plans["seconds"].nunique() < 2:
             continue
         chosen = plans["seconds"].to_numpy()[int(plans["predicted"].argmin())]
         regret = float(chosen / plans["seconds"].min() - 1.0)

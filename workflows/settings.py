@@ -319,6 +319,33 @@ class ServingSettings(StepSettings):
 
 
 @dataclass(frozen=True)
+class ModelTableSettings(Settings):
+    """Settings of ``opcast evaluate --models``.
+
+    Attributes:
+        table: The table, CSV or parquet.
+        out: File for the predictions.
+        model: Name or folder of the model of operators.
+        page: HTML page for the figures.
+        track: Whether to log to MLflow.
+        ray: Address of a Ray cluster; empty for none.
+    """
+
+    command: ClassVar[str] = "evaluate --models"
+    table: Path
+    out: Path
+    model: str = "default"
+    page: Path | None = None
+    track: bool = True
+    ray: str = ""
+
+    @property
+    def kept(self) -> Path:
+        """File of finished rows, there until the predictions are written."""
+        return self.out.with_name(f"{self.out.stem}-parts.jsonl")
+
+
+@dataclass(frozen=True)
 class PowerSettings(Settings):
     """Settings of ``opcast train --power``.
 

@@ -44,6 +44,7 @@ class TensorUse:
         memory: Number of the memory that it lies in; views share it.
         bytes: Its bytes; each element of memory counts once however it is broadcast.
         contiguous: Whether its elements lie in the order of its dimensions.
+        channels_last: Whether those of an image lie with the channels last instead.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +52,7 @@ class TensorUse:
     memory: int
     bytes: int
     contiguous: bool = True
+    channels_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +290,18 @@ class _Recorder:
         return known or self.place
 
     def _use(self, tensor: torch.Tensor) -> TensorUse:
+        import torch
+
         size = tensor.element_size()
         memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
         dtype = str(tensor.dtype).removeprefix("torch.")
         own, dense = self.memory(tensor), tensor.is_contiguous()
-        return TensorUse(tuple(tensor.shape), dtype, own, memory, dense)
+        last = (
+            not dense
+            and tensor.dim() == 4
+            and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        return TensorUse(tuple(tensor.shape), dtype, own, memory, dense, last)
 
     def memory(self, tensor: torch.Tensor) -> int:
         """Number of the memory that a tensor lies in."""
@@ -324,7 +333,7 @@ def _watching(recorder: _Recorder) -> AbstractContextManager[object]:
 _NUMBERED = (
     *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
     *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
-    "aten.index_add",
+    *("aten.index_add", "aten.native_batch_norm"),
 )
 #: Arguments of ``scaled_dot_product_attention`` in order.
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -1,0 +1,234 @@
+"""Models of libraries by name, built without weights: timm, transformers, diffusers, torchvision.
+
+A model is built on the ``meta`` device, so that nothing is downloaded and no memory is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from ....common.errors import ProgramError
+from .autocast import autocast_module
+from .program import TorchProgram, shortened
+
+if TYPE_CHECKING:
+    import torch
+
+#: Element types of a case: of weights and inputs, and that products are cast to, if any.
+DTYPES = {
+    "fp32": ("float32", ""),
+    "fp16": ("float16", ""),
+    "bf16": ("bfloat16", ""),
+    "amp-fp16": ("float32", "float16"),
+    "amp-bf16": ("float32", "bfloat16"),
+}
+MODES, LAYOUTS = ("infer", "train"), ("nchw", "nhwc")
+#: The first release of PyTorch with ``scaled_dot_product_attention``; libraries write attention
+#: out for those before.
+_FUSED_SINCE = (2, 0)
+#: Tokens of a text where a case has no length. Engineering choice.
+_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model as it is run.
+
+    Attributes:
+        library: ``timm``, ``torchvision``, ``transformers``, ``diffusers``, or a module of Python
+            whose attribute ``model`` is called without arguments.
+        model: Its name there: of transformers a name or folder of a configuration that is here, or
+            ``class:field=value,…``; of diffusers a class and fields alike.
+        batch: Samples in a step.
+        img_size: Rows and columns of an image; of a text its tokens; 0 for the library's.
+        mode: ``infer`` or ``train``: forward, cross entropy, backward and SGD with momentum.
+        dtype: A key of :data:`DTYPES`; ``amp-`` is f32 under autocast.
+        layout: ``nchw``, or ``nhwc`` for channels last.
+        torch: Release of PyTorch that runs it, such as ``1.13``; empty for a recent one.
+    """
+
+    library: str
+    model: str
+    batch: int = 1
+    img_size: int = 0
+    mode: str = "infer"
+    dtype: str = "fp32"
+    layout: str = "nchw"
+    torch: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the words of the case.
+
+        Raises:
+            ProgramError: One is not known, or the batch is no positive number.
+        """
+        for what, value, known in (
+            ("mode", self.mode, MODES),
+            ("dtype", self.dtype, DTYPES),
+            ("layout", self.layout, LAYOUTS),
+        ):
+            if value not in known:
+                raise ProgramError(
+                    f"no {what} {value!r}", where=self.model, hint=f"known: {', '.join(known)}"
+                )
+        if self.batch < 1:
+            raise ProgramError(f"a batch of {self.batch}", where=self.model, hint="at least 1")
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether the release of PyTorch has one kernel for attention."""
+        return not self.torch or _release(self.torch) >= _FUSED_SINCE
+
+    @property
+    def recorded(self) -> ModelCase:
+        """The case without what does not change the operators that run."""
+        return replace(self, torch="" if self.fused_attention else "1")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Numbers of a release such as ``2.4.0+cu121``."""
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def build(case: ModelCase) -> TorchProgram:
+    """Build a model with its inputs as a program, as :func:`opcast.predict` takes it.
+
+    Raises:
+        ProgramError: The library is missing, or has no such model.
+    """
+    import torch
+
+    own, cast = (getattr(torch, name) if name else None for name in DTYPES[case.dtype])
+    train = case.mode == "train"
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            module, inputs = _BUILDERS.get(case.library, _imported)(case)
+    except ProgramError:
+        raise
+    except Exception as error:
+        raise ProgramError(
+            f"{case.library} cannot build {case.model}: {type(error).__name__}: {shortened(error)}",
+            where=case.model,
+            hint=f"is it the name of a model of the installed {case.library}?",
+        ) from error
+    module = module.train(train).to(own)
+    inputs = tuple(x.to(own) if x.is_floating_point() else x for x in inputs)
+    if case.layout == "nhwc":
+        module = module.to(memory_format=torch.channels_last)
+        inputs = tuple(
+            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs
+        )
+    return TorchProgram(
+        autocast_module(module, cast) if cast else module,
+        inputs,
+        train="momentum" if train else "",
+        loss="cross_entropy" if train else None,
+        origin=case.model,
+    )
+
+
+def _package(name: str, what: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ProgramError(
+            f"{what} needs the Python package {name}: {error}",
+            hint=f"pip install {name}, or an import path that can be imported here",
+        ) from error
+
+
+def _call(package: object, path: str) -> Callable[..., object]:
+    for name in path.split("."):
+        package = getattr(package, name)
+    assert callable(package), f"{path} is a {type(package).__name__}"
+    return package
+
+
+def _image(case: ModelCase, channels: int, size: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(case.batch, channels, size, size)
+
+
+_Built: TypeAlias = "tuple[torch.nn.Module, tuple[torch.Tensor, ...]]"
+
+
+def _timm(case: ModelCase) -> _Built:
+    package = _package("timm", "a model of timm")
+    with _attention(package, case):
+        create = _call(package, "create_model")
+        try:
+            model = create(case.model, **({"img_size": case.img_size} if case.img_size else {}))
+        except TypeError:
+            # Convolutional networks take an image of any size.
+            model = create(case.model)
+    channels, *sides = model.default_cfg["input_size"]
+    return model, (_image(case, channels, case.img_size or sides[0]),)
+
+
+@contextmanager
+def _attention(package: object, case: ModelCase) -> Iterator[None]:
+    """Let timm write attention out for releases of PyTorch that have no fused one."""
+    chosen = _call(package, "layers.set_fused_attn")
+    chosen(case.fused_attention)
+    try:
+        yield
+    finally:
+        chosen(True)
+
+
+def _torchvision(case: ModelCase) -> _Built:
+    model = _call(_package("torchvision", "a model of torchvision"), "models.get_model")(
+        case.model, weights=None
+    )
+    return model, (_image(case, 3, case.img_size or 224),)
+
+
+def _imported(case: ModelCase) -> _Built:
+    """A function without arguments, by ``module`` and name; its model takes images of RGB."""
+    package = _package(case.library, f"model {case.model!r}")
+    model = _call(package, case.model)()
+    return model, (_image(case, 3, case.img_size or 224),)
+
+
+def _transformers(case: ModelCase) -> _Built:
+    """A class of transformers, such as ``ViTForImageClassification:hidden_size=768``."""
+    import torch
+
+    package = _package("transformers", "a model of transformers")
+    name, _, fields = case.model.partition(":")
+    kind = getattr(package, name)
+    config = kind.config_class(**_fields(fields))
+    model = kind(config)
+    if model.main_input_name == "pixel_values":
+        size = case.img_size or int(getattr(config, "image_size", 224))
+        return model, (_image(case, int(getattr(config, "num_channels", 3)), size),)
+    return model, (torch.zeros(case.batch, case.img_size or _TOKENS, dtype=torch.int64),)
+
+
+def _fields(text: str) -> dict[str, int | float | str]:
+    """Fields of a configuration written as ``name=value,…``."""
+    found: dict[str, int | float | str] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        for read in (int, float, str):
+            try:
+                found[name] = read(value)
+                break
+            except ValueError:
+                continue
+    return found
+
+
+_BUILDERS: dict[str, Callable[[ModelCase], _Built]] = {
+    "timm": _timm,
+    "torchvision": _torchvision,
+    "transformers": _transformers,
+}

@@ -1,0 +1,148 @@
+"""Tables of whole PyTorch models, by models of a module of this test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import opcast
+from opcast.cli import app
+from opcast.common.errors import ProgramError
+from opcast.features.ir.torch.libraries import ModelCase, build
+from opcast.predict.cluster.case_table import read_cases
+from opcast.workflows.torch_models.evaluate import choices, judge_models
+
+torch = pytest.importorskip("torch")
+
+MODELS = """
+import torch
+
+def small():
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10),
+    )
+
+def wide():
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 256, 3, padding=1), torch.nn.Conv2d(256, 256, 3, padding=1),
+        torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(256, 10),
+    )
+"""
+ROW = {
+    "source": "mine", "library": "models_of_a_test", "model": "small", "device": "rtx-4090",
+    "framework": "torch-eager", "batch": 64, "img_size": 64, "mode": "infer", "layout": "nchw",
+    "dtype": "amp-fp16", "torch": "2.4.0",
+}  # fmt: skip
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models_of_a_test.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def written(path: Path, *changes: dict[str, object]) -> Path:
+    rows = [{"id": f"r{i}", **ROW, **change} for i, change in enumerate(changes)]
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def evaluated(table: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["evaluate", "--models", str(table), "--no-track", *options])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.usefixtures("library")
+def test_rows_are_predicted_as_the_module_is(tmp_path: Path) -> None:
+    changes = (
+        {"latency_ms": 1.0},
+        {"framework": "torch-compiled"},
+        {"device": "a100-sxm-40gb", "mode": "train", "layout": "nhwc"},
+        {"model": "none"},
+        {"device": "tpu-v5e"},
+    )
+    table, out = written(tmp_path / "models.parquet", *changes), tmp_path / "out.parquet"
+    said = evaluated(table, "--out", str(out))
+    found = pd.read_parquet(out).set_index("id")
+    for name, change in zip(("r0", "r1", "r2"), changes, strict=False):
+        row = {**ROW, **change}
+        names = ("library", "model", "batch", "img_size", "mode", "dtype", "layout", "torch")
+        program = build(ModelCase(**{key: row[key] for key in names}))
+        alone = opcast.predict(program, device=row["device"], framework=row["framework"])
+        own = found.loc[name]
+        assert (own["latency_us"], own["lo_us"], own["hi_us"]) == (
+            alone.latency_us,
+            alone.lo_us,
+            alone.hi_us,
+        )
+    assert "has no attribute 'none'" in found.loc["r3", "reason"]
+    assert "tpu" in found.loc["r4", "reason"]
+    assert "1 rows not predicted" in said and "1 rows: mean error" in said
+
+
+@pytest.mark.usefixtures("library")
+def test_a_stopped_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, out = written(tmp_path / "models.parquet", {}, {"model": "wide"}), tmp_path / "o.csv"
+    import opcast.workflows.torch_models.rows as rows
+
+    whole, asked = rows.answers_of, []
+
+    def once(model: str, own: list[rows.ModelRow]) -> list[rows.Answer]:
+        asked.append(own[0].case.model)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return whole(model, own)
+
+    monkeypatch.setattr(rows, "answers_of", once)
+    stopped = CliRunner().invoke(
+        app, ["evaluate", "--models", str(table), "--no-track", "--out", str(out)]
+    )
+    assert stopped.exit_code != 0 and not out.exists()
+    kept = tmp_path / "o-parts.jsonl"
+    assert [json.loads(line)["id"] for line in kept.read_text().splitlines()] == ["r0"]
+    evaluated(table, "--out", str(out))
+    assert asked == ["small", "wide", "wide"]
+    assert pd.read_csv(out)["latency_us"].gt(0.0).all() and not kept.exists()
+
+
+def test_models_batches_and_layouts_are_compared_by_the_time_of_a_sample() -> None:
+    rows = [("a", 64, "nchw"), ("b", 64, "nchw"), ("c", 64, "nchw"), ("a", 64, "nhwc")]
+    table = pd.DataFrame(
+        [{**ROW, "model": m, "batch": b, "layout": layout} for m, b, layout in rows]
+    )
+    frame = pd.DataFrame(
+        {
+            "latency_us": [1.0, 3.0, 2.0, 0.5],
+            "lo_us": 0.4,
+            "hi_us": 4.0,
+            "measured_us": [10.0, 20.0, 30.0, 12.0],
+        }
+    )
+    found = choices(frame, table).set_index("choice")
+    # a before b and a before c, but b after c: two of three pairs agree.
+    assert found.loc["models", "tau"] == pytest.approx(1 / 3)
+    # Channels last is predicted faster and takes 12 for 10.
+    assert found.loc["layouts", "regret"] == pytest.approx(0.2)
+    assert "batches" not in found.index
+    judged = judge_models(frame.assign(id="x", reason=""), table)
+    assert judged.overall["mape"] == pytest.approx(np.mean([0.9, 0.85, 28 / 30, 11.5 / 12]))
+    assert judged.overall["width"] == pytest.approx(10.0)
+
+
+def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    for change in ({"mode": "tune"}, {"dtype": "fp12"}, {"layout": "ncwh"}, {"batch": 0}):
+        with pytest.raises(ProgramError):
+            ModelCase(**{"library": "timm", "model": "resnet18", **change})
+    with pytest.raises(ProgramError, match="needs the Python package no_such_library"):
+        build(ModelCase("no_such_library", "model"))
+    table = written(tmp_path / "t.parquet", {})
+    pd.read_parquet(table).drop(columns="library").to_parquet(table)
+    with pytest.raises(opcast.OpcastError, match="library"):
+        read_cases(table, "models")

@@ -1,0 +1,200 @@
+"""Predict tables of whole PyTorch models and judge the predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ... import __version__
+from ...common.files import write_text
+from ...common.progress import counting, wrote
+from ...common.tables_text import in_percent, print_frame
+from ...models.tracking.mlflow_store import tidy
+from ...models.tracking.tracked_runs import TrackedRun
+from ...predict.cluster.case_table import read_cases, read_rows
+from ...predict.locate import OPERATOR_MODEL, model_hash
+from ...predict.page.accuracy import SCRIPTS, run_data
+from ...predict.page.assemble import Page, assemble
+from ..judging import (
+    FIGURES,
+    Judged,
+    choice,
+    log_judged,
+    measured_rows,
+    predicted_frame,
+    print_judged,
+    write_predictions,
+)
+from ..training import digests
+from .rows import Asking, ModelRow, model_row
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..settings import ModelTableSettings
+
+#: Columns of predictions: times in µs, bytes, and what was measured where the table says.
+COLUMNS = ("id", "latency_us", "lo_us", "hi_us", "memory_bytes", "measured_us", "reason")
+#: What errors are grouped by.
+GROUPS = ("device", "framework", "mode", "layout", "dtype")
+#: Figures are printed of each value of these, too: of the worst ones where there are many.
+MORE = ("family", "torch")
+_WORST = 15
+#: How a model is run, within which models of one device are compared.
+_RUN = ("source", "device", "framework", "mode", "layout", "dtype", "torch")
+#: What is compared, by what stays the same: models; and batches and layouts of a model by the time
+#: of an image.
+CHOICES = {
+    "models": _RUN,
+    "batches": (*_RUN, "model", "img_size"),
+    "layouts": tuple(name for name in (*_RUN, "model", "img_size", "batch") if name != "layout"),
+}
+
+
+def evaluate_models(
+    table: pd.DataFrame, asking: Asking, show: Callable[[int, int], None] = lambda done, of: None
+) -> tuple[pd.DataFrame, list[ModelRow | None]]:
+    """Predict every row of a table of whole models.
+
+    Args:
+        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
+        asking: How.
+        show: Told of progress.
+    """
+    rows, reasons = read_rows(table, model_row)
+    answers = asking.predict([row for row in rows if row is not None], show)
+    frame = predicted_frame(table["id"], reasons, answers, COLUMNS)
+    frame["measured_us"] = [row.measured_s * 1e6 if row else np.nan for row in rows]
+    return frame, rows
+
+
+def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
+    """Errors of predictions whose answer is given.
+
+    Args:
+        frame: From :func:`evaluate_models`.
+        table: The table, with what rows are grouped by.
+    """
+    own = with_groups(frame, table)
+    by_group = own.groupby([c for c in GROUPS if c in own], dropna=False).agg(**FIGURES)
+    figures = {name: float(value) for name, value in _figures(own).items()}
+    overall = {"expressed": float(frame["latency_us"].notna().mean()), **figures}
+    plans = choices(frame, table)
+    for name, found in plans.groupby("choice"):
+        overall |= {f"{name}/tau": found["tau"].mean(), f"{name}/regret": found["regret"].mean()}
+    return Judged(by_group.reset_index(), overall, plans)
+
+
+def with_groups(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """Predicted rows with an answer, their errors, ``width`` and the table's columns of groups."""
+    own = measured_rows(frame)
+    own["width"] = own["hi_us"] / own["lo_us"]
+    names = [name for name in (*GROUPS, *MORE, "model") if name in table]
+    return own.join(table.reset_index(drop=True)[names])
+
+
+def _figures(own: pd.DataFrame) -> dict[str, float]:
+    return {
+        "rows": len(own),
+        "mape": own["error"].mean(),
+        "median_ape": own["error"].median(),
+        "bias": np.expm1(own["log"].median()),
+        "coverage": own["inside"].mean(),
+        "width": own["width"].median(),
+    }
+
+
+def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """How well models, batches and layouts are chosen by predicted time of a sample.
+
+    Returns:
+        As :func:`~opcast.workflows.judging.choice` gives, with what is compared as ``choice``.
+    """
+    table = table.reset_index(drop=True)
+    samples = table["batch"].astype(float) if "batch" in table else pd.Series(1.0, table.index)
+    own = frame[frame["latency_us"].notna()]
+    per = samples.loc[own.index]
+    found = []
+    for name, same in CHOICES.items():
+        # Whatever is not the same is compared: the key of the models is how they are run.
+        keyed = table.assign(model=table["model"] if name != "models" else "all")
+        least = 2 if name == "layouts" else 3
+        own_choice = choice(
+            keyed,
+            ("model", *(n for n in same if n != "model")),
+            own["latency_us"] / per,
+            own["measured_us"] / per,
+            least=least,
+        )
+        found.append(own_choice.assign(choice=name))
+    return pd.concat(found, ignore_index=True)
+
+
+def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judged:
+    """Predict every row of a table of whole models; print the errors of those with a time."""
+    table = read_cases(settings.table, "models")
+    model = OPERATOR_MODEL if settings.model == "default" else settings.model
+    digest = digests(settings.table)
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    asking = Asking(
+        settings.model,
+        settings.ray,
+        settings.kept,
+        f"{__version__} {model_hash(model)} {sorted(map(str, digest.items()))}",
+    )
+    if settings.kept.is_file():
+        console.print(f"{settings.kept}: an evaluation that did not end goes on", highlight=False)
+    with counting("rows") as show:
+        frame, _ = evaluate_models(table, asking, show)
+    write_predictions(console, frame, settings.out, "rows")
+    settings.kept.unlink(missing_ok=True)
+    wrote(settings.out, f"{len(frame)} rows")
+    judged = judge_models(frame, table)
+    known = with_groups(frame, table)
+    if len(known):
+        print_judged(console, judged, "whole models", _lines(judged))
+        for name in (n for n in MORE if n in known):
+            worst = known.groupby(name).agg(**FIGURES).sort_values("mape", ascending=False)
+            print_frame(console, in_percent(worst.head(_WORST).reset_index()), f"by {name}, worst")
+        if settings.page or settings.track:
+            _keep(console, settings, judged, known)
+    return judged
+
+
+def _lines(judged: Judged) -> list[str]:
+    o = judged.overall
+    lines = [
+        f"{o['rows']:.0f} rows: mean error {100 * o['mape']:.1f} %, median "
+        f"{100 * o['median_ape']:.1f} %, {100 * o['coverage']:.0f} % inside the 90 % interval, "
+        f"whose ends are a factor of {o['width']:.2f} apart (median)"
+    ]
+    for name in CHOICES:
+        count = int((judged.choice["choice"] == name).sum())
+        if count:
+            lines.append(
+                f"choice of {name}, {count} sets: Kendall's tau {o[f'{name}/tau']:.2f}, the one "
+                f"predicted fastest takes {100 * o[f'{name}/regret']:.1f} % more than the fastest"
+            )
+    return lines
+
+
+def _keep(
+    console: Console, settings: ModelTableSettings, judged: Judged, known: pd.DataFrame
+) -> None:
+    """Write the page and log the run, with the predictions of measured rows."""
+    kinds = known["framework"].astype(str)
+    predictions = tidy(known.assign(kind=kinds, predicted_us=known["latency_us"]), level="program")
+    params = {"table": str(settings.table), "model": settings.model}
+    if settings.page:
+        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+        what = f"models of {settings.table.name}"
+        run = TrackedRun(settings.model, what, when, params, predictions, len(predictions), {})
+        data = {"title": run.name, "runs": [run_data(run)]}
+        write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
+        wrote(settings.page, "page")
+    if settings.track:
+        log_judged(console, judged, "evaluate-models", params, predictions)

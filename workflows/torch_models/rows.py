@@ -1,0 +1,146 @@
+"""Rows of tables of whole models, predicted so that each model is recorded once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from ...common.errors import DatasetError, OpcastError
+from ...common.ray_tasks import run_tasks
+from ...features.ir.torch.libraries import ModelCase, build
+from ...features.ir.torch.program import TorchProgram
+from ...features.ir.torch.record import Recording
+from ...predict.cluster.case_table import FAULTS, Cells, reason_of
+from ...predict.operator.torch_framework import TorchPredictor
+
+#: What is said of a row: values by column, or why nothing is.
+Answer = Mapping[str, object] | str
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A row of a table of whole models.
+
+    Attributes:
+        id: Of the row.
+        case: The model as it is run.
+        device: Name of the chip.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        measured_s: Seconds of one step; NaN where nothing was measured.
+    """
+
+    id: str
+    case: ModelCase
+    device: str
+    framework: str
+    measured_s: float
+
+
+def model_row(record: Mapping[str, object]) -> ModelRow:
+    """Read a row of a table.
+
+    Raises:
+        DatasetError: It is for several devices, or a cell is no number.
+        ProgramError: A word of it is not known.
+    """
+    cells = Cells(record)
+    if cells.count("devices", 1) > 1:
+        raise DatasetError("several devices", hint="opcast simulate predicts models on clusters")
+    case = ModelCase(
+        library=cells.text("library"),
+        model=cells.text("model"),
+        batch=cells.count("batch", 1),
+        img_size=cells.count("img_size", 0),
+        mode=cells.text("mode") or "infer",
+        dtype=cells.text("dtype") or "fp32",
+        layout=cells.text("layout") or "nchw",
+        torch=cells.text("torch"),
+    )
+    measured = cells.number("latency_ms") * 1e-3
+    framework = cells.text("framework") or "torch-eager"
+    return ModelRow(cells.text("id"), case, cells.text("device"), framework, measured)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How rows are predicted.
+
+    Attributes:
+        model: Name or folder of the model of operators.
+        ray: Address of a Ray cluster; empty for this process.
+        kept: File of finished rows, read and written.
+        identity: What besides a row decides its answer; answers of another one are not taken.
+    """
+
+    model: str
+    ray: str
+    kept: Path
+    identity: str
+
+    def predict(self, rows: Sequence[ModelRow], show: Callable[[int, int], None]) -> list[Answer]:
+        """Predict rows; finished ones are kept, so that a stopped work goes on.
+
+        Args:
+            rows: The rows.
+            show: Told of progress.
+        """
+        found = self._read()
+        left = [row for row in rows if row.id not in found]
+        show(len(rows) - len(left), len(rows))
+        # One recording for all devices, frameworks and releases that run the same.
+        left.sort(key=lambda row: repr(row.case.recorded))
+        groups = [list(own) for _, own in groupby(left, key=lambda row: row.case.recorded)]
+        with self.kept.open("a", encoding="utf-8") as file:
+            for place, answers in self._made(groups):
+                for row, answer in zip(groups[place], answers, strict=True):
+                    found[row.id] = answer
+                    line = {"identity": self.identity, "id": row.id, "answer": answer}
+                    file.write(json.dumps(line) + "\n")
+                file.flush()
+                show(sum(row.id in found for row in rows), len(rows))
+        return [found[row.id] for row in rows]
+
+    def _made(self, groups: Sequence[list[ModelRow]]) -> Iterator[tuple[int, list[Answer]]]:
+        if self.ray:
+            yield from run_tasks(answers_of, self.model, groups, self.ray)
+            return
+        for place, group in enumerate(groups):
+            yield place, answers_of(self.model, group)
+
+    def _read(self) -> dict[str, Answer]:
+        """Answers of an earlier run; the last line may have been cut off."""
+        found: dict[str, Answer] = {}
+        for line in self.kept.read_text("utf-8").splitlines() if self.kept.is_file() else ():
+            try:
+                own = json.loads(line)
+            except ValueError:
+                continue
+            if own["identity"] == self.identity:
+                found[own["id"]] = own["answer"]
+        return found
+
+
+def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
+    """Predict rows of one recording.
+
+    Args:
+        model: Name or folder of the model of operators.
+        rows: Rows whose cases are recorded alike.
+    """
+    recording: Recording | None = None
+    program: TorchProgram | None = None
+    found: list[Answer] = []
+    for row in rows:
+        try:
+            predictor = TorchPredictor(row.framework, model)
+            spec = predictor.gpu(row.device)
+            program = program or build(row.case)
+            recording = predictor.record(program, spec, recording)
+            said = predictor.price(recording, spec)
+            found.append({"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us})
+        except (OpcastError, *FAULTS) as error:
+            found.append(reason_of(error))
+    return found
