@@ -58,6 +58,7 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
         dtype=cells.text("dtype") or "fp32",
         layout=cells.text("layout") or "nchw",
         torch=cells.text("torch"),
+        parameters_m=cells.number("param_m", 0.0),
     )
     measured = cells.number("latency_ms") * 1e-3
     framework = cells.text("framework") or "torch-eager"

@@ -53,8 +53,9 @@ def _widening() -> torch.overrides.TorchFunctionMode:
     from torch.overrides import TorchFunctionMode
 
     def widened(value: object) -> object:
-        narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-        return value.float() if narrow else value
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            return value.float()
+        return value
 
     class Widening(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(

@@ -51,6 +51,8 @@ class ModelCase:
         dtype: A key of :data:`DTYPES`; ``amp-`` is f32 under autocast.
         layout: ``nchw``, or ``nhwc`` for channels last.
         torch: Release of PyTorch that runs it, such as ``1.13``; empty for a recent one.
+        parameters_m: Its parameters in millions, which tell whether branches were merged for
+            inference (``timm.utils.reparameterize_model``); 0 if they are not known.
     """
 
     library: str
@@ -61,6 +63,7 @@ class ModelCase:
     dtype: str = "fp32"
     layout: str = "nchw"
     torch: str = ""
+    parameters_m: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the words of the case.
@@ -118,6 +121,12 @@ def build(case: ModelCase) -> TorchProgram:
             where=case.model,
             hint=f"is it the name of a model of the installed {case.library}?",
         ) from error
+    if not isinstance(module, torch.nn.Module):
+        raise ProgramError(
+            f"{case.library} makes a {type(module).__name__} of {case.model}",
+            where=case.model,
+            hint="a torch.nn.Module is wanted",
+        )
     module = module.train(train).to(own)
     inputs = tuple(x.to(own) if x.is_floating_point() else x for x in inputs)
     if case.layout == "nhwc":
@@ -157,20 +166,29 @@ def _image(case: ModelCase, channels: int, size: int) -> torch.Tensor:
     return torch.empty(case.batch, channels, size, size)
 
 
-_Built: TypeAlias = "tuple[torch.nn.Module, tuple[torch.Tensor, ...]]"
+_Built: TypeAlias = "tuple[object, tuple[torch.Tensor, ...]]"
 
 
 def _timm(case: ModelCase) -> _Built:
     package = _package("timm", "a model of timm")
+    create = _call(package, "create_model")
     with _attention(package, case):
-        create = _call(package, "create_model")
         try:
             model = create(case.model, **({"img_size": case.img_size} if case.img_size else {}))
         except TypeError:
             # Convolutional networks take an image of any size.
             model = create(case.model)
-    channels, *sides = model.default_cfg["input_size"]
-    return model, (_image(case, channels, case.img_size or sides[0]),)
+    if case.mode == "infer" and case.parameters_m:
+        merged = _call(package, "utils.reparameterize_model")(model)
+        model = min(model, merged, key=lambda own: abs(_millions(own) - case.parameters_m))
+    sizes = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
+    return model, (_image(case, sizes[0], case.img_size or sizes[-1]),)
+
+
+def _millions(model: object) -> float:
+    """Parameters of a model in millions, as tables round them."""
+    assert hasattr(model, "parameters"), model
+    return round(sum(p.numel() for p in model.parameters()) / 1e6, 2)
 
 
 @contextmanager

@@ -372,6 +372,8 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
                 one = log.recording.attention.setdefault(use, log.fused(use))
                 # Fused attention draws its dropout itself, at little cost.
                 args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+                # The CPU's kernel takes masks of two and four dimensions alone, a GPU's any.
+                args = _four_dimensions(args) if one else args
                 kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
                 if not one:
                     with sdpa_kernel(SDPBackend.MATH):
@@ -394,6 +396,16 @@ def _runner(module: torch.fx.GraphModule, log: _Recorder) -> torch.fx.Interprete
             return None if "guard" in str(target) else super().call_module(target, args, kwargs)
 
     return Runner(module, garbage_collect_values=False)
+
+
+def _four_dimensions(args: tuple[object, ...]) -> tuple[object, ...]:
+    """Arguments of attention with a mask of three dimensions as one of four."""
+    import torch
+
+    mask = args[3] if len(args) > 3 else None
+    if isinstance(mask, torch.Tensor) and mask.dim() == 3:
+        return (*args[:3], mask.unsqueeze(0), *args[4:])
+    return args
 
 
 def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> AttentionUse:
