@@ -7,16 +7,19 @@ from math import prod
 
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
+from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, Use
-from .aten_work import PRODUCTS, AtenKernel, moving, used
+from .aten_work import AtenKernel, moving, used
 
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
-    *(*PRODUCTS, "aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
+    *("aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
     *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
     *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
     *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
 )
+#: Whose operators the compiler generates code for; those of other libraries are called.
+_OWN = ("aten.", "prims.")
 
 
 def fused(recording: Recording) -> list[AtenKernel]:
@@ -50,6 +53,7 @@ class _Fusion:
         # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
         hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
         opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
+        opaque = opaque or multiplies(call.name) or not call.name.startswith(_OWN)
         size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
         # What is overwritten must have been read before.

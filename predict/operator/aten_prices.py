@@ -12,7 +12,7 @@ import pandas as pd
 
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
-from ...features.operators.op import Op
+from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import resident_share
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
@@ -28,9 +28,9 @@ from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
-from .prices import ROOFLINE, Row, eager_row, held, price
+from .prices import ROOFLINE, Row, eager_row, price
 from .step_operators import FAMILIES as STEP_FAMILIES
-from .step_operators import FLASH2, TABLE_DTYPE, step_reach, step_row
+from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
 from .torch_attention import EFFICIENT, MATH, attention_backend
 
 #: Families of calls timed alone, for f32.
@@ -98,7 +98,7 @@ class AtenPrices:
         """
         times, sources = self._alone_each(found)
         self._place(times, found, kept)
-        return held(times, [w.op for w in found], self._spec), sources
+        return np.maximum(times, least_times(found, self._spec)[:, None]), sources
 
     def _place(self, times: np.ndarray, found: Sequence[AtenKernel], kept: Collection[int]) -> None:
         """Change times of passes to what the caches hold of their tensors in the program."""
@@ -141,7 +141,8 @@ class AtenPrices:
         rows = [None if self._calls_library(w) else self.row(w) for w in found]
         reaches = [step_reach(w.op, self._spec) for w in found]
         ops = [_as_computed(w, self._spec) for w in found]
-        times, keys, _ = price(ops, rows, reaches, self._spec, self._bundle)
+        factors = np.array([stand_in_factor(op, self._spec) for op in ops])
+        times, keys, _ = price(ops, rows, reaches, self._spec, self._bundle, factors)
         sources = [_source(w, key) for w, key in zip(found, keys, strict=True)]
         for i, work in enumerate(found):
             times[i] *= self._factor(work, keys[i])
@@ -238,6 +239,15 @@ class AtenPrices:
             seconds = soft_maximum(seconds, np.array([2.0 * width * multiplied / cache]))
         middle = (float(seconds[0]) + self._spec.floor) * work.op.scale
         return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
+
+
+def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
+    """Seconds that no kernel falls below, shape ``(n,)``; products of f32 are not rounded."""
+    full = [
+        w.op.flops() / spec.matrix_peak("f32") if w.kind == PRODUCT and w.dtype == "f32" else 0.0
+        for w in found
+    ]
+    return np.asarray(np.maximum(full, least_seconds([w.op for w in found], spec)))
 
 
 def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:

@@ -107,12 +107,12 @@ def _embedding(call: AtenCall) -> list[float]:
     index, table = call.inputs[1], call.outputs[0]
     count, rows = prod(index.shape), max(table.shape[0], 1)
     row = table.bytes / rows
-    written = _distinct(rows, count) * row
+    written = distinct(rows, count) * row
     if count <= _UNSORTED:
         return [float(table.bytes), count * row + index.bytes + 2 * written]
     # Partial sums are f32; the kernels that count and place them move a few numbers a row.
-    partial = max(_distinct(rows, count), count / _ROWS_A_THREAD) * 4.0 * prod(table.shape[1:])
-    segments = [_PAIR * count, *[_PAIR * _distinct(rows, count)] * 3]
+    partial = max(distinct(rows, count), count / _ROWS_A_THREAD) * 4.0 * prod(table.shape[1:])
+    segments = [_PAIR * count, *[_PAIR * distinct(rows, count)] * 3]
     return [
         float(table.bytes),
         *_sorted(count, rows),
@@ -131,7 +131,7 @@ def _put(call: AtenCall) -> list[float]:
     if True not in call.numbers:
         return [index + 2.0 * size]
     rows = max(table.bytes * count / max(size, 1.0), 1.0)
-    written = _distinct(rows, count) * size / count
+    written = distinct(rows, count) * size / count
     # Negative indices are wrapped and all are made one linear index: two kernels.
     linear = [index + _INDEX * count, 2 * _INDEX * count]
     return [*linear, *_sorted(count, rows), size + _PAIR * count + 2 * written]
@@ -143,7 +143,7 @@ def _sorted(count: int, rows: float) -> list[float]:
     return [_INDEX * count, _INDEX * count, 2.0**_DIGIT_BITS * 4, *[2 * _PAIR * count] * passes]
 
 
-def _distinct(rows: float, count: float) -> float:
+def distinct(rows: float, count: float) -> float:
     """Expected rows that ``count`` random indices meet."""
     return rows * (1.0 - (1.0 - 1.0 / rows) ** count) if rows > 1 else 1.0
 

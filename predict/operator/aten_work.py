@@ -14,25 +14,18 @@ from typing import Any
 import numpy as np
 
 from ...common.errors import ProgramError
-from ...features.cost.formats import ALIASES
+from ...features.cost.formats import ALIASES, FORMATS
+from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.table import is_solver
 from ...features.ir.torch.translate import Place
-from ...features.operators.op import Op
+from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
+from .aten_products import check_formats, product_of
 from .aten_traffic import LOOKUPS, Use, read_traffic, write_traffic
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
-PRODUCTS = (
-    "aten.mm",
-    "aten.addmm",
-    "aten.bmm",
-    "aten.baddbmm",
-    "aten.addmv",
-    "aten.mv",
-    "aten.dot",
-)
 #: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
 #: complex values of f32 in a kernel, and sizes without larger primes than this one without
 #: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
@@ -49,6 +42,8 @@ _AGAIN = {
     "aten.native_group_norm": 1.5,
     "aten.native_group_norm_backward": 5 / 3,
 }
+#: Distances between all pairs of two lists of points, and the position of the first list.
+_DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
 #: Passes of the gradient of a layer norm beside those of the norm itself: one for the input's, one
 #: for the weights' (as in published op graphs, predict/published/opgraph.py).
 _NORM_BACKWARD = 2
@@ -99,7 +94,7 @@ class AtenKernel:
 
     @property
     def dtype(self) -> str:
-        """``bf16``, ``f16``, ``fp8`` or ``f32``."""
+        """Format of what it computes: of products that of their operands."""
         return self.op.dtype
 
     @property
@@ -135,12 +130,15 @@ def moving(name: str, dtype: str, moved: float, **where: Any) -> AtenKernel:
     return AtenKernel(op, **where)
 
 
-def check_priced(calls: Sequence[AtenCall]) -> None:
+def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
     """Refuse factorisations and solvers, whose time is not that of a pass over their matrices.
+
+    Products that PyTorch has no kernel for on the device are refused too.
 
     Raises:
         ProgramError: There is one, at the line that it names.
     """
+    check_formats(calls, spec)
     for call in calls:
         if is_solver(call.name):
             place = call.place
@@ -190,8 +188,14 @@ def _works(call: AtenCall) -> list[AtenKernel]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     name = call.name.removeprefix("aten.")
     base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
-    if call.name in PRODUCTS:
-        return [base.but(family="bmm", shape=_product(call))]
+    product = product_of(call)
+    if product is not None:
+        traffic = (base.bytes - product.unread) / product.times
+        narrow = FORMATS[product.dtype].activation_bits < 16
+        own = {"scale": float(product.times), "traffic": traffic, "dtype": product.dtype}
+        own["variant"] = QUANTIZED if narrow else ""
+        multiplied = base.but(family="bmm", shape=product.shape, **own)
+        return [replace(multiplied, launches=product.launches)]
     if call.name == "aten.convolution":
         own = _conv_sizes(call, "fwd")
         return [replace(base.but(family="conv", shape=_convolution(call)), conv=own)]
@@ -278,17 +282,15 @@ def _traffic(call: AtenCall) -> float:
     looked_up = read_traffic(call)
     if looked_up is not None:
         return looked_up
+    if call.name in _DISTANCES:
+        # Each pair of rows by a block of its own, which the caches serve (DistanceKernel.cu).
+        a, b = (t.shape for t in call.inputs[_DISTANCES[call.name] :][:2])
+        width = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
+        return 2.0 * width * prod(a) * b[-2]
     whole = float(sum(t.bytes for t in (*call.outputs, *call.inputs)))
     # Evaluated, a batch norm has its moments already: one pass.
     evaluated = call.name == "aten.native_batch_norm" and call.numbers[-3] is False
     return whole * (1.0 if evaluated else _AGAIN.get(call.name, 1.0))
-
-
-def _product(call: AtenCall) -> tuple[int, ...]:
-    a, b = (t.shape for t in call.inputs[-2:])
-    batch = prod(a[:-2]) if len(a) > 2 else 1
-    rows = a[-2] if len(a) > 1 else 1
-    return batch, rows, (b[-1] if len(b) > 1 else 1), a[-1]
 
 
 def _convolution(call: AtenCall) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class OperatorLatency:
         """Return seconds and both ends of the 90 % interval, shape ``(n, 3)``."""
         rows = [step_row(op, self.spec) if self.model else None for op in calls]
         reaches = [step_reach(op, self.spec) for op in calls]
-        factors = np.array([_stand_in_factor(op, self.spec) for op in calls])
+        factors = np.array([stand_in_factor(op, self.spec) for op in calls])
         times, _, scopes = price(calls, rows, reaches, self.spec, self.model, factors)
         self.scopes.update(zip(calls, scopes, strict=True))
         if self.cap < 1.0 and len(calls):
@@ -72,7 +72,7 @@ class OperatorLatency:
         return times
 
 
-def _stand_in_factor(op: Op, spec: DeviceSpec) -> float:
+def stand_in_factor(op: Op, spec: DeviceSpec) -> float:
     """Time of an operator over that of the row which stands for it."""
     if op.variant == QUANTIZED:
         # Products of narrow types in the tables quantise their input within the time, which a

@@ -27,7 +27,7 @@ from ..groups import Group, grouped
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
 from .aten_fusion import fused
-from .aten_prices import ALONE, AtenPrices, attention_library
+from .aten_prices import ALONE, AtenPrices, attention_library, least_times
 from .aten_work import (
     ATTENTION,
     PRODUCT,
@@ -207,7 +207,8 @@ def price_works(
     launch = effects.launch_s * (_COMPILED_LAUNCH if compiled else 1.0)
     host = sum(w.launches for w in found) * launch
     seconds = max(total, host)
-    lo = max(total - down, 0.05 * total, host / _HOST_FACTOR)
+    least = float(least_times(found, spec).sum())
+    lo = max(total - down, 0.05 * total, least, host / _HOST_FACTOR)
     hi = max(total + up, host * _HOST_FACTOR)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
@@ -221,7 +222,7 @@ def price(
     recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
 ) -> TorchPrediction:
     """Price what a program launches; see :class:`TorchPredictor`."""
-    check_priced(recording.calls)
+    check_priced(recording.calls, spec)
     older = price(recording.otherwise, spec, framework, bundle) if recording.otherwise else None
     found = works_of(recording, framework)
     if not found:

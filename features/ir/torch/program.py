@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....common.errors import ProgramError
@@ -313,9 +314,17 @@ def _as_module(function: object, name: str) -> torch.nn.Module:
             self.used = torch.nn.ModuleList(held)
 
         def forward(self, *args: object, **kwargs: object) -> object:
-            assert callable(function), f"a {type(function).__name__} is not a function"
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
 
+    assert callable(function), f"a {type(function).__name__} is not a function"
+    run = function
+    if isinstance(function, FunctionType):
+        # Exports keep lines of functions of this name alone.
+        code = function.__code__.replace(co_name="forward")
+        run = FunctionType(
+            code, function.__globals__, "forward", function.__defaults__, function.__closure__
+        )
+        run.__kwdefaults__ = function.__kwdefaults__
     Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"
     return Function()
 

@@ -1,0 +1,247 @@
+"""Which ATen operators multiply matrices, in which format, and how large the products are.
+
+Narrow formats are those of the operands: eight and four bits with scales (``_scaled_mm``), integers
+(``_int_mm``), or weights alone that the kernel widens (``_weight_int8pack_mm``). Grouped products
+are a mixture's experts, each with rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil, prod
+from typing import NamedTuple
+
+from ...common.errors import ProgramError
+from ...features.cost.formats import ALIASES
+from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.record import AtenCall, TensorUse
+from .aten_traffic import distinct
+
+
+class Product(NamedTuple):
+    """Products that an operator computes.
+
+    Attributes:
+        shape: Their number, rows, columns and depth.
+        dtype: Format of the operands, as operators name it.
+        times: Products of real numbers for each, of complex operands.
+        launches: Calls of the host.
+        unread: Bytes of operands that no kernel reads.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: str
+    times: int = 1
+    launches: int = 1
+    unread: float = 0.0
+
+
+#: Matrix products, and the position of their first operand among the tensors; the next is the
+#: second. Rows and depth are the first's, columns the result's, however the second is packed.
+_MATRICES = {
+    **dict.fromkeys(
+        ("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), 0
+    ),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), 1),
+}
+#: The same of layers, whose operand may have more dimensions than two for its rows.
+_LAYERS = (
+    *("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_with_scales_and_zeros"),
+    *("_mixed_dtypes_linear", "_dyn_quant_matmul_4bit", "_sparse_semi_structured_linear"),
+)
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+#: Elements of a group of scales that make a scaled product one of blocks (DeepSeek-V3, 2024,
+#: section 3.3.2).
+_BLOCK = 128
+#: Formats of operands of one type; complex ones are those of their parts.
+_FORMATS = {
+    **{name: dtype for name, dtype in ALIASES.items() if dtype in ("bf16", "f16", "f32", "fp8")},
+    "float64": "fp64",
+    "complex32": "f16",
+    "complex64": "f32",
+    "complex128": "fp64",
+    "int8": "int8",
+    "uint8": "int8",
+    "float4_e2m1fn_x2": "nvfp4",
+}
+#: Formats of weights alone, by their type in memory: 32-bit words and bytes without a sign hold
+#: several of four bits.
+_WEIGHTS = {"int8": "int8_wo", "int32": "int4_wo", "uint8": "int4_wo", "float8_e4m3fn": "fp8_wo"}
+#: Values in an element of weights: of four bits in bytes and words, of eight in words.
+_PACKED = (1, 2, 4, 8)
+#: Products of real numbers in one of complex numbers.
+_COMPLEX = 4
+#: Kernels of a matrix of distances by a product: squares and their sums, ones and joined operands
+#: of both, the product, a clamp and a root (Distance.cpp).
+_DISTANCE = 11
+
+
+def product_of(call: AtenCall) -> Product | None:
+    """The products of an operator; ``None`` if it multiplies no matrices."""
+    library, _, name = call.name.removesuffix("_").partition(".")
+    if library != "aten":
+        return _foreign(call)
+    if name in _MATRICES:
+        return _matrices(call, _MATRICES[name], batched=True)
+    if name in _LAYERS:
+        return _matrices(call, 0, batched=False)
+    if name in _GROUPED:
+        return _grouped(call)
+    known = _OTHERS.get(name)
+    return known(call) if known else None
+
+
+def multiplies(name: str) -> bool:
+    """Whether an operator of ATen multiplies matrices."""
+    own = name.removeprefix("aten.").removesuffix("_")
+    return own in _MATRICES or own in _LAYERS or own in _GROUPED or own in _OTHERS
+
+
+def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
+    """Refuse products of eight bits on a device that has no units for them.
+
+    Raises:
+        ProgramError: PyTorch has no kernel for a product on the device.
+    """
+    for call in calls:
+        scaled = call.name.startswith(("aten._scaled_mm", "aten._scaled_grouped_mm"))
+        if scaled and spec.matrix_peak("f8e4m3fn") <= spec.matrix_peak("bf16"):
+            raise ProgramError(
+                f"{call.name} needs matrix units for fp8, and {spec.name} has none",
+                where=f"{call.place.file}:{call.place.line}" if call.place.file else "",
+                hint="PyTorch refuses it there too: convert the operands to bfloat16",
+            )
+
+
+def _matrices(call: AtenCall, at: int, *, batched: bool) -> Product:
+    first, second = call.inputs[at : at + 2]
+    a = first.shape
+    depth = a[-1] if a else 1
+    batch = prod(a[:-2]) if batched and len(a) > 2 else 1
+    rows = prod(a) // max(batch * depth, 1)
+    columns = prod(call.outputs[0].shape) // max(batch * rows, 1)
+    if "sparse" in call.name:
+        # Two of four weights are zero and skipped.
+        depth //= 2
+    dtype, times = _format(call, first, second)
+    return Product((batch, rows, columns, depth * _packed(first)), dtype, times)
+
+
+def _packed(tensor: TensorUse) -> int:
+    """Values that an element of a type holds."""
+    return 2 if tensor.dtype.endswith("_x2") else 1
+
+
+def _format(call: AtenCall, first: TensorUse, second: TensorUse) -> tuple[str, int]:
+    """Format of a product by its operands' types, and its products of real numbers."""
+    if first.dtype in ("bfloat16", "float16", "float32") and second.dtype in _WEIGHTS:
+        return _WEIGHTS[second.dtype], 1
+    own = _FORMATS.get(first.dtype, "f32")
+    if own == "fp8":
+        scales = [t for t in call.inputs if t not in (first, second)]
+        if any(t.dtype == "float8_e8m0fnu" for t in scales):
+            own = "mxfp8"
+        elif any(len(t.shape) > 1 and t.shape[-1] == first.shape[-1] // _BLOCK > 1 for t in scales):
+            own = "fp8_block"
+    return own, _COMPLEX if first.dtype.startswith("complex") else 1
+
+
+def _grouped(call: AtenCall) -> Product:
+    """One product for each expert that has rows, of tokens drawn at random."""
+    first, second = call.inputs[:2]
+    a, b, depth = first.shape, second.shape, first.shape[-1] * _packed(first)
+    dtype, times = _format(call, first, second)
+    if len(a) == 3 == len(b):
+        return Product((a[0], a[1], b[2], depth), dtype, times)
+    if len(a) == len(b):
+        # The gradient of the weights: the tokens are what is summed over.
+        groups = call.outputs[0].shape[0]
+        return Product((groups, a[0], b[1], ceil(depth / groups)), dtype, times)
+    held, tokens = (second, a[0]) if len(b) == 3 else (first, b[-1])
+    groups = held.shape[0]
+    busy = max(1, round(distinct(groups, tokens)))
+    each = ceil(tokens / busy)
+    rows, columns = (each, b[2]) if held is second else (a[1], each)
+    unread = held.bytes * (1.0 - busy / groups)
+    return Product((busy, rows, columns, depth), dtype, times, unread=unread)
+
+
+def _addbmm(call: AtenCall) -> Product:
+    """A product for each of a batch, added up one after the other (addbmm of LinearAlgebra.cpp)."""
+    found = _matrices(call, 1, batched=True)
+    batch, rows, _, depth = found.shape
+    return found._replace(
+        shape=(batch, rows, call.outputs[0].shape[-1], depth), launches=max(batch, 1)
+    )
+
+
+def _trilinear(call: AtenCall) -> Product:
+    """A bilinear layer: for each output a product with its matrix, and one with the other input."""
+    first, weight, second = (t.shape for t in call.inputs[:3])
+    rows = prod(first) // first[-1]
+    outputs = weight[0] if len(weight) == 3 else 1
+    dtype, times = _format(call, call.inputs[0], call.inputs[1])
+    return Product((outputs, rows, second[-1], first[-1]), dtype, times, launches=3 * outputs)
+
+
+def _euclidean(call: AtenCall) -> Product:
+    """Distances as a product of the points with their squares (``|a|² - 2ab + |b|²``)."""
+    a, b = (t.shape for t in call.inputs[:2])
+    shape = (prod(a[:-2]), a[-2], b[-2], a[-1] + 2)
+    return Product(shape, _format(call, *call.inputs[:2])[0], launches=_DISTANCE)
+
+
+def _conv_tbc(call: AtenCall) -> Product:
+    """A convolution over time with channels last: one product for each tap (ConvolutionTBC.cpp)."""
+    weight, out = call.inputs[1].shape, call.outputs[0].shape
+    dtype, times = _format(call, *call.inputs[:2])
+    return Product(
+        (1, prod(out[:-1]), out[-1], weight[0] * weight[1]), dtype, times, launches=weight[0]
+    )
+
+
+def _sparse_dense(call: AtenCall) -> Product:
+    """A sparse matrix, packed without a shape, by a dense one; two of four values are skipped."""
+    packed, dense = call.inputs[:2]
+    depth, columns = dense.shape[-2:]
+    rows = prod(call.outputs[0].shape) // max(columns, 1)
+    return Product((1, rows, columns, depth // 2), *_format(call, dense, packed))
+
+
+_OTHERS: dict[str, Callable[[AtenCall], Product]] = {
+    "addbmm": _addbmm,
+    "_trilinear": _trilinear,
+    "_euclidean_dist": _euclidean,
+    "conv_tbc": _conv_tbc,
+    "_cslt_sparse_mm": _sparse_dense,
+    "_sparse_semi_structured_mm": lambda call: _matrices_packed(call, 0),
+    "_sparse_semi_structured_addmm": lambda call: _matrices_packed(call, 1),
+}
+
+
+def _matrices_packed(call: AtenCall, at: int) -> Product:
+    """A sparse matrix that has half of its columns in memory, by a dense one."""
+    first, dense = call.inputs[at], call.inputs[at + 2]
+    columns = dense.shape[-1]
+    rows = prod(call.outputs[0].shape) // max(columns, 1)
+    return Product((1, rows, columns, dense.shape[-2] // 2), *_format(call, first, dense))
+
+
+def _foreign(call: AtenCall) -> Product | None:
+    """A layer of another library, told by its shapes; ``None`` if they are not those of one.
+
+    The result has the rows of the first operand; the weights hold a value, or several in an
+    element, for each pair of its depth and of the result's columns.
+    """
+    if not call.inputs or len(call.outputs) != 1:
+        return None
+    first, out = call.inputs[0], call.outputs[0]
+    if len(first.shape) < 2 or not out.shape or out.shape[:-1] != first.shape[:-1]:
+        return None
+    depth, columns = first.shape[-1], out.shape[-1]
+    for other in call.inputs[1:]:
+        packed = depth * columns / max(prod(other.shape), 1)
+        if len(other.shape) > 1 and other.shape != first.shape and packed in _PACKED:
+            dtype, times = _format(call, first, other)
+            return Product((1, prod(first.shape[:-1]), columns, depth), dtype, times)
+    return None
