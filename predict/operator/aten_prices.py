@@ -26,9 +26,10 @@ from ...models.gpu.memory_passes import (
 )
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
+from .aten_recurrent import STEPS
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
-from .prices import ROOFLINE, Row, eager_row, price
+from .prices import KERNEL_US, ROOFLINE, Row, eager_row, price
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
 from .torch_attention import EFFICIENT, MATH, attention_backend
@@ -43,6 +44,9 @@ _EFFICIENT_FACTOR = 2.0
 #: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
 #: the same products, which libraries run by other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
+#: Most times that the steps of recurrent layers take of persistent kernels, which keep weights on
+#: the chip, and of layers that overlap; widens the interval downwards. Engineering estimate.
+_PERSISTENT = 3.0
 #: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions in 16 bits; all others
 #: run by kernels of its own (Convolution.cpp, check_cudnn_depthwise_workload_with_filter).
 _CUDNN_TAPS = (1, 9, 25)
@@ -148,6 +152,9 @@ class AtenPrices:
             times[i] *= self._factor(work, keys[i])
             if keys[i] == ROOFLINE and _is_depthwise(work):
                 times[i] = self._depthwise(work)
+            if work.name in STEPS:
+                times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
+                times[i] *= [1.0, 1.0 / _PERSISTENT, 1.0]
             if _stands_in(rows[i], work):
                 times[i] *= [1.0, 1.0 / _OTHER_KERNEL, _OTHER_KERNEL]
         at = [i for i, w in enumerate(found) if self._calls_library(w)]

@@ -16,12 +16,14 @@ import numpy as np
 from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES, FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch.place import Place
 from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.table import is_solver
-from ...features.ir.torch.translate import Place
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
+from .aten_lists import is_over_lists, list_launches
 from .aten_products import check_formats, product_of
+from .aten_recurrent import is_recurrent, recurrent_ops
 from .aten_traffic import LOOKUPS, Use, read_traffic, write_traffic
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
@@ -47,9 +49,6 @@ _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
 #: Passes of the gradient of a layer norm beside those of the norm itself: one for the input's, one
 #: for the weights' (as in published op graphs, predict/published/opgraph.py).
 _NORM_BACKWARD = 2
-#: Tensors that one launch over a list of tensors takes: limits of PyTorch's multi_tensor_apply are
-#: 110 to 30 tensors by how many lists there are; engineering estimate of their mean.
-_LIST = 48
 #: Operators that are priced by the passes of a radix sort.
 SORTS = ("aten.sort", "aten.topk")
 #: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
@@ -188,13 +187,20 @@ def _works(call: AtenCall) -> list[AtenKernel]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     name = call.name.removeprefix("aten.")
     base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
+    if is_recurrent(call.name):
+        return [replace(base, op=op) for op in recurrent_ops(call)]
     product = product_of(call)
     if product is not None:
         traffic = (base.bytes - product.unread) / product.times
         narrow = FORMATS[product.dtype].activation_bits < 16
-        own = {"scale": float(product.times), "traffic": traffic, "dtype": product.dtype}
-        own["variant"] = QUANTIZED if narrow else ""
-        multiplied = base.but(family="bmm", shape=product.shape, **own)
+        multiplied = base.but(
+            family="bmm",
+            shape=product.shape,
+            dtype=product.dtype,
+            scale=float(product.times),
+            variant=QUANTIZED if narrow else "",
+            traffic=traffic,
+        )
         return [replace(multiplied, launches=product.launches)]
     if call.name == "aten.convolution":
         own = _conv_sizes(call, "fwd")
@@ -238,9 +244,8 @@ def _works(call: AtenCall) -> list[AtenKernel]:
     kernels = write_traffic(call)
     if kernels is not None:
         return [_moves(base, moved) for moved in kernels]
-    if "_foreach" in call.name or "_fused" in call.name:
-        lists = len(call.outputs)
-        return [replace(base, launches=max(1, ceil(lists / _LIST)))]
+    if is_over_lists(call.name):
+        return [replace(base, launches=list_launches(call))]
     return [base]
 
 

@@ -107,7 +107,7 @@ class TorchPredictor:
             ProgramError: The program is not PyTorch's, or cannot be exported.
             DeviceError: The device is not known, or no GPU.
         """
-        from ...features.ir.torch.record import record
+        from ...features.ir.torch.runs import record
 
         own, spec = self.checked(program), self.gpu(device)
 

@@ -260,6 +260,7 @@ def price(
             *_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
             *_attention_notes(recording, spec, found, older),
             *((_RECURRENT_NOTE,) if recording.recurrent else ()),
+            *recording.notes,
             *generation_note(spec),
         ),
     )

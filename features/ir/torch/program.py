@@ -21,8 +21,13 @@ if TYPE_CHECKING:
     import torch
     from jax.typing import DTypeLike
 
-#: Optimisers of training steps, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
-OPTIMIZERS = ("adamw", "adam", "sgd", "momentum")
+#: Rules of optimisers, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
+RULES = ("adamw", "adam", "sgd", "momentum")
+#: How PyTorch runs them, if not over lists of tensors (``foreach``, its default on GPUs): by one
+#: fused kernel, or by a loop over parameters. XLA has one way.
+_WAYS = ("", "-fused", "-loop")
+#: Optimisers of training steps.
+OPTIMIZERS = tuple(rule + way for way in _WAYS for rule in RULES)
 #: What an archive of ``torch.export.save`` holds, and no other.
 _EXPORT = ("/archive_format", "/models/model.json")
 #: Losses by name, besides a function of the model's outputs.
@@ -209,15 +214,16 @@ def torch_loss(found: object, loss: Loss, where: str) -> torch.Tensor:
 
 
 def torch_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """PyTorch's optimiser, over lists of tensors as it is on GPUs by default."""
+    """PyTorch's optimiser, over lists of tensors as on GPUs by default, or as its name has it."""
     import torch
 
     trained: Sequence[torch.nn.Parameter] = [p for p in module.parameters() if p.requires_grad]
-    optim = torch.optim
-    if name in ("adamw", "adam"):
-        kind = optim.AdamW if name == "adamw" else optim.Adam
-        return kind(trained, lr=1e-3, foreach=True)
-    return optim.SGD(trained, lr=1e-3, momentum=0.9 if name == "momentum" else 0.0, foreach=True)
+    rule, _, way = name.partition("-")
+    own, optim = {"foreach": not way, "fused": way == "fused"}, torch.optim
+    if rule in ("adamw", "adam"):
+        kind = optim.AdamW if rule == "adamw" else optim.Adam
+        return kind(trained, lr=1e-3, **own)
+    return optim.SGD(trained, lr=1e-3, momentum=0.9 if rule == "momentum" else 0.0, **own)
 
 
 _NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
@@ -316,17 +322,21 @@ def _as_module(function: object, name: str) -> torch.nn.Module:
         def forward(self, *args: object, **kwargs: object) -> object:
             return run(*args, **kwargs)
 
-    assert callable(function), f"a {type(function).__name__} is not a function"
-    run = function
-    if isinstance(function, FunctionType):
-        # Exports keep lines of functions of this name alone.
-        code = function.__code__.replace(co_name="forward")
-        run = FunctionType(
-            code, function.__globals__, "forward", function.__defaults__, function.__closure__
-        )
-        run.__kwdefaults__ = function.__kwdefaults__
+    run = _named_forward(function)
     Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"
     return Function()
+
+
+def _named_forward(function: object) -> Callable[..., object]:
+    """The function under the name whose lines, and no others, exports keep."""
+    assert callable(function), f"a {type(function).__name__} is not a function"
+    own: object = function
+    if not isinstance(own, FunctionType):
+        return function
+    code, held = own.__code__.replace(co_name="forward"), own.__closure__
+    run = FunctionType(code, own.__globals__, "forward", own.__defaults__, held)
+    run.__kwdefaults__ = own.__kwdefaults__
+    return run
 
 
 def _loaded(path: Path) -> torch.export.ExportedProgram:

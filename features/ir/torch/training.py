@@ -11,7 +11,7 @@ import optax
 
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
-from .program import OPTIMIZERS, Exported, Loss, TorchProgram, check_loss, export, jax_dtype
+from .program import RULES, Exported, Loss, TorchProgram, check_loss, export, jax_dtype
 from .translate import Forward
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(1e-3),
     "momentum": lambda: optax.sgd(1e-3, momentum=0.9),
 }
-assert tuple(_OPTIMIZERS) == OPTIMIZERS
+assert tuple(_OPTIMIZERS) == RULES
 
 
 class Translated:
@@ -86,7 +86,7 @@ def _step(forward: Forward, program: TorchProgram) -> FunctionCall:
             where=forward.exported.name,
             hint="set requires_grad before the export, or predict the forward pass (no --train)",
         )
-    optimizer = _OPTIMIZERS[program.train]()
+    optimizer = _OPTIMIZERS[program.train.partition("-")[0]]()
     loss, more = _loss(forward, program.loss)
     names = set(forward.trained)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from types import FunctionType
@@ -19,6 +18,7 @@ from ....common.errors import ProgramError
 from ..mlir.locations import FRAMEWORK
 from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
+from .place import Place
 from .program import Exported, jax_dtype
 from .table import Call, Result, find, is_solver
 
@@ -32,24 +32,6 @@ _MODULES = (products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Arguments that place a tensor in PyTorch and mean nothing in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the user's model a node belongs.
-
-    Attributes:
-        file: The innermost file of the user's own; empty if unknown.
-        line: Line in it.
-        modules: Scopes, outermost first, joined by slashes.
-    """
-
-    file: str = ""
-    line: int = 0
-    modules: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}" if self.file else self.modules
 
 
 def place_of(node: torch.fx.Node) -> Place:

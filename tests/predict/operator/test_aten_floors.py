@@ -34,8 +34,8 @@ FP8, BYTE = torch.float8_e4m3fn, torch.int8
 
 def recorded(run, *inputs):
     """What a function launches for tensors of the given shapes and types."""
-    log = recording._Recorder(lambda _: True)
-    with FakeTensorMode(), recording._watching(log):
+    log = recording.Recorder(lambda _: True)
+    with FakeTensorMode(), recording.watching(log):
         log.on = False
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in inputs]
         log.on = True
@@ -284,8 +284,8 @@ def test_every_operator_with_a_translation_moves_its_tensors(dtype):
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet else ():
             operator = getattr(packet, overload)
-            log = recording._Recorder(lambda _: True)
-            with FakeTensorMode(), recording._watching(log):
+            log = recording.Recorder(lambda _: True)
+            with FakeTensorMode(), recording.watching(log):
                 log.on = False
                 args = generic(operator, (64, 256, 256), dtype)
                 log.on = True

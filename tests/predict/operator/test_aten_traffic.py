@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
-from opcast.features.ir.torch.record import record  # noqa: E402
+from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.aten_traffic import Stream, Use, streams  # noqa: E402
 from opcast.predict.operator.torch_framework import operator_bundle  # noqa: E402
 from opcast.predict.operator.torch_price import price  # noqa: E402

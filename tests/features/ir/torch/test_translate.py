@@ -15,7 +15,7 @@ from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.ir.platforms import Platform  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, as_torch_program, export, jax_dtype  # noqa: E402  # noqa: E402
-from opcast.features.ir.torch.record import record  # noqa: E402
+from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
 
