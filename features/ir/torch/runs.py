@@ -229,7 +229,7 @@ def _runner(module: torch.fx.GraphModule, log: Recorder) -> torch.fx.Interpreter
             self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> object:
             # GPUs have these as one kernel; the CPU, where the tensors are, does not.
-            if target is aten.dropout.default and args[2]:
+            if target is aten.dropout.default and args[1] and args[2]:
                 return aten.native_dropout.default(*args)[0]
             if target is aten.scaled_dot_product_attention.default:
                 return _attention(log, super().call_function, target, args, kwargs)
@@ -283,8 +283,9 @@ def _four_dimensions(given: object) -> object:
     """A mask of attention that has three dimensions as one of four."""
     import torch
 
-    lacks = isinstance(given, torch.Tensor) and given.dim() == 3
-    return given.unsqueeze(0) if lacks else given
+    if isinstance(given, torch.Tensor) and given.dim() == 3:
+        return given.unsqueeze(0)
+    return given
 
 
 def _stands(log: Recorder) -> dict[str, Stand]:
