@@ -19,6 +19,7 @@ from ..predict.cluster.serving_case import (
     ServingCase,
 )
 from ..server.settings import ServerSettings
+from ..simulate.serving.policies import ROUTERS
 from .options import make_console, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
@@ -133,7 +134,9 @@ def _refuse_unread(
     context: typer.Context, deployment: Deployment, load: LoadSpec, offline: bool
 ) -> None:
     """Refuse what nothing is chosen by: a router to one engine, a seed where nothing is drawn."""
-    if deployment.prefill is None and deployment.engine.count == 1:
+    alone = deployment.prefill is None and deployment.engine.count == 1
+    # A router that does not exist is told so.
+    if alone and deployment.options.router in ROUTERS:
         refuse(context, "a single engine", {"router"})
     at_once = bool(load.concurrency or load.batch or offline)
     if at_once and load.prompt.isdigit() and load.output.isdigit():
@@ -195,7 +198,7 @@ def plan_serving(
     if json_output:
         refuse(context, "--json, which has all deployments", {"top"})
     if searched.gpus == 1:
-        of_several = {"together", "all_gpus", "transfer", "router"}
+        of_several = {"all_gpus", "transfer", "router"}
         refuse(context, "a single device (--gpus 1)", of_several)
     if searched.together:
         refuse(context, "engines that run prompts themselves (--together)", {"transfer"})

@@ -59,7 +59,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("simulate-serving", *SERVED, "--router", "least-loaded"), "--router"),
     (("simulate-serving", *SERVED, "--concurrency", "4", "--seed", "3"), "--seed"),
     *((("plan-serving", *PLANNED, option, "2"), option) for option in ("--accepted", "--draft")),
-    *((("plan-serving", *PLANNED, option), option) for option in ("--together", "--all-gpus")),
+    (("plan-serving", *PLANNED, "--all-gpus"), "--all-gpus"),
     *((("plan-serving", *PLANNED, *o), o[0]) for o in (("--transfer", "9"), ("--router", "x"))),
     (("plan-serving", *PLANNED, "--json", "--top", "2"), "--top"),
     (("plan-serving", *PLANNED, "--together", "--transfer", "9"), "--transfer"),
