@@ -97,6 +97,7 @@ _FAST, _POLYNOMIAL = _MATH._replace(weight=8.0), _MATH._replace(weight=16.0, exp
 _LONG_POLYNOMIAL = _POLYNOMIAL._replace(weight=20.0)
 # Of dialects and of newer HLO, which the fusion rules find by their prefix or leave alone.
 _CHLO = _MATH._replace(operands=0, elementwise=False)
+_SPECIAL = OpSpec(work="work_transcendental")
 _COPY = OpSpec("n_copy", "work_move", 1.0, "copy", 0.0, in_place=False, root="move")
 # Broadcasts and slices mostly fold into the addressing of what reads them; gathers and scatters
 # compute an address for each element, scatters also combine.
@@ -147,24 +148,25 @@ _ROWS: tuple[tuple[OpSpec, str], ...] = (
     (_MATH._replace(operands=2, cycles=3000.0, expensive=True), "power"),
     (_CHLO, "acos acosh asin asinh atanh cosh sinh chlo.atan chlo.erf chlo.tan"),
     # FLOPs and transcendentals of one element of the following: what XLA counts after it expands
-    # the op for f32, mostly polynomials. Found with XLA's cost analysis, as the other rules.
+    # the op for f32, mostly polynomials. Found with XLA's cost analysis, as the other rules. Their
+    # weights are those of the ops that XLA's GPU compiler expands them to (JAX 0.10), added up.
     (_CHLO._replace(flops=3.0, transcendentals=2.0), "chlo.acos chlo.cosh"),
     (_CHLO._replace(flops=5.0, transcendentals=2.0), "chlo.asin"),
     (_CHLO._replace(flops=10.0, transcendentals=3.0), "chlo.sinh"),
-    (_CHLO._replace(flops=37.0, transcendentals=2.0), "chlo.erf_inv"),
-    (_CHLO._replace(flops=53.0, transcendentals=4.0), "chlo.lgamma"),
-    (_CHLO._replace(flops=73.0, transcendentals=3.0), "chlo.digamma"),
+    (_CHLO._replace(flops=37.0, transcendentals=2.0, weight=65.0), "chlo.erf_inv"),
+    (_CHLO._replace(flops=53.0, transcendentals=4.0, weight=208.0), "chlo.lgamma"),
+    (_CHLO._replace(flops=73.0, transcendentals=3.0, weight=308.0), "chlo.digamma"),
     (OpSpec(flops=0.0, transcendentals=1.0), "atan"),
-    (OpSpec(flops=7.0, transcendentals=4.0), "chlo.acosh"),
-    (OpSpec(flops=11.0, transcendentals=3.0), "chlo.asinh"),
-    (OpSpec(flops=6.0, transcendentals=2.0), "chlo.atanh"),
-    (OpSpec(flops=83.0, transcendentals=1.0), "chlo.bessel_i1e"),
-    (OpSpec(flops=62.0, transcendentals=1.0), "chlo.erfc"),
-    (OpSpec(flops=260.0, transcendentals=19.0), "chlo.polygamma"),
-    (OpSpec(flops=121.0, transcendentals=11.0), "chlo.zeta"),
+    (_SPECIAL._replace(weight=40.0, flops=7.0, transcendentals=4.0), "chlo.acosh"),
+    (_SPECIAL._replace(weight=40.0, flops=11.0, transcendentals=3.0), "chlo.asinh"),
+    (_SPECIAL._replace(weight=40.0, flops=6.0, transcendentals=2.0), "chlo.atanh"),
+    (_SPECIAL._replace(weight=98.0, flops=83.0, transcendentals=1.0), "chlo.bessel_i1e"),
+    (_SPECIAL._replace(weight=90.0, flops=62.0, transcendentals=1.0), "chlo.erfc"),
+    (_SPECIAL._replace(weight=1155.0, flops=260.0, transcendentals=19.0), "chlo.polygamma"),
+    (_SPECIAL._replace(weight=593.0, flops=121.0, transcendentals=11.0), "chlo.zeta"),
     (OpSpec(flops=4.0), "chlo.conj"),
     (OpSpec(flops=2.0), "chlo.is_inf"),
-    (OpSpec(flops=24.0), "chlo.next_after"),
+    (OpSpec(weight=24.0, flops=24.0), "chlo.next_after"),
     (_OTHER, "chlo.is_neg_inf chlo.is_pos_inf chlo.square"),
     (_NOTHING, "chlo.constant chlo.constant_like"),
     (_COPY._replace(operands=1), "copy"),

@@ -104,6 +104,13 @@ def is_consumer(node: Node) -> bool:
     return is_loop(node) or node.opcode in UPDATES or node.opcode in ("reduce", "reduce-window")
 
 
+def written(node: Node) -> range:
+    """Return the places of the operands that an op updates in place."""
+    if node.opcode not in UPDATES:
+        return range(0)
+    return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
+
+
 def source_of(node: Node) -> Node:
     """Look through reshapes to the node whose memory a value is."""
     while node.opcode in ("reshape", "bitcast"):

@@ -27,10 +27,16 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
     def rule(node: Node) -> Node | None:
         if node.opcode != "convolution" or "dim_labels" not in node.attrs:
             return None
-        half = node.operands[0].type.dtype in ("bf16", "f16")
-        return _canonical(node, machine.half_channels_last if half else machine.channels_last)
+        return _canonical(node, _channels_last(node, machine))
 
     rewrite(graph, rule)
+
+
+def _channels_last(conv: Node, machine: Machine) -> bool:
+    """Return whether features are innermost: never in volumes."""
+    rank = len(conv.type.shape)
+    image = rank == 4 and conv.operands[0].type.dtype in ("bf16", "f16")
+    return rank <= 4 and (machine.channels_last or (image and machine.half_channels_last))
 
 
 def is_weight_gradient(conv: Node) -> bool:

@@ -285,10 +285,12 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
         wide, narrow = source_of(node.operands[side]), source_of(node.operands[1 - side])
         if narrow.opcode != "broadcast" or splat(narrow) is not None:
             continue
-        dims = narrow.attrs.get("dimensions", ())
-        rank = len(narrow.type.shape)
-        # Only a broadcast along the last dimension undoes a reduction of rows.
-        if tuple(dims) != tuple(range(rank - 1)) or not _single(clusters, narrow):
+        shape = narrow.type.shape
+        # Only a broadcast along the last dimension undoes a reduction of rows; dimensions of size
+        # one take no memory.
+        dims = [d for d in narrow.attrs.get("dimensions", ()) if shape[d] != 1]
+        outer = [d for d, size in enumerate(shape[:-1]) if size != 1]
+        if dims != outer or not _single(clusters, narrow):
             continue
         chain = [node, narrow]
         inner = source_of(narrow.operands[0])

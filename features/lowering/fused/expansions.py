@@ -18,6 +18,8 @@ from .reductions import adder
 
 #: Type of positions in an array.
 _INDEX = "s32"
+#: Types of the parts of complex numbers.
+_PARTS = {"c64": "f32", "c128": "f64"}
 #: Elements of a scan that one thread computes from scratch for each result; longer ones become
 #: trees (ReduceWindowRewriter's base length).
 SCAN = 16
@@ -47,6 +49,8 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
             return _cropped(node)
         if opcode == "reduce-window":
             return _scan(node, program)
+        if opcode == "exponential" and node.type.dtype in _PARTS:
+            return _complex_exponential(node)
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
         if not on_tpu:
@@ -60,6 +64,16 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
 
     rewrite(graph, rule)
     _drop_replaced(graph)
+
+
+def _complex_exponential(node: Node) -> Node:
+    """Euler's formula, which every element's thread computes with real functions."""
+    kind = (TensorType(_PARTS[node.type.dtype], node.type.shape),)
+    real, angle = (Node(part, list(node.operands), kind) for part in ("real", "imag"))
+    scale = Node("exponential", [real], kind)
+    turned = [Node(part, [angle], kind) for part in ("cosine", "sine")]
+    parts = [Node("multiply", [scale, one], kind) for one in turned]
+    return Node("complex", parts, node.results, source=node.source)
 
 
 def _drop_replaced(graph: Graph) -> None:

@@ -5,7 +5,9 @@ XLA does the first in WhileLoopSimplifier, the second in CopyInsertion.
 
 from __future__ import annotations
 
-from .clusters import source_of
+from collections.abc import Collection
+
+from .clusters import source_of, written
 from .folding import splat, splat_node
 from .graph import Graph, Node, topological
 
@@ -107,6 +109,35 @@ def copy_loop_state(graph: Graph) -> None:
                 shared = _is_given(source) or readers[id(source)] > 1
                 if shared and output is not body.parameters[i]:
                     node.operands[i] = _own_start(start, node)
+
+
+def copy_overwritten(graph: Graph, donated: Collection[int] = ()) -> None:
+    """Add the copies of the entry: of arguments that are updated in place, or are results.
+
+    A caller keeps its arguments, so an update of one starts from a copy, as does a result that
+    hands one on.
+
+    Args:
+        graph: The entry.
+        donated: Positions of parameters whose memory a result takes: these may be overwritten.
+    """
+    free = {id(node) for i, node in enumerate(graph.parameters) if i in donated}
+    written_once: set[int] = set()
+    for node in graph.nodes():
+        for i in written(node):
+            source = source_of(node.operands[i])
+            # The second update of an array would find what the first has written.
+            taken = id(source) in written_once and splat(source) is None
+            if taken or (_is_given(source) and id(source) not in free):
+                node.operands[i] = _own_start(node.operands[i], node)
+            written_once.add(id(source))
+    results: set[int] = set()
+    for i, node in enumerate(graph.outputs):
+        source = source_of(node)
+        kept = _is_given(source) and (id(source) not in free or id(source) in results)
+        if kept and source.opcode != "constant":
+            graph.outputs[i] = Node("copy", [node], node.results, source=node.source)
+        results.add(id(source))
 
 
 def _is_given(node: Node) -> bool:

@@ -19,17 +19,24 @@ from ...kernels.extract import extract_kernels
 from ...kernels.kernel import LoweredProgram
 from ...kernels.memory import entry_bytes, peak_memory
 from ..op import ragged_notes, uncosted_notes, whole_notes
+from .branches import inline_branches
 from .clusters import Clusters
 from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
 from .graph import Graph, build_graph
-from .loops import copy_loop_state, drop_dead_state, merge_counters
+from .loops import copy_loop_state, copy_overwritten, drop_dead_state, merge_counters
+from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, merge_dots, sink_transposes
-from .reductions import pad_products, reduce_vector_products, split_reductions
+from .products import canonical_dots, sink_transposes
+from .reductions import (
+    pad_products,
+    reduce_vector_products,
+    split_products,
+    split_reductions,
+)
 from .simplify import simplify
 from .work import Machine, machine_of
 
@@ -60,12 +67,14 @@ def lower_fused(
     # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
     # pass relies on the forms that those before it leave.
     expand_ops(graph, program, device is not None and device.platform == "tpu")
+    inline_branches(graph)
     simplify(graph, program)
     merge_counters(graph)
     drop_dead_state(graph)
     # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
     prepare(graph, machine, program)
     simplify(graph, program)
+    copy_overwritten(graph, {parameter for _, parameter in program.aliases})
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
@@ -97,15 +106,18 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     for node in graph.nodes():
         for inner in node.graphs:
             prepare(inner, machine, program)
-    canonical_dots(graph)
+    canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)
     simplify(graph, program)
     reduce_vector_products(graph, program)
     sink_transposes(graph)
     simplify(graph, program)
     merge_dots(graph)
-    # After merging: a merged product may be a multiple of eight where its parts are not.
-    pad_products(graph)
+    # After merging: a merged product may be a multiple of eight where its parts are not, and is
+    # larger.
+    split_products(graph, machine, program)
+    if not machine.tensor_fusion:
+        pad_products(graph)
     split_reductions(graph)
 
 

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
-from ...ir.op_table import UPDATES, ops_with
-from .clusters import Cluster, Clusters, Shape, is_loop_reduction, reduction, source_of
+from ...ir.op_table import ops_with
+from .clusters import Cluster, Clusters, Shape, is_loop_reduction, reduction, source_of, written
 from .folding import is_elementwise, splat, splat_node
 from .graph import Graph, Node
 from .work import LAUNCH_S, MAX_BRANCHES, Each, Machine, Work, blocks_of
@@ -76,8 +76,8 @@ class PriorityFusion:
             # change, and so do other producers of the consumers.
             touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
             joined = [self._joined(cluster, consumer) for consumer in consumers]
-            if cluster.rows:
-                consumers[0].rows = True
+            for consumer in consumers:
+                consumer.rows |= cluster.rows
             self.clusters.absorb(cluster, consumers)
             for consumer, own in zip(consumers, joined, strict=True):
                 if own is not None:
@@ -158,14 +158,13 @@ class PriorityFusion:
         return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
 
     def _extends(self, rows: Cluster) -> bool:
-        """Return whether a softmax kernel can take in the one elementwise op that reads it."""
-        users = self.clusters.users(rows)
-        return (
-            len(users) == 1
-            and not users[0].rows
-            and len(users[0].members) <= 8
-            and all(is_elementwise(node) for node in users[0].members.values())
-            and users[0].root.size == rows.root.size
+        """Return whether all that read a kernel of rows can go on with the rows that it holds."""
+        row = rows.root.type.shape[-1:]
+        wide = max(node.type.shape[-1:] for node in rows.members.values())
+        return all(
+            _by_rows(node, wide, row)
+            for user in self.clusters.users(rows)
+            for node in user.members.values()
         )
 
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
@@ -190,6 +189,20 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs.values()) <= 1
+
+
+def _by_rows(node: Node, *rows: tuple[int, ...]) -> bool:
+    """Return whether an op works on whole rows, one beside the other."""
+    if node.opcode == "reduce":
+        shape = node.operands[0].type.shape
+        return (
+            not node.is_tuple
+            and tuple(node.attrs["dimensions"]) == (len(shape) - 1,)
+            and shape[-1:] in rows
+        )
+    if node.opcode == "broadcast" or is_elementwise(node):
+        return not node.is_tuple
+    return False
 
 
 def own_fills(graph: Graph) -> None:
@@ -221,13 +234,6 @@ def join_fills(clusters: Clusters) -> None:
                 known[key] = clusters.merge(first, own)
             else:
                 known[key] = own
-
-
-def written(node: Node) -> range:
-    """Return the places of the operands that an op updates in place."""
-    if node.opcode not in UPDATES:
-        return range(0)
-    return range((len(node.operands) - 1) // 2 if node.opcode == "scatter" else 1)
 
 
 def _fills(clusters: Clusters) -> Iterator[tuple[Hashable, Node]]:

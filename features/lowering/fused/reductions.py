@@ -5,12 +5,13 @@ Long reductions are split so that enough threads take part (XLA's TreeReductionR
 
 from __future__ import annotations
 
-from math import isqrt
+from math import ceil, isqrt
 
-from ...ir.program import Computation, Op, Program, TensorType
+from ...ir.program import DTYPE_BITS, Computation, Op, Program, TensorType
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
-from .folding import padded, reshape, splat_node, spread, transposed
+from .folding import is_elementwise, padded, reshape, splat_node, spread, transposed
 from .graph import Graph, Node, rewrite
+from .work import Machine
 
 #: Most elements that one pass sums without atomics: 1024 threads of 16, 32 threads of 128
 #: (ReductionDimensionRaceFreeBound in XLA's reduction_utils.cc).
@@ -90,6 +91,10 @@ def _in_parts(
 SMALL_PRODUCT = 10_000_000
 #: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
 PADDED_TO = 8
+#: Constants of XLA's SplitkRewriter, tuned there on an H100: FLOPs for 256 bits of memory below
+#: which a product is bound by the memory, most parts, least depth of a part where the memory or
+#: the arithmetic bounds it, and rows and columns of a tile.
+MEMORY_BOUND, MOST_PARTS, LEAST_DEPTH, _TILE = 240, 128, (768, 1220), (64, 128)
 #: Name of the computation that adds two scalars, by dtype.
 ADDER = "opcast.add"
 
@@ -103,6 +108,78 @@ def reduce_vector_products(graph: Graph, program: Program) -> None:
         program: Takes in the computation that adds two scalars.
     """
     rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
+
+
+def split_products(graph: Graph, machine: Machine, program: Program) -> None:
+    """Split the contracted dimension of products that leave cores idle, and sum the parts.
+
+    Args:
+        graph: Products are canonical.
+        machine: Its cores are to be filled.
+        program: Takes in the computation that adds two scalars.
+    """
+
+    def rule(node: Node) -> Node | None:
+        parts = _depth_parts(node, machine) if node.opcode == "dot" else 1
+        return _in_depth_parts(node, parts, program) if parts > 1 else None
+
+    rewrite(graph, rule)
+
+
+def _depth_parts(dot: Node, machine: Machine) -> int:
+    """Parts that a product's depth is split into: the choice of XLA's SplitkRewriter."""
+    if any(o.type.dtype in ("s32", "u32") for o in dot.operands):
+        return 1
+    batch, rows, columns, depth = _sizes(dot)
+    left, right = (DTYPE_BITS[_stored(o).type.dtype] for o in dot.operands)
+    moved = depth * (rows * left + columns * right) + rows * columns * DTYPE_BITS[dot.type.dtype]
+    tiles = batch * ceil(rows / _TILE[0]) * ceil(columns / _TILE[1])
+    wanted = ceil(machine.cores * 3 // 2 / tiles)
+    if wanted == 1:
+        return 1
+    if 256 * rows * columns * depth // moved < MEMORY_BOUND:
+        return min(MOST_PARTS, 1 << (max(1, depth // LEAST_DEPTH[0]) - 1).bit_length())
+    most = 1 << (max(1, depth // LEAST_DEPTH[1]).bit_length() - 1)
+    return 1 << (min(most, wanted) - 1).bit_length()
+
+
+def _stored(node: Node) -> Node:
+    """The array that an operand is computed from by ops of one operand each."""
+    while is_elementwise(node) and len(node.operands) == 1:
+        node = node.operands[0]
+    return node
+
+
+def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
+    """Multiply part by part, a batch each, and sum the results in 32 bits."""
+    operands, attrs = [], dict(dot.attrs)
+    for side, operand in zip(("lhs", "rhs"), dot.operands, strict=True):
+        along = dot.attrs[f"{side}_contracting_dims"][0]
+        shape = operand.type.shape
+        length = ceil(shape[along] / parts)
+        config = [(0, 0, 0)] * len(shape)
+        config[along] = (length * parts - shape[along], 0, 0)
+        zero = splat_node(0, TensorType(operand.type.dtype))
+        whole = padded(operand, config, zero, dot.source)
+        operands.append(reshape(whole, (*shape[:along], parts, length, *shape[along + 1 :])))
+        batch = [d + (d >= along) for d in dot.attrs[f"{side}_batch_dims"]]
+        attrs[f"{side}_batch_dims"] = (*batch, along)
+        attrs[f"{side}_contracting_dims"] = (along + 1,)
+    wanted = dot.type
+    dtype = "f32" if wanted.dtype in ("bf16", "f16") else wanted.dtype
+    kind = TensorType(dtype, (*wanted.shape[:-2], parts, *wanted.shape[-2:]))
+    product = Node("dot", operands, (kind,), attrs, source=dot.source)
+    total = Node(
+        "reduce",
+        [product, splat_node(0, TensorType(dtype))],
+        (TensorType(dtype, wanted.shape),),
+        {"dimensions": (len(wanted.shape) - 2,)},
+        (adder(program, dtype),),
+        source=dot.source,
+    )
+    if dtype == wanted.dtype:
+        return total
+    return Node("convert", [total], dot.results, source=dot.source)
 
 
 def pad_products(graph: Graph) -> None:

@@ -35,8 +35,8 @@ class Machine:
         clock: Hertz.
         lanes: Vector lanes of a multiprocessor.
         tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
-        channels_last: Whether convolutions in 32-bit floats run with channels innermost.
-        half_channels_last: The same for 16-bit floats.
+        channels_last: Whether convolutions of any type run with channels innermost.
+        half_channels_last: Whether those of images in 16-bit floats do.
     """
 
     bandwidth: float = 3.35e12
@@ -60,8 +60,8 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         return usual
     capability = capability_of(str(device.compiler.get("target", "")))
     # Without a target (or on another vendor's GPU) units for bf16 reveal the generation.
-    # Triton needs compute capability 8.0; cuDNN prefers NHWC for TF32, which came with it, and for
-    # f16 since tensor cores (7.0).
+    # Triton needs compute capability 8.0. For cuDNN XLA has channels innermost in images of 16 bits
+    # from 7.0 on (tensor cores), and in all but volumes from 9.0 on.
     modern = capability >= 80 if capability else "bf16" in device.peak_flops
     cache = device.levels[-2].capacity if len(device.levels) > 1 else usual.cache
     return Machine(
@@ -71,7 +71,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         clock=device.clock_hz or usual.clock,
         lanes=device.lanes_per_core or usual.lanes,
         tensor_fusion=modern,
-        channels_last=modern,
+        channels_last=capability >= 90 if capability else modern,
         half_channels_last=capability >= 70 if capability else True,
     )
 
@@ -208,7 +208,10 @@ class Work:
         shared: bool = False,
         known: dict[int, Each] | None = None,
     ) -> None:
+        members = list(members)
         self.blocks = max([1.0, *map(blocks_of, roots)])
+        if shared:
+            self.blocks = max([self.blocks, *map(blocks_of, _sums(members))])
         self.written = sum(map(_written, roots))
         self.cycles = self.branches = 0.0
         self._shared, self._known = shared, {} if known is None else known
@@ -310,6 +313,11 @@ class Work:
         compute = self.cycles / (active * machine.clock * 2.0)
         # The longer time plus 5 % of the shorter one.
         return memory + compute - _OVERLAP * min(memory, compute)
+
+
+def _sums(members: Iterable[Node]) -> list[Node]:
+    """Reductions of a kernel of rows, which has a block for some rows, whatever it writes."""
+    return [node for node in members if node.opcode == "reduce"]
 
 
 def _turns(node: Node) -> bool:

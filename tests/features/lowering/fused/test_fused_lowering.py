@@ -175,8 +175,11 @@ def test_small_products_with_a_vector_are_reductions():
     assert kernel.bytes_in == 4 * (1024 * 256 + 256)
 
 
-def test_sixteen_bit_products_are_padded_to_multiples_of_eight():
-    found = fused(lambda x, w: x @ w, spec(64, 128, dtype=BF16), spec(128, 1001, dtype=BF16))
+def test_sixteen_bit_products_of_libraries_are_padded_to_multiples_of_eight():
+    arguments = spec(64, 128, dtype=BF16), spec(128, 1001, dtype=BF16)
+    # Triton's products, from compute capability 8.0 on, mask what is left over.
+    assert kinds(fused(lambda x, w: x @ w, *arguments)) == ["gemm"]
+    found = fused(lambda x, w: x @ w, *arguments, device=find_device("v100-sxm"))
     assert kinds(found) == ["copy", "gemm", "copy"]
     assert working(found)[1].op.type.shape == (64, 1008)
 

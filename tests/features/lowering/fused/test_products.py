@@ -6,12 +6,8 @@ import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.lowering.fused.graph import Graph, Node, build_graph
-from opcast.features.lowering.fused.products import (
-    MERGE_BYTES,
-    Dependence,
-    canonical_dots,
-    merge_dots,
-)
+from opcast.features.lowering.fused.merging import MERGE_BYTES, Dependence, merge_dots
+from opcast.features.lowering.fused.products import canonical_dots
 
 
 def graph_of(*lines: str) -> Graph:

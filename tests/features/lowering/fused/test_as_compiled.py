@@ -1,0 +1,133 @@
+"""What XLA's GPU compiler was seen to do, with bytes computed by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from opcast.features.devices.catalogue import find_device
+from opcast.features.lowering.lower import lower
+
+F32, BF16, S32 = jnp.float32, jnp.bfloat16, jnp.int32
+H100 = find_device("h100-sxm")
+
+
+def spec(*shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def kernels(function, *arguments, device=H100, donate=()):
+    traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
+    found = lower(traced.lower(lowering_platforms=("cuda",)).as_text(), "fused", device=device)
+    return [k for k in found.kernels if k.takes_time]
+
+
+def written(table, rows, index):
+    return table.at[index].set(rows, mode="drop")
+
+
+TABLE = spec(8192, 256), spec(64, 256), spec(64, dtype=S32)
+
+
+def test_an_update_of_an_argument_starts_from_a_copy_of_it():
+    copy, update = kernels(written, *TABLE)
+    assert (copy.opcode, copy.bytes) == ("copy", 2 * 8192 * 256 * 4)
+    assert update.kind == "gather_scatter"
+
+
+def test_an_update_of_a_donated_argument_is_in_place():
+    (update,) = kernels(written, *TABLE, donate=0)
+    assert update.kind == "gather_scatter"
+
+
+def test_the_second_update_of_an_array_has_a_copy_of_its_own():
+    def twice(table, rows, index):
+        made = table * 2.0
+        return written(made, rows, index), written(made, rows, index + 1)
+
+    found = kernels(twice, *TABLE)
+    assert [k.opcode for k in found].count("copy") == 1
+
+
+def test_an_argument_that_is_a_result_is_copied():
+    text = """module @m { func.func public @main(%x: tensor<1024xf32>) -> tensor<1024xf32> {
+      return %x : tensor<1024xf32> } }"""
+    (copy,) = lower(text, "fused", device=H100).kernels
+    assert (copy.opcode, copy.bytes) == ("copy", 2 * 1024 * 4)
+
+
+def test_a_norm_and_the_mean_of_what_it_gives_are_one_kernel():
+    def mean(x, scale):
+        normal = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        return (normal * scale).mean(-1)
+
+    (kernel,) = kernels(mean, spec(4096, 768), spec(768))
+    assert (kernel.bytes_in, kernel.bytes_out) == (4 * (4096 * 768 + 768), 4 * 4096)
+
+
+def test_the_gradient_of_softmax_reads_its_argument_once():
+    gradient = jax.grad(lambda x: jnp.sum(jnp.square(jax.nn.softmax(x))))
+    (kernel,) = kernels(gradient, spec(1024, 16384))
+    assert kernel.bytes == 2 * 4 * 1024 * 16384
+
+
+def test_dimensions_of_size_one_do_not_part_a_softmax():
+    (kernel,) = kernels(jax.vmap(jax.nn.softmax), spec(1, 64, 1024))
+    assert kernel.bytes == 2 * 4 * 64 * 1024
+
+
+@pytest.mark.parametrize("device, expected", [("h100-sxm", 1), ("v100-sxm", 2)])
+def test_generated_products_read_batches_that_lie_innermost(device, expected):
+    product = lambda a, b: jnp.einsum("mkb,bkn->bmn", a, b)  # noqa: E731
+    found = kernels(product, spec(512, 256, 64), spec(64, 256, 512), device=find_device(device))
+    assert len(found) == expected
+
+
+def test_a_deep_product_with_few_tiles_is_split():
+    # 19 × 2,560 are 20 tiles of 64 × 128, and 24 FLOPs a byte are bound by the memory: parts of
+    # 768 or more, up to the next power of two of 11,264 / 768 = 14.
+    product, total = kernels(jnp.matmul, spec(19, 11264), spec(11264, 2560))
+    assert product.op.type.shape == (16, 19, 2560)
+    assert product.flops == 2 * 19 * 11264 * 2560
+    assert total.bytes_out == 4 * 19 * 2560
+
+
+def test_cheap_branches_are_both_computed():
+    def chosen(flag, x):
+        return jax.lax.cond(flag > 0, jnp.tanh, lambda v: v * 0.5, x) + 1.0
+
+    (kernel,) = kernels(chosen, spec(dtype=S32), spec(1024, 1024))
+    assert kernel.kind == "fusion"
+    assert (kernel.bytes_in, kernel.bytes_out) == (4 + 4 * 2**20, 4 * 2**20)
+
+
+def test_branches_with_products_stay():
+    def chosen(flag, x):
+        return jax.lax.cond(flag > 0, lambda v: v @ v, lambda v: v * 0.5, x)
+
+    found = kernels(chosen, spec(dtype=S32), spec(1024, 1024))
+    assert [k.kind for k in found if k.scope].count("gemm") == 1
+
+
+def test_a_complex_exponential_is_computed_with_real_functions():
+    (kernel,) = kernels(jnp.exp, spec(1024, dtype=jnp.complex64))
+    # e^x, cos y and sin y; XLA's cost analysis counts one more, of a case that it tells apart.
+    assert (kernel.transcendentals, kernel.bytes) == (3 * 1024, 2 * 8 * 1024)
+
+
+def test_volumes_keep_their_channels_outside():
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1, 1), "SAME")
+
+    assert [k.kind for k in kernels(convolve, spec(2, 8, 8, 8, 8), spec(8, 8, 3, 3, 3))] == ["conv"]
+
+
+@pytest.mark.parametrize("dtype, expected", [(F32, 0), (BF16, 3)])
+def test_an_a100_has_channels_innermost_in_half_precision_alone(dtype, expected):
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+
+    arguments = spec(8, 64, 32, 32, dtype=dtype), spec(64, 64, 3, 3, dtype=dtype)
+    found = kernels(convolve, *arguments, device=find_device("a100-sxm-80gb"))
+    assert [k.kind for k in found].count("copy") == expected
