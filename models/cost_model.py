@@ -31,6 +31,7 @@ from .core.store import (
     write_folder,
 )
 from .program.context_trees import ContextCorrection, in_loops
+from .program.fused_error import widened
 from .program.program_model import ProgramModel, ProgramPrediction
 from .program.schedule_cost import UNMEASURED, least_wall
 
@@ -173,6 +174,7 @@ class CostModel:
         if other is not None and device.platform in self.program_model.corrections:
             # Intervals fitted to programs ignore those of the kernels, so they are widened here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
+        wall = widened(wall, lowered, in_place.latency, device)
         least = least_wall(lowered, device)
         latency, lo, hi = (max(end, least) for end in wall[:3])
         return in_place, ProgramPrediction(latency, lo, hi, least)

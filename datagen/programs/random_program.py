@@ -38,6 +38,7 @@ def random_program(
     max_bytes: float | None = None,
     max_flops: float | None = None,
     dtypes: tuple[str, ...] = DEFAULT_DTYPES,
+    platform: str = "",
 ) -> ProgramSource:
     """Draw a program of layers and ops; its inputs are arguments, and all its work is returned.
 
@@ -48,6 +49,7 @@ def random_program(
             for what suits the local backend.
         max_flops: Most work, as in :func:`~opcast.datagen.programs.single_op.sample_op`.
         dtypes: Floating-point types, as HLO names.
+        platform: JAX's name of the platform that it is lowered for; empty for the local backend.
 
     Raises:
         ProfileError: The limits leave no room, a type is unknown, or ``n_ops`` is no range.
@@ -67,7 +69,7 @@ def random_program(
         traced, cost = trace(draft, f"random_{theme}_{mode}_{seed:08x}")
         if cost.peak_bytes <= max_bytes and cost.work <= max_flops:
             name = f"random-{theme}-{mode}-{cost.n_ops}ops-{seed:08x}"
-            return to_source(name, "random", draft, traced, cost)
+            return to_source(name, "random", draft, traced, cost, platform)
     raise ProfileError(
         f"no program fits within {max_bytes:.3g} bytes and {max_flops:.3g} FLOPs",
         hint="give higher limits",

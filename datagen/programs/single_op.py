@@ -70,6 +70,7 @@ def sample_op(
     max_bytes: float | None = None,
     max_flops: float | None = None,
     dtypes: tuple[str, ...] = DEFAULT_DTYPES,
+    platform: str = "",
 ) -> ProgramSource:
     """Draw a program of one op, its total size log-uniform within the limits.
 
@@ -82,6 +83,7 @@ def sample_op(
             matrix products for each FLOP count for more, so that by default most programs take
             2 µs to 50 ms on two CPU cores, and no longer on an accelerator.
         dtypes: Floating-point types, as HLO names.
+        platform: JAX's name of the platform that it is lowered for; empty for the local backend.
 
     Raises:
         ProfileError: The opcode or a type is unknown, or the limits leave no room.
@@ -100,7 +102,7 @@ def sample_op(
         traced, cost = trace(draft, f"op_{name}")
         if cost.peak_bytes <= max_bytes and cost.work <= max_flops:
             title = "-".join(filter(None, (name, draft.note, *map(_describe, draft.args[:3]))))
-            return to_source(title, f"op:{name}", draft, traced, cost)
+            return to_source(title, f"op:{name}", draft, traced, cost, platform)
     raise ProfileError(
         f"no {name} fits within {max_bytes:.3g} bytes and {max_flops:.3g} FLOPs",
         hint="give higher limits",
@@ -153,10 +155,15 @@ def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:
 
 
 def to_source(
-    name: str, family: str, draft: Draft, traced: jax.stages.Traced, cost: Estimate
+    name: str,
+    family: str,
+    draft: Draft,
+    traced: jax.stages.Traced,
+    cost: Estimate,
+    platform: str = "",
 ) -> ProgramSource:
-    """Lower what :func:`trace` gave to StableHLO text for the local backend."""
-    text = traced.lower().as_text()
+    """Lower what :func:`trace` gave to StableHLO text for a platform of JAX, or the local one."""
+    text = traced.lower(lowering_platforms=(platform,) if platform else None).as_text()
     return ProgramSource(name, family, text, draft.args, cost.peak_bytes, cost.flops)
 
 

@@ -15,6 +15,7 @@ from ...features.devices.identity import former_speeds, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import capped_kernels, capped_total, program_energy
 from ...models.power.law import cap_share
+from ...models.program.fused_error import lowering_note
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .case import ProgramCase as ProgramCase
@@ -213,6 +214,7 @@ class Predictor:
         total = Interval(program.latency, program.lo, program.hi)
         total = capped_total(total, device, cap, program.least)
         standing = model_notes(model, lowered.kernels, device)
+        formed = lowering_note(lowered, kernels.latency, device)
         return Prediction(
             **latency_fields(*total),
             kernels=kernel_estimates(lowered.kernels, kernels, source),
@@ -225,6 +227,7 @@ class Predictor:
             notes=(
                 *rematerialised(lowered.kernels, kernels.latency),
                 *lowered.notes,
+                *formed,
                 *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,
             ),

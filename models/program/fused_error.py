@@ -1,0 +1,145 @@
+"""How far a price of the lowering ``fused`` may be from one of the compiler's kernels.
+
+Programs of every op and random compositions were lowered both ways and priced by one model; their
+errors by what takes most of the time are in ``models/pretrained/fused.json``, which
+``tests/bench/fused_error.py`` writes. They add to the errors of the kernels, of which they are
+independent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import exp, hypot, log, sqrt
+from pathlib import Path
+
+import numpy as np
+from scipy.special import ndtr
+
+from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ..trust.calibrator import NORMAL_90, Ends
+from .program_model import ProgramPrediction
+
+FILE = Path(__file__).parents[1] / "pretrained" / "fused.json"
+#: Key of the ends of all programs together.
+ALL = "all"
+#: Programs that a group has at least: its ends are those of all programs else. Engineering choice.
+LEAST = 4
+#: Half-width in logarithms from which a note says so.
+_TELLING = log(1.25)
+_WORDS = {
+    "gather_scatter": "gathers and updates in place",
+    "random": "random numbers",
+    "conv": "convolutions",
+    "gemm": "products",
+    "reduce": "reductions",
+    "copy": "copies and transposes",
+    "fusion": "element-wise kernels",
+    "control": "loops and branches",
+    "custom_call": "library calls",
+    "sort": "sorts",
+}
+
+
+def group_of(kernel: Kernel) -> str:
+    """What a kernel counts as: its kind, apart from updates in place and generated numbers."""
+    if kernel.opcode == "copy":
+        # The copy that an update of an argument starts from: the compiler may do without.
+        return "gather_scatter"
+    names = {op.opcode for part in kernel.body.computations.values() for op in part.ops}
+    return "random" if "rng-bit-generator" in names else kernel.kind
+
+
+def shares(kernels: Sequence[Kernel], latency_s: np.ndarray) -> dict[str, float]:
+    """Share of each group in the time of a program, from seconds of one execution, ``(n,)``."""
+    found: dict[str, float] = {}
+    for kernel, seconds in zip(kernels, latency_s.tolist(), strict=True):
+        if kernel.takes_time:
+            group = group_of(kernel)
+            found[group] = found.get(group, 0.0) + seconds * kernel.multiplicity
+    total = sum(found.values())
+    return {group: seconds / total for group, seconds in found.items()} if total else {}
+
+
+def fit(
+    groups: Sequence[str], scores: np.ndarray, below: np.ndarray, above: np.ndarray
+) -> dict[str, Ends]:
+    """Ends of each group in logarithms, on top of those of the kernels.
+
+    Args:
+        groups: What takes most of the time of each of ``n`` programs.
+        scores: ``log(xla / fused)`` of each, shape ``(n,)``.
+        below: Distance of the kernels' lower end in logarithms, positive, shape ``(n,)``.
+        above: That of the upper end.
+    """
+    own = np.array(groups)
+    counts = {group: int((own == group).sum()) for group in sorted(set(groups))}
+    chosen = {group: own == group for group, count in counts.items() if count >= LEAST}
+    chosen[ALL] = np.ones(len(own), bool)
+    return {
+        group: (-_beyond(-scores[at], below[at]), _beyond(scores[at], above[at]))
+        for group, at in chosen.items()
+    }
+
+
+def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
+    """What is missing to the 95 % quantile of both errors together, in quadrature."""
+    deviation = np.maximum(ends, 1e-3) / NORMAL_90
+    low, high = 0.0, float(np.maximum(scores.max(), 0.0) + 4.0 * deviation.max())
+    for _ in range(40):  # bisection, to a millionth of a millionth
+        middle = 0.5 * (low + high)
+        inside = float(ndtr((middle - scores) / deviation).mean())
+        low, high = (low, middle) if inside > 0.95 else (middle, high)
+    return sqrt(max(high**2 - float(np.median(ends)) ** 2, 0.0))
+
+
+@cache
+def shipped() -> Mapping[str, Ends]:
+    """Ends by group, as they ship."""
+    return {group: (lo, hi) for group, (lo, hi) in json.loads(FILE.read_text())["ends"].items()}
+
+
+def ends_of(parts: Mapping[str, float], ends: Mapping[str, Ends] | None = None) -> Ends:
+    """Ends of a program in logarithms from the share of each group in its time."""
+    known = shipped() if ends is None else ends
+    pairs = [(share, known.get(group, known[ALL])) for group, share in parts.items()]
+    return sum(s * e[0] for s, e in pairs), sum(s * e[1] for s, e in pairs)
+
+
+def widened(
+    wall: ProgramPrediction, lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
+) -> ProgramPrediction:
+    """Widen a program's interval by what its lowering may be wrong by.
+
+    Args:
+        wall: Time and ends in seconds.
+        lowered: The program; nothing changes unless it was lowered by ``fused``.
+        latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
+        device: Nothing is known of the error on other platforms than GPUs.
+    """
+    if lowered.lowering != "fused" or device.platform != "gpu":
+        return wall
+    low, high = ends_of(shares(lowered.kernels, latency_s))
+    return wall._replace(
+        lo=wall.latency * exp(-hypot(log(wall.latency / wall.lo), low)),
+        hi=wall.latency * exp(hypot(log(wall.hi / wall.latency), high)),
+    )
+
+
+def lowering_note(
+    lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
+) -> tuple[str, ...]:
+    """Say where the compiler's kernels may take a time of their own; as :func:`widened`."""
+    if lowered.lowering != "fused" or device.platform != "gpu":
+        return ()
+    known, parts = shipped(), shares(lowered.kernels, latency_s)
+    low, high = ends_of(parts)
+    if max(-low, high) < _TELLING:
+        return ()
+    worst = max(parts, key=lambda group: parts[group] * max(map(abs, known.get(group, known[ALL]))))
+    return (
+        f"lowering fused: the compiler's kernels may take {exp(low):.2f} to {exp(high):.2f} times "
+        f"as long as these, mostly for {_WORDS.get(worst, worst)} ({parts[worst]:.0%} of the time)",
+    )

@@ -1,0 +1,163 @@
+"""Error of the lowering ``fused`` against XLA's compilers, by class of op, both priced by opcast.
+
+    python tests/bench/fused_error.py --hlo report-out/fused-hlo [--write]
+
+Lowers every op and 500 random compositions (``tests/support/drawn_programs.py``) both ways for
+absent GPUs, and prints the table of ``docs/fused.md``; ``--write`` puts it there, and the ends that
+widen the intervals of ``fused`` into ``models/pretrained/fused.json``. Compiled modules are kept in
+``--hlo``, so that it resumes with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from math import exp, hypot, log
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from opcast.features.devices.catalogue import find_device
+from opcast.models.program.fused_error import FILE, ends_of, fit
+from opcast.models.trust.calibrator import Ends
+from opcast.predict.program.predictor import load
+from opcast.tests.support.drawn_programs import Case, cases, text_of
+from opcast.tests.support.two_lowerings import Price, compiled, on_stream, prices
+
+DOCS = Path(__file__).parents[2] / "docs/fused.md"
+#: One of each generation whose kernels the rules tell apart.
+DEVICES = ("h100-sxm", "a100-sxm-80gb")
+#: Processes, and parts of the cases of a device that they take.
+WORKERS, PARTS = 4, 8
+_MARK = re.compile(r"(<!-- fused_error begin -->\n).*?(<!-- fused_error end -->)", re.DOTALL)
+
+
+class Row(NamedTuple):
+    """A case on a device, priced both ways."""
+
+    device: str
+    case: Case
+    fused: Price
+    xla: Price
+
+    @property
+    def score(self) -> float:
+        """Logarithm of the compiler's time over ours."""
+        return log(self.xla.us / self.fused.us)
+
+    def inside(self, ends: dict[str, Ends]) -> bool:
+        """Whether the interval holds the compiler's price."""
+        ours, (low, high) = self.fused, ends_of(self.fused.shares, ends)
+        below = hypot(log(ours.us / ours.lo), low)
+        return -below <= self.score <= hypot(log(ours.hi / ours.us), high)
+
+
+def measured(names: Iterable[str], folder: Path) -> list[Row]:
+    """Price the chosen cases on every device."""
+    asked = set(names)
+    chosen = [case for case in cases() if case.name in asked]
+    parts = [(name, chosen[i::PARTS], folder / name) for name in DEVICES for i in range(PARTS)]
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would lose
+    with ProcessPoolExecutor(WORKERS, context) as pool:
+        return [row for rows in pool.map(_part, *zip(*parts, strict=True)) for row in rows]
+
+
+def _part(name: str, chosen: Sequence[Case], folder: Path) -> list[Row]:
+    """Price some cases on a device."""
+    predictor, device = load(), on_stream(find_device(name))
+    texts = {case.name: text_of(case.name) for case in chosen}
+    found = compiled(texts, device, folder)
+    for case in chosen:
+        if case.name not in found:
+            print(f"{case.name}: refused by the compiler of {name}")
+    return [
+        Row(name, case, *prices(predictor, texts[case.name], found[case.name], device))
+        for case in chosen
+        if case.name in found
+    ]
+
+
+def fitted(rows: Sequence[Row]) -> dict[str, Ends]:
+    """Ends by group from the errors of rows."""
+    return fit(
+        [max(row.fused.shares, key=row.fused.shares.__getitem__) for row in rows],
+        np.array([row.score for row in rows]),
+        np.array([log(row.fused.us / row.fused.lo) for row in rows]),
+        np.array([log(row.fused.hi / row.fused.us) for row in rows]),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The table in Markdown; intervals are those from the other devices' errors."""
+    others = {name: fitted([r for r in rows if r.device != name]) for name in DEVICES}
+    lines = [
+        "| class of op | n | median | mean | bias | beyond 2× | inside | bytes | FLOPs | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    kinds = [*dict.fromkeys(row.case.kind for row in rows), "all"]
+    for kind in kinds:
+        own = [row for row in rows if kind in (row.case.kind, "all")]
+        lines.append(_line(kind, own, others))
+    return "\n".join(lines)
+
+
+def _line(kind: str, rows: Sequence[Row], ends: dict[str, dict[str, Ends]]) -> str:
+    scores = np.array([row.score for row in rows])
+    errors = np.abs(np.exp(-scores) - 1.0)
+    worst = rows[int(np.abs(scores).argmax())]
+    inside = np.mean([row.inside(ends[row.device]) for row in rows])
+    counts = [
+        np.mean([abs(getattr(r.fused, what) - of) > 0.1 * of + 1e3 for r in rows
+                 for of in (getattr(r.xla, what),)])
+        for what in ("bytes", "flops")
+    ]  # fmt: skip
+    return (
+        f"| {kind} | {len(rows)} | {np.median(errors):.1%} | {errors.mean():.1%} | "
+        f"{np.expm1(-np.mean(scores)):+.1%} | {np.sum(np.abs(scores) > log(2.0))} | {inside:.0%} | "
+        f"{counts[0]:.0%} | {counts[1]:.0%} | {exp(-worst.score):.2f} (`{worst.case.name}`) |"
+    )
+
+
+def main() -> None:
+    """Print the table, and the cases that are off most."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hlo", type=Path, required=True, help="folder of compiled modules")
+    parser.add_argument("--only", help="part of the names of cases; several with commas")
+    parser.add_argument("--worst", type=int, default=20, help="how many cases to list")
+    parser.add_argument("--write", action="store_true", help="write the table and the ends")
+    given = parser.parse_args()
+    parts = (given.only or "").split(",")
+    names = [c.name for c in cases() if any(part in c.name for part in parts)]
+    rows = measured(names, given.hlo)
+    text = table(rows)
+    print(text)
+    ends = fitted(rows)
+    for row in sorted(rows, key=lambda r: -abs(r.score))[: given.worst]:
+        ours, theirs = row.fused, row.xla
+        print(
+            f"{row.case.name:24} {row.device:14} {exp(-row.score):5.2f}  fused {ours.us:.1f} us, "
+            f"xla {theirs.us:.1f} us; kernels {ours.kernels:.0f}, {theirs.kernels:.0f}; MB "
+            f"{ours.bytes / 1e6:.1f}, {theirs.bytes / 1e6:.1f}; GFLOP {ours.flops / 1e9:.2f}, "
+            f"{theirs.flops / 1e9:.2f}; {'inside' if row.inside(ends) else 'OUTSIDE'}"
+            + ("; noted" if ours.notes else "")
+        )
+    print(json.dumps(ends))
+    if given.write:
+        FILE.write_text(_shipped(ends, len(rows)))
+        DOCS.write_text(_MARK.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", DOCS.read_text()))
+
+
+def _shipped(ends: dict[str, Ends], count: int) -> str:
+    """The file of ends."""
+    rounded = {group: [round(lo, 3) + 0.0, round(hi, 3)] for group, (lo, hi) in ends.items()}
+    made = "python tests/bench/fused_error.py --hlo report-out/fused-hlo --write"
+    return json.dumps({"made_by": made, "cases": count, "ends": rounded}, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    main()
