@@ -42,6 +42,8 @@ RHO = 0.1
 RUN_ERROR = 0.12
 #: Columns that the callbacks return, in microseconds: estimate and ends of its 90 % interval.
 LATENCY_COLUMNS = ("latency_us", "lo_us", "hi_us")
+#: Kinds of operations that are products.
+PRODUCTS = ("Linear", "BMM")
 _NEEDED = ("desc", "device", "model", "mode", "n_layer")
 
 Latency = Callable[[pd.DataFrame], pd.DataFrame]
@@ -104,7 +106,7 @@ def _ask(latency: Latency, table: pd.DataFrame, who: str) -> np.ndarray:
 def _step(
     program: GraphProgram, op_times: np.ndarray, link_times: np.ndarray, rho: float
 ) -> dict[str, float]:
-    launch = float(op_times[program.probe, 0])
+    probes = op_times[program.probes, 0]
     share = program.variant.pipeline_share
     parts = {"fw": 0.0, "bw": 0.0, "acc": 0.0}
     spread: list[tuple[float, float]] = []
@@ -114,6 +116,7 @@ def _step(
         time, low, high = op_times[term.row]
         # A JOIN is traffic that another kernel carries (an epilogue), so it has no launch floor of
         # its own.
+        launch = float(probes.min() if term.kind in PRODUCTS else probes[0])
         own = kernel_us(time, launch, joins=term.kind == "JOIN")
         # A pipeline's share scales all compute: bubbles are part of the ratio (m + p - 1) / p.
         weight = term.times * share * own

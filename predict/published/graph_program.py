@@ -20,11 +20,15 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.files import parse_yaml
-from ..operator.prices import PROBE
-from .opgraph import COLLECTIVES, OP_COLUMNS, GraphOp, element_width, graph_ops, op_rows
+from ...features.operators.op import Op
+from ..operator.prices import PROBE, eager_row
+from .opgraph import COLLECTIVES, OP_COLUMNS, element_width, graph_ops, op_rows
 
 #: Columns of the table of collectives; ``bytes`` is the buffer.
 COLLECTIVE_COLUMNS = ("device", "op", "bytes", "world_size", "dtype")
+#: Calls with almost no work. That of a product counts for products where it is the shorter one:
+#: more chips were measured with products than with passes.
+PROBES = (PROBE, Op("bmm", (1, 16, 16, 16), "f32"))
 _OPS = {"ALLREDUCE": "all_reduce", "ALLREDUCE_ASYNC": "all_reduce", "SENDRECV": "send_recv"}
 
 
@@ -181,12 +185,12 @@ class GraphProgram:
     Attributes:
         variant: Parallelism of the label.
         terms: Operations and collectives of the label.
-        probe: Row of the operation with almost no work, whose latency is that of the launch.
+        probes: Rows of the operations with almost no work, whose latency is that of the launch.
     """
 
     variant: Variant
     terms: list[Term]
-    probe: int
+    probes: list[int]
 
 
 @dataclass(frozen=True)
@@ -247,13 +251,15 @@ def graph_programs(labels: pd.DataFrame, graphs: pd.DataFrame) -> GraphPrograms:
         plain = {str(k): v for k, v in label.items()}
         variant = parse_variant(plain.get("variant"))
         terms = _terms(plain, graph, int(layers), variant, ops, links)
-        programs.append(GraphProgram(variant, terms, ops.place(_probe(plain))))
+        programs.append(GraphProgram(variant, terms, [ops.place(row) for row in _probes(plain)]))
     operations = ops.table(("device", *OP_COLUMNS))
     return GraphPrograms(programs, operations, links.table(COLLECTIVE_COLUMNS))
 
 
-def _probe(label: dict[str, object]) -> dict[str, object]:
-    return {"device": label["device"], **op_rows(GraphOp("VECrelu", PROBE.shape), _dtype(label))}
+def _probes(label: dict[str, object]) -> list[dict[str, object]]:
+    rows = [eager_row(probe, _dtype(label)) for probe in PROBES]
+    device = label["device"]
+    return [{"device": device, **{name: row.get(name) for name in OP_COLUMNS}} for row in rows]
 
 
 def _dtype(label: dict[str, object]) -> str:
