@@ -17,6 +17,7 @@ from ...features.operators.schema import BLOCKS, faulty
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
+from ..trust.calibrator import MIN_SCORES
 from ..trust.designs import ends_of, is_near, scope_of, why_far
 from .device_errors import OF_LIBRARY, DeviceErrors
 from .devices import KnownDevices
@@ -31,12 +32,13 @@ from .family_tables import (
 )
 from .fitted import Fitted
 from .mixture import Member, Menu, foreign, members_of, mixed
-from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
+from .prediction import NEW_GROUP, UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
 from .regressors import Folds, KnownModel, UnseenFit, error_figures
 from .rows import (
     among,
     codes,
     dispatch,
+    group_names,
     held_out,
     libraries,
     named_columns,
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
 
 #: Least number of rows of groups that were held out in turn. Engineering estimate.
 LEAST_TESTED = 10_000
+#: Between a device and a group of its training rows.
+GROUP = "|"
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
@@ -64,6 +68,8 @@ class FamilyModel:
         known_devices: Chips and vendors of the devices that it was fitted to.
         named: Text parameters that every training row of the family gives.
         menu: Libraries that its training rows ran on.
+        groups: Layers, or head configurations, that it learned from, where these are few: names of
+            devices and groups, joined by :data:`GROUP`.
         intervals: Interval ends.
         left_out: Errors on each chip, left out; by names of devices joined by ``+``.
     """
@@ -74,6 +80,7 @@ class FamilyModel:
         self.known_devices = KnownDevices()
         self.named: tuple[str, ...] = ()
         self.menu = Menu()
+        self.groups: frozenset[str] = frozenset()
         self.intervals = DeviceIntervals()
         self.left_out: dict[str, dict[str, float]] = {}
         self._models: Fitted | None = None
@@ -134,7 +141,7 @@ class FamilyModel:
                 self.family, names, self.settings, features, device, code[0], ratio, fitting
             )
 
-        held, parts = held_out(rows, self.family, self.settings.seed, rng)
+        held, parts, of_all = held_out(rows, self.family, self.settings.seed, rng)
         known = known_of(np.flatnonzero(~held), self.settings.max_rows)
         tested = [(known, np.flatnonzero(held))]
         for part in parts:
@@ -146,7 +153,16 @@ class FamilyModel:
             (own, *model.held_out(features.take(own), device[own], code[0][own], ratio[own]))
             for model, own in tested
         ]
-        own, scores, predicted, near = (np.concatenate(part) for part in zip(*tests, strict=True))
+        if parts:
+            group = group_names(rows, self.family)
+            pairs, counts = np.unique((device + GROUP + group).astype(str), return_counts=True)
+            # A few rows of a group say nothing of its others.
+            self.groups = frozenset(pairs[counts >= MIN_SCORES].tolist())
+            left = [(group[at], own) for at, own, *_ in tests[1:]]
+            self.intervals.fit_groups([own[g == name] for g, own in left for name in set(g)])
+        own, scores, predicted, near = (
+            np.concatenate(part) for part in zip(*tests[: None if of_all else 1], strict=True)
+        )
         if len(own):
             if known.regressor.domain is not None:
                 known.regressor.domain.calibrate(near)
@@ -353,6 +369,10 @@ class FamilyModel:
         if far.any():
             lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
             hi[far] = np.maximum(hi, np.sqrt(hi * wide_hi))[far]
+        if self.groups:
+            new = ~among(proxy + GROUP + group_names(rows, self.family), self.groups)
+            group_lo, group_hi = self.intervals.of(NEW_GROUP, latency[new])
+            lo[new], hi[new] = np.minimum(lo[new], group_lo), np.maximum(hi[new], group_hi)
         nameless = unnamed(rows, self.named) | self.known_devices.elsewhere(rows, devices)
         nameless |= foreign(rows, devices)
         # Which library runs an operator matters as much as the device (docs/operator-learning.md).
@@ -458,6 +478,7 @@ class FamilyModel:
             **self.known_devices.to_dict(),
             "named": list(self.named),
             "menu": self.menu.to_list(),
+            **({"groups": sorted(self.groups)} if self.groups else {}),
             "intervals": self.intervals.to_dict(),
             "left_out": self.left_out,
             "estimator": self.settings.estimator,
@@ -476,6 +497,7 @@ class FamilyModel:
         # Entries that the first released models lack have a default.
         model.named = tuple(manifest.get("named", ()))
         model.menu = Menu.from_list(manifest.get("menu", ()))
+        model.groups = frozenset(manifest.get("groups", ()))
         model.intervals = DeviceIntervals.from_dict(manifest["intervals"])
         model.left_out = dict(manifest["left_out"])
         model._models = Fitted.load(family, path, manifest, model.known_devices.chips)

@@ -130,6 +130,8 @@ BINS = 4
 #: Names that stand for devices without samples, and for those of another vendor than most that were
 #: learned from.
 UNSEEN, FOREIGN = "", "*"
+#: Name that stands for layers and head configurations that were not learned from on a device.
+NEW_GROUP = "+"
 #: Between library, device and family in the name of versions that are known of one family on one
 #: device alone.
 SEPARATOR = "@"
@@ -217,6 +219,17 @@ class DeviceIntervals:
             found = widest(values) or UNKNOWN
             self.ends.ends[kind, 0] = moved_out(found) if widened else found
 
+    def fit_groups(self, scores: Sequence[np.ndarray]) -> None:
+        """Calibrate for groups without samples, where few are known.
+
+        As for devices, a new group is one more draw of a group, not of a row: the ends are the
+        widest of those of the groups that were left out in turn.
+
+        Args:
+            scores: Scores of each group by a model that did not see it.
+        """
+        self.ends.ends[NEW_GROUP, 0] = widest(scores) or UNKNOWN
+
     def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ends of the interval in seconds for rows of one device.
 
@@ -285,6 +298,7 @@ class DeviceIntervals:
             "upper_log": {name: [hi for _, hi in own] for name, own in logs.items()},
             "unseen_log": list(self.ends.of([(UNSEEN, 0)], UNKNOWN)),
             "foreign_log": list(self.ends.of([(FOREIGN, 0)], UNKNOWN)),
+            **({"group_log": list(own)} if (own := self.ends.ends.get((NEW_GROUP, 0))) else {}),
         }
 
     @classmethod
@@ -294,9 +308,12 @@ class DeviceIntervals:
         for name, lower in data["lower_log"].items():
             each = zip(lower, data["upper_log"][name], strict=True)
             found.ends.ends |= {(name, place): own for place, own in enumerate(each)}
-        for name, key in ((UNSEEN, "unseen_log"), (FOREIGN, "foreign_log")):
-            lo, hi = data[key]
-            found.ends.ends[name, 0] = float(lo), float(hi)
+        logs = ((UNSEEN, "unseen_log"), (FOREIGN, "foreign_log"), (NEW_GROUP, "group_log"))
+        for name, key in logs:
+            # Only families with few groups, and none of the first released, have ends of new ones.
+            if key in data or name != NEW_GROUP:
+                lo, hi = data[key]
+                found.ends.ends[name, 0] = float(lo), float(hi)
         return found
 
 

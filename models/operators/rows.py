@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ...features.operators.columns import OpRows, distinct, texts_of
 from ...features.operators.hlo import op_frame
 from ...features.operators.physics import BACKENDS, KERNEL_WORDS
 from ...features.operators.query import with_defaults
-from ...features.operators.schema import ALIKE, BLOCKS
+from ...features.operators.schema import ALIKE, BLOCKS, NAMES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +32,9 @@ MIN_GROUPS = 8
 #: intervals those of one or two layers. Engineering estimate.
 LEAST_GROUPS = 5
 #: With fewer groups than this each is held out once, from one of so many models: a twentieth would
-#: be two or three, whose errors say little of others. Engineering estimates.
-FEW_GROUPS, PARTS = 60, 5
+#: be two or three, whose errors say little of others. Of fewer than :data:`TWO_GROUPS` the others
+#: do not show what a group has in common. Engineering estimates.
+FEW_GROUPS, PARTS, TWO_GROUPS = 60, 5, 3
 
 
 def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
@@ -102,9 +103,7 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     """
     import pandas as pd
 
-    # Of other blocks, each shape is a group: nobody asks for what they have in common as a whole.
-    wanted = ALIKE[FAMILIES[key]] if key in FAMILIES else ALIKE.get(key, BLOCKS[key])
-    columns = [c for c in wanted if c in rows]
+    columns = [c for c in _alike(key) if c in rows]
     text = rows[columns[0]].astype(str)
     for column in columns[1:]:
         text = text + "|" + rows[column].astype(str)
@@ -112,25 +111,62 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
     return np.array([_draw(f"{seed}:{key}:{name}") for name in names])[code]
 
 
-def held_out(
-    rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw the rows to hold out of a fit, bool, shape ``(n,)``: whole groups, some single rows.
+def group_names(rows: pd.DataFrame | OpRows, key: str) -> np.ndarray:
+    """Name of each row's group, the same however its numbers are stored, shape ``(n,)``.
+
+    Args:
+        rows: ``n`` rows of one family.
+        key: The family.
+    """
+    rows = OpRows.of(rows)
+    columns = _alike(key)
+    names = [c for c in columns if c in NAMES]
+    # Absent numbers are zero, as in a query that leaves them out.
+    numbers = [np.nan_to_num(rows.numbers(c)) for c in columns if c not in NAMES]
+    texts = [rows.texts(c).astype(str) for c in names]
+    return np.array(
+        [
+            "|".join((*own[: len(texts)], *(f"{n:.0f}" for n in own[len(texts) :])))
+            for own in zip(*texts, *numbers, strict=True)
+        ],
+        object,
+    )
+
+
+def _alike(key: str) -> tuple[str, ...]:
+    # Of other blocks, each shape is a group: nobody asks for what they have in common as a whole.
+    return ALIKE[FAMILIES[key]] if key in FAMILIES else ALIKE.get(key, BLOCKS[key])
+
+
+class HeldOut(NamedTuple):
+    """Rows to hold out of a fit.
+
+    Attributes:
+        rows: Of whole groups, and single ones, bool, shape ``(n,)``.
+        parts: Where there are few groups, sets that hold each of them once, for models of their
+            own.
+        of_all: Whether errors on the parts are those of a known group's rows, too.
+    """
+
+    rows: np.ndarray
+    parts: list[np.ndarray]
+    of_all: bool
+
+
+def held_out(rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator) -> HeldOut:
+    """Draw the rows to hold out of a fit.
 
     Args:
         rows: ``n`` rows of one family.
         key: The family.
         seed: Of the draw of groups.
         rng: For the draw of rows.
-
-    Returns:
-        The set; and where there are few groups, single rows, and several sets that hold each group
-        once, for models of their own.
     """
     place = group_draw(rows, key, seed)
     groups, group = np.unique(place, return_inverse=True)
     few = MIN_GROUPS <= len(groups) < FEW_GROUPS
-    parts = [group % PARTS == part for part in range(PARTS)] if few else []
+    count = min(PARTS, len(groups)) if TWO_GROUPS <= len(groups) < FEW_GROUPS else 0
+    parts = [group % count == part for part in range(count)]
     least = min(LEAST_GROUPS, len(groups) // 5)
     count = (
         max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS and not few else 0
@@ -139,7 +175,8 @@ def held_out(
     # What is asked of layers and head configurations of blocks is mostly new ones, and their tables
     # have few: rows of known ones would make the intervals too narrow.
     single = 0.0 if (count or few) and key in ALIKE else HELD_ROWS
-    return np.asarray((place <= first) | (rng.random(len(rows)) < single)), parts
+    held = np.asarray((place <= first) | (rng.random(len(rows)) < single))
+    return HeldOut(held, parts, few)
 
 
 def codes(rows: pd.DataFrame | OpRows) -> tuple[np.ndarray, np.ndarray]:

@@ -262,6 +262,27 @@ def test_a_row_without_the_kernels_name_is_outside(training, measured, chips):
     assert not model.predict(named[1].drop(columns="kernel"), chips).in_domain.any()
 
 
+def test_layers_that_a_device_has_not_seen_have_the_ends_of_layers_left_out(op_rows, chips):
+    """Four layers, one of which takes 1.6 times as long: a fifth may do so, too."""
+    slower = np.array([1.0, 1.0, 1.0, 1.6])
+
+    def layers(device, n, seed, of):
+        which = np.arange(n) % len(of)
+        rows = op_rows(FAMILY, n, seed).assign(device=device, b=1, k=1024, n=np.array(of)[which])
+        noise = np.exp(0.02 * np.random.default_rng(seed).normal(size=n))
+        seconds = op_features(rows, FAMILY, chips).base_s * slower[which % 4] * noise
+        return rows.assign(latency_us=1e6 * seconds)
+
+    sizes = [512, 1024, 2048, 4096]
+    table = pd.concat([layers("a", 800, 1, sizes), layers("b", 800, 2, sizes[1:])])
+    model = FamilyModel(FAMILY, SETTINGS).fit(table, chips)
+    assert len(model.groups) == 7
+    rows = pd.concat([layers("a", 40, 3, sizes[:1]), layers("b", 40, 3, sizes[:1])])
+    found = model.predict(rows, chips)
+    above = np.log(found.hi / found.latency)
+    assert above[:40].max() < 0.2 < 0.4 < above[40:].min()
+
+
 # The bundle
 
 

@@ -7,7 +7,13 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.models.operators.devices import chip_of, twins
-from opcast.models.operators.prediction import BINS, FOREIGN, UNSEEN, DeviceIntervals
+from opcast.models.operators.prediction import (
+    BINS,
+    FOREIGN,
+    NEW_GROUP,
+    UNSEEN,
+    DeviceIntervals,
+)
 from opcast.models.trust.calibrator import MIN_SCORES, UNCALIBRATED, ends
 
 
@@ -87,6 +93,16 @@ def test_unseen_devices_have_the_widest_ends_of_those_left_out():
     lo, hi = found.of("new", predicted)
     assert np.log(lo / predicted)[0] == pytest.approx(ends(wide)[0])
     assert np.log(hi / predicted)[0] == pytest.approx(ends(wide)[1])
+
+
+def test_new_groups_have_the_widest_ends_of_those_left_out():
+    found = DeviceIntervals()
+    fast, slow = scored(500)[0] - 0.3, scored(500, 1)[0] + 0.2
+    found.fit_groups([fast, slow, np.full(MIN_SCORES - 1, 9.0)])
+    lo, hi = ends(fast)[0], ends(slow)[1]
+    assert found.ends.ends[NEW_GROUP, 0] == (lo, hi)
+    again = DeviceIntervals.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert again.ends.ends[NEW_GROUP, 0] == (lo, hi)
 
 
 def test_widened_ends_leave_room_for_one_more_chip():

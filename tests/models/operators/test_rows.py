@@ -14,6 +14,7 @@ from opcast.models.operators.rows import (
     PARTS,
     codes,
     group_draw,
+    group_names,
     held_out,
     rows_of_dataset,
     rows_of_published,
@@ -73,19 +74,30 @@ def test_draws_are_by_group(family, op_rows):
     assert (some == drawn[[5, 17]]).all()  # whatever the other rows are
 
 
-@pytest.mark.parametrize(("groups", "parts"), [(4, 0), (20, PARTS), (2 * FEW_GROUPS, 0)])
+@pytest.mark.parametrize(("groups", "parts"), [(2, 0), (4, 4), (20, PARTS), (2 * FEW_GROUPS, 0)])
 def test_where_there_are_few_groups_each_is_held_out_once(groups, parts, op_rows):
     rows = op_rows("graph/linear", 600)
     rows["n"], rows["k"], rows["b"] = np.arange(600) % groups, 64, 1
-    held, folds = held_out(rows, "graph/linear", 0, np.random.default_rng(0))
+    held, folds, of_all = held_out(rows, "graph/linear", 0, np.random.default_rng(0))
     assert len(folds) == parts
     whole = {n for n, own in rows.groupby("n") if held[own.index].all()}
     if parts:
         assert (np.sum(folds, axis=0) == 1).all()
-        assert all(fold.reshape(-1, groups).all(axis=0).sum() == groups / PARTS for fold in folds)
+        assert all(fold.reshape(-1, groups).all(axis=0).sum() == groups / parts for fold in folds)
+    # Of fewer than eight groups, errors on new ones say nothing of those that are known.
+    assert of_all == (groups == 20)
     # Of many groups a twentieth is held out whole; of few, single rows besides the folds.
     assert len(whole) == (round(0.05 * groups) if groups > FEW_GROUPS else 0)
     assert 0 < held.mean() < 0.2
+
+
+def test_a_group_has_one_name_however_its_numbers_are_stored(op_rows):
+    rows = op_rows("graph/generation_mla", 3).assign(q_heads=128, window=0)
+    stored = rows.assign(q_heads=pd.array([128] * 3, "Int64"), window=[0.0, np.nan, 0.0])
+    names = group_names(rows, "graph/generation_mla")
+    assert list(names) == list(group_names(stored, "graph/generation_mla"))
+    assert names[0].startswith("128|")
+    assert names[0] != group_names(rows.assign(q_heads=64), "graph/generation_mla")[0]
 
 
 def test_codes_say_what_runs_a_row():
