@@ -32,6 +32,14 @@ def fused(recording: Recording) -> list[AtenKernel]:
     return _Fusion(recording).works()
 
 
+def is_opaque(call: AtenCall) -> bool:
+    """Whether an operator has kernels of its own, which nothing joins."""
+    # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
+    hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
+    opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
+    return opaque or multiplies(call.name) or not call.name.startswith(_OWN)
+
+
 @dataclass
 class _Group:
     calls: list[AtenCall]
@@ -50,10 +58,7 @@ class _Fusion:
             self._add(call)
 
     def _add(self, call: AtenCall) -> None:
-        # The compiler generates nothing for complex numbers, which stay PyTorch's operators.
-        hollow = any(t.dtype.startswith("complex") for t in (*call.inputs, *call.outputs))
-        opaque = hollow or call.phase == "optimizer" or call.name.startswith(_OPAQUE)
-        opaque = opaque or multiplies(call.name) or not call.name.startswith(_OWN)
+        opaque = is_opaque(call)
         size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
         # What is overwritten must have been read before.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,6 +109,7 @@ class TorchPredictor:
             DeviceError: The device is not known, or no GPU.
         """
         from ...features.ir.torch.runs import record
+        from ...features.ir.torch.storages import log_storages
 
         own, spec = self.checked(program), self.gpu(device)
 
@@ -119,6 +121,9 @@ class TorchPredictor:
             return found is not None and all(fused(u, cudnn=cudnn) == is_one for u, is_one in known)
 
         found = before if before and holds(before, cudnn=True) else record(own, fused)
+        if found is not before:
+            with suppress(ProgramError):
+                found = replace(found, storages=log_storages(own, fused))
         if holds(found, cudnn=False):
             return replace(found, otherwise=None)
         if holds(found.otherwise, cudnn=False):

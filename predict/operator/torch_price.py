@@ -36,8 +36,10 @@ from .aten_work import (
     check_priced,
     works,
 )
+from .compiled_storages import compiled_storages
 from .step_operators import FLASH2
 from .torch_attention import CUDNN
+from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
@@ -122,6 +124,7 @@ class TorchPrediction(InSeconds):
         operators: In order.
         parameter_bytes: Bytes of parameters and buffers.
         notes: What the figures mean, and their limits.
+        memory: Peak memory and whether it fits; ``None`` where it is not predicted.
     """
 
     latency_us: float
@@ -134,12 +137,23 @@ class TorchPrediction(InSeconds):
     operators: tuple[AtenEstimate, ...]
     parameter_bytes: int
     notes: tuple[str, ...]
+    memory: TorchMemory | None = None
 
     def __repr__(self) -> str:
         """Time, interval, device and number of operators; the fields would fill pages."""
         return (
             f"TorchPrediction({self._said()} by {self.framework}, {len(self.operators)} operators)"
         )
+
+    @property
+    def peak_memory_bytes(self) -> float | None:
+        """What the device sees at the peak; ``None`` where it is not predicted."""
+        return self.memory.peak_bytes if self.memory else None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is more likely than not to run on the device; ``None`` if that is unknown."""
+        return self.memory.fits if self.memory else None
 
     @property
     def kernels(self) -> tuple[AtenEstimate, ...]:
@@ -160,7 +174,14 @@ class TorchPrediction(InSeconds):
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast predict --json`` prints it."""
-        return asdict(self)
+        own = self.memory
+        return {
+            **asdict(self),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "memory_source": own.source if own else "",
+            "device_memory_bytes": own.device_bytes if own else 0.0,
+            "fits": self.fits,
+        }
 
 
 @dataclass(frozen=True)
@@ -231,6 +252,10 @@ def price(
     times, sources = priced.times, priced.sources
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
+    compiled = framework == "torch-compiled"
+    storages = compiled_storages(recording) if compiled else recording.storages
+    error = COMPILED_ERROR if compiled else ERROR
+    memory = torch_memory(storages, spec, error) if storages else None
     return TorchPrediction(
         **latency_fields(priced.seconds, lo, max(priced.hi, older.hi_us * 1e-6 if older else 0.0)),
         framework=framework,
@@ -263,6 +288,7 @@ def price(
             *recording.notes,
             *generation_note(spec),
         ),
+        memory=memory,
     )
 
 
@@ -338,8 +364,7 @@ def _notes(
     notes = [
         kernels
         + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
-        + "; memory is not predicted; for the same program under XLA, with its peak memory, leave "
-        "--framework out"
+        + "; for the same program under XLA leave --framework out"
     ]
     if host_bound:
         notes.append(

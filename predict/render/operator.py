@@ -19,6 +19,7 @@ from .parts import (
     place_table,
     print_notes,
     timed_headline,
+    unfit,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ...models.operators.explain import OpExplanation
     from ...models.operators.mixture import Member
     from ..operator.torch_framework import TorchExplanation
+    from ..operator.torch_memory import TorchMemory
     from ..operator.torch_price import AtenEstimate, TorchPrediction
 
 #: Number of reasons for being outside the training domain to print.
@@ -86,12 +88,16 @@ def print_torch(
     """
     p = prediction
     rest = f"on {p.device} by {p.framework}"
-    console.print(timed_headline(p.latency_us, p.lo_us, p.hi_us, rest))
+    headline = timed_headline(p.latency_us, p.lo_us, p.hi_us, rest)
+    needed, has = (p.memory.needed_bytes, p.memory.device_bytes) if p.memory else (0.0, 0.0)
+    console.print(headline + unfit(needed, has))
     launches = sum(o.launches for o in p.operators)
     console.print(
         f"{len(p.operators)} operators: {duration(p.device_us)} on the device; {launches} "
         f"launches: {duration(p.host_us)} on the host; weights {size(p.parameter_bytes)}"
     )
+    if p.memory is not None:
+        _print_memory(console, p.memory)
     if price is not None:
         console.print(cost_line(p, price))
     if by == "kernel":
@@ -102,6 +108,28 @@ def print_torch(
     shares = ", ".join(f"{group.name} {group.share:.0%}" for group in p.by("kind"))
     console.print(f"by kind: {shares}")
     print_notes(console, p.notes)
+
+
+def _print_memory(console: Console, m: TorchMemory) -> None:
+    """Print peak memory, what it is made of, and what to change where it does not fit."""
+    fit = ""
+    if m.out_of_memory is not None:
+        word = "fits" if m.fits else "does NOT fit"
+        fit = f", {word} in {size(m.device_bytes)} (out of memory: {m.out_of_memory:.0%})"
+    console.print(
+        f"peak memory {size(m.peak_bytes)}  [{size(m.lo_bytes)} – {size(m.hi_bytes)}]{fit}"
+    )
+    parts = ", ".join(f"{k} {size(v)}" for k, v in sorted(m.parts.items(), key=lambda i: -i[1]))
+    console.print(
+        f"  allocated {size(m.allocated_bytes)} ({parts}), reserved {size(m.reserved_bytes)}, "
+        f"context {size(m.context_bytes)}"
+    )
+    for held in m.holders[:1]:
+        console.print(
+            f"  most at {held.line} ({held.name.removeprefix('aten.')}): {size(held.bytes)}"
+        )
+    if m.change:
+        console.print(f"  would fit with {m.change}")
 
 
 def _operator_table(p: TorchPrediction, top: int, width: int) -> Table:

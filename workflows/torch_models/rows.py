@@ -141,7 +141,8 @@ def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
             program = program or build(row.case)
             recording = predictor.record(program, spec, recording)
             said = predictor.price(recording, spec)
-            found.append({"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us})
+            times = {"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us}
+            found.append({**times, "memory_bytes": said.peak_memory_bytes})
         except (OpcastError, *FAULTS) as error:
             found.append(reason_of(error))
     return found

@@ -19,6 +19,8 @@ from .place import Place
 if TYPE_CHECKING:
     import torch
 
+    from .storages import StorageLog
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 #: Operators that launch nothing though they are no views.
 _HOST = (
@@ -126,6 +128,7 @@ class Recording:
         notes: What was taken otherwise than PyTorch decides it, and what would not be.
         otherwise: What it launches under releases of PyTorch that choose other kernels of
             attention, where these are written out.
+        storages: What it makes and frees in memory; ``None`` where that cannot be followed.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
@@ -135,6 +138,7 @@ class Recording:
     attention: dict[AttentionUse, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     otherwise: Recording | None = None
+    storages: StorageLog | None = None
 
 
 class Recorder:

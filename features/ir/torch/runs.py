@@ -111,7 +111,7 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
     inputs.mode = fakes.mode
     with without_memory(source, fakes):
         args, kwargs = given_to(program.args, program.kwargs, inputs)
-        with standing_in(_stands(log)), scoped(scopes), deciding_without_values(program.kwargs):
+        with standing_in(stands(log)), scoped(scopes), deciding_without_values(program.kwargs):
             found = run(
                 lambda: _steps(program, source, log, fakes, lambda: source(*args, **kwargs))
             )
@@ -288,7 +288,7 @@ def _four_dimensions(given: object) -> object:
     return given
 
 
-def _stands(log: Recorder) -> dict[str, Stand]:
+def stands(log: Recorder) -> dict[str, Stand]:
     """What stands for functions that a GPU has as one kernel and the CPU has not."""
     import torch
 

@@ -485,8 +485,8 @@ def test_every_kind_of_model_is_priced(kind):
     # The longer of both.
     assert eager.latency_us == pytest.approx(max(eager.device_us, eager.host_us))
     assert ("host" in " ".join(eager.notes)) == (eager.host_us > eager.device_us)
-    # Nothing is said of memory, so a user must not take the weights for all of it.
-    assert "memory is not predicted" in eager.notes[0]
+    # Weights, and what is made of them.
+    assert eager.memory.allocated_bytes > eager.parameter_bytes and eager.fits
 
 
 def test_what_has_no_kernels_of_pytorch_is_refused():

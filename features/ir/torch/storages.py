@@ -1,0 +1,396 @@
+"""Which tensors a PyTorch program has in memory, in the order in which it makes and frees them.
+
+A module is run itself, on tensors without memory: what its own frames, autograd's graph, autocast's
+copies and checkpoints hold on to is held as in a real run. An export, whose frames are gone, frees
+each value after its last use.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import sysconfig
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from ....common.errors import ProgramError
+from .decomposition import WRAPPERS, Fakes, setting_of
+from .eager import deciding_without_values, standing_in
+from .program import TorchProgram, export, shortened, torch_loss, torch_optimizer
+from .record import Fused, Recorder
+from .runs import stands
+from .translate import place_of
+
+if TYPE_CHECKING:
+    import torch
+
+#: What a storage is for.
+WEIGHTS, INPUTS, GRADIENTS = "weights", "inputs", "gradients"
+STATES, ACTIVATIONS, WORKSPACE = "optimizer", "activations", "workspace"
+#: Operators whose results are constants of the host, such as ``torch.tensor(0.5)``.
+_CONSTANTS = ("aten.lift_fresh", "aten._local_scalar_dense")
+#: Operators that call cuBLAS, whose workspace stays allocated.
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm")
+
+
+class Storage(NamedTuple):
+    """Memory of a tensor and its views.
+
+    Attributes:
+        bytes: Its size.
+        kind: What it is for, such as :data:`WEIGHTS`.
+        line: ``file:line`` of the model that made it; empty in a backward pass.
+        name: Operator that made it.
+    """
+
+    bytes: int
+    kind: str
+    line: str = ""
+    name: str = ""
+
+
+@dataclass
+class StorageLog:
+    """Storages of a forward pass or of a training step.
+
+    Attributes:
+        storages: By number.
+        events: Numbers of storages that are made and, as ``~number``, of those that are freed: of a
+            forward pass, or of two steps of training, since moments are there from the second on.
+        batch: First dimension of the first input; 0 if it has none.
+        framed: Whether the module's own frames held what they hold.
+        products: Whether products of cuBLAS are among the operators.
+        train: Whether it is a training step.
+    """
+
+    storages: list[Storage] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    batch: int = 0
+    framed: bool = True
+    products: bool = False
+    train: bool = False
+
+    def peak(self) -> int:
+        """Most bytes that are held at one time, before any rounding."""
+        now = most = 0
+        for event in self.events:
+            now += self.storages[event].bytes if event >= 0 else -self.storages[~event].bytes
+            most = max(most, now)
+        return most
+
+
+def log_storages(program: TorchProgram, fused: Fused = lambda _: True) -> StorageLog:
+    """Follow the storages of a program.
+
+    Args:
+        program: The program.
+        fused: Which attention is one kernel, which keeps no scores.
+
+    Raises:
+        ProgramError: The program cannot be run without data.
+    """
+    with warnings.catch_warnings():
+        # About tensors without data, which nobody asked for.
+        warnings.simplefilter("ignore")
+        if _is_module(program.source):
+            try:
+                return _Run(program, fused).by_module()
+            except Exception:
+                # Branches on data, or tensors that the module hides: its export has neither.
+                pass
+        try:
+            return _Run(program, fused).by_export()
+        except ProgramError:
+            raise
+        except Exception as error:
+            raise ProgramError(
+                f"its tensors cannot be followed: {type(error).__name__}: {shortened(error)}",
+                where=program.name,
+            ) from error
+
+
+def _is_module(source: object) -> bool:
+    import torch
+
+    return isinstance(source, torch.nn.Module) and not isinstance(source, torch.fx.GraphModule)
+
+
+class _Run:
+    """One run of a program on tensors without memory."""
+
+    def __init__(self, program: TorchProgram, fused: Fused) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.program, self.fused = program, fused
+        self.fakes = Fakes(FakeTensorMode(allow_non_fake_inputs=True))
+
+    def by_module(self) -> StorageLog:
+        """Run the module itself, a copy whose tensors have no memory."""
+        import torch
+
+        module = self.program.source
+        assert isinstance(module, torch.nn.Module), "no module"
+        held = [v for m in module.modules() for v in vars(m).values()]
+        held += [*module.parameters(), *module.buffers()]
+        memo = {id(t): self.fakes.of(t) for t in held if isinstance(t, torch.Tensor)}
+        own = copy.deepcopy(module, memo)
+
+        def placed(value: object) -> object:
+            return self.fakes.like(value) if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = torch.utils._pytree.tree_map(
+            placed, (self.program.args, dict(self.program.kwargs))
+        )
+        return self._follow(own, lambda _: own(*args, **kwargs), (args, kwargs))
+
+    def by_export(self) -> StorageLog:
+        """Run the export, whose values die after their last use."""
+        exported = export(self.program)
+        module = exported.program.module()
+        self.fakes.replace(module)
+        given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = [self.fakes.like(v) if hasattr(v, "dtype") else v for v in given]
+        log = self._follow(module, lambda watch: _runner(module, watch).run(*inputs), inputs)
+        log.framed = False
+        return log
+
+    def _follow(
+        self, module: torch.nn.Module, forward: Callable[[_Watch], object], inputs: object
+    ) -> StorageLog:
+        """Run forward, or whole steps, and note what is made and freed."""
+        import torch
+
+        watch = _Watch(StorageLog(train=bool(self.program.train)))
+        watch.hold((*module.parameters(), *module.buffers()), WEIGHTS)
+        tensors = _tensors(inputs)
+        watch.hold(tensors, INPUTS)
+        watch.log.batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+        # The CPU's own library has recurrent layers that GPUs do not have.
+        plain = torch.backends.mkldnn.flags(enabled=False)
+        as_on_gpus = standing_in(stands(Recorder(self.fused)))
+        decided = deciding_without_values(self.program.kwargs)
+        with plain, as_on_gpus, decided, torch.device("cpu"), self.fakes.mode, _watching(watch):
+            if watch.log.train:
+                self._train(module, forward, watch)
+            else:
+                with torch.no_grad():
+                    found = forward(watch)
+                del found
+        watch.on = False
+        return watch.log
+
+    def _train(
+        self, module: torch.nn.Module, forward: Callable[[_Watch], object], watch: _Watch
+    ) -> None:
+
+        log, start = watch.log, len(watch.log.events)
+        found = forward(watch)
+        loss = torch_loss(found, self.program.loss, self.program.name)
+        if not loss.requires_grad:
+            raise ProgramError("no parameter takes a gradient", where=self.program.name)
+        watch.forward = False
+        loss.backward()
+        watch.relabel((p.grad for p in module.parameters() if p.grad is not None), GRADIENTS)
+        step = len(log.events)
+        optimizer = torch_optimizer(self.program.train, module)
+        optimizer.step()
+        moments = _tensors([list(state.values()) for state in optimizer.state.values()])
+        watch.relabel(moments, STATES)
+        later = len(log.events)
+        optimizer.step()
+        watch.on = False
+        log.events = _two_steps(log, start, step, later)
+
+
+def _two_steps(log: StorageLog, start: int, step: int, later: int) -> list[int]:
+    """Events of two steps of training.
+
+    Args:
+        log: With a forward and a backward pass from ``start`` on, an update that makes the moments
+            from ``step`` on, and one that finds them from ``later`` on.
+        start: Place among the events.
+        step: Another.
+        later: The last.
+    """
+    passes, made, update = log.events[start:step], log.events[step:later], log.events[later:]
+    freed = {~e for e in (*passes, *made, *update) if e < 0}
+    # ``zero_grad`` frees the gradients before the next forward pass.
+    left = [~e for e in passes if e >= 0 and e not in freed]
+    renamed: dict[int, int] = {}
+    again = []
+    for event in (*passes, *update):
+        if event >= 0:
+            renamed[event] = len(log.storages)
+            log.storages.append(log.storages[event])
+            again.append(renamed[event])
+        elif ~event in renamed:
+            again.append(~renamed[~event])
+    return [*log.events[:later], *left, *again]
+
+
+class _Watch:
+    """Notes storages when an operator makes them and when the last tensor in them is gone."""
+
+    def __init__(self, log: StorageLog) -> None:
+        self.log, self.on, self.forward, self.line = log, True, True, ""
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Note tensors that are there before the program runs."""
+        for tensor in tensors:
+            self._note(tensor, kind, "", "")
+
+    def relabel(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Say what tensors that were made are for."""
+        for tensor in tensors:
+            known = self._known.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self.log.storages[known[0]] = self.log.storages[known[0]]._replace(kind=kind)
+
+    def see(
+        self, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what an operator made."""
+        if not self.on or name.startswith(_CONSTANTS):
+            return
+        self.log.products |= name.startswith(_PRODUCTS)
+        line = (self.line or _line()) if self.forward else ""
+        for tensor in outputs:
+            self._note(tensor, ACTIVATIONS, line, name)
+        for size in _scratch(name, inputs, outputs):
+            self.log.events += [len(self.log.storages), ~len(self.log.storages)]
+            self.log.storages.append(Storage(size, WORKSPACE, line, name))
+
+    def _note(self, tensor: torch.Tensor, kind: str, line: str, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or not size:
+            return
+        number = len(self.log.storages)
+        self.log.storages.append(Storage(size, kind, line, name))
+        self.log.events.append(number)
+
+        def gone(_: object) -> None:
+            del self._known[key]
+            if self.on:
+                self.log.events.append(~number)
+
+        self._known[key] = number, weakref.ref(storage, gone)
+
+
+def _scratch(
+    name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Iterator[int]:
+    """Bytes that an operator's kernels take for themselves while they run.
+
+    Fused attention adds the gradient of queries up in f32 (FlashAttention's ``dq_accum``). Matrix
+    units take images with the channels last: cuDNN copies others of 16 bits, and results, there and
+    back (its kernels ``nchwToNhwc`` and ``nhwcToNchw``), but for depthwise convolutions, which
+    PyTorch has direct kernels for.
+    """
+    import torch
+
+    if name.startswith("aten._scaled_dot_product") and name.endswith("_backward"):
+        yield 4 * inputs[1].numel()
+    if name in ("aten.convolution", "aten.convolution_backward"):
+        image, weight = inputs[-2:] if name.endswith("_backward") else inputs[:2]
+        result = inputs[0] if name.endswith("_backward") else outputs[0]
+        dense = image.dim() == 4 and image.is_contiguous() and weight.shape[1] > 1
+        last = dense and image.is_contiguous(memory_format=torch.channels_last)
+        if dense and not last and image.element_size() == 2:
+            yield 2 * (image.numel() + result.numel())
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    import torch
+
+    return [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+@cache
+def _foreign() -> tuple[str, ...]:
+    """Folders whose lines belong to no model."""
+    import torch
+
+    return str(Path(torch.__file__).parent), str(Path(__file__).parents[3])
+
+
+@cache
+def _is_model(file: str) -> bool:
+    library = sysconfig.get_path("stdlib")
+    own = file.startswith(library) and "-packages" not in file
+    return not (own or file.startswith(("<", *_foreign())))
+
+
+def _line() -> str:
+    """The innermost line that runs of a model."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_model(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _watching(watch: _Watch) -> AbstractContextManager[object]:
+    """A mode of PyTorch in which a watch sees each call; made late, as PyTorch is imported."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self,
+            operator: torch._ops.OpOverload,
+            types: Sequence[type],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
+            found = operator(*args, **(kwargs or {}))
+            watch.see(str(operator).rpartition(".")[0], _tensors((args, kwargs)), _tensors(found))
+            return found
+
+    return Mode()
+
+
+#: Functions of PyTorch, which modes of functions see, for operators of an export.
+_FUNCTIONS = {
+    "aten.scaled_dot_product_attention.default": "scaled_dot_product_attention",
+    "aten.dropout.default": "dropout",
+}
+
+
+def _runner(module: torch.fx.GraphModule, watch: _Watch) -> torch.fx.Interpreter:
+    import torch
+
+    class Runner(torch.fx.Interpreter):  # type: ignore[misc]
+        """Runs a graph node by node, each by its function of PyTorch, which modes see."""
+
+        def run_node(self, node: torch.fx.Node) -> object:
+            place = place_of(node)
+            watch.line = f"{place.file}:{place.line}" if place.file else watch.line
+            return super().run_node(node)
+
+        def call_function(
+            self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
+            name = getattr(target, "__name__", "")
+            if name in WRAPPERS:
+                at = WRAPPERS[name]
+                with setting_of(name, args[:at]):
+                    return _runner(args[at], watch).run(*args[at + 1 :])
+            known = _FUNCTIONS.get(str(target))
+            target = getattr(torch.nn.functional, known) if known else target
+            return super().call_function(target, args, kwargs)
+
+        def call_module(
+            self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
+            return None if "guard" in str(target) else super().call_module(target, args, kwargs)
+
+    return Runner(module)

@@ -1,0 +1,209 @@
+"""Peak memory of a program as PyTorch itself runs it, and whether that fits a device.
+
+device's view = CUDA context + segments that the caching allocator holds
+segments      = replay of every storage that the program makes and frees, and of workspaces
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import hypot
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...common.interval import Interval
+from ...features.ir.torch.storages import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    STATES,
+    WEIGHTS,
+    WORKSPACE,
+    Storage,
+    StorageLog,
+)
+from ...simulate.program.caching_allocator import CachingAllocator
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...simulate.program.caching_allocator import Block
+
+MIB = 2**20
+#: Context of CUDA with PyTorch's kernels loaded lazily (CUDA 11.7 and later): bytes, and bytes for
+#: each multiprocessor, whose stacks and local memory it holds. From the figures of 11 messages of
+#: ``torch.OutOfMemoryError`` in public issues (in use less allocated less reserved: 0.13 GiB on a
+#: T4, 0.25 on an RTX 3080, 0.49 on an RTX 4090 and on an A100, 0.58 on an RTX 5090), which it meets
+#: within 0.1 GiB; earlier releases load all kernels, 0.3 to 1 GiB more.
+_CONTEXT, _CONTEXT_PER_CORE = 100 * MIB, 3 * MIB
+#: Half-width of the context's interval, from the same messages.
+_CONTEXT_ERROR = 150 * MIB
+#: What the driver leaves a process of the memory of the data sheet, by the totals in the same
+#: messages: 31.37 of 32 GiB, 39.5 of 40, 79.14 of 80, 23.65 of 24, 14.75 of 15. AMD's leaves all.
+_USABLE = {"NVIDIA": 0.985}
+#: Bytes of the workspace of cuBLAS, of which PyTorch keeps one for each thread that calls it
+#: (``ATen/cuda/CublasHandlePool.cpp``), by the compiler's target; else the last.
+_WORKSPACES = (
+    *(("sm_90", 32 * MIB), ("sm_10", 32 * MIB), ("gfx94", 128 * MIB), ("gfx95", 128 * MIB)),
+    *(("gfx", 32 * MIB), ("", 8 * MIB + 128 * 1024)),
+)
+#: Half-width of the interval of what is allocated, as a share: scratch of kernels that nothing
+#: documents, and other releases' rules of what is saved. Engineering estimate.
+ERROR = 0.06
+#: The same of a compiled program, whose kernels and kept tensors are opcast's rules of Inductor's
+#: and its partitioner's. Engineering estimate.
+COMPILED_ERROR = 0.2
+#: The same upwards where the frames of the module are unknown, as of an export.
+_UNFRAMED = 0.25
+#: Lines that are named, of those that hold most at the peak.
+_HOLDERS = 3
+
+
+class Holder(NamedTuple):
+    """A line of a model, and what it holds at the peak.
+
+    Attributes:
+        line: ``file:line``.
+        name: Operator that made most of it.
+        bytes: Bytes.
+    """
+
+    line: str
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TorchMemory:
+    """Peak memory of a program that PyTorch runs. Bytes.
+
+    Attributes:
+        peak_bytes: What the device sees: context and segments.
+        lo_bytes: Lower end of its 90 % interval.
+        hi_bytes: Upper end.
+        allocated_bytes: As ``torch.cuda.max_memory_allocated`` counts.
+        reserved_bytes: As ``torch.cuda.max_memory_reserved`` counts.
+        context_bytes: Of CUDA, outside of PyTorch's count.
+        needed_bytes: What it can run in: the allocator gives free segments back before it fails.
+        device_bytes: What a process can have of the device; 0 if unknown.
+        out_of_memory: Probability that it runs out of it; ``None`` if that is unknown.
+        parts: Bytes by what they are for, when most is allocated.
+        holders: Lines that hold most then, largest first.
+        change: The smallest change that would fit, if one is known.
+        source: ``replay``.
+    """
+
+    peak_bytes: float
+    lo_bytes: float
+    hi_bytes: float
+    allocated_bytes: float
+    reserved_bytes: float
+    context_bytes: float
+    needed_bytes: float
+    device_bytes: float
+    out_of_memory: float | None
+    parts: dict[str, int]
+    holders: tuple[Holder, ...]
+    change: str = ""
+    source: str = "replay"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it is more likely than not to run; ``None`` if the device's memory is unknown."""
+        return self.needed_bytes <= self.device_bytes if self.device_bytes else None
+
+
+def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> TorchMemory:
+    """Replay the storages of a program on a device.
+
+    Args:
+        log: Of the program.
+        spec: A GPU.
+        error: Half-width of the interval of what is allocated, as a share.
+    """
+    replay = _Replay(log, spec)
+    own, context = replay.allocator, float(_CONTEXT + _CONTEXT_PER_CORE * spec.core_count)
+    capacity = spec.memory_bytes * _USABLE.get(spec.vendor, 1.0)
+    down = hypot(error * own.peak_allocated, _CONTEXT_ERROR)
+    up = hypot((error if log.framed else _UNFRAMED) * own.peak_allocated, _CONTEXT_ERROR)
+    needed = context + own.peak_pinned
+    # Near the capacity the allocator gives free segments back.
+    seen = min(context + own.peak_reserved, max(needed, capacity or float("inf")))
+    peak = Interval.around(seen, down, up)
+    held = [replay.storages[number] for number in replay.held]
+    parts: Counter[str] = Counter()
+    for storage in held:
+        parts[storage.kind] += storage.bytes
+    return TorchMemory(
+        peak_bytes=peak.value,
+        lo_bytes=max(peak.lo, float(parts[WEIGHTS])),
+        hi_bytes=peak.hi,
+        allocated_bytes=float(own.peak_allocated),
+        reserved_bytes=float(own.peak_reserved),
+        context_bytes=context,
+        needed_bytes=needed,
+        device_bytes=capacity,
+        out_of_memory=1.0 - Interval.around(needed, down, up).chance_below(capacity)
+        if capacity
+        else None,
+        parts=dict(parts),
+        holders=_holders(held),
+        change=_change(log, parts, needed - context, capacity - context) if capacity else "",
+    )
+
+
+def _change(log: StorageLog, parts: Mapping[str, int], needed: float, room: float) -> str:
+    """The smallest change with which a program that does not fit would; empty if none is known."""
+    if needed <= room:
+        return ""
+    # Moments of one byte instead of four, as bitsandbytes and torchao have them.
+    if needed - 0.75 * parts.get(STATES, 0) <= room:
+        return "an optimiser with states of 8 bits"
+    fixed = sum(parts.get(kind, 0) for kind in (WEIGHTS, GRADIENTS, STATES))
+    # What is made for each sample; the rest is there at any batch.
+    batch = int(log.batch * (room - fixed) / (needed - fixed)) if needed > fixed else 0
+    if batch < 1:
+        return ""
+    again = ", or activation checkpointing" if log.train else ""
+    return f"a batch of {batch} instead of {log.batch}{again}"
+
+
+def _holders(held: Iterable[Storage]) -> tuple[Holder, ...]:
+    """The lines that hold most of what a program has made itself."""
+    sums: dict[str, Counter[str]] = {}
+    for own in held:
+        if own.line and own.kind in (ACTIVATIONS, WORKSPACE):
+            sums.setdefault(own.line, Counter())[own.name] += own.bytes
+    found = [Holder(line, n.most_common(1)[0][0], n.total()) for line, n in sums.items()]
+    return tuple(sorted(found, key=lambda h: -h.bytes)[:_HOLDERS])
+
+
+class _Replay:
+    """The allocator after a program, and what was held when most was allocated."""
+
+    def __init__(self, log: StorageLog, spec: DeviceSpec) -> None:
+        self.allocator = CachingAllocator()
+        self.storages = [*log.storages]
+        target = str(spec.compiler.get("target", ""))
+        size = next(size for start, size in _WORKSPACES if target.startswith(start))
+        # The backward pass has a thread, and so a handle of cuBLAS, of its own.
+        count = (1 + log.train) * log.products
+        events = [*log.events]
+        at = next((i for i, e in enumerate(events) if self._made(e)), len(events))
+        events[at:at] = range(len(self.storages), len(self.storages) + count)
+        self.storages += [Storage(size, WORKSPACE, "", "cuBLAS")] * count
+        blocks: dict[int, Block] = {}
+        most, last = 0, 0
+        for place, event in enumerate(events):
+            if event >= 0:
+                blocks[event] = self.allocator.allocate(self.storages[event].bytes)
+            else:
+                self.allocator.release(blocks.pop(~event))
+            if self.allocator.allocated > most:
+                most, last = self.allocator.allocated, place
+        self.held: set[int] = set()
+        for event in events[: last + 1]:
+            self.held ^= {event if event >= 0 else ~event}
+
+    def _made(self, event: int) -> bool:
+        return event >= 0 and self.storages[event].kind not in (WEIGHTS, INPUTS)
