@@ -83,7 +83,7 @@ def test_what_is_known_of_a_step_decides_the_interval() -> None:
     table = EffectTable(
         {
             "product/architecture/hopper": 0.1,
-            "inside/framework/a": 0.1,
+            "launch/framework/a": 0.1,
             "whole/cluster/x|h100-sxm": 0.0,
         },
         {"product/all/gpu": 0.03, "product/bits/16": 0.04, "whole/framework/a": 0.1},
