@@ -102,10 +102,14 @@ def shipped() -> Mapping[str, Ends]:
 
 
 def ends_of(parts: Mapping[str, float], ends: Mapping[str, Ends] | None = None) -> Ends:
-    """Ends of a program in logarithms from the share of each group in its time."""
+    """Ends of a program in logarithms from the share of each group in its time.
+
+    Groups err independently of each other, so that their parts add in quadrature.
+    """
     known = shipped() if ends is None else ends
     pairs = [(share, known.get(group, known[ALL])) for group, share in parts.items()]
-    return sum(s * e[0] for s, e in pairs), sum(s * e[1] for s, e in pairs)
+    low, high = (hypot(*(share * ends[side] for share, ends in pairs)) for side in (0, 1))
+    return -low, high
 
 
 def widened(
