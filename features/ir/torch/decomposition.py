@@ -103,9 +103,18 @@ class Fakes:
         return self.made[id(tensor)]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new one of the same shape, order in memory and type."""
-        import torch
+        """A new one of the same shape, order in memory and type.
 
+        One that holds others, as quantised weights do, holds such of them.
+        """
+        import torch
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+        if is_traceable_wrapper_subclass(tensor):
+            names, about = tensor.__tensor_flatten__()
+            held = {name: self.of(getattr(tensor, name)) for name in names}
+            shape = tuple(tensor.shape), tensor.stride()
+            return type(tensor).__tensor_unflatten__(held, about, *shape)
         with self.mode:
             return torch.empty_strided(
                 tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
@@ -127,7 +136,10 @@ class Fakes:
     @property
     def bytes(self) -> int:
         """Bytes of all that were made for a tensor."""
-        distinct = {id(t): t for t in self.made.values()}
+        from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+        whole = (t for t in self.made.values() if not is_traceable_wrapper_subclass(t))
+        distinct = {id(t): t for t in whole}
         return sum(t.numel() * t.element_size() for t in distinct.values())
 
 

@@ -277,6 +277,13 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
             args: tuple[object, ...] = (),
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                # A tensor that holds others, such as a quantised weight, says what it launches.
+                return NotImplemented
+            if str(operator).startswith("aten.to."):
+                # Quantised weights cast by it; it is a view by its schema, and may copy.
+                with self:
+                    return operator.decompose(*args, **(kwargs or {}))
             found = operator(*args, **(kwargs or {}))
             recorder.write(operator, args, kwargs or {}, found)
             return found

@@ -225,6 +225,48 @@ def test_an_lstm_is_one_call_of_few_products(first):
     assert cell.bytes == 4 * 32 * (2 * 4 + 3) * 4 * (10 * 2 * 2)
 
 
+class Quantised(torch.Tensor):
+    """Weights of 8 bits with a scale that a layer widens, as in libraries of quantisation."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        own = {"dtype": scale.dtype, "device": values.device, "requires_grad": False}
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, **own)
+
+    def __init__(self, values, scale):
+        self.values_, self.scale = values, scale
+
+    def __tensor_flatten__(self):
+        return ["values_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(held, _, size, stride):
+        return Quantised(held["values_"], held["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
+            own = args[0]
+            return Quantised(function(own.values_), own.scale)
+        x, weight = args
+        return function(x, weight.values_.to(x.dtype)) * weight.scale
+
+
+def test_quantised_weights_launch_what_they_say():
+    layer = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16, device="meta")
+    values = torch.zeros(32, 64, dtype=torch.int8, device="meta")
+    scale = torch.zeros(1, dtype=torch.bfloat16, device="meta")
+    layer.weight = torch.nn.Parameter(Quantised(values, scale), requires_grad=False)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16, device="meta")
+    found = record(TorchProgram(layer, (x,)))
+    assert not found.notes
+    assert [c.name for c in found.calls] == ["aten._to_copy", "aten.mm", "aten.mul"]
+    # A byte a weight and the scale; the copy is read once and written in 16 bits.
+    assert found.parameter_bytes == 64 * 32 + 2
+    copy = found.calls[0]
+    assert (copy.inputs[0].bytes, copy.outputs[0].bytes) == (64 * 32, 2 * 64 * 32)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_models_of_transformers_run_as_eager_runs_them():
     transformers = pytest.importorskip("transformers", reason="models of transformers need it")
