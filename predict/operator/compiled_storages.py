@@ -2,7 +2,7 @@
 
 Inductor writes only what its kernels hand to others, frees it after its last reader, and lets a
 generated kernel write over an operand of the same size that nobody reads later. Its partitioner
-(``torch/_functorch/partitioners.py``) keeps for the backward pass what products there read, and of
+(``torch._functorch.partitioners``) keeps for the backward pass what products there read, and of
 the rest what generated kernels cannot compute again from what is kept anyway.
 """
 
@@ -95,7 +95,7 @@ def _in_place(kernel: AtenKernel) -> bool:
     """Whether a kernel may write over an operand: it is generated, and reads each of them once.
 
     Reductions and what normalises by them read theirs twice (``decide_inplace_update`` of
-    ``torch/_inductor/scheduler.py``); names beyond those that a kernel has are taken for such.
+    ``torch._inductor.scheduler``); names beyond those that a kernel has are taken for such.
     """
     return kernel.kind == "pass" and not any(word in kernel.name for word in _TWICE)
 

@@ -1,7 +1,10 @@
 """Peak memory of programs that PyTorch runs: by hand, and against published runs."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,12 +17,19 @@ from opcast.features.ir.torch.storages import (  # noqa: E402
     WEIGHTS,
     Storage,
     StorageLog,
+    log_storages,
 )
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.compiled_storages import compiled_storages  # noqa: E402
 from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
 from opcast.predict.operator.torch_memory import torch_memory  # noqa: E402
 
+from ...support.torch_sam import ImageEncoder  # noqa: E402
+
+PUBLISHED = (
+    Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared" / "data"))
+    / "published-torch"
+)
 MIB = 2**20
 GPU = find_device("a100-sxm-80gb")
 #: cuBLAS's ``:4096:2:16:8``.
@@ -123,3 +133,28 @@ def test_compiled_backward_passes_compute_again_what_generated_kernels_can():
     fixed = 1 + 4 + 16
     assert eager.peak() >= (fixed + 3 * 16) * MIB
     assert fixed * MIB <= compiled.peak() <= (fixed + 16 + 1) * MIB + 1024
+
+
+@pytest.mark.parametrize(
+    ("technique", "size", "batch"),
+    [
+        *(("fp32", "vit_b", 1), ("fp32", "vit_b", 8), ("bf16", "vit_b", 1), ("bf16", "vit_b", 8)),
+        *(("fp32", "vit_h", 8), ("bf16", "vit_h", 1)),
+    ],
+)
+def test_peaks_are_those_of_published_runs_of_segment_anything(technique, size, batch):
+    path = PUBLISHED / "segment-anything.csv"
+    if not path.is_file():
+        pytest.skip("the published runs are not here")
+    rows = pd.read_csv(path)
+    same = (rows.technique == technique) & (rows.sam_model_type == size)
+    # ``torch.cuda.max_memory_allocated``, alike in all rows of a configuration.
+    (measured,) = set(rows[same & (rows.batch_size == batch)]["memory(MiB)"])
+    dtype = torch.float32 if technique == "fp32" else torch.bfloat16
+    with torch.device("meta"):
+        module = ImageEncoder(size).to(dtype)
+        images = torch.zeros(batch, 3, 1024, 1024, dtype=dtype)
+    found = torch_memory(log_storages(TorchProgram(module, (images,))), GPU)
+    # The decoder of masks, which is small, is not in it.
+    assert 0.97 * measured < found.allocated_bytes / MIB <= measured
+    assert found.holders[0].line.rpartition("/")[2].startswith("torch_sam.py:")
