@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
@@ -14,6 +14,7 @@ from ..common.errors import DeviceError
 from ..common.files import file_stamp, parse_yaml, printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
+    base_of,
     closest_names,
     find_device,
     in_catalogue,
@@ -114,8 +115,32 @@ def generation_note(spec: DeviceSpec) -> tuple[str, ...]:
         spec: The device.
 
     Returns:
-        One note, or none for a device of the catalogue or of a generation that has rules.
+        One note, or none for a device of the catalogue or of a generation that has rules; and what
+        of a design no time follows.
     """
+    return (*_generation(spec), *_unread(spec))
+
+
+def _unread(spec: DeviceSpec) -> Iterator[str]:
+    """Notes on figures of a design that differ from its base's and that no time follows."""
+    base = base_of(spec)
+    if base is None:
+        return
+    shared = spec.shared_bytes_per_core, base.shared_bytes_per_core
+    if all(shared) and shared[0] != shared[1]:
+        yield (
+            f"{spec.name} has {shared[0] / shared[1]:.3g} × the shared memory of {base.name}: "
+            "products and attention keep its tiles, intervals reach to what others would move"
+        )
+    if spec.dies and spec.dies != (base.dies or 1):
+        yield (
+            f"{spec.name} has {spec.dies} dies, {base.name} {base.dies or 1}: what crosses between "
+            "dies is not priced, and intervals are as wide as between architectures"
+        )
+
+
+def _generation(spec: DeviceSpec) -> tuple[str, ...]:
+    """The note of :func:`generation_note` on the architecture."""
     named = spec.architecture
     if spec.platform != "gpu" or named in generations().architectures or in_catalogue(spec.name):
         return ()

@@ -9,8 +9,9 @@ of the device itself (``opcast device --save``) is always better.
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from ...common import plugins
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
 from .device import DeviceSpec, device_slug
+from .rules import generations
 from .sheet import Sheet, overlay, read_designs, read_sheet
 from .spec_of_sheet import device_of_sheet
 
@@ -246,8 +248,46 @@ def unchanged(path: Path | str) -> DeviceSpec | None:
 
 
 def base_of(design: DeviceSpec) -> DeviceSpec | None:
-    """Return the device of the catalogue that a design starts from, if its file names one."""
-    return find_device(design.base) if design.base and in_catalogue(design.base) else None
+    """Return the device of the catalogue that a design starts from; ``None`` if it is in there.
+
+    It is the one that the design's file names. A GPU whose file names none starts from the one of
+    its architecture that is nearest in cores and capacities, and in rates only among equals, so
+    that no rate of a design makes it start from another one; of an unknown architecture, from the
+    reference of its maker.
+    """
+    if design.base and in_catalogue(design.base):
+        return find_device(design.base)
+    if design.platform != "gpu" or in_catalogue(design.name):
+        return None
+    same = [chip for chip in _gpus() if chip.architecture == design.architecture]
+    if not same:
+        maker = "NVIDIA" if design.runs_cuda else design.vendor
+        return find_device(generations().references[maker])
+    return min(same, key=lambda chip: _unlikeness(chip, design))
+
+
+@cache
+def _gpus() -> tuple[DeviceSpec, ...]:
+    every = map(_catalogue_device, device_names())
+    return tuple(chip for chip in every if chip.platform == "gpu")
+
+
+def _unlikeness(chip: DeviceSpec, other: DeviceSpec) -> tuple[float, float]:
+    """How far two devices differ in what is no rate, and in rates, in sums of logarithms."""
+    cores, memory, cache, lanes, *rates = zip(_figures(chip), _figures(other), strict=True)
+
+    def apart(pairs: Iterable[tuple[float, float]]) -> float:
+        # What a file leaves out tells nothing.
+        return sum(abs(math.log(a / b)) for a, b in pairs if a and b)
+
+    # Rounded, so that equals are equal.
+    return round(apart((cores, memory, cache, lanes)), 6), apart(rates)
+
+
+def _figures(chip: DeviceSpec) -> tuple[float, ...]:
+    counts = (chip.core_count, chip.memory_bytes, chip.cache_bytes, chip.lanes_per_core)
+    peaks = (chip.matrix_peak("bf16"), chip.vector_peak("f32"))
+    return (*map(float, counts), *peaks, chip.bandwidth, chip.clock_hz, chip.power_w)
 
 
 def has_ranges(device: str) -> bool:

@@ -122,6 +122,11 @@ class DeviceSpec:
         return self.platform == "gpu" and self.vendor not in set(makers) - {"NVIDIA"}
 
     @property
+    def dies(self) -> int:
+        """Compute dies; 0 where the cores of one are not given."""
+        return round(self.core_count / float(self.extra.get("cores_per_die") or math.inf))
+
+    @property
     def bandwidth(self) -> float:
         """Main-memory bandwidth in bytes/s."""
         return self.levels[-1].bandwidth

@@ -81,12 +81,14 @@ class Generations(NamedTuple):
         architectures: Rules by generation.
         nearest: NVIDIA's architecture that is nearest to one of AMD's, since XLA's compiler for AMD
             does not run without the device.
+        references: Device of the catalogue that stands for GPUs of no known architecture, by maker.
         capabilities: Figures of a core and of a block that only a compiler needs, by compute
             capability × 10, in the units of a device file.
     """
 
     architectures: dict[str, Architecture]
     nearest: dict[str, str]
+    references: dict[str, str]
     capabilities: dict[int, dict[str, float]]
 
     @property
@@ -107,6 +109,7 @@ def generations() -> Generations:
             for name, own in read["architectures"].items()
         },
         read["nearest"],
+        read["references"],
         {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
     )
 

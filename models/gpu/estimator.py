@@ -21,7 +21,7 @@ from ..core.kernel_table import KernelTable, kernel_table
 from ..core.store import check_estimator, contents_of, read_files, read_manifest, write_folder
 from ..program.schedule_cost import Overhead
 from ..trust.calibrator import UNCALIBRATED, with_error
-from ..trust.designs import ends_of, is_near
+from ..trust.designs import Likeness, ends_of, is_near
 from .attention import attention_answer
 from .correction import Correction
 from .library_calls import library_answer
@@ -68,6 +68,9 @@ LARGEST = 2.0**34
 #: Source of a kernel that no published row resembles.
 ROOFLINE = "roofline"
 _CORRECTION = "correction"
+#: Kinds of kernels that keep tiles of their operands in the shared memory of a core; custom calls
+#: are attention.
+TILED = ("gemm", "conv", "custom_call")
 
 
 class GpuEstimator:
@@ -198,14 +201,17 @@ class GpuEstimator:
             for spec in (base, replace(device, name=base.name))
         )
         ratio = here / there
-        lo, hi = ends_of((found.lo, found.hi), found.latency, ratio)
+        like = Likeness.of(device, base)
+        tiled = np.array([k.kind in TILED for k in kernels])
+        like = like._replace(reuse=np.where(tiled, like.reuse, 1.0))
+        lo, hi = ends_of((found.lo, found.hi), found.latency, ratio, like)
         moved = replace(
             found,
             latency=found.latency * ratio,
             lo=lo,
             hi=hi,
             bound=table.bound.copy(),
-            in_domain=found.in_domain & is_near(ratio),
+            in_domain=found.in_domain & is_near(ratio, like),
         )
         return _guarded(moved, table, device)
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
-from ...features.devices.catalogue import base_of
+from ...features.devices.catalogue import base_of, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows
-from ...features.operators.schema import BLOCKS, faulty
+from ...features.operators.schema import BLOCKS, FAMILIES, faulty
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
 from ..trust.calibrator import MIN_SCORES
-from ..trust.designs import ends_of, is_near, scope_of, why_far
+from ..trust.designs import Likeness, ends_of, is_near, scope_of, why_far
 from .device_errors import OF_LIBRARY, DeviceErrors
 from .devices import KnownDevices
 from .family_tables import (
@@ -238,7 +238,8 @@ class FamilyModel:
         learned, known = self.learned_at(rows, devices)
         if learned is not rows:
             found = self.predict(learned, known, corrected)
-            self._on_designs(found, rows, devices, self.features(learned, known).base_s)
+            like = self._likeness(rows, devices, learned, known)
+            self._on_designs(found, rows, devices, self.features(learned, known).base_s, like)
             return found
         features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
@@ -263,7 +264,7 @@ class FamilyModel:
         """
         own = {*self.devices, *(name.split(OF_LIBRARY)[0] for name in self.corrections)}
         names = rows.codes("device")[1]
-        bases = {n: base for n in names if n not in own and (base := base_of(devices[n]))}
+        bases = {n: base for n in names if n not in own and (base := self._start(devices[n]))}
         if not bases:
             return rows, devices
         code, found = rows.codes("device")
@@ -271,12 +272,41 @@ class FamilyModel:
         known = {base.name: base for base in bases.values()}
         return rows.with_texts({"device": renamed}), {**known, **devices}
 
+    def _start(self, device: DeviceSpec) -> DeviceSpec | None:
+        """The device of the catalogue that a design starts from; ``None`` for other devices.
+
+        Where a design's file names none, one is taken by what was learned of the catalogue's chips.
+        """
+        base = base_of(device)
+        if base is None or device.base == base.name:
+            return base
+        name = np.array([device.name], object)
+        like, scope = self.known_devices.proxies(name, {device.name: device})
+        learned = [str(like[0])] if scope[0] == "sibling" else self.devices
+        return base if any(map(in_catalogue, learned)) else None
+
+    def _likeness(
+        self,
+        rows: OpRows,
+        devices: Mapping[str, DeviceSpec],
+        learned: OpRows,
+        known: Mapping[str, DeviceSpec],
+    ) -> Likeness:
+        """How alike the devices of rows and those that stand for them are, shape ``(n,)`` each."""
+        code, names = rows.codes("device")
+        bases = dict(zip(code.tolist(), learned.texts("device").tolist(), strict=True))
+        found = {at: Likeness.of(devices[names[at]], known[base]) for at, base in bases.items()}
+        akin, reuse = zip(*(found[at] for at in code.tolist()), strict=True)
+        tiled = FAMILIES.get(self.family) != "pointwise"
+        return Likeness(np.array(akin), np.array(reuse) if tiled else 1.0)
+
     def _on_designs(
         self,
         found: FamilyPrediction,
         rows: OpRows,
         devices: Mapping[str, DeviceSpec],
         base_s: np.ndarray,
+        like: Likeness,
     ) -> None:
         """Turn predictions on the bases of designs, in place, into those on the designs.
 
@@ -285,14 +315,15 @@ class FamilyModel:
             rows: The rows.
             devices: Descriptions by the values of ``device``, of the designs.
             base_s: Analytical estimates on the bases in seconds, shape ``(n,)``.
+            like: How alike the designs and their bases are.
         """
         features = self.features(rows, devices)
         ratio = features.base_s / base_s
-        found.lo, found.hi = ends_of((found.lo, found.hi), found.latency, ratio)
+        found.lo, found.hi = ends_of((found.lo, found.hi), found.latency, ratio, like)
         found.latency = found.latency * ratio
         found.scope, found.in_domain = (
-            scope_of(found.scope, ratio),
-            found.in_domain & is_near(ratio),
+            scope_of(found.scope, ratio, like),
+            found.in_domain & is_near(ratio, like),
         )
         found.roofline, found.bound = features.roofline_s, features.bound
         found.hold_above(least_s(self.family, rows, features, devices))
@@ -322,8 +353,8 @@ class FamilyModel:
         """Rows of all members, the position of each one's origin, and its weight."""
         learned, known = self.learned_at(rows, devices)
         proxy, _ = self.known_devices.proxies(learned.texts("device"), known)
-        code, names = rows.codes("device")
-        vendors = np.array([devices[name].vendor for name in names], object)[code]
+        code, names = learned.codes("device")
+        vendors = np.array([known[name].vendor for name in names], object)[code]
         return self.menu.expanded(rows, proxy, vendors)
 
     def with_members(
@@ -397,9 +428,11 @@ class FamilyModel:
         learned, known = self.learned_at(row, devices)
         if learned is not row:
             both = self.features(row, devices).base_s, self.features(learned, known).base_s
-            if not is_near(ratio := both[0] / both[1])[0]:
-                names = row.texts("device")[0], learned.texts("device")[0]
-                reasons.append(why_far(*names, float(ratio[0])))
+            name, base = row.texts("device")[0], learned.texts("device")[0]
+            if not Likeness.of(devices[name], known[base]).akin:
+                reasons.append(f"{name} is priced as {base}, of another architecture or other dies")
+            elif not is_near(ratio := both[0] / both[1])[0]:
+                reasons.append(why_far(name, base, float(ratio[0])))
             row, devices = learned, known
         features = self.features(row, devices)
         proxy, _ = self.known_devices.proxies(row.texts("device"), devices)

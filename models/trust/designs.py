@@ -7,7 +7,11 @@ an unchanged copy is equal to the bit, and what physics does not know of moves n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+from ...features.devices.device import DeviceSpec
 
 #: Largest error, in logarithms, of the ratio that physics gives to the times of two chips. Beside
 #: the ratio that the model predicts for pairs of measured chips, 90 % of products, attention,
@@ -20,6 +24,37 @@ FAR = 0.35
 #: varies by, the second what siblings that were measured differ by (H100 and H200: 0.36), the third
 #: twice that.
 SAME, SIBLING, OUTSIDE = 0.03, 0.36, 0.72
+#: Least error of the ratio to a base of another architecture: the largest of the above between two
+#: of them, but for the norms.
+OTHER_ARCHITECTURE = 0.61
+
+
+class Likeness(NamedTuple):
+    """How a design and its base are alike in what the ratio of physics does not see.
+
+    Attributes:
+        akin: Whether they are of one architecture and have as many dies.
+        reuse: Bytes that tiles move on the design over those on the base, if they fill the shared
+            memory of a core: a product moves as many as the root of what holds its tiles is small
+            (Hong and Kung, I/O complexity: the red-blue pebble game, 1981).
+    """
+
+    akin: np.ndarray | bool = True
+    reuse: np.ndarray | float = 1.0
+
+    @classmethod
+    def of(cls, design: DeviceSpec, base: DeviceSpec) -> Likeness:
+        """Compare two descriptions."""
+        # Of chips whose file leaves out the dies one is meant, or those of the base.
+        dies = design.dies or base.dies, base.dies or 1
+        akin = design.architecture == base.architecture and (dies[0] or 1) == dies[1]
+        shared, own = base.shared_bytes_per_core, design.shared_bytes_per_core
+        # What a file leaves out tells nothing.
+        return cls(akin, float(np.sqrt(shared / own)) if shared and own else 1.0)
+
+
+#: Of a design that differs from its base in nothing but rates.
+ALIKE = Likeness()
 
 
 def drift(ratio: np.ndarray) -> np.ndarray:
@@ -31,7 +66,10 @@ def drift(ratio: np.ndarray) -> np.ndarray:
 
 
 def ends_of(
-    ends: tuple[np.ndarray, np.ndarray], latency: np.ndarray, ratio: np.ndarray
+    ends: tuple[np.ndarray, np.ndarray],
+    latency: np.ndarray,
+    ratio: np.ndarray,
+    like: Likeness = ALIKE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ends of a design's interval in seconds, shape ``(n,)`` each.
 
@@ -39,28 +77,31 @@ def ends_of(
         ends: Those of its base.
         latency: Of the base, in seconds.
         ratio: Time on the design over that on the base.
+        like: What the ratio does not see.
     """
-    half = drift(ratio)
+    half = np.maximum(drift(ratio), np.where(like.akin, 0.0, OTHER_ARCHITECTURE))
+    fewer, more = np.minimum(like.reuse, 1.0), np.maximum(like.reuse, 1.0)
 
     def moved(end: np.ndarray) -> np.ndarray:
         # Where nothing differs, the end is the base's to the bit.
         own = np.abs(np.log(end / latency))
         return np.asarray(np.hypot(own, half) - own)
 
-    return ends[0] * ratio * np.exp(-moved(ends[0])), ends[1] * ratio * np.exp(moved(ends[1]))
+    low, high = (end * ratio * np.exp(s * moved(end)) for s, end in zip((-1, 1), ends, strict=True))
+    return low * fewer, high * more
 
 
-def scope_of(scope: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+def scope_of(scope: np.ndarray, ratio: np.ndarray, like: Likeness = ALIKE) -> np.ndarray:
     """How well a design is known, by how well its base is and how far it is from that, ``(n,)``."""
-    far = np.abs(np.log(ratio))
+    far = np.where(like.akin, np.abs(np.log(ratio)), np.inf)
     known = scope != "unseen"
     found = np.where(known & (far > SAME), "sibling", scope)
     return np.asarray(np.where(far > SIBLING, "unseen", found), object)
 
 
-def is_near(ratio: np.ndarray) -> np.ndarray:
+def is_near(ratio: np.ndarray, like: Likeness = ALIKE) -> np.ndarray:
     """Whether what was learned of the base still describes a design, bool, shape ``(n,)``."""
-    return np.asarray(np.abs(np.log(ratio)) < OUTSIDE)
+    return np.asarray((np.abs(np.log(ratio)) < OUTSIDE) & like.akin)
 
 
 def why_far(name: str, base: str, ratio: float) -> str:

@@ -177,7 +177,7 @@ class AtenPrices:
 
     def _calls_library(self, work: AtenKernel) -> bool:
         """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
-        known = self._bundle is not None and self._spec.vendor == "NVIDIA"
+        known = self._bundle is not None and self._spec.runs_cuda
         return known and work.kind == ATTENTION and work.dtype in TABLE_DTYPE
 
     def predict(self, key: str, rows: pd.DataFrame, device: DeviceSpec) -> FamilyPrediction:

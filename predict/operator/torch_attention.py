@@ -38,7 +38,7 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
         found = EFFICIENT
     else:
         return MATH
-    return found if spec.vendor == "NVIDIA" else ""
+    return found if spec.runs_cuda else ""
 
 
 def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
@@ -46,7 +46,7 @@ def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
     sizes = use.query[-1], use.value[-1]
     drops = use.dropout > 0.0
     return (
-        spec.vendor == "NVIDIA"
+        spec.runs_cuda
         and spec.architecture in MADE_FOR
         and use.dtype in _NARROW
         and _plain(use, grouped=True)
@@ -60,7 +60,7 @@ def _flash_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
     """No mask as a tensor, and a causal one of a square alone."""
     return (
         use.dtype in _NARROW
-        and not (spec.vendor == "NVIDIA" and lacks_bf16(spec))
+        and not (spec.runs_cuda and lacks_bf16(spec))
         and _plain(use, grouped=True)
         and not use.masked
         and use.query[-1] == use.value[-1] <= _FLASH_HEAD

@@ -10,7 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.features.devices.catalogue import find_device, load_designs, load_device_file
+from opcast.features.devices.catalogue import (
+    base_of,
+    find_device,
+    load_designs,
+    load_device_file,
+)
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.devices.rates import RATES
 from opcast.features.lowering.lower import lower
@@ -75,6 +80,53 @@ def test_operators_on_random_designs(family, priced):
             assert step.max() < SLOWER
 
 
+def anonymous(spec: DeviceSpec, architecture: bool) -> DeviceSpec:
+    """The chip as of a file that names no base, with or without its architecture."""
+    named = spec.architecture if architecture else ""
+    return replace(spec, name="zephyr-1", aliases=(), base="", architecture=named)
+
+
+@pytest.mark.parametrize("architecture", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operators_on_random_chips_that_name_no_base(family, architecture, priced):
+    """No rate has a cliff or slows, and neither a name nor a maker that nobody knows moves it."""
+    rng = np.random.default_rng(FAMILIES.index(family))
+    rows = operators(rng, family, 12)
+    for device in designs(rng, len(BASES)):
+        device = anonymous(device, architecture)
+        here = priced(family, rows, device)
+        assert np.array_equal(priced(family, rows, replace(device, name="zephyr-2")), here)
+        assert np.array_equal(priced(family, rows, linked(device, 0.5)), here)
+        if device.runs_cuda:
+            assert np.array_equal(priced(family, rows, replace(device, vendor="Acme")), here)
+        if not architecture:
+            # What nobody knows may be wrong by the difference of two architectures.
+            assert (here[2] / here[1] > 1.6).all()
+        for rate in RATES.values():
+            step = np.log(priced(family, rows, rate(device, 1.01))[0] / here[0])
+            assert np.abs(step).max() < MOST
+            assert step.max() < SLOWER
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_copy_that_names_no_base_is_the_chip_to_the_bit(name, priced):
+    rows = operators(np.random.default_rng(0), "graph/linear", 8)
+    base = find_device(name)
+    copy = anonymous(base, architecture=True)
+    assert base_of(copy) == base
+    assert np.array_equal(priced("graph/linear", rows, copy), priced("graph/linear", rows, base))
+
+
+def test_no_rate_changes_what_a_chip_starts_from():
+    for device in designs(np.random.default_rng(5), 4 * len(BASES)):
+        for architecture in (True, False):
+            chip = anonymous(device, architecture)
+            start = base_of(chip)
+            assert start is not None and start.vendor == chip.vendor
+            assert not architecture or start.architecture == chip.architecture
+    assert base_of(find_device("h100-sxm")) is None and base_of(find_device("tpu-v5e")) is None
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -104,6 +156,24 @@ def test_programs_on_random_designs(program):
             step = np.log(times(rate(device, 1.01)) / here)
             assert np.abs(step).max() < MOST
             assert step.max() < SLOWER
+
+
+def test_what_no_time_follows_widens_the_interval_and_is_said(own):
+    named = f"{BIG} backend=vllm"
+    base = predict_op(OperatorCase(named, "h100-sxm"))
+    half = predict_op(OperatorCase(named, own("base: h100-sxm\nshared_kb_per_core: 114\n")))
+    # A product moves as many bytes as the root of what holds its tiles is small.
+    assert half.latency_us == base.latency_us and half.lo_us == base.lo_us
+    assert half.hi_us == pytest.approx(2**0.5 * base.hi_us)
+    assert any("0.5 × the shared memory" in note for note in half.notes)
+    # A pass keeps none.
+    files = [own(f"base: h100-sxm\nshared_kb_per_core: {kb}\n") for kb in (114, 228)]
+    found = [predict_op(OperatorCase("softmax rows=4096 cols=4096 dtype=fp32", f)) for f in files]
+    assert len({(p.latency_us, p.lo_us, p.hi_us) for p in found}) == 1
+    parts = predict_op(OperatorCase(named, own("base: h100-sxm\ncores_per_die: 33\n")))
+    assert parts.latency_us == base.latency_us and not parts.in_domain and parts.scope == "unseen"
+    assert parts.hi_us > 1.8 * base.latency_us
+    assert any("4 dies" in note and "is not priced" in note for note in parts.notes)
 
 
 def test_a_design_is_as_known_as_it_is_near(own):

@@ -48,16 +48,16 @@ MORE_CORES = {
 #: Ones that more of everything may lengthen: chips of 300 cores split a latent decode further than
 #: pays.
 MORE_OF_ALL = {"graph/generation_mla": 1.15}
-#: Trees are not monotone: the largest factor by which an operator takes longer when one figure of a
-#: chip that the model never saw is doubled, when all are, and when any are of a chip of the
-#: catalogue, which the model may know: its twice as large one is left to the model of unseen chips,
-#: and, as no kernel is named, mixed over other libraries.
+#: The largest factor by which an operator takes longer when one figure of a chip that the model
+#: never saw is doubled, when all are, and when any are of a chip of the catalogue. A larger chip
+#: starts from the one of its architecture that has most of its cores and capacities, so that what
+#: trees learned of two chips differs, as do libraries where no kernel is named.
 LEARNED = {
-    "eager/linear": (1.24, 1.01, 1.14), "eager/conv": (1.3, 1.5, 2.4),
-    "eager/softmax": (1.33, 1.04, 1.63), "kernel/norm": (1.07, 1.0, 1.08),
-    "graph/linear": (1.14, 1.0, 1.42), "graph/moe": (1.09, 1.0, 2.67),
-    "graph/context_attention": (1.07, 1.0, 1.2),
-    "graph/generation_attention": (1.06, 1.0, 1.31),
+    "eager/linear": (1.0, 1.0, 1.0), "eager/conv": (1.0, 1.0, 1.7),
+    "eager/softmax": (1.34, 1.0, 1.36), "kernel/norm": (1.0, 1.0, 1.0),
+    "graph/linear": (1.01, 1.0, 1.02), "graph/moe": (1.0, 1.0, 1.09),
+    "graph/context_attention": (1.0, 1.0, 1.0),
+    "graph/generation_attention": (1.0, 1.0, 1.17),
 }  # fmt: skip
 
 
@@ -207,8 +207,8 @@ def test_how_far_learned_operators_are_from_monotone(family: str) -> None:
     single, together, known = LEARNED[family]
     for axes in GROWN:
         first, second = np.split(growth(seconds, devices, axes), 2)
-        assert second.max() <= (together if axes == ALL else single), axes
-        assert first.max() <= known, axes
+        assert second.max() <= (together if axes == ALL else single) + 1e-3, axes
+        assert first.max() <= known + 1e-3, axes
 
 
 def test_true_fp32_scales_on_larger_chips() -> None:
