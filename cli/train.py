@@ -39,6 +39,13 @@ LEARNED = {
         out="serving.json",
         unread=("model",),
     ),
+    "models": Kind(
+        "training on models",
+        "ModelLearnSettings",
+        "torch_models.train:run_train_models",
+        out="torch.json",
+        unread=("model",),
+    ),
     "power": Kind(
         "training on power", "PowerSettings", "measured.tables:run_train_power", out="power.json"
     ),
@@ -87,6 +94,10 @@ class Learned:
     ] = None
     serving: Annotated[
         Path | None, Option("Instead of --data: a table of measured serving to learn from.")
+    ] = None
+    models: Annotated[
+        Path | None,
+        Option("Instead of --data: a table of whole PyTorch models; see docs/torch.md."),
     ] = None
     power: Annotated[
         Path | None, Option("Instead of --data: a table of operators with their board power.")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.core.store import JsonModel
-    from .settings import StepLearnSettings, StepSettings
+    from .settings import ModelLearnSettings, StepLearnSettings, StepSettings
 
 #: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
@@ -212,7 +212,7 @@ def log_judged(
 
 def keep_learned(
     console: Console,
-    settings: StepSettings | StepLearnSettings,
+    settings: StepSettings | StepLearnSettings | ModelLearnSettings,
     model: JsonModel,
     effects: int,
     rows: int,

@@ -346,6 +346,26 @@ class ModelTableSettings(Settings):
 
 
 @dataclass(frozen=True)
+class ModelLearnSettings(Settings):
+    """Settings of the command that learns from a table of whole models.
+
+    Attributes:
+        table: The table, CSV or parquet.
+        out: File for the model.
+        track: Whether to log to MLflow.
+        ray: Address of a Ray cluster; empty for none.
+        seed: Of the draw of families.
+    """
+
+    command: ClassVar[str] = "train --models"
+    table: Path
+    out: Path
+    track: bool = True
+    ray: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class PowerSettings(Settings):
     """Settings of ``opcast train --power``.
 

@@ -76,6 +76,7 @@ class AtenKernel:
             (``conv_nd`` of features/operators/schema.py); ``None`` for transposed ones.
         uses: Memory that it reads and writes.
         masked: Of attention whether it reads a mask.
+        channels_last: Whether an image that it reads lies with the channels last.
     """
 
     op: Op
@@ -85,6 +86,7 @@ class AtenKernel:
     conv: Mapping[str, object] | None = None
     uses: tuple[Use, ...] = ()
     masked: bool = False
+    channels_last: bool = False
 
     @property
     def name(self) -> str:
@@ -186,7 +188,9 @@ def _copies(call: AtenCall) -> list[AtenKernel]:
 def _works(call: AtenCall) -> list[AtenKernel]:
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     name = call.name.removeprefix("aten.")
-    base = moving(name, dtype, _traffic(call), phase=call.phase, place=call.place)
+    where = {"phase": call.phase, "place": call.place}
+    last = any(t.channels_last for t in call.inputs[:2])
+    base = moving(name, dtype, _traffic(call), channels_last=last, **where)
     if is_recurrent(call.name):
         return [replace(base, op=op) for op in recurrent_ops(call)]
     product = product_of(call)

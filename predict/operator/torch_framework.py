@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,12 +30,14 @@ class TorchPredictor:
     """Predicts programs of PyTorch by the kernels that PyTorch launches.
 
     Args:
-        framework: ``torch-eager`` or ``torch-compiled``.
+        framework: ``torch-eager`` or ``torch-compiled``; ``torch-eager@1.12`` for a release of
+            PyTorch, a recent one otherwise.
         model: Name or folder of a model of operators; ``default`` is the shipped one, ``roofline``
             learns nothing.
 
     Attributes:
-        framework: As given.
+        framework: Without the release.
+        release: Of PyTorch; empty for a recent one.
         model: Name of the model.
 
     Raises:
@@ -43,11 +46,13 @@ class TorchPredictor:
     """
 
     def __init__(self, framework: str, model: str | Path = "default") -> None:
-        if framework not in FRAMEWORKS[1:]:
+        name, _, self.release = framework.partition("@")
+        if name not in FRAMEWORKS[1:] or not re.fullmatch(r"(\d+\.\d+\S*)?", self.release):
             raise ProgramError(
-                f"no framework {framework!r} of PyTorch", hint="known: " + ", ".join(FRAMEWORKS)
+                f"no framework {framework!r} of PyTorch",
+                hint="known: " + ", ".join(FRAMEWORKS) + "; with a release torch-eager@2.4",
             )
-        self.framework = framework
+        self.framework = name
         self.model = OPERATOR_MODEL if str(model) == "default" else str(model)
         self.bundle = operator_bundle(model)
 
@@ -140,7 +145,7 @@ class TorchPredictor:
             DeviceError: The device is not known, or no GPU.
             StrictError: As for :meth:`predict`.
         """
-        found = price(recording, self.gpu(device), self.framework, self.bundle)
+        found = price(recording, self.gpu(device), self.framework, self.bundle, self.release)
         if strict:
             _require_learned(found)
         return found

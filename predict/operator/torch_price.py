@@ -19,13 +19,16 @@ from ...common.errors import ProgramError
 from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
+from ...models.pytorch.model import TorchModel, torch_context
 from ...models.steps.context import device_context
 from ...models.steps.model import StepModel
+from ...models.trust.calibrator import Ends
 from ..cluster.spread import RHO, combined_spread
 from ..devices import generation_note
 from ..groups import Group, grouped
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
+from .aten_costs import cost_class
 from .aten_fusion import fused
 from .aten_prices import ALONE, AtenPrices, attention_library, least_times
 from .aten_work import (
@@ -213,25 +216,88 @@ def price_works(
     framework: str,
     bundle: OpModel | None,
     kept: Collection[int] = (),
+    release: str = "",
 ) -> Priced:
-    """Price kernels that run one after the other; ``kept`` is the memory that outlives them."""
+    """Price kernels that run one after the other.
+
+    Args:
+        found: The kernels.
+        spec: The device.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        bundle: Model of operators; ``None`` for rooflines.
+        kept: Memory that outlives them.
+        release: Of PyTorch; empty for a recent one.
+    """
     compiled = framework == "torch-compiled"
-    bits = 32 if _mostly_f32(found) else 16
-    effects = StepModel.find().table.effects(device_context(spec, bits))
-    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
+    times, sources, launch = unlearned(found, spec, bundle, kept)
+    ends: Ends | None = None
+    if bundle is not None and computes_narrow(found):
+        learned, context = TorchModel.find(), torch_context(spec, framework, release)
+        costs = [cost_class(w, compiled) for w in found]
+        factors = learned.factors(costs, context)
+        if not learned.effects.knows("device", spec.name):
+            factors[[_measured(w, spec, bundle) for w in found]] = 1.0
+        times = np.maximum(times * factors[:, None], least_times(found, spec)[:, None])
+        train = any(w.phase == "backward" for w in found)
+        ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.
     alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
     rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
-    ends = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
-    down, up = np.hypot(combined_spread(ends, rho), RUN_ERROR * total)
-    launch = effects.launch_s * (_COMPILED_LAUNCH if compiled else 1.0)
-    host = sum(w.launches for w in found) * launch
+    reach = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
+    down, up = np.hypot(combined_spread(reach, rho), RUN_ERROR * total)
+    if ends is not None:
+        # Errors of whole models that were left out hold those of their kernels.
+        down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
+    host = sum(w.launches for w in found) * launch * (_COMPILED_LAUNCH if compiled else 1.0)
     seconds = max(total, host)
     least = float(least_times(found, spec).sum())
     lo = max(total - down, 0.05 * total, least, host / _HOST_FACTOR)
     hi = max(total + up, host * _HOST_FACTOR)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
+
+
+def unlearned(
+    found: Sequence[AtenKernel], spec: DeviceSpec, bundle: OpModel | None, kept: Collection[int]
+) -> tuple[np.ndarray, list[str], float]:
+    """Price kernels without what whole models taught; arguments as of :func:`price_works`.
+
+    Returns:
+        Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``, what they were
+        learned from, and seconds of the host for a launch of eager PyTorch.
+    """
+    bits = 32 if _mostly_f32(found) else 16
+    effects = StepModel.find().table.effects(device_context(spec, bits))
+    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
+    return times, sources, effects.launch_s
+
+
+def computes_narrow(found: Sequence[AtenKernel]) -> bool:
+    """Whether most arithmetic of kernels is in 16 bits, as in all models that were learned from."""
+    flops = {"narrow": 0.0, "others": 0.0}
+    for w in found:
+        flops["narrow" if w.dtype in ("f16", "bf16") else "others"] += w.op.flops()
+    return flops["narrow"] > flops["others"]
+
+
+def _measured(work: AtenKernel, spec: DeviceSpec, bundle: OpModel) -> bool:
+    """Whether the kernel was measured on a chip of the architecture, by itself.
+
+    How fast products and attention are under load differs most between architectures (clocks,
+    power), so that nothing is taken over from models on chips of others.
+    """
+    key = {PRODUCT: "graph/linear", ATTENTION: "graph/context_attention"}.get(work.kind, "")
+    family = bundle.families.get(key)
+    chips = [bundle.devices[name] for name in family.devices] if family else []
+    return any(chip.architecture == spec.architecture for chip in chips)
+
+
+def seconds_by_class(costs: Sequence[str], seconds: np.ndarray) -> dict[str, float]:
+    """Sums of seconds, shape ``(n,)``, by class of cost."""
+    sums: dict[str, float] = {}
+    for cost, own in zip(costs, seconds.tolist(), strict=True):
+        sums[cost] = sums.get(cost, 0.0) + own
+    return sums
 
 
 def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
@@ -240,15 +306,20 @@ def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
 
 
 def price(
-    recording: Recording, spec: DeviceSpec, framework: str, bundle: OpModel | None
+    recording: Recording,
+    spec: DeviceSpec,
+    framework: str,
+    bundle: OpModel | None,
+    release: str = "",
 ) -> TorchPrediction:
     """Price what a program launches; see :class:`TorchPredictor`."""
     check_priced(recording.calls, spec)
-    older = price(recording.otherwise, spec, framework, bundle) if recording.otherwise else None
+    written = recording.otherwise
+    older = price(written, spec, framework, bundle, release) if written else None
     found = works_of(recording, framework)
     if not found:
         raise ProgramError("the program launches no kernels", hint="it only views its inputs")
-    priced = price_works(found, spec, framework, bundle, recording.kept)
+    priced = price_works(found, spec, framework, bundle, recording.kept, release)
     times, sources = priced.times, priced.sources
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))

@@ -13,9 +13,14 @@ from typer.testing import CliRunner
 import opcast
 from opcast.cli import app
 from opcast.common.errors import ProgramError
+from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.torch.libraries import ModelCase, build
+from opcast.models.pytorch.model import COSTS, Measured, TorchModel, torch_context
 from opcast.predict.cluster.case_table import read_cases
+from opcast.predict.operator.torch_framework import TorchPredictor
 from opcast.workflows.torch_models.evaluate import choices, judge_models
+from opcast.workflows.torch_models.rows import ModelRow
+from opcast.workflows.torch_models.train import train_models
 
 torch = pytest.importorskip("torch")
 
@@ -75,7 +80,7 @@ def test_rows_are_predicted_as_the_module_is(tmp_path: Path) -> None:
         row = {**ROW, **change}
         names = ("library", "model", "batch", "img_size", "mode", "dtype", "layout", "torch")
         program = build(ModelCase(**{key: row[key] for key in names}))
-        alone = opcast.predict(program, device=row["device"], framework=row["framework"])
+        alone = opcast.predict(program, device=row["device"], framework=f"{row['framework']}@2.4.0")
         own = found.loc[name]
         assert (own["latency_us"], own["lo_us"], own["hi_us"]) == (
             alone.latency_us,
@@ -134,6 +139,54 @@ def test_models_batches_and_layouts_are_compared_by_the_time_of_a_sample() -> No
     judged = judge_models(frame.assign(id="x", reason=""), table)
     assert judged.overall["mape"] == pytest.approx(np.mean([0.9, 0.85, 28 / 30, 11.5 / 12]))
     assert judged.overall["width"] == pytest.approx(10.0)
+
+
+def test_effects_are_found_again_and_left_out_rows_are_predicted() -> None:
+    rng = np.random.default_rng(0)
+    device, n = find_device("rtx-4090"), 200
+    seconds = np.zeros((n, len(COSTS)))
+    for cost in ("conv", "pass", "product"):
+        seconds[:, COSTS.index(cost)] = rng.uniform(0.1, 1.0, n)
+    # Convolutions take twice, passes half of what is expected.
+    factors = np.ones(len(COSTS))
+    factors[COSTS.index("conv")], factors[COSTS.index("pass")] = 2.0, 0.5
+    contexts = [torch_context(device, "torch-eager") for _ in range(n)]
+    names = np.array([f"m{i}" for i in range(n)])
+    data = Measured(seconds, contexts, np.log(seconds @ factors), names)
+    cases = [ModelCase("timm", name) for name in names]
+    rows = [ModelRow(c.model, c, device.name, "torch-eager", 1.0) for c in cases]
+    model, errors = train_models(data, rows, list(names))
+    assert model.factors(["conv", "pass"], contexts[0]) == pytest.approx([2.0, 0.5], rel=0.1)
+    assert np.abs(errors["family"]).max() < 0.05
+    # No other chip, mode, layout or release is there to learn from.
+    assert errors[["chip", "mode", "layout", "release"]].isna().all(axis=None)
+    found = model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False)
+    assert found is not None and -0.05 < found[0] <= 0.0 <= found[1] < 0.05
+    # Softmax was never seen, nor a program of products alone.
+    assert model.interval({"conv": 1.0, "softmax": 0.1}, contexts[0], False) is None
+    assert model.interval({"product": 1.0}, contexts[0], False) is None
+    assert TorchModel.from_dict(model.to_dict()).ends.keys() == model.ends.keys()
+
+
+@pytest.mark.usefixtures("library")
+def test_a_table_teaches_a_model(tmp_path: Path) -> None:
+    changes = [
+        {"model": model, "batch": batch, "latency_ms": 0.1 * batch, "family": model}
+        for model in ("small", "wide")
+        for batch in (256, 512)
+    ]
+    table, out = written(tmp_path / "t.parquet", *changes), tmp_path / "own.json"
+    command = ["train", "--models", str(table), "--out", str(out), "--no-track"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert TorchModel.load(out).provenance["models"] == 2
+    assert (tmp_path / "own-seconds.jsonl").is_file()
+
+
+def test_a_release_is_a_part_of_the_framework() -> None:
+    assert TorchPredictor("torch-eager@1.12", "roofline").release == "1.12"
+    with pytest.raises(ProgramError, match="no framework"):
+        TorchPredictor("torch-eager@old", "roofline")
 
 
 def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:

@@ -10,11 +10,19 @@ from pathlib import Path
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.ray_tasks import run_tasks
+from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram
 from ...features.ir.torch.record import Recording
 from ...predict.cluster.case_table import FAULTS, Cells, reason_of
+from ...predict.operator.aten_costs import cost_class
 from ...predict.operator.torch_framework import TorchPredictor
+from ...predict.operator.torch_price import (
+    computes_narrow,
+    seconds_by_class,
+    unlearned,
+    works_of,
+)
 
 #: What is said of a row: values by column, or why nothing is.
 Answer = Mapping[str, object] | str
@@ -28,7 +36,8 @@ class ModelRow:
         id: Of the row.
         case: The model as it is run.
         device: Name of the chip.
-        framework: ``torch-eager`` or ``torch-compiled``.
+        framework: ``torch-eager`` or ``torch-compiled``, with the release as ``@2.4`` if it is
+            known.
         measured_s: Seconds of one step; NaN where nothing was measured.
     """
 
@@ -62,6 +71,8 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
     )
     measured = cells.number("latency_ms") * 1e-3
     framework = cells.text("framework") or "torch-eager"
+    if case.torch:
+        framework = f"{framework}@{case.torch}"
     return ModelRow(cells.text("id"), case, cells.text("device"), framework, measured)
 
 
@@ -74,12 +85,14 @@ class Asking:
         ray: Address of a Ray cluster; empty for this process.
         kept: File of finished rows, read and written.
         identity: What besides a row decides its answer; answers of another one are not taken.
+        work: Answers rows of one recording, given the model; predictions by default.
     """
 
     model: str
     ray: str
     kept: Path
     identity: str
+    work: Callable[[str, Sequence[ModelRow]], list[Answer]] | None = None
 
     def predict(self, rows: Sequence[ModelRow], show: Callable[[int, int], None]) -> list[Answer]:
         """Predict rows; finished ones are kept, so that a stopped work goes on.
@@ -105,11 +118,12 @@ class Asking:
         return [found[row.id] for row in rows]
 
     def _made(self, groups: Sequence[list[ModelRow]]) -> Iterator[tuple[int, list[Answer]]]:
+        work = self.work or answers_of
         if self.ray:
-            yield from run_tasks(answers_of, self.model, groups, self.ray)
+            yield from run_tasks(work, self.model, groups, self.ray)
             return
         for place, group in enumerate(groups):
-            yield place, answers_of(self.model, group)
+            yield place, work(self.model, group)
 
     def _read(self) -> dict[str, Answer]:
         """Answers of an earlier run; the last line may have been cut off."""
@@ -131,18 +145,61 @@ def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
+    return [_answer(predictor, recorded) for predictor, recorded in _recorded(model, rows)]
+
+
+def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
+    """Seconds by class of cost of rows of one recording, without what whole models taught.
+
+    Args:
+        model: Name or folder of the model of operators.
+        rows: Rows whose cases are recorded alike.
+    """
+    return [_seconds(predictor, recorded) for predictor, recorded in _recorded(model, rows)]
+
+
+#: A device with what was recorded for it, or why nothing was.
+_Recorded = tuple[DeviceSpec, Recording] | str
+
+
+def _recorded(
+    model: str, rows: Sequence[ModelRow]
+) -> Iterator[tuple[TorchPredictor | None, _Recorded]]:
+    """Build and record once what rows have in common."""
     recording: Recording | None = None
     program: TorchProgram | None = None
-    found: list[Answer] = []
     for row in rows:
         try:
             predictor = TorchPredictor(row.framework, model)
             spec = predictor.gpu(row.device)
             program = program or build(row.case)
             recording = predictor.record(program, spec, recording)
-            said = predictor.price(recording, spec)
-            times = {"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us}
-            found.append({**times, "memory_bytes": said.peak_memory_bytes})
+            yield predictor, (spec, recording)
         except (OpcastError, *FAULTS) as error:
-            found.append(reason_of(error))
-    return found
+            yield None, reason_of(error)
+
+
+def _answer(predictor: TorchPredictor | None, recorded: _Recorded) -> Answer:
+    if isinstance(recorded, str) or predictor is None:
+        return str(recorded)
+    spec, recording = recorded
+    try:
+        said = predictor.price(recording, spec)
+    except (OpcastError, *FAULTS) as error:
+        return reason_of(error)
+    times = {"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us}
+    return {**times, "memory_bytes": said.peak_memory_bytes}
+
+
+def _seconds(predictor: TorchPredictor | None, recorded: _Recorded) -> Answer:
+    if isinstance(recorded, str) or predictor is None:
+        return str(recorded)
+    spec, recording = recorded
+    found = works_of(recording, predictor.framework)
+    if not computes_narrow(found):
+        return "not mostly of 16 bits"
+    times, _, launch = unlearned(found, spec, predictor.bundle, recording.kept)
+    compiled = predictor.framework == "torch-compiled"
+    costs = [cost_class(work, compiled) for work in found]
+    host = sum(work.launches for work in found) * launch
+    return {"host": host, **seconds_by_class(costs, times[:, 0])}

@@ -37,6 +37,7 @@ EXPECTED = {
     "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada",
     "rtx-a6000", "a10", "a10g", "l20", "l40", "h20", "h800-sxm", "a800-sxm-80gb", "gh200",
     "gh200-144gb", "mi300x", "mi308x", "mi325x", "mi350x", "mi355x", "rx-6800-xt",
+    "rtx-3090-ti", "rtx-pro-6000-max-q",
 }  # fmt: skip
 #: The least that a file must say.
 BARE = """\
@@ -207,7 +208,7 @@ def test_short_names_that_people_type(name: str, canonical: str | None) -> None:
         ("A100", "a100-pcie-40gb, a100-pcie-80gb, a100-sxm-40gb, a100-sxm-80gb"),
         ("a100-80gb", "a100-pcie-80gb, a100-sxm-80gb"),
         ("v5", "tpu-v5e, tpu-v5p"),
-        ("rtx-6000", "rtx-6000-ada, rtx-pro-6000"),
+        ("rtx-6000", "rtx-6000-ada, rtx-pro-6000, rtx-pro-6000-max-q"),
     ],
 )
 def test_a_short_name_of_several_devices_lists_them(name: str, choices: str) -> None:
@@ -232,6 +233,7 @@ PER_CLOCK = {
     "rtx-a6000": 1024,
     "a10": 1024,
     "rtx-3090": 512,
+    "rtx-3090-ti": 512,
     "a10g": 512,
     "rtx-4090": 512,
     "rtx-5090": 512,

@@ -1,0 +1,171 @@
+"""The model of PyTorch's kernels in whole models: effects by class of cost, and intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp
+
+import numpy as np
+
+from ...common.types import JsonMapping, typed
+from ...features.devices.device import DeviceSpec
+from ..core.store import JsonModel
+from ..effects.effects import WHOLE, Effects, Level, Levels, read_levels
+from ..effects.linear import Linear, group_weights
+from ..trust.calibrator import Ends
+
+#: Rounds of solving for effects around those found before.
+_ROUNDS = 4
+#: By how much the share of a class may exceed the largest that was learned from.
+_BEYOND = 1.1
+
+
+def _levels() -> Levels:
+    data = read_levels("torch")
+    ends = ("", "_backward", "_last", "_backward_last")
+    costs = [*(f"{kind}{end}" for kind in data["kinds"] for end in ends), *data["others"]]
+    levels = (Level(cost, name, float(d)) for cost in costs for name, d in deviations().items())
+    return Levels(dict.fromkeys(costs, 1.0), tuple(levels), (WHOLE,))
+
+
+def deviations() -> dict[str, float]:
+    """Deviation of the effects of each level, in logarithms."""
+    return {str(k): float(v) for k, v in read_levels("torch")["deviations"].items()}
+
+
+class TorchEffects(Effects):
+    """Effects on kernels of PyTorch."""
+
+    levels = _levels()
+
+
+#: Classes of cost.
+COSTS = tuple(TorchEffects.levels.prior)
+
+
+def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict[str, str]:
+    """Levels of what runs on a device.
+
+    Args:
+        device: Which chip.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        release: Of PyTorch; empty for a recent one.
+    """
+    old = release.startswith(("0.", "1."))
+    return {
+        "all": device.vendor,
+        "framework": framework,
+        "device": device.name,
+        "release": release if old else "",
+    }
+
+
+@dataclass
+class TorchModel(JsonModel):
+    """Learned factors on the times of PyTorch's kernels.
+
+    Attributes:
+        effects: By class of cost.
+        ends: Ends of the interval as logarithms of factors on the estimate, by ``known`` (chips
+            whose models were learned from) or ``new``, alone and with framework and mode.
+        shares: Largest share of each class of cost in the models that were learned from.
+        provenance: What it was learned from.
+    """
+
+    form, what, command = 1, "torch", "train --models TABLE"
+
+    effects: TorchEffects = field(default_factory=TorchEffects)
+    ends: dict[str, Ends] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
+
+    def factors(self, costs: Sequence[str], context: Mapping[str, str]) -> np.ndarray:
+        """Factors on the times of kernels of some classes, ``(n,)``; 1 on other vendors'."""
+        if not self._learned_of(context):
+            return np.ones(len(costs))
+        logs = self.effects.log_factors(context)
+        return np.array([exp(logs[cost]) for cost in costs])
+
+    def _learned_of(self, context: Mapping[str, str]) -> bool:
+        return context["all"] in typed(list[str], self.provenance["vendors"], "vendors")
+
+    def interval(
+        self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool
+    ) -> Ends | None:
+        """Ends of the 90 % interval as logarithms; ``None`` of what is unlike all that was learned.
+
+        Args:
+            seconds: By class of cost.
+            context: From :func:`torch_context`.
+            train: Whether it is a training step.
+        """
+        total = sum(seconds.values())
+        alike = all(s <= _BEYOND * self.shares.get(c, 0.0) * total for c, s in seconds.items())
+        if not alike or not self._learned_of(context):
+            return None
+        known = "known" if self.effects.knows("device", context["device"]) else "new"
+        keys = end_keys(known, context["framework"], train)
+        return next((self.ends[key] for key in keys if key in self.ends), None)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "effects": {k: round(v, 4) for k, v in sorted(self.effects.values.items())},
+            "ends": {k: [round(e, 4) for e in v] for k, v in self.ends.items()},
+            "shares": {k: round(v, 3) for k, v in sorted(self.shares.items())},
+            "provenance": self.provenance,
+        }
+
+    @classmethod
+    def from_dict(cls, data: JsonMapping) -> TorchModel:
+        """Read :meth:`to_dict`'s data."""
+        return cls(
+            TorchEffects(typed(dict[str, float], data["effects"], "effects")),
+            typed(dict[str, Ends], data["ends"], "ends"),
+            typed(dict[str, float], data["shares"], "shares"),
+            dict(data["provenance"]),
+        )
+
+
+def end_keys(known: str, framework: str, train: bool) -> tuple[str, str]:
+    """Keys of ends, the more special one first."""
+    return f"{known}/{framework}/{'train' if train else 'infer'}", known
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Whole models that were measured, ``n`` of them.
+
+    Attributes:
+        seconds: Without effects, by class of :data:`COSTS`, shape ``(n, costs)``.
+        contexts: From :func:`torch_context`.
+        logs: Logarithms of measured seconds, shape ``(n,)``.
+        groups: Model of each: rows of one count by the root of their number.
+    """
+
+    seconds: np.ndarray
+    contexts: list[dict[str, str]]
+    logs: np.ndarray
+    groups: np.ndarray
+
+    def predicted(self, effects: TorchEffects) -> np.ndarray:
+        """Seconds by class of cost under effects, shape ``(n, costs)``."""
+        logs = [effects.log_factors(context) for context in self.contexts]
+        return self.seconds * np.exp([[own[cost] for cost in COSTS] for own in logs])
+
+    def fit(self, learn: np.ndarray) -> TorchEffects:
+        """Effects that the rows ``learn`` (bool, shape ``(n,)``) teach."""
+        effects, weight = TorchEffects(), group_weights(self.groups[learn])
+        for _ in range(_ROUNDS):
+            own = self.predicted(effects)
+            total = own.sum(axis=1)
+            slopes = dict(zip(COSTS, (own / total[:, None]).T, strict=True))
+            slopes[WHOLE] = np.ones(len(total))
+            linear = Linear.around(effects, self.contexts, slopes, self.logs, np.log(total))
+            effects = linear.solve(learn, weight)
+        return TorchEffects(effects.values)
+
+    def errors(self, effects: TorchEffects) -> np.ndarray:
+        """Logarithms of measured over predicted seconds, shape ``(n,)``."""
+        return np.asarray(self.logs - np.log(self.predicted(effects).sum(axis=1)))

@@ -1,0 +1,63 @@
+"""Classes of cost of PyTorch's kernels, which measured whole models teach factors of."""
+
+from __future__ import annotations
+
+from math import prod
+
+from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, AtenKernel
+
+#: Operators that move elements and compute nothing, and those that reduce.
+_COPIES = frozenset(
+    ("clone", "contiguous", "cat", "stack", "copy_", "constant_pad_nd", "roll", "repeat", "im2col")
+)
+_REDUCTIONS = frozenset(
+    (
+        *("mean", "sum", "amax", "var_mean", "var", "linalg_vector_norm"),
+        *("max_pool2d_with_indices", "_adaptive_avg_pool2d", "avg_pool2d"),
+    )
+)
+#: Most channels of an image.
+_IMAGE = 4
+
+
+def cost_class(work: AtenKernel, compiled: bool) -> str:
+    """Class of a kernel's cost, one of :data:`opcast.models.pytorch.model.COSTS`.
+
+    Args:
+        work: The kernel.
+        compiled: Whether ``torch.compile`` made it.
+    """
+    back = "_backward" if work.phase == "backward" else ""
+    last = "_last" if work.channels_last else ""
+    if work.kind == CONVOLUTION:
+        return f"{_convolution(work)}{back}{last}"
+    if work.kind == PRODUCT:
+        return "bmm" if work.shape[0] > 1 else "product"
+    if work.kind in (ATTENTION, NORM):
+        return work.kind + back
+    if work.kind == SOFTMAX or work.phase == "optimizer":
+        return SOFTMAX if work.kind == SOFTMAX else "update"
+    for norm in ("batch_norm", "group_norm"):
+        if norm in work.name and "+" not in work.name:
+            return f"{norm.replace('_', '')}{back}{last}"
+    if compiled:
+        return "fused"
+    if work.name == "_to_copy":
+        return "cast"
+    if work.name in _COPIES or work.name in _REDUCTIONS:
+        return "copy" if work.name in _COPIES else "reduce"
+    return f"pass{back}"
+
+
+def _convolution(work: AtenKernel) -> str:
+    groups = work.shape[0]
+    if work.conv is None:
+        return "conv"
+    if groups > 1:
+        return "depthwise" if groups == work.conv["c"] else "grouped"
+    channels = work.conv["c"]
+    assert isinstance(channels, int), work
+    if channels <= _IMAGE:
+        return "stem"
+    taps = prod(int(str(work.conv[side])) for side in ("kd", "kh", "kw"))
+    return "pointwise" if taps == 1 else "conv"
