@@ -123,7 +123,7 @@ def widened(
         latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
         device: Nothing is known of the error on other platforms than GPUs.
     """
-    if lowered.lowering != "fused" or device.platform != "gpu":
+    if lowered.lowering != "fused" or device.platform != "gpu" or wall.lo <= 0.0:
         return wall
     low, high = ends_of(shares(lowered.kernels, latency_s))
     return wall._replace(

@@ -220,7 +220,7 @@ def predict_partitioned(
     times = program_seconds(lowered, spec, asked.model_for(spec), factors)
     job = _Job(lowered, cluster, collective, devices, scheduled, contention(spec), load)
     nodes, transfer, run = job.run(times.kernels)
-    notes = [*_notes(lowered, scheduled, devices, cluster)]
+    notes = [*_notes(lowered, scheduled, devices, cluster), *times.notes]
     notes += model_notes(asked.model_for(spec), lowered.kernels, spec) if predictor else []
     interval, least = job.interval(times, run), least_wall(lowered, spec)
     return PartitionedPrediction(

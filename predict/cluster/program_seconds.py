@@ -15,6 +15,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import LoweredProgram
 from ...models.cost_model import CostModel
 from ...models.estimators.tpu import by_compiler
+from ...models.program.fused_error import lowering_note
 from ..program.prediction import check_known
 
 
@@ -27,12 +28,14 @@ class ProgramSeconds:
         low: Lower end of the 90 % interval of the whole program, as a factor up to 1.
         high: Upper end, as a factor from 1 on.
         sources: Share of the time by who estimated it.
+        notes: What is said of the lowering's own error.
     """
 
     kernels: np.ndarray
     low: float
     high: float
     sources: dict[str, float]
+    notes: tuple[str, ...] = ()
 
 
 def program_seconds(
@@ -74,6 +77,7 @@ def program_seconds(
         min(wall.lo / wall.latency, 1.0),
         max(wall.hi / wall.latency, 1.0),
         _shares(spread * counts, placed.source),
+        lowering_note(lowered, placed.latency, device),
     )
 
 

@@ -33,8 +33,9 @@ def judge(name: str) -> None:
     source = read_program(gzip.decompress(path.read_bytes()))
     assert program_fault(source.program) == ("", "")
     by_op, fused = (lower(source, lowering) for lowering in ("op", "fused"))
-    most = MOST_PADDING if "-decode-" in name else 1.07
-    assert 0.98 * flops(by_op) <= flops(fused) <= most * flops(by_op)
+    # One token has few products: what is folded of its other ops counts for more.
+    least, most = (0.94, MOST_PADDING) if "-decode-" in name else (0.98, 1.07)
+    assert least * flops(by_op) <= flops(fused) <= most * flops(by_op)
     # Fusion saves traffic; padding and copies of loops' starts may add some.
     assert 0.05 * traffic(by_op) < traffic(fused) < 1.05 * traffic(by_op)
     for found in (by_op, fused):
