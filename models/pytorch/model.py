@@ -25,7 +25,12 @@ def _levels() -> Levels:
     data = read_levels("torch")
     ends = ("", "_backward", "_last", "_backward_last")
     costs = [*(f"{kind}{end}" for kind in data["kinds"] for end in ends), *data["others"]]
-    levels = (Level(cost, name, float(d)) for cost in costs for name, d in deviations().items())
+    levels = (
+        Level(cost, name, float(d))
+        for cost in costs
+        for name, d in deviations().items()
+        if name != "framework" or cost not in data["libraries"]
+    )
     return Levels(dict.fromkeys(costs, 1.0), tuple(levels), (WHOLE,))
 
 

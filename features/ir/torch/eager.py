@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
     from .decomposition import Fakes
 
-#: The files of this folder, which call what is not the user's.
-_OWN = str(Path(__file__).parent)
+#: Folders of opcast that call a user's model. Files beside them in a clone may be the user's.
+_LAYERS = ("cli", "common", "features", "models", "predict", "server", "workflows")
+_OWN = tuple(f"{Path(__file__).parents[3] / layer}{os.sep}" for layer in _LAYERS)
 #: Depth to which objects of the user's own are searched for tensors, as caches hold them.
 _DEPTH = 5
 Result = TypeVar("Result")
@@ -37,8 +39,9 @@ Stand: TypeAlias = Callable[..., object]
 
 
 @cache
-def _is_users(file: str) -> bool:
-    return not (FRAMEWORK.search(file) or file.startswith(("<", _OWN)))
+def is_users(file: str) -> bool:
+    """Whether a file of Python belongs to a model, not to PyTorch or to what runs it."""
+    return not (FRAMEWORK.search(file) or file.startswith(("<", *_OWN)))
 
 
 @dataclass
@@ -61,7 +64,7 @@ class Scopes:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not run.__code__:
             file = frame.f_code.co_filename
-            if _is_users(file):
+            if is_users(file):
                 return Place(file, frame.f_lineno, modules)
             frame = frame.f_back
         return Place("", 0, modules)

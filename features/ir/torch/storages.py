@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import copy
 import sys
-import sysconfig
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....common.errors import ProgramError
 from .decomposition import WRAPPERS, Fakes, setting_of
-from .eager import deciding_without_values, standing_in
+from .eager import deciding_without_values, is_users, standing_in
 from .program import TorchProgram, export, shortened, torch_loss, torch_optimizer
 from .record import Fused, Recorder
 from .runs import stands
@@ -314,26 +311,11 @@ def _tensors(values: object) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
-@cache
-def _foreign() -> tuple[str, ...]:
-    """Folders whose lines belong to no model."""
-    import torch
-
-    return str(Path(torch.__file__).parent), str(Path(__file__).parents[3])
-
-
-@cache
-def _is_model(file: str) -> bool:
-    library = sysconfig.get_path("stdlib")
-    own = file.startswith(library) and "-packages" not in file
-    return not (own or file.startswith(("<", *_foreign())))
-
-
 def _line() -> str:
     """The innermost line that runs of a model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_model(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
