@@ -230,6 +230,7 @@ def price_works(
     """
     compiled = framework == "torch-compiled"
     times, sources, launch = unlearned(found, spec, bundle, kept)
+    least = least_times(found, spec)
     ends: Ends | None = None
     if bundle is not None and computes_narrow(found):
         learned, context = TorchModel.find(), torch_context(spec, framework, release)
@@ -237,7 +238,7 @@ def price_works(
         factors = learned.factors(costs, context)
         if not learned.effects.knows("device", spec.name):
             factors[[_measured(w, spec, bundle) for w in found]] = 1.0
-        times = np.maximum(times * factors[:, None], least_times(found, spec)[:, None])
+        times = np.maximum(times * factors[:, None], least[:, None])
         train = any(w.phase == "backward" for w in found)
         ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train)
     total = float(times[:, 0].sum())
@@ -251,8 +252,7 @@ def price_works(
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
     host = sum(w.launches for w in found) * launch * (_COMPILED_LAUNCH if compiled else 1.0)
     seconds = max(total, host)
-    least = float(least_times(found, spec).sum())
-    lo = max(total - down, 0.05 * total, least, host / _HOST_FACTOR)
+    lo = max(total - down, 0.05 * total, float(least.sum()), host / _HOST_FACTOR)
     hi = max(total + up, host * _HOST_FACTOR)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 

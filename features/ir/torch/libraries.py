@@ -41,10 +41,9 @@ class ModelCase:
     """A model as it is run.
 
     Attributes:
-        library: ``timm``, ``torchvision``, ``transformers``, ``diffusers``, or a module of Python
-            whose attribute ``model`` is called without arguments.
-        model: Its name there: of transformers a name or folder of a configuration that is here, or
-            ``class:field=value,…``; of diffusers a class and fields alike.
+        library: ``timm``, ``torchvision``, ``transformers``, or a module of Python whose attribute
+            ``model`` is called without arguments.
+        model: Its name there; of transformers ``class:field=value,…``.
         batch: Samples in a step.
         img_size: Rows and columns of an image; of a text its tokens; 0 for the library's.
         mode: ``infer`` or ``train``: forward, cross entropy, backward and SGD with momentum.

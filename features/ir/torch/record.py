@@ -11,9 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from .eager import (
-    Scopes,
-)
+from .eager import Scopes
 from .place import Place
 
 if TYPE_CHECKING:

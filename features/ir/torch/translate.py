@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from ....common.errors import ProgramError
-from ..mlir.locations import FRAMEWORK
 from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
+from .eager import is_users
 from .place import Place
 from .program import Exported, jax_dtype
 from .table import Call, Result, find, is_solver
@@ -38,8 +38,7 @@ def place_of(node: torch.fx.Node) -> Place:
     """The user's line and modules of a node of an FX graph."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     # Outermost first, down to PyTorch's own modules.
-    files = [f for f in frames if not f[0].startswith("<")]
-    own = [f for f in files if not FRAMEWORK.search(f[0]) and not _is_own(f[0])]
+    own = [f for f in frames if is_users(f[0])]
     file, line = (own or [("", "0")])[-1]
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     names, before = [], ""
@@ -49,11 +48,6 @@ def place_of(node: torch.fx.Node) -> Place:
         names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
         before = path
     return Place(file, int(line), "/".join(n for n in names if n))
-
-
-def _is_own(file: str) -> bool:
-    """Whether a file is this package's, whose module wraps a function of the user's."""
-    return Path(file).resolve().is_relative_to(Path(__file__).resolve().parent)
 
 
 def _through(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:
