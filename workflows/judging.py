@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
+from ..common.files import write_text
 from ..common.parquet import write_table
 from ..common.progress import wrote
 from ..common.tables_text import in_percent, print_frame
-from ..models.tracking.mlflow_store import RunLog
+from ..models.tracking.mlflow_store import RunLog, tidy
+from ..models.tracking.tracked_runs import TrackedRun
+from ..predict.page.accuracy import SCRIPTS, run_data
+from ..predict.page.assemble import Page, assemble
 from .training import digests, log_training
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.core.store import JsonModel
-    from .settings import ModelLearnSettings, StepLearnSettings, StepSettings
+    from .settings import ModelLearnSettings, ModelTableSettings, StepLearnSettings, StepSettings
 
 #: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
@@ -208,6 +213,38 @@ def log_judged(
     tables = {"by_group": judged.by_group, "choice": judged.choice}
     run = RunLog(name, dict(params), metrics, tables=tables, predictions=predictions)
     log_training(console, run, None)
+
+
+def keep_judged(
+    console: Console,
+    settings: StepSettings | ModelTableSettings,
+    judged: Judged,
+    known: pd.DataFrame,
+    what: str,
+    kind: str,
+) -> None:
+    """Write the page and log the run, as far as either is asked for.
+
+    Args:
+        console: Where to print.
+        settings: The table, the model, the page, and whether to log.
+        judged: Figures of the predictions.
+        known: Predictions of measured rows.
+        what: What the rows are, such as ``steps``.
+        kind: Column of ``known`` that tells their kinds apart.
+    """
+    kinds = known[kind].astype(str)
+    predictions = tidy(known.assign(kind=kinds, predicted_us=known["latency_us"]), level="program")
+    params = {"table": str(settings.table), "model": settings.model}
+    if settings.page:
+        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+        name = f"{what} of {settings.table.name}"
+        run = TrackedRun(settings.model, name, when, params, predictions, len(predictions), {})
+        data = {"title": run.name, "runs": [run_data(run)]}
+        write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
+        wrote(settings.page, "page")
+    if settings.track:
+        log_judged(console, judged, f"evaluate-{what}", params, predictions)
 
 
 def keep_learned(

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError
-from ..common.files import write_text
 from ..common.progress import counting, wrote
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
 from ..models.steps.effects import Slopes, slopes_at
 from ..models.steps.model import StepModel
-from ..models.tracking.mlflow_store import tidy
-from ..models.tracking.tracked_runs import TrackedRun
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step import StepPrediction
 from ..predict.cluster.step_table import StepRow, StepRuns, step_row
 from ..predict.operator.step_operators import load_step_model
-from ..predict.page.accuracy import SCRIPTS, run_data
-from ..predict.page.assemble import Page, assemble
 from .judging import (
     FIGURES,
     Judged,
     choice,
     choice_figures,
-    log_judged,
+    keep_judged,
     measured_rows,
     predicted_frame,
     print_judged,
@@ -190,31 +184,8 @@ def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     wrote(settings.out, f"{len(frame)} rows")
     known = measured_rows(frame)
     if len(known) and (settings.page or settings.track):
-        _keep(console, settings, judged, known)
+        keep_judged(console, settings, judged, known, "steps", "source")
     return judged
-
-
-def _keep(console: Console, settings: StepSettings, judged: Judged, known: pd.DataFrame) -> None:
-    """Write the page and log the run, with the predictions of measured rows."""
-    predictions = tidy(
-        known.assign(kind=known["source"], predicted_us=known["latency_us"]), level="program"
-    )
-    params = {"table": str(settings.table), "model": settings.model}
-    if settings.page:
-        run = TrackedRun(
-            settings.model,
-            f"steps of {settings.table.name}",
-            f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
-            params,
-            predictions,
-            len(predictions),
-            {},
-        )
-        data = {"title": run.name, "runs": [run_data(run)]}
-        write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
-        wrote(settings.page, "page")
-    if settings.track:
-        log_judged(console, judged, "evaluate-steps", params, predictions)
 
 
 def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:

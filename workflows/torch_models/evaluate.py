@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ... import __version__
-from ...common.files import write_text
 from ...common.progress import counting, wrote
 from ...common.tables_text import in_percent, print_frame
-from ...models.tracking.mlflow_store import tidy
-from ...models.tracking.tracked_runs import TrackedRun
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.locate import OPERATOR_MODEL, model_hash
-from ...predict.page.accuracy import SCRIPTS, run_data
-from ...predict.page.assemble import Page, assemble
 from ..judging import (
     FIGURES,
     Judged,
     choice,
-    log_judged,
+    keep_judged,
     measured_rows,
     predicted_frame,
     print_judged,
@@ -161,7 +155,7 @@ def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judge
             worst = known.groupby(name).agg(**FIGURES).sort_values("mape", ascending=False)
             print_frame(console, in_percent(worst.head(_WORST).reset_index()), f"by {name}, worst")
         if settings.page or settings.track:
-            _keep(console, settings, judged, known)
+            keep_judged(console, settings, judged, known, "models", "framework")
     return judged
 
 
@@ -180,21 +174,3 @@ def _lines(judged: Judged) -> list[str]:
                 f"predicted fastest takes {100 * o[f'{name}/regret']:.1f} % more than the fastest"
             )
     return lines
-
-
-def _keep(
-    console: Console, settings: ModelTableSettings, judged: Judged, known: pd.DataFrame
-) -> None:
-    """Write the page and log the run, with the predictions of measured rows."""
-    kinds = known["framework"].astype(str)
-    predictions = tidy(known.assign(kind=kinds, predicted_us=known["latency_us"]), level="program")
-    params = {"table": str(settings.table), "model": settings.model}
-    if settings.page:
-        when = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
-        what = f"models of {settings.table.name}"
-        run = TrackedRun(settings.model, what, when, params, predictions, len(predictions), {})
-        data = {"title": run.name, "runs": [run_data(run)]}
-        write_text(settings.page, assemble(Page(f"Accuracy: {run.name}", data, SCRIPTS)))
-        wrote(settings.page, "page")
-    if settings.track:
-        log_judged(console, judged, "evaluate-models", params, predictions)
