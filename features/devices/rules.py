@@ -218,13 +218,26 @@ def _fixed(value: float, text: str) -> _Rule:
     return lambda _, __: (value, text)
 
 
-def _lanes(values: Values, _: Architecture) -> tuple[float, str] | None:
-    keys = ("lanes_per_core", "core_count", "boost_mhz")
-    if not all(key in values for key in keys):
+#: Figures of a processor's cores, and those of its efficient ones where it has two kinds.
+LANES = ("lanes_per_core", "core_count", "boost_mhz")
+EFFICIENT = ("efficient_lanes_per_core", "efficient_cores", "efficient_mhz")
+
+
+def lanes_tflops(values: Values) -> tuple[float, str] | None:
+    """Rate of the lanes of all cores in TFLOP/s, and the rule; ``None`` where one is not given."""
+    if not all(key in values for key in LANES):
         return None
-    lanes, cores, mhz = (values[key] for key in keys)
+    lanes, cores, mhz = (values[key] for key in LANES)
     # A fused multiply-add counts as two operations; MHz to TFLOP/s.
-    return 2.0 * lanes * cores * mhz * 1e-6, "2 × lanes_per_core × core_count × boost_mhz"
+    if not all(key in values for key in EFFICIENT):
+        return 2e-6 * lanes * cores * mhz, f"2 × {' × '.join(LANES)}"
+    own_lanes, own, own_mhz = (values[key] for key in EFFICIENT)
+    total = 2e-6 * (lanes * (cores - own) * mhz + own_lanes * own * own_mhz)
+    return total, "2 × lanes × cores × clock of both kinds of cores"
+
+
+def _lanes(values: Values, _: Architecture) -> tuple[float, str] | None:
+    return lanes_tflops(values)
 
 
 def _l2_bandwidth(values: Values, of: Architecture) -> tuple[float, str] | None:

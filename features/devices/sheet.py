@@ -31,7 +31,8 @@ _FIGURES = """
     hbm_bandwidth_gbps memory_gb power_w link_gbps pair_link_gbps inter_node_gbps pcie_gbps
     devices_per_node launch_floor_us launch_gap_us dispatch_us threads_per_core threads_per_wave
     threads_per_block shared_kb_per_block shared_kb_per_block_optin registers_per_core
-    registers_per_block array_rows array_columns arrays_per_core
+    registers_per_block array_rows array_columns arrays_per_core efficient_cores
+    efficient_lanes_per_core efficient_mhz
 """
 #: Figures that count things: those without a unit.
 _WHOLE = {key for key in _FIGURES.split() if not _UNITS.keys() & key.split("_")}

@@ -8,10 +8,13 @@ from ...common.errors import DeviceError
 from .device import DeviceSpec, MemoryLevel
 from .rules import (
     COMPILER_KEYS,
+    EFFICIENT,
+    LANES,
     Values,
     capability_of,
     fill,
     generations,
+    lanes_tflops,
     maker_of,
     matrix_rates,
     named_architecture,
@@ -31,6 +34,8 @@ _EXTRA = {
     "pair_link_gbps": "pair_link_bandwidth",
     "cores_per_die": "cores_per_die",
     "threads_per_wave": "threads_per_wave",
+    **{key: key for key in EFFICIENT[:2]},
+    EFFICIENT[2]: "efficient_hz",
 }
 
 
@@ -51,10 +56,14 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
     # default.
     _check_lanes(values, sheet)
     _check_dies(values, sheet)
+    _check_efficient(values, sheet)
     _fill_capability(texts.get("compiler_target", ""), values, why)
     if rule:
         why["vendor"] = rule
     si = {key: values[key] * scale for key, scale in NUMBERS.items() if key in values}
+    provenance = {**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}}
+    if platform == "cpu" and {"l2_mb", "shared_kb_per_core"} <= set(provenance):
+        provenance["l2_mb"] += "; with the cores' own"
     # Units are converted once, here: everything behind a DeviceSpec is SI.
     matrix, vector = ({d: r * TERA for d, r in rates.items()} for rates in _rates(values))
     extra = {"notes": texts["notes"]} if "notes" in texts else {}
@@ -64,7 +73,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         platform=platform,
         peak_flops=matrix,
         vector_flops=vector,
-        levels=_levels(si),
+        levels=_levels(si, platform),
         floor=si["launch_floor_us"],
         launch_gap=si["launch_gap_us"],
         dispatch=si["dispatch_us"],
@@ -87,7 +96,7 @@ def device_of_sheet(sheet: Sheet) -> DeviceSpec:
         arrays_per_core=int(si.get("arrays_per_core", 0)),
         compiler=_compiler(texts.get("compiler_target", ""), si),
         aliases=sheet.aliases,
-        provenance={**sheet.sources, **{key: f"default: {text}" for key, text in why.items()}},
+        provenance=provenance,
         defaulted=tuple(why),
     )
 
@@ -129,13 +138,15 @@ def _rates(values: Values) -> tuple[Values, Values]:
     return matrix_rates({**matrix, "s32": vector["s32"]}), vector_rates(vector)
 
 
-def _levels(si: Values) -> tuple[MemoryLevel, ...]:
+def _levels(si: Values, platform: str) -> tuple[MemoryLevel, ...]:
     main = MemoryLevel(si["memory_gb"], si["hbm_bandwidth_gbps"])
     # Without a cache the working set always goes to main memory. TPUs come this way: their VMEM is
     # filled by the compiler and is no cache.
     if "l2_mb" not in si:
         return (main,)
-    return (MemoryLevel(si["l2_mb"], si["l2_bandwidth_gbps"]), main)
+    # A CPU's last cache takes what its cores' own evict: it holds other lines than they do.
+    own = si["core_count"] * si.get("shared_kb_per_core", 0.0) if platform == "cpu" else 0.0
+    return (MemoryLevel(si["l2_mb"] + own, si["l2_bandwidth_gbps"]), main)
 
 
 def _require(sheet: Sheet) -> None:
@@ -154,16 +165,34 @@ def _require(sheet: Sheet) -> None:
 
 
 def _check_lanes(values: Values, sheet: Sheet) -> None:
-    keys = ("lanes_per_core", "core_count", "boost_mhz")
-    if not all(key in values for key in keys) or "core_count" not in sheet.values:
+    found = lanes_tflops(values)
+    if found is None or "core_count" not in sheet.values:
         return
-    expected = 2e-6 * values[keys[0]] * values[keys[1]] * values[keys[2]]
+    expected, rule = found
     given = values["vector_tflops.f32"]
     if abs(given / expected - 1) > _RATE_TOLERANCE:
         raise DeviceError(
-            f"vector_tflops.f32 is {given:.4g}, but {' × '.join(keys)} × 2 is {expected:.4g}",
+            f"vector_tflops.f32 is {given:.4g}, but {rule} is {expected:.4g}",
             where=sheet.where,
             hint="leave out vector_tflops, or lanes_per_core, or correct them",
+        )
+
+
+def _check_efficient(values: Values, sheet: Sheet) -> None:
+    """Refuse efficient cores of which a figure is missing, or that are more than all cores."""
+    given = [key for key in EFFICIENT if key in values]
+    missing = [key for key in (*EFFICIENT, *LANES) if key not in values]
+    if given and missing:
+        raise DeviceError(
+            f"{given[0]} is given, but not {missing[0]}",
+            where=sheet.where,
+            hint="two kinds of cores need the lanes, number and clock of both",
+        )
+    if given and values["efficient_cores"] > values["core_count"]:
+        raise DeviceError(
+            f"efficient_cores {values['efficient_cores']:g} is more than core_count "
+            f"{values['core_count']:g}, which counts all cores",
+            where=sheet.where,
         )
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
@@ -37,7 +38,7 @@ EXPECTED = {
     "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada",
     "rtx-a6000", "a10", "a10g", "l20", "l40", "h20", "h800-sxm", "a800-sxm-80gb", "gh200",
     "gh200-144gb", "mi300x", "mi308x", "mi325x", "mi350x", "mi355x", "rx-6800-xt",
-    "rtx-3090-ti", "rtx-pro-6000-max-q",
+    "rtx-3090-ti", "rtx-pro-6000-max-q", "cpu-i9-10940x", "cpu-i7-12700h",
 }  # fmt: skip
 #: The least that a file must say.
 BARE = """\
@@ -83,12 +84,14 @@ def test_figures_are_physical(spec: DeviceSpec) -> None:
     rates = [level.bandwidth for level in spec.levels]
     assert rates == sorted(rates, reverse=True)
     assert spec.levels[-1].capacity == spec.memory_bytes
-    assert (len(spec.levels) == 2) == (spec.platform == "gpu")
+    assert (len(spec.levels) == 2) == (spec.platform != "tpu")
     # The GH200's host is as near as its neighbours: NVLink-C2C has NVLink's bandwidth.
     assert spec.link_bandwidth >= spec.host_bandwidth or spec.name in ("arc-b60", "mi250")
     assert 0.2e-6 <= spec.floor <= 5e-6
     if spec.lanes_per_core:
-        lanes = 2 * spec.lanes_per_core * spec.core_count * spec.clock_hz
+        own = [spec.extra.get(f"efficient_{what}", 0) for what in ("cores", "lanes_per_core", "hz")]
+        cores = spec.core_count - own[0]
+        lanes = 2 * (spec.lanes_per_core * cores * spec.clock_hz + math.prod(own))
         assert vector["f32"] == pytest.approx(lanes, rel=0.1)
 
 
@@ -120,6 +123,34 @@ def test_figures_of_one_device_in_si_units() -> None:
     assert (h100.core_count, h100.clock_hz, h100.lanes_per_core) == (132, 1.98e9, 128)
     assert (h100.link_bandwidth, h100.host_bandwidth) == (450e9, 64e9)
     assert h100.shared_bytes_per_core == 228 * 1024
+
+
+def test_a_processor_has_the_rates_of_its_cores_and_channels() -> None:
+    own = find_device("cpu-i9-10940x")
+    # 14 cores, two units of 16 lanes, a multiply-add in each, at 3.3 GHz.
+    assert own.matrix_peak("f32") == own.vector_peak("f32") == pytest.approx(14 * 64 * 3.3e9)
+    assert own.matrix_peak("bf16") == own.matrix_peak("f16") == own.matrix_peak("f32")
+    assert own.vector_peak("f64") == own.vector_peak("f32") / 2
+    assert own.bandwidth == pytest.approx(4 * 8 * 2933e6, rel=1e-3)
+    assert own.cache_bytes == (19.25 + 14) * 2**20
+    two = find_device("cpu-i7-12700h")
+    # 6 cores with two units of 8 lanes, 8 with two of 4.
+    assert two.vector_peak("f32") == pytest.approx(6 * 32 * 3.288e9 + 8 * 16 * 2.439e9)
+    assert two.bandwidth == pytest.approx(2 * 8 * 4800e6, rel=1e-3)
+
+
+def test_two_kinds_of_cores_need_all_their_figures(tmp_path: Path) -> None:
+    text = BARE.replace("gpu", "cpu").replace("vector_tflops: {f32: 10}", "efficient_cores: 4")
+    lanes = "core_count: 8\nlanes_per_core: 16\nboost_mhz: 4000\n"
+    with pytest.raises(DeviceError, match="no rate of f32"):
+        load_device_file(write(tmp_path, text))
+    with pytest.raises(DeviceError, match="not efficient_lanes_per_core"):
+        load_device_file(write(tmp_path, text + lanes))
+    text += lanes + "efficient_lanes_per_core: 8\nefficient_mhz: 3000\n"
+    spec = load_device_file(write(tmp_path, text))
+    assert spec.vector_peak("f32") == pytest.approx(4 * 32 * 4e9 + 4 * 16 * 3e9)
+    with pytest.raises(DeviceError, match="efficient_cores 9 is more than core_count 8"):
+        load_device_file(write(tmp_path, text.replace("efficient_cores: 4", "efficient_cores: 9")))
 
 
 def test_types_without_a_unit_run_as_the_type_that_they_are_converted_to() -> None:

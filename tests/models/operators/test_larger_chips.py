@@ -14,6 +14,7 @@ from opcast.features.devices.catalogue import (
     _catalogue_sheet,
     _with_base,
     device_names,
+    find_device,
 )
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.devices.sheet import Sheet, overlay
@@ -80,7 +81,7 @@ def chips(names: list[str]) -> dict[str, DeviceSpec]:
 
 @pytest.fixture(scope="module")
 def gpus() -> dict[str, DeviceSpec]:
-    return chips([n for n in device_names() if not n.startswith("tpu")])
+    return chips([n for n in device_names() if find_device(n).platform == "gpu"])
 
 
 def operators(family: str) -> pd.DataFrame:
@@ -182,7 +183,7 @@ def test_no_kernel_and_program_is_slower(platform: str) -> None:
     name = {"gpu": "h100-sxm", "tpu": "tpu-v5e"}[platform]
     devices = chips([name])
     lowered = lower(source, "fused", device=devices[name])
-    every = [n for n in device_names() if n.startswith("tpu") == (platform == "tpu")]
+    every = [n for n in device_names() if find_device(n).platform == platform]
     grown = chips(every)
     for find in (lambda k, d: roofline(k, d).latency_s, least_seconds):
         seconds = np.array([find(lowered.kernels, d) for d in grown.values()])

@@ -77,7 +77,8 @@ def test_a_stand_in_is_said_plainly(monkeypatch) -> None:
 
 def test_all_devices_of_the_catalogue_but_three_have_a_compiler() -> None:
     without = []
-    for name in device_names():
+    # XLA compiles for the CPU that it runs on.
+    for name in (n for n in device_names() if find_device(n).platform != "cpu"):
         try:
             target_of(find_device(name))
         except DeviceError:
