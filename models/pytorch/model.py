@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, hypot
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +21,14 @@ from ..trust.calibrator import Ends
 _ROUNDS = 4
 #: By how much the share of a class may exceed the largest that was learned from.
 _BEYOND = 1.1
+#: Half-width, in logarithms, of how unlike a chip may be to the only one that was learned from: its
+#: clock under load, its memory, how cores of two kinds share work. Engineering estimate.
+UNSEEN = 0.4
+#: The same of what was never measured on a CPU: training, 16 bits, or eager PyTorch where all rows
+#: are compiled. Engineering estimate.
+_UNLIKE = 0.7
+#: First release whose kernels are as those of recent ones, by platform.
+_RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
 
 
 def _levels() -> Levels:
@@ -57,9 +67,12 @@ def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict
         framework: ``torch-eager`` or ``torch-compiled``.
         release: Of PyTorch; empty for a recent one.
     """
-    old = release.startswith(("0.", "1."))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    cpu = device.platform == "cpu"
+    old = bool(numbers) and numbers < _RECENT["cpu" if cpu else "gpu"]
     return {
-        "all": device.vendor,
+        # The same libraries serve all makers' CPUs.
+        "all": device.platform if cpu else device.vendor,
         "framework": framework,
         "device": device.name,
         "release": release if old else "",
@@ -79,11 +92,18 @@ class TorchModel(JsonModel):
     """
 
     form, what, command = 1, "torch", "train --models TABLE"
+    #: Whether it learned of programs whose arithmetic is mostly of 16 bits, or of wider ones.
+    narrow: ClassVar[bool] = True
 
     effects: TorchEffects = field(default_factory=TorchEffects)
     ends: dict[str, Ends] = field(default_factory=dict)
     shares: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> list[str]:
+        """Chips whose models were learned from."""
+        return typed(list[str], self.provenance["devices"], "devices")
 
     def factors(self, costs: Sequence[str], context: Mapping[str, str]) -> np.ndarray:
         """Factors on the times of kernels of some classes, ``(n,)``; 1 on other vendors'."""
@@ -96,7 +116,7 @@ class TorchModel(JsonModel):
         return context["all"] in typed(list[str], self.provenance["vendors"], "vendors")
 
     def interval(
-        self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool
+        self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool, narrow: bool
     ) -> Ends | None:
         """Ends of the 90 % interval as logarithms; ``None`` of what is unlike all that was learned.
 
@@ -104,14 +124,22 @@ class TorchModel(JsonModel):
             seconds: By class of cost.
             context: From :func:`torch_context`.
             train: Whether it is a training step.
+            narrow: Whether its arithmetic is mostly of 16 bits.
         """
-        total = sum(seconds.values())
-        alike = all(s <= _BEYOND * self.shares.get(c, 0.0) * total for c, s in seconds.items())
-        if not alike or not self._learned_of(context):
+        if not self._alike(seconds, narrow) or not self._learned_of(context):
             return None
-        known = "known" if self.effects.knows("device", context["device"]) else "new"
-        keys = end_keys(known, context["framework"], train)
+        keys = self._keys(context, train)
         return next((self.ends[key] for key in keys if key in self.ends), None)
+
+    def _alike(self, seconds: Mapping[str, float], narrow: bool) -> bool:
+        """Whether no class of cost takes a larger share than in what was learned from."""
+        total = sum(seconds.values())
+        shares = all(s <= _BEYOND * self.shares.get(c, 0.0) * total for c, s in seconds.items())
+        return shares and narrow == self.narrow
+
+    def _keys(self, context: Mapping[str, str], train: bool) -> tuple[str, str]:
+        known = "known" if self.effects.knows("device", context["device"]) else "new"
+        return end_keys(known, context["framework"], train)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -131,6 +159,27 @@ class TorchModel(JsonModel):
             typed(dict[str, float], data["shares"], "shares"),
             dict(data["provenance"]),
         )
+
+
+class CpuTorchModel(TorchModel):
+    """The same of kernels on CPUs: what is unlike all that was learned has a wider interval."""
+
+    what = "torch-cpu"
+    narrow: ClassVar[bool] = False
+
+    def interval(
+        self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool, narrow: bool
+    ) -> Ends | None:
+        """As of :class:`TorchModel`; never ``None``."""
+        special, known = self._keys(context, train)
+        if special in self.ends and self._alike(seconds, narrow):
+            return self.ends[special]
+        return widened(self.ends.get(special, self.ends[known]), _UNLIKE)
+
+
+def widened(ends: Ends, by: float) -> Ends:
+    """Ends with an independent error of another half-width, all in logarithms."""
+    return -hypot(ends[0], by), hypot(ends[1], by)
 
 
 def end_keys(known: str, framework: str, train: bool) -> tuple[str, str]:

@@ -150,7 +150,7 @@ class AtenPrices:
         sources = [_source(w, key) for w, key in zip(found, keys, strict=True)]
         for i, work in enumerate(found):
             times[i] *= self._factor(work, keys[i])
-            if keys[i] == ROOFLINE and _is_depthwise(work):
+            if keys[i] == ROOFLINE and is_depthwise(work):
                 times[i] = self._depthwise(work)
             if work.name in STEPS:
                 times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
@@ -313,7 +313,7 @@ def _several(work: AtenKernel) -> bool:
     return work.kind == PRODUCT and work.shape[0] > 1
 
 
-def _is_depthwise(work: AtenKernel) -> bool:
+def is_depthwise(work: AtenKernel) -> bool:
     """Whether a convolution has one channel of its input in each group."""
     sizes = work.conv
     return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1

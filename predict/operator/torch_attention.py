@@ -22,14 +22,16 @@ _NARROW = ("float16", "bfloat16", "f16", "bf16")
 
 
 def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True) -> str:
-    """Whose attention PyTorch calls; empty for fused kernels of another vendor than NVIDIA.
+    """Whose attention PyTorch calls; empty for fused kernels of others than NVIDIA's GPUs.
 
     Args:
-        spec: A GPU.
+        spec: A GPU or CPU.
         use: The call.
         cudnn: Whether PyTorch prefers cuDNN's on the chips that it does so for: with cuDNN 9.15.1
             or later, as its packages for CUDA 13 have, and those for CUDA 12 have not.
     """
+    if spec.platform == "cpu":
+        return "" if _cpu_takes(use) else MATH
     if cudnn and _cudnn_takes(spec, use):
         return CUDNN
     if _flash_takes(spec, use):
@@ -79,6 +81,11 @@ def _efficient_takes(spec: DeviceSpec, use: AttentionUse) -> bool:
         and use.query[-1] % aligned == 0
         and use.value[-1] % aligned == 0
     )
+
+
+def _cpu_takes(use: AttentionUse) -> bool:
+    """Any mask, but no dropout, and keys as wide as values (sdp_utils_cpp.cpp)."""
+    return use.dropout == 0.0 and _plain(use, grouped=True) and use.query[-1] == use.value[-1]
 
 
 def _plain(use: AttentionUse, *, grouped: bool) -> bool:

@@ -82,17 +82,17 @@ class TorchPredictor:
 
         Args:
             program: A :class:`TorchProgram`.
-            device: A GPU: name, path of a device file, or description.
+            device: A GPU or CPU: name, path of a device file, or description.
             strict: Raise instead of falling back to the roofline for an operator.
 
         Raises:
             ProgramError: The program is not PyTorch's, or cannot be exported.
-            DeviceError: The device is not known, or no GPU.
+            DeviceError: The device is not known, or a TPU.
             StrictError: ``strict`` is set and an operator has no learned estimate.
         """
         own = self.checked(program)
         # Before the recording, which may take long.
-        spec = self.gpu(device)
+        spec = self.device(device)
         return self.price(self.record(own, spec), spec, strict=strict)
 
     def record(
@@ -111,12 +111,12 @@ class TorchPredictor:
 
         Raises:
             ProgramError: The program is not PyTorch's, or cannot be exported.
-            DeviceError: The device is not known, or no GPU.
+            DeviceError: The device is not known, or a TPU.
         """
         from ...features.ir.torch.runs import record
         from ...features.ir.torch.storages import log_storages
 
-        own, spec = self.checked(program), self.gpu(device)
+        own, spec = self.checked(program), self.device(device)
 
         def fused(use: AttentionUse, *, cudnn: bool = True) -> bool:
             return attention_backend(spec, use, cudnn=cudnn) != MATH
@@ -142,24 +142,24 @@ class TorchPredictor:
 
         Raises:
             ProgramError: It launches nothing, or what has no known time.
-            DeviceError: The device is not known, or no GPU.
+            DeviceError: The device is not known, or a TPU.
             StrictError: As for :meth:`predict`.
         """
-        found = price(recording, self.gpu(device), self.framework, self.bundle, self.release)
+        found = price(recording, self.device(device), self.framework, self.bundle, self.release)
         if strict:
             _require_learned(found)
         return found
 
-    def gpu(self, device: str | Path | DeviceSpec) -> DeviceSpec:
+    def device(self, device: str | Path | DeviceSpec) -> DeviceSpec:
         """Find the device.
 
         Raises:
-            DeviceError: It is not known, or no GPU.
+            DeviceError: It is not known, or a TPU.
         """
         if device == "local":
             check_gpu_here()
         spec = resolve_device(device, self.devices)
-        if spec.platform != "gpu":
+        if spec.platform == "tpu":
             raise _no_gpu(f"{spec.name} is a {spec.platform}")
         return spec
 
@@ -177,14 +177,14 @@ def check_gpu_here() -> None:
     import jax
 
     if jax.default_backend() != "gpu":
-        raise _no_gpu("JAX finds none on this machine")
+        raise _no_gpu("JAX finds no GPU on this machine, whose CPU needs a file")
 
 
 def _no_gpu(why: str) -> DeviceError:
     return DeviceError(
-        f"PyTorch's own kernels are known for GPUs, and {why}",
-        hint="--device h100-sxm or another GPU (opcast device --list); or leave --framework out, "
-        "which predicts the program as XLA runs it",
+        f"PyTorch's own kernels are known for GPUs, and for CPUs of a name or file; {why}",
+        hint="--device h100-sxm, cpu-i9-10940x or another (opcast device --list); or leave "
+        "--framework out, which predicts the program as XLA runs it",
     )
 
 
@@ -263,14 +263,14 @@ def explain_torch(
     Args:
         predictor: Whose kernels, and the model.
         program: As of :meth:`TorchPredictor.predict`.
-        device: A GPU: name, path of a device file, or description.
+        device: A GPU or CPU: name, path of a device file, or description.
         top: Number of operators to explain; equal ones count as one.
 
     Raises:
         ProgramError: The program is not PyTorch's, or cannot be exported.
-        DeviceError: The device is not known, or no GPU.
+        DeviceError: The device is not known, or a TPU.
     """
-    spec = predictor.gpu(device)
+    spec = predictor.device(device)
     recording = predictor.record(program, spec)
     prediction = predictor.price(recording, spec)
     found = works_of(recording, predictor.framework)

@@ -19,7 +19,7 @@ from ...common.errors import ProgramError
 from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
-from ...models.pytorch.model import TorchModel, torch_context
+from ...models.pytorch.model import CpuTorchModel, TorchModel, torch_context
 from ...models.steps.context import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import Ends
@@ -40,6 +40,7 @@ from .aten_work import (
     works,
 )
 from .compiled_storages import compiled_storages
+from .cpu_prices import CpuPrices, cpu_notes
 from .step_operators import FLASH2
 from .torch_attention import CUDNN
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
@@ -232,15 +233,17 @@ def price_works(
     times, sources, launch = unlearned(found, spec, bundle, kept)
     least = least_times(found, spec)
     ends: Ends | None = None
-    if bundle is not None and computes_narrow(found):
-        learned, context = TorchModel.find(), torch_context(spec, framework, release)
+    cpu, narrow = spec.platform == "cpu", computes_narrow(found)
+    if bundle is not None and (cpu or narrow):
+        learned = (CpuTorchModel if cpu else TorchModel).find()
+        context = torch_context(spec, framework, release)
         costs = [cost_class(w, compiled) for w in found]
         factors = learned.factors(costs, context)
         if not learned.effects.knows("device", spec.name):
             factors[[_measured(w, spec, bundle) for w in found]] = 1.0
         times = np.maximum(times * factors[:, None], least[:, None])
         train = any(w.phase == "backward" for w in found)
-        ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train)
+        ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train, narrow)
     total = float(times[:, 0].sum())
     # Errors of calls timed alone are less alike than those that steps were fitted with.
     alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
@@ -266,6 +269,9 @@ def unlearned(
         Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``, what they were
         learned from, and seconds of the host for a launch of eager PyTorch.
     """
+    if spec.platform == "cpu":
+        # What the host does for a kernel is part of it.
+        return *CpuPrices(spec)(found, kept), 0.0
     bits = 32 if _mostly_f32(found) else 16
     effects = StepModel.find().table.effects(device_context(spec, bits))
     times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
@@ -376,6 +382,8 @@ def _attention_notes(
     older: TorchPrediction | None,
 ) -> tuple[str, ...]:
     """Whose attention is called, and what other releases of PyTorch call."""
+    if spec.platform == "cpu":
+        return ()
     notes = []
     calls = [w for w in found if w.kind == ATTENTION]
     by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
@@ -424,6 +432,9 @@ def _notes(
     sources: Sequence[str],
     host_bound: bool,
 ) -> tuple[str, ...]:
+    if spec.platform == "cpu":
+        known = CpuTorchModel.find().devices
+        return cpu_notes(spec, found, framework == "torch-compiled", known)
     kernels = (
         "the operators of ATen as eager PyTorch launches them, one kernel after the other, without "
         "CUDA graphs"

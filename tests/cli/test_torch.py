@@ -164,7 +164,7 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
         (("--loss", "sum"), "without an optimiser"),
         (("--cluster", "dgx-h100-x16"), "for one device"),
         (("--framework", "torch-eager"), "known for GPUs"),
-        (("--framework", "torch-eager", "--device", "local"), "JAX finds none on this machine"),
+        (("--framework", "torch-eager", "--device", "local"), "JAX finds no GPU on this machine"),
         (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
         (("--framework", "jax"), "no framework 'jax'"),
     ],

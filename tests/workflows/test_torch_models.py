@@ -15,7 +15,15 @@ from opcast.cli import app
 from opcast.common.errors import ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.torch.libraries import ModelCase, build
-from opcast.models.pytorch.model import COSTS, Measured, TorchModel, torch_context
+from opcast.models.pytorch.model import (
+    COSTS,
+    UNSEEN,
+    CpuTorchModel,
+    Measured,
+    TorchEffects,
+    TorchModel,
+    torch_context,
+)
 from opcast.predict.cluster.case_table import read_cases
 from opcast.predict.operator.torch_framework import TorchPredictor
 from opcast.workflows.torch_models.evaluate import choices, judge_models
@@ -160,11 +168,13 @@ def test_effects_are_found_again_and_left_out_rows_are_predicted() -> None:
     assert np.abs(errors["family"]).max() < 0.05
     # No other chip, mode, layout or release is there to learn from.
     assert errors[["chip", "mode", "layout", "release"]].isna().all(axis=None)
-    found = model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False)
+    found = model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False, True)
     assert found is not None and -0.05 < found[0] <= 0.0 <= found[1] < 0.05
     # Softmax was never seen, nor a program of products alone.
-    assert model.interval({"conv": 1.0, "softmax": 0.1}, contexts[0], False) is None
-    assert model.interval({"product": 1.0}, contexts[0], False) is None
+    assert model.interval({"conv": 1.0, "softmax": 0.1}, contexts[0], False, True) is None
+    assert model.interval({"product": 1.0}, contexts[0], False, True) is None
+    # Nor one of f32.
+    assert model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False, False) is None
     assert TorchModel.from_dict(model.to_dict()).ends.keys() == model.ends.keys()
 
 
@@ -181,6 +191,59 @@ def test_a_table_teaches_a_model(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert TorchModel.load(out).provenance["models"] == 2
     assert (tmp_path / "own-seconds.jsonl").is_file()
+
+
+@pytest.mark.usefixtures("library")
+def test_processors_of_a_table_teach_a_model_of_their_own(tmp_path: Path) -> None:
+    run = {"device": "cpu-i9-10940x", "framework": "torch-compiled", "dtype": "fp32"}
+    changes = [
+        {"model": model, "batch": batch, "latency_ms": batch, "family": model, **own}
+        for model in ("small", "wide")
+        for batch in (256, 512)
+        for own in ({}, run)
+    ]
+    table, out = written(tmp_path / "t.parquet", *changes), tmp_path / "own.json"
+    command = ["train", "--models", str(table), "--out", str(out), "--no-track"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    gpu, cpu = TorchModel.load(out), CpuTorchModel.load(tmp_path / "own-cpu.json")
+    assert gpu.devices == ["rtx-4090"] and cpu.devices == ["cpu-i9-10940x"]
+    # One chip says nothing of another.
+    known, new = cpu.ends["known"], cpu.ends["new"]
+    assert new == pytest.approx((-np.hypot(known[0], UNSEEN), np.hypot(known[1], UNSEEN)), abs=1e-3)
+    # The table of processors alone leaves no model of GPUs.
+    written(table, *[change for change in changes if "device" in change])
+    alone = tmp_path / "alone.json"
+    done = CliRunner().invoke(app, [*command[:4], str(alone), "--no-track"])
+    assert done.exit_code == 0, done.output
+    assert not alone.exists() and (tmp_path / "alone-cpu.json").is_file()
+
+
+def test_what_no_processor_ran_has_a_wider_interval() -> None:
+    effects = TorchEffects({"conv/device/cpu-i9-10940x": 0.1})
+    ends = {"known/torch-compiled/infer": (-0.2, 0.3), "known": (-0.3, 0.4), "new": (-0.5, 0.6)}
+    model = CpuTorchModel(effects, ends, {"conv": 1.0, "pass": 0.1}, {"vendors": ["cpu"]})
+    known, new = (find_device(name) for name in ("cpu-i9-10940x", "cpu-i7-12700h"))
+
+    def asked(device=known, framework="torch-compiled", train=False, narrow=False, passes=0.1):
+        seconds = {"conv": 1.0, "pass": passes}
+        return model.interval(seconds, torch_context(device, framework), train, narrow)
+
+    assert asked() == (-0.2, 0.3)
+    # 0.7 besides: eager and training, which have no rows; 16 bits; passes that take more than ever.
+    of_all = pytest.approx((-np.hypot(0.3, 0.7), np.hypot(0.4, 0.7)))
+    assert asked(framework="torch-eager") == asked(train=True) == of_all
+    special = pytest.approx((-np.hypot(0.2, 0.7), np.hypot(0.3, 0.7)))
+    assert asked(narrow=True) == asked(passes=1.0) == special
+    assert asked(new) == pytest.approx((-np.hypot(0.5, 0.7), np.hypot(0.6, 0.7)))
+
+
+def test_releases_whose_kernels_are_older_have_effects_of_their_own() -> None:
+    for device, release, own in (
+        ("rtx-4090", "1.12.1", "1.12.1"), ("rtx-4090", "2.2.1", ""), ("rtx-4090", "", ""),
+        ("cpu-i9-10940x", "2.2.1", "2.2.1"), ("cpu-i9-10940x", "2.10.0", ""),
+    ):  # fmt: skip
+        assert torch_context(find_device(device), "torch-compiled", release)["release"] == own
 
 
 def test_a_release_is_a_part_of_the_framework() -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ... import __version__
-from ...common.errors import DatasetError
+from ...common.errors import DatasetError, DeviceError
 from ...common.progress import counting
 from ...common.tables_text import in_percent, print_frame
-from ...models.pytorch.model import COSTS, Measured, TorchModel, end_keys, torch_context
+from ...models.pytorch.model import (
+    COSTS,
+    UNSEEN,
+    CpuTorchModel,
+    Measured,
+    TorchModel,
+    end_keys,
+    torch_context,
+    widened,
+)
 from ...models.trust.calibrator import Calibrator, ends, including_zero
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.devices import resolve_device
@@ -79,7 +89,11 @@ def left_out(data: Measured, key: np.ndarray) -> np.ndarray:
 
 
 def train_models(
-    data: Measured, rows: Sequence[ModelRow], families: Sequence[str], seed: int = 0
+    data: Measured,
+    rows: Sequence[ModelRow],
+    families: Sequence[str],
+    seed: int = 0,
+    kind: type[TorchModel] = TorchModel,
 ) -> tuple[TorchModel, pd.DataFrame]:
     """Learn effects and intervals.
 
@@ -88,6 +102,7 @@ def train_models(
         rows: Their rows.
         families: Of each.
         seed: Of the draw of folds of families.
+        kind: Of GPUs, or of CPUs.
 
     Returns:
         The model, and the errors of rows left out in each way.
@@ -102,7 +117,7 @@ def train_models(
         "release": np.array([row.case.torch for row in rows]),
     }
     errors = pd.DataFrame({name: left_out(data, key) for name, key in keys.items()})
-    model = TorchModel(data.fit(np.ones(len(rows), bool)))
+    model = kind(data.fit(np.ones(len(rows), bool)))
     found = Calibrator[str]()
     trained = np.array([row.case.mode == "train" for row in rows])
     for known, way in (("known", "family"), ("new", "chip")):
@@ -118,8 +133,12 @@ def train_models(
         found.pool(score[at], special)
         found.ends[known] = including_zero(ends(score[at]))
     for key in [key for key in found.ends if key.startswith("known")]:
+        new = key.replace("known", "new", 1)
         # Who knows less is not surer.
-        found.widen(key.replace("known", "new", 1), key)
+        found.widen(new, key)
+        if len(set(keys["chip"])) < 2:
+            # One chip says nothing of how others differ.
+            found.ends[new] = widened(found.ends[new], UNSEEN)
     model.ends = found.ends
     own = data.predicted(model.effects)
     shares = (own / own.sum(axis=1, keepdims=True)).max(axis=0)
@@ -133,8 +152,12 @@ def train_models(
     return model, errors
 
 
-def run_train_models(console: Console, settings: ModelLearnSettings) -> TorchModel:
-    """Learn from a table of whole models, print errors of what was left out, save and track."""
+def run_train_models(console: Console, settings: ModelLearnSettings) -> dict[str, TorchModel]:
+    """Learn from a table of whole models, print errors of what was left out, save and track.
+
+    Returns:
+        The models by platform: of GPUs in the file of the settings, of CPUs beside it.
+    """
     table = read_cases(settings.table, "models")
     said = read_rows(table, model_row)[0]
     rows = [row for row in said if row is not None and np.isfinite(row.measured_s)]
@@ -143,14 +166,33 @@ def run_train_models(console: Console, settings: ModelLearnSettings) -> TorchMod
     identity = f"{__version__} {model_hash(OPERATOR_MODEL)}"
     with counting("recording models") as show:
         seconds = Asking("default", settings.ray, kept, identity, seconds_of).predict(rows, show)
-    data, own = measured_models(rows, seconds)
     families = dict(zip(table["id"].astype(str), table.get("family", table["model"]), strict=True))
-    model, errors = train_models(data, own, [str(families[r.id]) for r in own], settings.seed)
-    figures = left_out_figures(errors)
-    print_frame(console, in_percent(figures), "whole models that were left out, errors in %")
-    long = figures.melt("left_out", ["mape", "median_ape"])
-    keep_learned(console, settings, model, len(model.effects.values), len(own), figures, long)
-    return model
+    platforms = [_platform(row) for row in rows]
+    found = {}
+    for platform, kind in (("gpu", TorchModel), ("cpu", CpuTorchModel)):
+        at = [i for i, own in enumerate(platforms) if own == platform]
+        if not at and (platform != "gpu" or set(platforms) & {"cpu"}):
+            continue
+        data, own = measured_models([rows[i] for i in at], [seconds[i] for i in at])
+        names = [str(families[r.id]) for r in own]
+        model, errors = train_models(data, own, names, settings.seed, kind)
+        figures = left_out_figures(errors)
+        title = f"whole models that were left out ({platform}), errors in %"
+        print_frame(console, in_percent(figures), title)
+        long = figures.melt("left_out", ["mape", "median_ape"])
+        cpu = "-cpu" if platform == "cpu" else ""
+        out = replace(settings, out=settings.out.with_stem(f"{settings.out.stem}{cpu}"))
+        keep_learned(console, out, model, len(model.effects.values), len(own), figures, long)
+        found[platform] = model
+    return found
+
+
+def _platform(row: ModelRow) -> str:
+    """Platform of a row's device; empty where there is no such device."""
+    try:
+        return resolve_device(row.device, {}).platform
+    except DeviceError:
+        return ""
 
 
 def left_out_figures(errors: pd.DataFrame) -> pd.DataFrame:
