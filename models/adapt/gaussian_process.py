@@ -210,6 +210,8 @@ class ErrorPosterior:
             left-out errors at the nominal rate.
         count: Number of samples.
         errors: Errors of the samples as given, shape ``(n,)``, from which it is saved.
+        left_out: Errors left of the samples, each predicted from the others, shape ``(n,)``; none
+            of fewer than :data:`LEAST_CHOICE`.
     """
 
     params: np.ndarray
@@ -219,6 +221,7 @@ class ErrorPosterior:
     scale: float = 1.0
     count: int = 0
     errors: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    left_out: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
     def fit(
@@ -261,12 +264,34 @@ class ErrorPosterior:
         posterior = cls(params, sites, inverse @ bounded, inverse, 1.0, len(errors), errors)
         if len(errors) >= LEAST_CHOICE:
             # Left-out mean and variance in closed form: Rasmussen and Williams, equations 5.12.
-            left_out = left_out_errors(inverse, posterior.weights) * np.sqrt(np.diag(inverse))
-            low, high = few_or_ends(left_out, NORMAL_90)
+            posterior.left_out = left_out_errors(inverse, posterior.weights)
+            scores = posterior.left_out * np.sqrt(np.diag(inverse))
+            low, high = few_or_ends(scores, NORMAL_90)
             # One factor for both ends, the larger one: the process is symmetric. Above zero, even
             # where all samples are exact.
             posterior.scale = max(-low, high, 1e-6)
         return posterior
+
+    def widening(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Least factors on ends with which they hold the left-out errors, shape ``(n,)``.
+
+        Args:
+            low: Lower ends in log space, at most 0, shape ``(n,)``.
+            high: Upper ends, at least 0, likewise.
+
+        Returns:
+            None below 1; infinite where too few samples tell.
+        """
+        if not len(self.left_out):
+            return np.full(len(low), np.inf)
+        # A table has few distinct ends; what rounding tells apart would be thousands.
+        pairs, place = np.unique(np.round([-low, high], 9), axis=1, return_inverse=True)
+        found = []
+        for below, above in np.maximum(pairs.T, 1e-9):
+            errors = self.left_out / np.where(self.left_out < 0, below, above)
+            least, most = few_or_ends(errors)
+            found.append(max(-least, most, 1.0))
+        return np.array(found)[place.ravel()]
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """Arrays to save: the samples, from which the matrices are computed again."""

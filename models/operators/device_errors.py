@@ -104,13 +104,16 @@ class DeviceErrors:
                 continue
             left[at] = False
             # The posterior holds the uncertainty around the corrected value: its interval replaces
-            # the uncorrected one.
-            mean, half = self.corrections[name].apply(
-                self.sites(rows.take(at), features.take(at), devices)
-            )
-            prediction.latency[at] *= np.exp(mean)
-            prediction.lo[at] = prediction.latency[at] * np.exp(-half)
-            prediction.hi[at] = prediction.latency[at] * np.exp(half)
+            # that of an unseen device, or the latter, as wide as the samples need it, if that is
+            # narrower: few samples scale the posterior by what its least certain one needs.
+            correction, plain = self.corrections[name], prediction.take(at)
+            mean, half = correction.apply(self.sites(rows.take(at), features.take(at), devices))
+            low, high = np.log(plain.lo / plain.latency), np.log(plain.hi / plain.latency)
+            wide = np.where(plain.scope == "unseen", correction.widening(low, high), np.inf)
+            latency = plain.latency * np.exp(mean)
+            prediction.latency[at] = latency
+            prediction.lo[at] = latency * np.exp(-np.minimum(half, -low * wide))
+            prediction.hi[at] = latency * np.exp(np.minimum(half, high * wide))
             prediction.scope[at] = "calibrated"
 
     def learn(self, device: str, library: str, sites: Sites, errors: np.ndarray) -> ErrorPosterior:

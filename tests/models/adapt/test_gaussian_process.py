@@ -189,6 +189,17 @@ def test_single_outliers_bend_little(params):
     assert np.median(mean) == pytest.approx(0.1, abs=0.03)
 
 
+def test_ends_are_widened_to_hold_the_left_out_errors(params):
+    """Of ten errors the ceil(0.9 × 11)-th by size counts: -0.5, beside a lower end of -0.2."""
+    fitted = ErrorPosterior.fit(params, sites(10), np.zeros(10))
+    fitted.left_out = np.array([-0.5, 0.1, 0.3, -0.1, 0.2, 0.0, -0.2, 0.1, 0.05, -0.05])
+    low, high = np.array([-0.2, -0.6, 0.0]), np.array([0.2, 0.6, 0.4])
+    assert fitted.widening(low, high)[:2] == pytest.approx([2.5, 1.0])
+    assert fitted.widening(low, high)[2] > 1e6
+    few = ErrorPosterior.fit(params, sites(7), np.zeros(7))
+    assert np.isinf(few.widening(low, high)).all()
+
+
 def test_saved_correction_predicts_the_same(params):
     found = ErrorPosterior.fit(params, sites(80), device_errors(sites(80), 1))
     again = ErrorPosterior.from_arrays(unpack(pack(found.to_arrays())))

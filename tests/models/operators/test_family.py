@@ -216,6 +216,23 @@ def test_calibration_removes_a_bias(model, measured, chips, samples, left):
     assert error(plain, rows) == pytest.approx(before)
 
 
+def test_few_samples_leave_no_wider_an_interval_than_they_need(model, measured, chips):
+    """An odd sample sets the posterior's scale; the ends of an unseen device hold it sooner."""
+    rows, samples = measured("slow", 400, 56), measured("slow", 10, 64)
+    samples.loc[0, "latency_us"] *= 1.8
+    before = model.predict(rows, chips, corrected=False)
+    correction = model.calibrate("slow", samples, chips)
+    after = model.predict(rows, chips)
+    low, high = np.log(before.lo / before.latency), np.log(before.hi / before.latency)
+    wide = correction.widening(low, high)
+    assert wide.min() > 1
+    above, below = np.log(after.hi / after.latency), np.log(after.lo / after.latency)
+    assert (above <= high * wide + 1e-9).all() and (below >= low * wide - 1e-9).all()
+    # The posterior alone is symmetric.
+    assert (above < -below - 1e-6).any() or (above > -below + 1e-6).any()
+    assert coverage(after, rows) > 0.85
+
+
 def test_calibration_without_signal_changes_little(model, measured, chips):
     rows = measured("a", 300, 59)
     before = model.predict(rows, chips)
