@@ -36,9 +36,8 @@ MEASURED: Mapping[str, float] = _FILE["measured_over_estimated"]
 #: Times the roofline and the floor within which three quarters of the compiler's estimates of
 #: fusions and copies above 20 µs lie (dataset ``datagen/datasets/tpu``, v5e).
 UNSEEN = 4.0
-#: Most by which programs lowered by the rules of GPUs came out above the compiler's own kernels
-#: (docs/tpu.md, three programs on four generations: 1.11 to 2.43).
-UNCOMPILED = 2.43
+#: The same of products (programs of ``tests/bench/fused_error.py``, v5e).
+UNSEEN_PRODUCT = 1.5
 #: Log half-width of intervals around the compiler's estimates: of other programs and generations
 #: the distance is unknown. Engineering estimate.
 SILICON = 0.25
@@ -62,7 +61,7 @@ def by_compiler(
     The trees reproduce the compiler, so its own estimate is better. Kernels of another lowering
     state nothing: the trees learned from layouts and fusions of the TPU's compiler, have seen none
     like them, and may be off by more than ten times, so these are held within :data:`UNSEEN` of the
-    roofline. Devices that are no TPUs are left as they are.
+    roofline, products within :data:`UNSEEN_PRODUCT`. Devices that are no TPUs are left as they are.
 
     Args:
         prediction: Of the kernels.
@@ -92,20 +91,20 @@ def _within_roofline(
 ) -> KernelPrediction:
     """The prediction of kernels that the TPU's compiler did not make.
 
-    Learned times are at most :data:`UNSEEN` times the roofline, out of domain, and their intervals
-    reach down by :data:`UNCOMPILED`.
+    Learned times are at most :data:`UNSEEN` times the roofline, those of products
+    :data:`UNSEEN_PRODUCT` times, and out of domain. How far whole programs may be off is told by
+    ``models/program/fused_error.py``.
     """
     if not kernels:
         return prediction
-    most = UNSEEN * np.maximum(roofline(kernels, device).latency_s + device.floor, SMALLEST)
+    base = np.maximum(roofline(kernels, device).latency_s + device.floor, SMALLEST)
+    most = base * np.where([k.kind == "gemm" for k in kernels], UNSEEN_PRODUCT, UNSEEN)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
     high = learned & (prediction.latency > most)
-    least = np.maximum(prediction.latency / UNCOMPILED, least_seconds(kernels, device))
-    lower = np.where(learned, np.minimum(prediction.lo, least), prediction.lo)
     return replace(
         prediction,
         latency=np.where(high, most, prediction.latency),
-        lo=np.where(high, np.minimum(prediction.lo, most / UNSEEN), lower),
+        lo=np.where(high, np.minimum(prediction.lo, most / UNSEEN), prediction.lo),
         hi=np.where(high, np.clip(prediction.hi, most, most * UNSEEN), prediction.hi),
         in_domain=prediction.in_domain & ~learned,
     )
@@ -178,8 +177,8 @@ class TpuEstimator(XGBoostEstimator):
         notes = ["learned from estimates of the TPU's compiler, not from measurements"]
         if kernels and not any(k.cycles > 0.0 for k in kernels):
             notes.append(
-                "the compiler made none of these kernels: programs lowered so came out 11 to 143 % "
-                "longer than by it (docs/tpu.md); to have it: opcast compilers install tpu"
+                "the compiler made none of these kernels, nor estimated their time; to have it: "
+                "opcast compilers install tpu"
             )
         if not in_catalogue(device.name):
             notes.append(f"the estimates are for TPUs of the catalogue, not for {device.name}")

@@ -1,9 +1,9 @@
 """How far a price of the lowering ``fused`` may be from one of the compiler's kernels.
 
-Programs of every op and random compositions were lowered both ways and priced by one model; their
-errors by what takes most of the time are in ``models/pretrained/fused.json``, which
-``tests/bench/fused_error.py`` writes. They add to the errors of the kernels, of which they are
-independent.
+Programs of every op and random compositions were lowered both ways and priced by one model, on GPUs
+and on TPUs; their errors by what takes most of the time are in ``models/pretrained/fused.json``,
+which ``tests/bench/fused_error.py`` writes. They add to the errors of the kernels, of which they
+are independent.
 """
 
 from __future__ import annotations
@@ -96,17 +96,21 @@ def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
 
 
 @cache
-def shipped() -> Mapping[str, Ends]:
-    """Ends by group, as they ship."""
-    return {group: (lo, hi) for group, (lo, hi) in json.loads(FILE.read_text())["ends"].items()}
+def shipped(platform: str) -> Mapping[str, Ends]:
+    """Ends by group, as they ship; empty for a platform that was not compared."""
+    kept = json.loads(FILE.read_text())["platforms"].get(platform, {"ends": {}})
+    return {group: (lo, hi) for group, (lo, hi) in kept["ends"].items()}
 
 
-def ends_of(parts: Mapping[str, float], ends: Mapping[str, Ends] | None = None) -> Ends:
+def ends_of(parts: Mapping[str, float], known: Mapping[str, Ends]) -> Ends:
     """Ends of a program in logarithms from the share of each group in its time.
 
     Groups err independently of each other, so that their parts add in quadrature.
+
+    Args:
+        parts: Shares by group.
+        known: Ends by group, as :func:`shipped` or :func:`fit` give them.
     """
-    known = shipped() if ends is None else ends
     pairs = [(share, known.get(group, known[ALL])) for group, share in parts.items()]
     low, high = (hypot(*(share * ends[side] for share, ends in pairs)) for side in (0, 1))
     return -low, high
@@ -121,11 +125,12 @@ def widened(
         wall: Time and ends in seconds.
         lowered: The program; nothing changes unless it was lowered by ``fused``.
         latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
-        device: Nothing is known of the error on other platforms than GPUs.
+        device: Nothing is known of the error on platforms that were not compared.
     """
-    if lowered.lowering != "fused" or device.platform != "gpu" or wall.lo <= 0.0:
+    known = shipped(device.platform)
+    if lowered.lowering != "fused" or not known or wall.lo <= 0.0:
         return wall
-    low, high = ends_of(shares(lowered.kernels, latency_s))
+    low, high = ends_of(shares(lowered.kernels, latency_s), known)
     return wall._replace(
         lo=wall.latency * exp(-hypot(log(wall.latency / wall.lo), low)),
         hi=wall.latency * exp(hypot(log(wall.hi / wall.latency), high)),
@@ -136,10 +141,11 @@ def lowering_note(
     lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
 ) -> tuple[str, ...]:
     """Say where the compiler's kernels may take a time of their own; as :func:`widened`."""
-    if lowered.lowering != "fused" or device.platform != "gpu":
+    known = shipped(device.platform)
+    if lowered.lowering != "fused" or not known:
         return ()
-    known, parts = shipped(), shares(lowered.kernels, latency_s)
-    low, high = ends_of(parts)
+    parts = shares(lowered.kernels, latency_s)
+    low, high = ends_of(parts, known)
     if max(-low, high) < _TELLING:
         return ()
     worst = max(parts, key=lambda group: parts[group] * max(map(abs, known.get(group, known[ALL]))))

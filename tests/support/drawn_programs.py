@@ -67,19 +67,19 @@ def cases() -> list[Case]:
     return found + [Case(f"random/{n}", "compositions") for n in range(COMPOSITIONS)]
 
 
-def text_of(name: str) -> str:
-    """StableHLO of a case for NVIDIA's GPUs; the same for the same name."""
+def text_of(name: str, platform: str = "cuda") -> str:
+    """StableHLO of a case for a platform of JAX; the same for the same name and platform."""
     for own in WRITTEN.values():
         if name in own:
             function, arguments = own[name]
             traced = jax.jit(function).trace(*arguments)
-            return traced.lower(lowering_platforms=("cuda",)).as_text()
+            return traced.lower(lowering_platforms=(platform,)).as_text()
     op, _, number = name.partition("/")
     rng = np.random.default_rng([zlib.crc32(op.encode()), int(number)])
     if op == "random":
-        return random_program(rng, **LIMITS, platform="cuda").mlir
+        return random_program(rng, **LIMITS, platform=platform).mlir
     for _ in range(_ATTEMPTS):
-        drawn = sample_op(rng, op, **LIMITS, platform="cuda")
+        drawn = sample_op(rng, op, **LIMITS, platform=platform)
         if drawn.est_bytes >= LEAST_BYTES or drawn.est_flops >= LEAST_FLOPS:
             break
     return drawn.mlir

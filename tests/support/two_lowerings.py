@@ -55,7 +55,7 @@ def compiled(
     texts: Mapping[str, str], device: DeviceSpec, folder: Path | None = None
 ) -> dict[str, str]:
     """Optimised HLO of programs by name, kept in a folder; without those that are refused."""
-    kept = {} if folder is None else {n: folder / f"{n.replace('/', '-')}.hlo" for n in texts}
+    kept = {} if folder is None else {name: path_of(name, folder) for name in texts}
     found = {n: path.read_text() for n, path in kept.items() if path.is_file()}
     todo = [name for name in texts if name not in found]
     settings = CompileSettings(progress=False)
@@ -69,6 +69,11 @@ def compiled(
                 kept[name].parent.mkdir(parents=True, exist_ok=True)
                 kept[name].write_text(found[name])
     return {name: hlo for name, hlo in found.items() if hlo}
+
+
+def path_of(name: str, folder: Path) -> Path:
+    """Where a case's compiled module is kept."""
+    return folder / f"{name.replace('/', '-')}.hlo"
 
 
 def prices(predictor: Predictor, text: str, hlo: str, device: DeviceSpec) -> tuple[Price, Price]:

@@ -12,6 +12,8 @@ from ...ir.op_table import PLACED, UPDATES, named
 from .folding import is_elementwise
 from .graph import Graph, Node
 
+#: Ops of the matrix unit.
+PRODUCTS = frozenset(("dot", "convolution"))
 #: Ops that need no kernel.
 FREE = named("no_fused_kernel")
 #: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
@@ -151,16 +153,23 @@ class Cluster:
         """The first root."""
         return self.roots[0]
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it computes a product."""
+        return any(node.opcode in PRODUCTS for node in self.members.values())
+
 
 class Clusters:
     """All kernels of a graph, and which of them read whose results.
 
     Args:
         graph: The graph; its nodes stay as they are while clusters change.
+        fused_products: Whether what makes the operands of a product can be computed in its kernel.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, *, fused_products: bool = False) -> None:
         self.graph = graph
+        self.fused_products = fused_products
         self.nodes = graph.nodes()
         self.inserted: list[Node] = []
         # Floats, so that a copy can be put between two nodes without renumbering (`insert`).
@@ -218,8 +227,11 @@ class Clusters:
         # Clusters are ordered by their last root: nothing that reads them can stand before it.
         cluster.last = max(self.position[id(root)] for root in cluster.roots)
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
-        cluster.consumes = cluster.loops or (not cluster.library and all(map(is_consumer, nodes)))
+        cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
         cluster.version += 1
+
+    def _takes(self, node: Node) -> bool:
+        return is_consumer(node) or (self.fused_products and node.opcode in PRODUCTS)
 
     def remove(self, cluster: Cluster) -> None:
         """Forget a cluster."""

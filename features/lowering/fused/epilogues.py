@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .clusters import Cluster, Clusters, Shape, reduction, source_of
+from .clusters import PRODUCTS, Cluster, Clusters, Shape, reduction, source_of
 from .convolutions import REVERSED
 from .folding import is_elementwise, is_splat, reshape, splat
 from .graph import Node
@@ -25,7 +25,7 @@ def fuse_epilogues(clusters: Clusters) -> None:
         clusters: One op each; changed in place.
     """
     for node in clusters.nodes:
-        if node.opcode in ("dot", "convolution"):
+        if node.opcode in PRODUCTS and not clusters.fused_products:
             _Epilogue(clusters, clusters.by_root[id(node)]).run()
         elif node.opcode == "sort":
             _take_positions(clusters, clusters.by_root[id(node)])

@@ -85,9 +85,10 @@ def lower_fused(
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
+        rules = "a TPU's rules for products alone" if machine.fused_products else "GPUs' rules only"
         notes.append(
-            f"{device.name} is a {device.platform}, but lowering fused has the fusion rules of "
-            "GPUs only"
+            f"{device.name} is a {device.platform}, but lowering fused has {rules}, and no layouts "
+            "but GPUs'"
         )
     return LoweredProgram(
         kernels=kernels,
@@ -103,6 +104,9 @@ def lower_fused(
 
 def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     """Bring products and convolutions into the libraries' form, in loops and branches too."""
+    # A product of a TPU reads any order of dimensions, and needs no library's form.
+    if machine.fused_products:
+        return
     for node in graph.nodes():
         for inner in node.graphs:
             prepare(inner, machine, program)
@@ -141,9 +145,9 @@ def _fused(
                 body = writer.write(emitter.name("body"), one_parameter=one)
                 names.append(emitter.add(body))
             bodies[id(node)] = tuple(names)
-    clusters = Clusters(graph)
+    clusters = Clusters(graph, fused_products=machine.fused_products)
     fuse_epilogues(clusters)
-    if machine.tensor_fusion:
+    if machine.tensor_fusion and not machine.fused_products:
         fuse_softmax(clusters)
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.

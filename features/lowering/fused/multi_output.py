@@ -133,6 +133,7 @@ def _joins(cluster: Cluster) -> bool:
     return (
         cluster.consumes
         and not cluster.rows
+        and not cluster.multiplies
         and not any(root.opcode in UPDATES for root in cluster.roots)
     )
 

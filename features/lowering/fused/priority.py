@@ -104,10 +104,9 @@ class PriorityFusion:
         if producer.library or len(producer.roots) > 1 or id(root) in clusters.kept:
             return None
         # Only what one thread can compute per element can move into another kernel.
-        if not producer.loops and not (producer.rows and self._extends(producer)):
-            return None
+        rows = producer.rows and self._extends(producer)
         consumers = clusters.users(producer)
-        if not consumers:
+        if not consumers or not (producer.loops or rows or self._followed(producer, consumers)):
             return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
         apart = self._alone(producer).seconds + LAUNCH_S * (1 + len(consumers))
@@ -167,6 +166,22 @@ class PriorityFusion:
             for node in user.members.values()
         )
 
+    def _followed(self, producer: Cluster, consumers: list[Cluster]) -> bool:
+        """Return whether a product's one reader works on its elements as they are made."""
+        if not (self.clusters.fused_products and producer.multiplies and producer.consumes):
+            return False
+        (reader, *others), size = consumers, producer.root.size
+        if others or reader.multiplies:
+            return False
+        # Nothing on the way from the product to the result may read its elements more than once.
+        way = {id(producer.root)}
+        for node in self.clusters.members(reader):
+            if any(id(source_of(o)) in way for o in node.operands):
+                if node.is_tuple or node.size > size or not _keeps(node):
+                    return False
+                way.add(id(node))
+        return True
+
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
@@ -189,6 +204,11 @@ class PriorityFusion:
             return True
         size = narrow.operands[0].size
         return sum(2 * node.size >= size for node in inputs.values()) <= 1
+
+
+def _keeps(node: Node) -> bool:
+    """Return whether an op reads each element once."""
+    return is_elementwise(node) or node.opcode in ("transpose", "slice")
 
 
 def _by_rows(node: Node, *rows: tuple[int, ...]) -> bool:

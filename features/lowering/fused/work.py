@@ -16,7 +16,7 @@ from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of
 from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
 from ...ir.program import DTYPE_BITS
-from .clusters import Shape, is_loop_reduction, reduction, source_of
+from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
 
 #: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,
@@ -37,6 +37,8 @@ class Machine:
         tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
         channels_last: Whether convolutions of any type run with channels innermost.
         half_channels_last: Whether those of images in 16-bit floats do.
+        fused_products: Whether products take in what makes their operands and follows them, and
+            read and write any order of dimensions, as on TPUs.
     """
 
     bandwidth: float = 3.35e12
@@ -47,6 +49,7 @@ class Machine:
     tensor_fusion: bool = True
     channels_last: bool = True
     half_channels_last: bool = True
+    fused_products: bool = False
 
 
 def machine_of(device: DeviceSpec | None) -> Machine:
@@ -55,7 +58,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     An H100 stands in for a missing description, for one of another platform, and for figures that
     the description leaves out.
     """
-    usual = Machine()
+    usual = Machine(fused_products=device is not None and device.platform == "tpu")
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
     capability = capability_of(str(device.compiler.get("target", "")))
@@ -170,7 +173,7 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
         return size, max(1, node.size), 0.0
     if node.opcode in UPDATES:
         return 0.0, 1.0, float(size) if position else 0.0
-    if position and node.opcode in ("gather", "dynamic-slice"):
+    if node.opcode in PRODUCTS or (position and node.opcode in ("gather", "dynamic-slice")):
         return 0.0, 1.0, float(size)
     return 1.0, 1.0, 0.0
 

@@ -122,13 +122,9 @@ def test_kernels_of_another_lowering_stay_near_their_roofline(model: TpuEstimato
     near = replace(learned, latency=base * 2, lo=base, hi=base * 3)
     found = by_compiler(near, own, V5E)
     np.testing.assert_array_equal(found.latency, near.latency)
-    # But for its interval: programs took up to 2.43 times as long as by the compiler.
-    close = replace(learned, latency=base * 2, lo=base * 1.9, hi=base * 3)
-    least = np.maximum(base * 2 / 2.43, least_seconds(own, V5E))
-    np.testing.assert_allclose(by_compiler(close, own, V5E).lo[held], least[held])
     assert not found.in_domain[held].any()
-    assert any("11 to 143 %" in note for note in model.notes(own, V5E))
-    assert not any("143" in note for note in model.notes(kernels("v5e_bias"), V5E))
+    assert any("made none" in note for note in model.notes(own, V5E))
+    assert not any("made none" in note for note in model.notes(kernels("v5e_bias"), V5E))
 
 
 def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:

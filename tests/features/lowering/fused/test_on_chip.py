@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -130,3 +132,31 @@ ENTRY main {{
     assert [spaces[f"v{i}"] for i in range(6)] == [1, 1, 1, 1, 0, 0]
     assert (spaces["all"], spaces["late"], spaces["last"], spaces["r"]) == (0, 0, 1, 0)
     assert program.entry_computation.ops[0].type == TensorType("f32", (64,))
+
+
+def _lowered(function: Callable[..., object], *shapes: tuple[int, ...]) -> list[Kernel]:
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    source = read_program(jax.jit(function).lower(*given).as_text())
+    found = lower(source, "fused", device=find_device("tpu-v5e"), cache=False)
+    return [k for k in found.kernels if k.takes_time]
+
+
+def test_a_tpus_product_takes_in_what_is_around_it() -> None:
+    (one,) = _lowered(
+        lambda x, w, b: jnp.tanh((2 * x).T @ w + b), (512, 256), (512, 1024), (256, 1024)
+    )
+    assert one.kind == "gemm"
+    # Both operands, the residual and the result once; the transpose moves nothing of its own.
+    assert one.bytes == 4 * (512 * 256 + 512 * 1024 + 2 * 256 * 1024)
+
+
+def test_a_tpus_products_of_one_operand_stay_apart() -> None:
+    found = _lowered(lambda x, v, w: (x @ v, x @ w), (512, 256), (256, 128), (256, 128))
+    assert [k.kind for k in found] == ["gemm", "gemm"]
+
+
+def test_a_tpus_product_does_not_take_in_what_reads_it_twice_or_sums_it() -> None:
+    two = _lowered(lambda x, w: (jnp.sin(x @ w), jnp.cos(x @ w).sum(0)), (512, 512), (512, 512))
+    assert [k.kind for k in two].count("gemm") == 1 and len(two) > 1
+    chain = _lowered(lambda x, w: (x @ w) @ w, (512, 512), (512, 512))
+    assert [k.kind for k in chain] == ["gemm", "gemm"]
