@@ -104,7 +104,7 @@ def _within_roofline(
     return replace(
         prediction,
         latency=np.where(high, most, prediction.latency),
-        lo=np.where(high, np.minimum(prediction.lo, most / UNSEEN), prediction.lo),
+        lo=np.where(high, np.minimum(prediction.lo, base), prediction.lo),
         hi=np.where(high, np.clip(prediction.hi, most, most * UNSEEN), prediction.hi),
         in_domain=prediction.in_domain & ~learned,
     )
