@@ -11,8 +11,8 @@ import numpy as np
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
-from .effects import Context, ServingEffects
-from .ends import APART, TIERS, UNCALIBRATED, kind_of
+from .effects import APART, Context, ServingEffects
+from .ends import FOREIGN, UNCALIBRATED, kind_of
 
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
@@ -67,11 +67,12 @@ class ServingModel(JsonModel):
 
     Attributes:
         effects: On classes of cost.
-        ends: Ends of the interval as logarithms, by the text of an :class:`~.ends.EndKey`.
+        ends: Ends of the interval in deviations of a latency's logarithm
+            (:meth:`~.effects.ServingEffects.spread`), by the text of an :class:`~.ends.EndKey`.
         provenance: What it was learned from.
     """
 
-    form, what = 1, "serving"
+    form, what = 2, "serving"
 
     effects: ServingEffects = field(default_factory=ServingEffects)
     ends: dict[str, Ends] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class ServingModel(JsonModel):
         tier: str,
         queued: float,
         context: Context,
+        spread: float,
         measured_on: bool | None = None,
     ) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate.
@@ -144,22 +146,30 @@ class ServingModel(JsonModel):
             tier: What is known of the row, one of :data:`TIERS`.
             queued: Share of the time to the first token that is waiting.
             context: Of the row.
+            spread: Deviation of the logarithm (:meth:`~.effects.ServingEffects.spread`).
             measured_on: Whether runs of its machines were measured; ``None`` to look it up.
         """
         own = self._own(context).ends
         here = self.measured_on(context) if measured_on is None else measured_on
+        unit = spread * (FOREIGN if tier == "vendor" else 1.0)
 
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
-            keys = map(str, kind._replace(tier=tier, elsewhere=not here).fallbacks())
+            keys = map(str, kind._replace(elsewhere=not here).fallbacks())
             ends = Calibrator(self.ends).of(keys, UNCALIBRATED)
-            return np.exp(own.get(str(kind.shared), ends))
+            return np.exp(unit * np.array(own.get(str(kind.shared), ends)))
 
         low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
         return float(low), float(high)
 
     def tied_intervals(
-        self, tier: str, queued: float, context: Context, parts: tuple[float, float], whole: str
+        self,
+        tier: str,
+        queued: float,
+        context: Context,
+        parts: tuple[float, float],
+        whole: str,
+        spreads: Mapping[str, float],
     ) -> dict[str, tuple[float, float]]:
         """Ends as factors of the times of a request where its parts and the throughput are tied.
 
@@ -174,14 +184,18 @@ class ServingModel(JsonModel):
             parts: Mean seconds to the first token, and from there to the last.
             whole: Metric whose ends whole requests have: :data:`REQUEST_TIME` of a closed loop,
                 else ``per_token``.
+            spreads: Deviations of the logarithms of ``ttft``, ``tpot`` and ``whole``.
 
         Returns:
             Of ``ttft``, ``tpot`` and :data:`REQUEST_TIME`.
         """
         first, after = parts
-        ends = [self.interval(metric, tier, queued, context) for metric in ("ttft", "tpot")]
+        ends = [
+            self.interval(metric, tier, queued, context, spreads[metric])
+            for metric in ("ttft", "tpot")
+        ]
         if whole != REQUEST_TIME or any(key.startswith(REQUEST_TIME) for key in self.ends):
-            factors = self.interval(whole, tier, queued, context)
+            factors = self.interval(whole, tier, queued, context, spreads[whole])
             low, high = ((first + after) * factor for factor in factors)
         else:
             low, high = (first * one + after * other for one, other in zip(*ends, strict=True))
@@ -198,6 +212,7 @@ class ServingModel(JsonModel):
         """Plain data."""
         return {
             "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
+            "deviations": {k: round(v, 4) for k, v in sorted(self.effects.deviations.items())},
             "ends": {k: [round(e, 5) for e in v] for k, v in sorted(self.ends.items())},
             "provenance": asdict(self.provenance),
         }
@@ -205,8 +220,11 @@ class ServingModel(JsonModel):
     @classmethod
     def from_dict(cls, data: JsonMapping) -> ServingModel:
         """Read :meth:`to_dict`'s data."""
+        values, deviations = (
+            typed(dict[str, float], data[name], name) for name in ("effects", "deviations")
+        )
         return cls(
-            ServingEffects(typed(dict[str, float], data["effects"], "effects")),
+            ServingEffects(values, deviations),
             typed(dict[str, Ends], data["ends"], "ends"),
             typed(Known, data["provenance"], "provenance"),
         )
@@ -217,23 +235,19 @@ def group_key(context: Context) -> str:
     return "|".join(context.get(name, "") for name in ("group", "engine", "architecture"))
 
 
-def own_ends(
-    model: ServingModel, tier: str, errors: Mapping[str, Sequence[float]]
-) -> dict[str, Ends]:
+def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict[str, Ends]:
     """Ends of intervals of a stack that a model was adapted to, by the text of :func:`kind_of`.
 
     Args:
         model: Before it was adapted.
-        tier: What it knew of the stack's runs.
-        errors: By kind: logarithms of measured over predicted, of runs that were left out. Without
-            any, nothing more is known of a kind than before.
+        errors: By kind: logarithms of measured over predicted, in deviations, of runs that were
+            left out. Without any, nothing more is known of a kind than before.
     """
     ends = {}
     cases = product((*METRICS, REQUEST_TIME), (0.0, 1.0), ("", APART))
     for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
         left = errors.get(str(kind), ())
-        key = kind._replace(tier=TIERS[0] if left else tier)
-        keys = (str(key._replace(elsewhere=not left)), str(key))
+        keys = map(str, kind._replace(elsewhere=not left).fallbacks())
         low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)
         if left:
             # The outer ones, since a few runs do not show how far others lie.

@@ -273,6 +273,12 @@ class ServingPredictor:
             overload=overload,
         )
 
+    def _spreads(self, found: Simulated) -> dict[str, float]:
+        """Deviations of the logarithms of what is predicted."""
+        spread = self.model.effects.spread
+        metrics = (*MODEL_METRICS, REQUEST_TIME)
+        return {metric: spread(found.context, metric, found.shares(metric)) for metric in metrics}
+
     def _open(
         self, found: Simulated, tier: str, queued: float, rate: float
     ) -> tuple[list[Served], list[float], float]:
@@ -288,7 +294,11 @@ class ServingPredictor:
             rate: Requests a second that are offered.
         """
         load, run = found.load, found.run
-        factors = {m: self.model.interval(m, tier, queued, found.context) for m in MODEL_METRICS}
+        spreads = self._spreads(found)
+        factors = {
+            metric: self.model.interval(metric, tier, queued, found.context, spreads[metric])
+            for metric in MODEL_METRICS
+        }
         # What the engines serve at most over what is offered.
         room = capacity(load, *found.stations) / rate
         fast, slow = factors["per_token"]
@@ -314,6 +324,7 @@ class ServingPredictor:
             found.context,
             (first, whole - first),
             REQUEST_TIME if found.load.concurrency else "per_token",
+            self._spreads(found),
         )
         sides = zip(known["ttft"], known["tpot"], known[REQUEST_TIME], strict=True)
         ends = [tied(found.seen, one, later, both, found.floor) for one, later, both in sides]

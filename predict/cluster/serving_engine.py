@@ -13,7 +13,7 @@ from ...common.errors import PlanError
 from ...features.devices.catalogue import read_device
 from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
-from ...models.serving.ends import APART
+from ...models.serving.effects import APART
 from ...models.serving.model import ServingModel, group_key
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
@@ -269,6 +269,8 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "handover": f"{own.framework}|{source}|{own.device}" if own.prefill and source else "",
         "speculative": "yes" if own.options.accepted > 1.0 else "",
         "source": source,
+        # How a source starts an engine.
+        "stack": f"{source}|{engine}" if source and engine else "",
         "cluster": f"{source}|{spec.name}" if source else "",
         "group": model.group_of(served.shape()),
     }

@@ -80,7 +80,13 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     if prediction.overload > LIKELY:
         console.print(_overload(prediction), style="yellow")
     apart = "" if own.prefill is None else _APART
-    console.print(f"interval: {_KNOWN[prediction.known]}{apart}")
+    # What was measured says little of how sure that is elsewhere.
+    factor = prediction.tokens_per_s.hi / prediction.tokens_per_s.lo
+    console.print(
+        f"interval: {_KNOWN[prediction.known]}{apart}; tokens a second within a factor of "
+        f"{factor:.2g}",
+        soft_wrap=True,
+    )
     _print_costs(console, prediction, price)
     if prediction.states:
         s = prediction.states

@@ -35,7 +35,13 @@ from opcast.workflows.serving.evaluate import (
     evaluate_serving,
     judged_rows,
 )
-from opcast.workflows.serving.train import counted, left_out_serving, left_outs, train_serving
+from opcast.workflows.serving.train import (
+    busy_share,
+    counted,
+    left_out_serving,
+    left_outs,
+    train_serving,
+)
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
@@ -172,7 +178,7 @@ def test_a_stack_of_ones_own_is_learned_with_its_memory(plain: pd.DataFrame) -> 
     assert ServingModel().tier(context) == "new" and model.tier(context) == "model"
     assert model.group_of(own.model.shape()) == "small"
     assert model.tier({**context, "cluster": "own|h200-sxm"}) == "new"
-    sure = own_ends(ServingModel(ends={"tpot/model": (-0.1, 0.1)}), "new", {"tpot": [-0.3, 0.05]})
+    sure = own_ends(ServingModel(ends={"tpot": (-0.1, 0.1)}), {"tpot": [-0.3, 0.05]})
     assert sure["tpot"] == (-0.3, 0.1) and sure["ttft"] == UNCALIBRATED
     with pytest.raises(DatasetError, match="no row to calibrate on"):
         calibrate_serving(table(), None, ServingModel(), Path())
@@ -227,6 +233,26 @@ def test_faulty_rows_are_not_learned_from(plain: pd.DataFrame) -> None:
     asked = table(tpot_ms=plain["tpot_ms"], flags=["impossible: x"] * 2 + [None] * 4)
     _, left = train_serving(asked, None, lambda _: None, Path())
     assert set(left["id"]) == {"r2", "r3", "r4", "r5"}
+
+
+def test_runs_that_no_device_can_have_done_are_not_learned_from(plain: pd.DataFrame) -> None:
+    fast = table(ttft_ms=0.1, tpot_ms=0.01)
+    asked = table(ttft_ms=plain["ttft_ms"], tpot_ms=plain["tpot_ms"])
+    # 16 requests of 512 + 64 tokens in 0.1 + 63 * 0.01 ms, of a model of 16 layers, each of
+    # 2048 (2 * 2048 + 2 * 1024) + 3 * 2048 * 8192 weights, at 989 TFLOP/s: 100 times the peak.
+    rows = [row for row in read_rows(fast, serving_row)[0] if row is not None]
+    work = 2 * 16 * (2048 * (2 * 2048 + 2 * 1024) + 3 * 2048 * 8192) * 576
+    peak = 16 / 0.73e-3 * work / 989e12
+    assert busy_share(rows[2]) == pytest.approx(peak, rel=0.1)
+    # One row of six is more than one in twenty: the others of its set are left out with it.
+    mixed = asked.assign(
+        ttft_ms=[0.1, *asked["ttft_ms"][1:]], tpot_ms=[0.01, *asked["tpot_ms"][1:]]
+    )
+    other = mixed.iloc[1:].assign(source="other", id=[f"o{i}" for i in range(5)])
+    said: list[str] = []
+    _, left = train_serving(pd.concat([mixed, other]), None, said.append, Path())
+    assert set(left["id"]) == {f"o{i}" for i in range(5)}
+    assert any("mine, small, vllm, h100-sxm" in line for line in said)
 
 
 def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:

@@ -20,7 +20,7 @@ from ...models.serving.effects import (
     linear_serving,
     request_errors,
 )
-from ...models.serving.ends import TIERS, kind_of
+from ...models.serving.ends import kind_of
 from ...models.serving.model import (
     REQUEST_TIME,
     OwnStack,
@@ -108,11 +108,12 @@ def calibrate_serving(
     # A run that is the only one was judged by the model as it was.
     left = np.where(np.isfinite(left), left, before)
     whole = request_errors(seen, left, [row.closed_output() for row in own])
+    adapted = replace(model, effects=effects, provenance=known)
     stacks = {
-        cluster: replace(_stack(cluster, model, seen, contexts, left, whole), memory=share)
+        cluster: replace(_stack(cluster, adapted, seen, contexts, left, whole), memory=share)
         for cluster, share in zip(clusters, _memory(rows, table, predictor, clusters), strict=True)
     }
-    return replace(model, effects=effects, provenance=replace(known, own=stacks)), figures
+    return replace(adapted, provenance=replace(known, own=stacks)), figures
 
 
 def _stack(
@@ -125,18 +126,20 @@ def _stack(
 ) -> OwnStack:
     """Model groups of a cluster's runs, and ends of their intervals."""
     errors: dict[str, list[float]] = {}
+
+    def add(metric: str, at: int, error: float) -> None:
+        context = contexts[seen.rows[at]]
+        kind = kind_of(metric, float(seen.queued[at]), context).shared
+        spread = model.effects.spread(context, metric, seen.shares[at])
+        errors.setdefault(str(kind), []).append(error / spread)
+
     mine = [at for at, row in enumerate(seen.rows) if contexts[row]["cluster"] == cluster]
     for at in mine:
-        context, queued = contexts[seen.rows[at]], float(seen.queued[at])
-        kind = kind_of(str(seen.metrics[at]), queued, context).shared
-        errors.setdefault(str(kind), []).append(float(left[at]))
+        add(str(seen.metrics[at]), at, float(left[at]))
         if at in whole:
-            kind = kind_of(REQUEST_TIME, queued, context)
-            errors.setdefault(str(kind), []).append(whole[at])
-    runs = [contexts[row] for row in {int(seen.rows[at]) for at in mine}]
-    tier = max((model.tier(context) for context in runs), key=TIERS.index, default=TIERS[-1])
-    groups = tuple(sorted({group_key(context) for context in runs}))
-    return OwnStack(groups=groups, ends=own_ends(model, tier, errors))
+            add(REQUEST_TIME, at, whole[at])
+    groups = tuple(sorted({group_key(contexts[row]) for row in seen.rows[mine]}))
+    return OwnStack(groups=groups, ends=own_ends(model, errors))
 
 
 def _memory(

@@ -25,6 +25,7 @@ from ...models.serving.effects import (
 )
 from ...models.serving.ends import LEAST, Score, kind_of, serving_ends
 from ...models.serving.model import (
+    METRICS,
     REQUEST_TIME,
     Known,
     ServingModel,
@@ -32,10 +33,12 @@ from ...models.serving.model import (
 )
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.cluster.serving import ServingPredictor
+from ...predict.cluster.serving_load import draw
 from ...predict.cluster.serving_table import ServingRow, serving_row
 from ...predict.operator.serving_operators import load_serving_operators
+from ...simulate.serving.floor import EngineFloor
 from ..judging import few_of_each, keep_learned, named_folds
-from .evaluate import observer
+from .evaluate import measured_seconds, observer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,6 +52,11 @@ FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unre
 #: Columns whose absence leaves open how many workers share the requests, where ``prefill_tp`` says
 #: that some run prompts alone.
 COUNTS = ("prefill_workers", "decode_workers")
+#: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
+#: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
+MOST_BUSY = 0.7
+#: Share of a set's rows from which, if they are beyond that, none of the set is learned from.
+WRONG = 0.05
 #: Most rows of a source, model, framework and device that are learned from.
 MOST_ROWS = 25
 
@@ -61,7 +69,13 @@ LEFT_OUT = (
     ("source", "source"),
 )
 #: What is left out together: rows of both are judged, rows of either are not learned from.
-TOGETHER = (("device", "framework"), ("device", "source"), ("device", "model_group"))
+TOGETHER = (
+    ("device", "framework"),
+    ("device", "source"),
+    ("device", "model_group"),
+    ("architecture", "source"),
+    ("source", "model_group"),
+)
 
 #: Begins columns that say whether a latency lies inside its interval.
 INSIDE = "inside "
@@ -103,10 +117,9 @@ def train_serving(
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
         )
-    served = [(row.deployment, row.group) for row in rows]
-    keys = [(own.source, group, own.framework, own.device) for own, group in served]
+    rows = possible_rows(rows, tell)
     # A group counts by the root of its rows, so that more of them take time and teach little.
-    rows = [rows[at] for at in few_of_each(keys, MOST_ROWS, seed)]
+    rows = [rows[at] for at in few_of_each(list(map(_set_of, rows)), MOST_ROWS, seed)]
     measured = _measured(rows)
     predictor = ServingPredictor(
         operators,
@@ -114,12 +127,15 @@ def train_serving(
         tables=len(rows),
     )
     contexts = [predictor.context(row.deployment) for row in rows]
-    groups = np.array([f"{context['source']}|{group_key(context)}" for context in contexts])
+    owners = [f"{context['source']}|{context['architecture']}" for context in contexts]
+    parts = [f"{context['source']}|{group_key(context)}" for context in contexts]
+    groups = np.array([owners, parts]).T
     tell(f"{len(rows)} measured rows")
     began = predictor.model.effects
     effects, seen = fit_serving(observer(predictor, rows), contexts, groups, tell, began)
-    model = ServingModel(effects)
     linear = linear_serving(seen, contexts, effects)
+    sure = solve_serving(linear, seen, groups, np.ones(len(seen.rows), bool)).deviations
+    model = ServingModel(ServingEffects(effects.values, sure))
     left = {"fit": linear.errors(effects)}
     # Scores by what was left out: its name, and the latencies.
     scores: list[tuple[str, list[int], list[Score]]] = []
@@ -137,26 +153,20 @@ def train_serving(
         np.copyto(left[part.name], errors, where=judge)
         known = ServingModel(without, provenance=_learned(measured, seen, contexts, learn))
         at = np.flatnonzero(judge).tolist()
-        own = [_score(seen, contexts, groups, known, i, float(errors[i])) for i in at]
-        scores.append((part.name, at, own))
-        requests += [
-            _score(seen, contexts, groups, known, i, error, REQUEST_TIME)
-            for i, error in request_errors(seen, errors, outputs).items()
-            if judge[i]
-        ]
+        score = partial(_score, seen, contexts, groups[:, 1], known)
+        scores.append((part.name, at, [score(i, float(errors[i])) for i in at]))
+        whole = request_errors(seen, errors, outputs)
+        requests += [score(i, e, REQUEST_TIME) for i, e in whole.items() if judge[i]]
     tell("intervals")
     left |= _inside(seen, scores)
     judged = (score for _, _, own in scores for score in own)
     model.ends = serving_ends([*judged, *requests])
-    model.provenance = replace(
-        _learned(measured, seen, contexts, np.ones(len(seen.rows), bool)),
-        vendors=tuple(sorted({context["vendor"] for context in contexts})),
-    )
+    model.provenance = _learned(measured, seen, contexts, np.ones(len(seen.rows), bool))
     frame = pd.DataFrame(
         {
             "id": [rows[row].id for row in seen.rows],
             "metric": seen.metrics,
-            "group": groups[seen.rows],
+            "group": groups[seen.rows, 1],
             "queued": seen.queued,
             **left,
         }
@@ -174,6 +184,52 @@ def counted(table: pd.DataFrame) -> pd.Series:
     return known[list(COUNTS)].all(axis=1) | ~known["prefill_tp"]
 
 
+def _set_of(row: ServingRow) -> tuple[str, str, str, str]:
+    """Whose runs of what on what a row is one of."""
+    own = row.deployment
+    return own.source, row.group, own.framework, own.device
+
+
+def possible_rows(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
+    """Rows that devices can have run as fast as they say.
+
+    Those of a set of runs were measured alike: where more than one in twenty had its prompts in a
+    cache, or another load than it says, all of the set may have had.
+    """
+    wrong = [busy_share(row) > MOST_BUSY for row in rows]
+    keys = list(map(_set_of, rows))
+    all_rows, faulty = (
+        Counter(keys),
+        Counter(key for key, bad in zip(keys, wrong, strict=True) if bad),
+    )
+    sets = {key for key, count in faulty.items() if count > WRONG * all_rows[key]}
+    if sets:
+        names = "; ".join(sorted(", ".join(key) for key in sets))
+        tell(f"not learned from, since no device runs prompts as fast as these say: {names}")
+    kept = [not bad and key not in sets for key, bad in zip(keys, wrong, strict=True)]
+    return [row for row, good in zip(rows, kept, strict=True) if good]
+
+
+def busy_share(row: ServingRow) -> float:
+    """Share of a row's time that its prompts and outputs take at the dense peak of its devices.
+
+    By its own throughput, or by Little's law of its latencies; 0 where neither tells. Ranks that
+    attend to requests of their own count as if they shared all work, so that it is a least one.
+    """
+    own, load = row.deployment, draw(row.spec)
+    workers, outputs = own.prefill or own.engine, load.outputs.mean()
+    first, later, each = (measured_seconds(row, metric) for metric in METRICS)
+    seconds = first + later * (outputs - 1.0)
+    closed = row.spec.concurrency > 0 and seconds > 0.0
+    rate = row.spec.concurrency / seconds if closed else 1.0 / (each * outputs)
+    floor = EngineFloor(own.model, workers.plan, own.spec)
+    tokens = np.array([load.prompts.mean() + (0.0 if own.prefill else outputs)])
+    least = float(floor.first_token(tokens, np.zeros(1))[0])
+    if not np.isfinite(rate) or least <= floor.reading:
+        return 0.0
+    return float(rate * least / (workers.count * workers.plan.dp))
+
+
 def _score(
     seen: Observed,
     contexts: Sequence[Context],
@@ -185,10 +241,11 @@ def _score(
 ) -> Score:
     """Error of a latency by a model that lacks it."""
     row = seen.rows[at]
-    context = contexts[row]
-    kind = kind_of(metric or str(seen.metrics[at]), float(seen.queued[at]), context)
-    key = kind._replace(tier=known.tier(context), elsewhere=not known.measured_on(context))
-    return Score(key, context, str(groups[row]), at, error)
+    context, metric = contexts[row], metric or str(seen.metrics[at])
+    key = kind_of(metric, float(seen.queued[at]), context)
+    key = key._replace(elsewhere=not known.measured_on(context))
+    spread = known.effects.spread(context, metric, seen.shares[at])
+    return Score(key, known.tier(context), context, str(groups[row]), at, error, spread)
 
 
 def _inside(
@@ -212,8 +269,8 @@ def _inside(
         column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
         for place, score in zip(at, own, strict=True):
             metric, queued = str(seen.metrics[place]), float(seen.queued[place])
-            tier, here = score.key.tier, not score.key.elsewhere
-            low, high = ends.interval(metric, tier, queued, score.context, here)
+            here, known = not score.key.elsewhere, (score.tier, queued, score.context)
+            low, high = ends.interval(metric, *known, score.spread, here)
             column[place] = low <= np.exp(score.error) <= high
     return found
 
@@ -240,7 +297,8 @@ def _learned(
     own = [contexts[row] for row in np.unique(seen.rows[learn])]
     groups = Counter(map(group_key, own))
     clusters = Counter(context["cluster"] for context in own if context["cluster"])
-    return replace(measured, groups=_often(groups), clusters=_often(clusters))
+    vendors = tuple(sorted({context["vendor"] for context in own}))
+    return replace(measured, groups=_often(groups), clusters=_often(clusters), vendors=vendors)
 
 
 def _often(counts: Counter[str]) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ def test_weights_are_priors_times_effects() -> None:
 
 
 def test_a_fit_finds_what_each_framework_costs() -> None:
-    groups = np.array([c["framework"] for c in CONTEXTS])
+    groups = np.array([["a", c["framework"]] for c in CONTEXTS])
     effects, seen = fit_serving(observe, CONTEXTS, groups)
     at = COSTS.index("host")
     found = {name: effects.weights(context(name, source="new"))[at] for name in HOST}
@@ -92,7 +92,7 @@ def test_a_fit_finds_what_each_framework_costs() -> None:
 
 
 def test_a_fit_that_starts_from_the_best_effects_stays_there() -> None:
-    groups = np.array([c["framework"] for c in CONTEXTS])
+    groups = np.array([["a", c["framework"]] for c in CONTEXTS])
     effects, _ = fit_serving(observe, CONTEXTS, groups)
     said: list[str] = []
     _, seen = fit_serving(observe, CONTEXTS, groups, said.append, effects)
@@ -108,8 +108,42 @@ def test_errors_are_weighted_by_what_does_not_wait() -> None:
         np.zeros((2, len(COSTS))), np.array([0.0, 1.0]),
     )  # fmt: skip
     # log 2 - log 2 = 0, weight 1; log 3 - log 2, weight 0.5 (1 - 0.8), as groups weigh the same.
-    error = simulated_error(seen, np.array(["a", "b"]))
+    error = simulated_error(seen, np.array([["a", "a"], ["a", "b"]]))
     assert error == pytest.approx(0.1 * np.log(1.5) / 1.1)
+
+
+def test_owners_count_by_the_root_of_what_they_measured() -> None:
+    # Four model groups of one owner off by log 2, one of another by nothing: the four have a weight
+    # of 4 / 2, the one of 1.
+    off = np.array([np.log(2.0)] * 4 + [0.0])
+    seen = Observed(
+        np.arange(5), np.array(["tpot"] * 5), off, np.zeros(5), np.zeros((5, len(COSTS))),
+        np.zeros(5),
+    )  # fmt: skip
+    groups = np.array([["a", "1"], ["a", "2"], ["a", "3"], ["a", "4"], ["b", "1b"]])
+    assert simulated_error(seen, groups) == pytest.approx(np.log(2.0) * 2.0 / 3.0)
+
+
+def test_the_deviation_of_a_latency_is_that_of_the_effects_it_rests_on() -> None:
+    """Half of the time is the host's, with deviations of 0.3 and 0.4, the rest of sure streams."""
+    shares = np.zeros(len(COSTS))
+    shares[COSTS.index("host")] = shares[COSTS.index("stream")] = 0.5
+    own = context("vllm") | {"any": "any", "stack": "a|vllm now", "era": "now", "shape": "dense"}
+    sure = {key: 0.0 for _, key, _ in ServingEffects.levels.of(own)}
+    known = ServingEffects({}, sure | {"host/any/any": 0.3, "host/engine/vllm now": 0.4})
+    # sqrt(0.1^2 + (0.5 * 0.5)^2)
+    assert known.spread(own, "tpot", shares) == pytest.approx(np.hypot(0.1, 0.25))
+    known.deviations["first/engine/vllm now"] = 0.2
+    assert known.spread(own, "ttft", shares) == pytest.approx(np.sqrt(0.01 + 0.0625 + 0.04))
+    # Nobody says whose: the source's effects are as unsure as before anything was learned.
+    nobody = {**own, "source": "", "cluster": "", "stack": ""}
+    levels = {(level.cost, level.name): level.deviation for level in ServingEffects.levels.levels}
+    hidden = [
+        levels[cost, name] for cost in ("host", "whole") for name in ("source", "cluster", "stack")
+    ]
+    host = np.sqrt(0.25 + sum(d**2 for d in hidden[:3])) * 0.5
+    expected = np.sqrt(0.01 + host**2 + sum(d**2 for d in hidden[3:]))
+    assert known.spread(nobody, "tpot", shares) == pytest.approx(expected)
 
 
 def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
@@ -124,85 +158,53 @@ def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
 
 
 def scores(
-    kind: str, tier: str, errors: np.ndarray, new: str = "", here: bool = True
+    kind: str, errors: np.ndarray, new: str = "", tier: str = "model", here: bool = True
 ) -> list[Score]:
-    names = {"group": new, "engine": new, "architecture": new, "cluster": new}
-    key = EndKey(kind, tier=tier, elsewhere=not here)
-    return [Score(key, names, "g", at, float(error)) for at, error in enumerate(errors)]
+    key = EndKey(kind, elsewhere=not here)
+    context = {"cluster": new}
+    return [
+        Score(key, tier, context, "g", at, float(error), 0.1) for at, error in enumerate(errors)
+    ]
 
 
-def test_intervals_widen_with_what_is_not_known() -> None:
-    ends = serving_ends(
-        [
-            *scores("tpot", "model", np.linspace(-0.1, 0.1, 41)),
-            *scores("tpot", "new", np.linspace(-0.05, 0.4, 41)),
-            *scores("ttft", "model", np.zeros(3)),
-        ]
-    )
-    assert ends["tpot/model"] == pytest.approx((-0.09, 0.09), abs=0.01)
-    assert ends["tpot/framework"] == ends["tpot/model"]
-    # One generation was left out, so that the next may be twice as far off.
-    assert ends["tpot/new"][0] == pytest.approx(2 * -0.027, abs=0.06)
-    assert ends["tpot/new"][1] == pytest.approx(2 * 0.38, abs=0.02)
-    assert ends["tpot/vendor"] == pytest.approx(1.5 * np.array(ends["tpot/new"]))
-    # Three latencies calibrate nothing.
-    assert "ttft/model" not in ends
-
-
-def test_a_tier_known_better_that_errs_more_is_pooled_with_the_next() -> None:
-    better = scores("tpot", "model", np.linspace(-0.1, 0.8, 41), here=False)
-    # Of both, a twentieth lies above the 82 / 20 = 4.1th largest. The largest are all of the better
-    # known tier, whose errors are 0.0225 apart.
-    worse = scores("tpot", "framework", np.linspace(-0.2, 0.2, 41), here=False)
-    # One machine and one group were left out of each, so that the errors are twice as large.
-    ends = serving_ends(better + worse)
-    alone = serving_ends(better)["tpot/model/elsewhere"][1]
-    pooled = ends["tpot/model/elsewhere"][1]
-    assert pooled == ends["tpot/framework/elsewhere"][1]
-    assert pooled == pytest.approx(2 * (0.8 - 3.6 * 0.0225), abs=0.01) and pooled < alone
-    # The lower ends are in order, so that each tier has its own.
-    assert ends["tpot/model/elsewhere"][0] == pytest.approx(2 * -0.0648, abs=0.02)
-    assert ends["tpot/framework/elsewhere"][0] == pytest.approx(2 * -0.1845, abs=0.02)
-
-
-def test_intervals_of_an_engine_that_nobody_measured_reach_to_both_sides() -> None:
-    # Two frameworks were left out, and both are slower than the others made one expect. Of 41
-    # errors of each sign, a twentieth of the weight lies above 0.4 - 0.2 * 4.1 / 41 = 0.38; with
-    # two of them, a third may lie half as far again.
-    errors = np.linspace(0.2, 0.4, 41)
-    both = scores("tpot", "architecture", errors, "a") + scores("tpot", "architecture", errors, "b")
-    low, high = serving_ends(both)["tpot/architecture"]
-    assert high == pytest.approx(1.5 * 0.38, abs=0.01) and low == pytest.approx(-high, abs=1e-9)
+def test_ends_are_in_deviations() -> None:
+    # Errors of up to one deviation of 0.1, the outer twentieths of which are cut off.
+    ends = serving_ends([*scores("tpot", np.linspace(-0.1, 0.1, 41)), *scores("ttft", np.ones(3))])
+    assert ends == {"tpot": pytest.approx((-0.9, 0.9), abs=0.1)}
+    # On chips of a vendor without runs, half as far again is expected.
+    foreign = serving_ends(scores("tpot", np.linspace(-0.15, 0.15, 41), tier="vendor"))
+    assert foreign["tpot"] == pytest.approx(ends["tpot"])
 
 
 def test_intervals_on_machines_that_nobody_measured() -> None:
-    here = scores("tpot", "model", np.linspace(-0.1, 0.1, 41))
-    there = scores("tpot", "model", np.linspace(0.0, 0.4, 41), "device h100", here=False)
+    here = scores("tpot", np.linspace(-0.1, 0.1, 41))
+    there = scores("tpot", np.linspace(0.0, 0.4, 41), "device h100", here=False)
     model = ServingModel(ends=serving_ends(here + there), provenance=Known(clusters=("a|hopper",)))
-    known = model.interval("tpot", "model", 0.0, context("vllm"))
+    known = model.interval("tpot", "model", 0.0, context("vllm"), 0.1)
     assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
     for other in (context("vllm", source="b"), {}):
-        low, high = model.interval("tpot", "model", 0.0, other)
-        # One device was left out: the next may be twice as far off.
+        low, high = model.interval("tpot", "model", 0.0, other, 0.1)
+        # Who knows less is not surer; one device was left out: the next may be twice as far off.
         assert low == pytest.approx(known[0])
         assert high == pytest.approx(np.exp(2 * 0.38), rel=0.02)
+    wide = model.interval("tpot", "vendor", 0.0, {}, 0.1)
+    assert np.log(wide) == pytest.approx(1.5 * np.log([low, high]))
 
 
 def test_the_fewer_the_machines_the_wider_the_interval() -> None:
     errors = np.linspace(-0.4, 0.4, 401)
-    both = [scores("tpot", "model", errors, name, here=False) for name in ("a", "b")]
+    both = [scores("tpot", errors, name, here=False) for name in ("a", "b")]
     # Of one machine, of two that weigh the same, and of two of which one has next to no runs, by
     # 1 + 1 / n: n is 1, 2, and (401 + 4)^2 / (401^2 + 4^2).
     parts = {"one": both[0], "two": both[0] + both[1], "few": both[0] + both[1][:4]}
-    end = {name: serving_ends(own)["tpot/model/elsewhere"][1] for name, own in parts.items()}
-    assert end["one"] == pytest.approx(2 * 0.36, rel=0.01)
-    assert end["two"] == pytest.approx(1.5 * 0.36, rel=0.01)
-    assert end["few"] == pytest.approx((1 + (401**2 + 4**2) / 405**2) * 0.36, rel=0.02)
+    end = {name: serving_ends(own)["tpot/elsewhere"][1] for name, own in parts.items()}
+    assert end["one"] == pytest.approx(2 * 3.6, rel=0.01)
+    assert end["two"] == pytest.approx(1.5 * 3.6, rel=0.01)
+    assert end["few"] == pytest.approx((1 + (401**2 + 4**2) / 405**2) * 3.6, rel=0.02)
 
 
 def test_errors_of_a_few_latencies_calibrate_nothing_however_often_they_were_left_out() -> None:
-    nine = scores("tpot", "new", np.linspace(-0.1, 0.1, 9))
-    assert not serving_ends(nine * 5)
+    assert not serving_ends(scores("tpot", np.linspace(-0.1, 0.1, 9)) * 5)
 
 
 def test_tiers() -> None:
@@ -227,25 +229,27 @@ def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
     known = {**apart, "framework": "sglang"}
     assert str(kind_of("ttft", 0.9, known)) == "ttft-queued-apart-sglang"
     assert str(kind_of("tpot", 0.9, known)) == "tpot-apart"
-    first = ServingModel(ends={"ttft-apart/model": (-1.0, 5.0), "ttft-apart-sglang/model": (-1, 1)})
-    assert first.interval("ttft", "model", 0.0, known)[1] == pytest.approx(np.exp(1.0))
+    first = ServingModel(ends={"ttft-apart": (-1.0, 5.0), "ttft-apart-sglang": (-1, 1)})
+    assert first.interval("ttft", "model", 0.0, known, 1.0)[1] == pytest.approx(np.exp(1.0))
     other = {**apart, "framework": "vllm"}
-    assert first.interval("ttft", "model", 0.0, other)[1] == pytest.approx(np.exp(5.0))
-    model = ServingModel(ends={"tpot/model": (-0.1, 0.1), "tpot-apart/model": (-0.4, 0.3)})
-    assert model.interval("tpot", "model", 0.0, apart) == pytest.approx(np.exp([-0.4, 0.3]))
+    assert first.interval("ttft", "model", 0.0, other, 1.0)[1] == pytest.approx(np.exp(5.0))
+    model = ServingModel(ends={"tpot": (-0.1, 0.1), "tpot-apart": (-0.4, 0.3)})
+    assert model.interval("tpot", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.4, 0.3]))
     # Too few runs calibrate nothing of their own: those of all workers are taken.
-    del model.ends["tpot-apart/model"]
-    assert model.interval("tpot", "model", 0.0, apart) == pytest.approx(np.exp([-0.1, 0.1]))
+    del model.ends["tpot-apart"]
+    assert model.interval("tpot", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.1, 0.1]))
 
 
 def test_the_file_of_a_model(tmp_path: Path) -> None:
     model = ServingModel(
-        ServingEffects({"host/all/gpu": 0.5}), {"tpot/model": (-0.1, 0.2)}, Known(rows=3)
+        ServingEffects({"host/all/gpu": 0.5}, {"host/all/gpu": 0.1}),
+        {"tpot": (-0.1, 0.2)},
+        Known(rows=3),
     )
     model.save(tmp_path / "m.json")
     again = ServingModel.load(tmp_path / "m.json")
     assert again == model
-    assert again.interval("tpot", "model", 0.0, {}) == pytest.approx((np.exp(-0.1), np.exp(0.2)))
+    assert again.interval("tpot", "model", 0.0, {}, 1.0) == pytest.approx(np.exp([-0.1, 0.2]))
     (tmp_path / "bad.json").write_text('{"format": 9}')
     with pytest.raises(ModelError, match="format 9"):
         ServingModel.load(tmp_path / "bad.json")
@@ -281,9 +285,9 @@ def test_the_shipped_model_knows_the_usual_frameworks() -> None:
     for engine in ("vllm now", "sglang now", "tensorrt-llm now"):
         assert model.effects.knows("engine", engine)
     cluster = {"cluster": "aiconfigurator/inferencex|h200-sxm"}
-    low, high = model.interval("tpot", "model", 0.0, cluster)
+    low, high = model.interval("tpot", "model", 0.0, cluster, 0.3)
     assert 0.5 < low < 1.0 < high < 2.0
-    wider = model.interval("tpot", "model", 0.0, {})
+    wider = model.interval("tpot", "model", 0.0, {}, 0.3)
     assert wider[0] <= low and high <= wider[1]
 
 
@@ -305,8 +309,10 @@ def test_errors_of_whole_requests_are_of_both_parts() -> None:
 
 def test_parts_keep_to_the_ends_of_the_whole() -> None:
     def made(**ends: tuple[float, float]) -> dict[str, tuple[float, float]]:
-        logs = {f"{name}/new": tuple(np.log(end)) for name, end in ends.items()}
-        return ServingModel(ends=logs).tied_intervals("new", 0.0, {}, (1.0, 3.0), REQUEST_TIME)
+        logs = {name: tuple(np.log(end)) for name, end in ends.items()}
+        one = dict.fromkeys(("ttft", "tpot", REQUEST_TIME), 1.0)
+        model = ServingModel(ends=logs)
+        return model.tied_intervals("new", 0.0, {}, (1.0, 3.0), REQUEST_TIME, one)
 
     parts = {"ttft": (0.5, 20.0), "tpot": (0.6, 1.5)}
     found = made(**parts, e2e=(0.7, 2.0))
@@ -323,6 +329,5 @@ def test_parts_keep_to_the_ends_of_the_whole() -> None:
 def test_the_shipped_model_has_ends_of_whole_requests() -> None:
     ends = ServingModel.find().ends
     for metric in (*METRICS, REQUEST_TIME):
-        assert ends[f"{metric}/model"][0] < 0.0 < ends[f"{metric}/model"][1]
-    # A sum is known better than its worst part.
-    assert ends["e2e-apart/model"][1] < ends["ttft-queued-apart/model/elsewhere"][1]
+        for where in (metric, f"{metric}/elsewhere"):
+            assert ends[where][0] < 0.0 < ends[where][1]

@@ -73,7 +73,7 @@ def test_decoding_is_bound_by_reading_weights(predictor: ServingPredictor) -> No
 
 
 def test_no_end_of_an_interval_is_below_the_data_sheet() -> None:
-    ends = {f"{m}/vendor": (-4.0, 1.0) for m in ("ttft", "ttft-queued", "tpot", "per_token", "e2e")}
+    ends = {f"{m}": (-4.0, 1.0) for m in ("ttft", "ttft-queued", "tpot", "per_token", "e2e")}
     wide = ServingModel(ends=ends, provenance=Known(vendors=()))
     # Runs that took a fiftieth of the time of these engines teach nothing beyond the data sheet.
     fast = replace(wide, effects=ServingEffects({"whole/engine/vllm now": -4.0}))
@@ -120,7 +120,7 @@ def test_throughput_and_latencies_agree(predictor: ServingPredictor) -> None:
 
 def test_ends_of_a_closed_loop_keep_to_littles_law(predictor: ServingPredictor) -> None:
     apart = {"ttft": (-0.6, 4.0), "ttft-queued": (-2.9, 2.3), "tpot": (-1.1, 1.9), "e2e": (-1, 1.5)}
-    ends = {f"{kind}-apart/vendor": end for kind, end in apart.items()}
+    ends = {f"{kind}-apart": end for kind, end in apart.items()}
     shipped = ServingPredictor(None)
     wide = ServingPredictor(None, ServingModel(ends=ends, provenance=Known(vendors=("none",))))
     two = replace(PLAIN, prefill=FOUR)
@@ -139,10 +139,10 @@ def test_ends_of_a_closed_loop_keep_to_littles_law(predictor: ServingPredictor) 
 
 
 def test_an_interval_passes_from_one_kind_to_the_other() -> None:
-    ends = {"ttft/new": (-0.5, 1.0), "ttft-queued/new": (-2.0, 2.0)}
+    ends = {"ttft": (-0.5, 1.0), "ttft-queued": (-2.0, 2.0)}
     model = ServingModel(ends=ends)
     lows, highs = zip(
-        *(model.interval("ttft", "new", q, {}) for q in np.linspace(0, 1, 11)), strict=True
+        *(model.interval("ttft", "new", q, {}, 1.0) for q in np.linspace(0, 1, 11)), strict=True
     )
     assert lows[0] == pytest.approx(np.exp(-0.5)) and highs[10] == pytest.approx(np.exp(2.0))
     # Half waiting, half not: a sum of two parts.
@@ -206,7 +206,7 @@ def test_closed_loops_with_equal_outputs_say_that_they_stay_in_step() -> None:
 
 def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_does_not() -> None:
     # A small load of prompts of 1 to 8 blocks, a third of which begin alike, ten seconds apart.
-    known = {f"{m}/vendor": (-0.3, 0.3) for m in ("ttft", "ttft-queued", "tpot", "per_token")}
+    known = {f"{m}": (-0.3, 0.3) for m in ("ttft", "ttft-queued", "tpot", "per_token")}
     model = ServingModel(ends=known, provenance=Known(vendors=()))
     predictor = ServingPredictor(None, model)
     prompts = 512 * (1 + np.arange(60) % 8)
@@ -226,12 +226,15 @@ def test_a_trace_that_says_what_prompts_share_saturates_no_more_than_one_that_do
         assert not any("saturated" in note or "more than" in note for note in found.notes)
 
 
-def test_upper_ends_of_a_load_do_not_grow_with_its_requests() -> None:
+def test_upper_ends_of_a_load_do_not_grow_with_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ServingEffects, "spread", lambda *_: 1.0)
     # 90 % of engines take between half and twice the estimated time.
     two = float(np.log(2.0))
-    known = {f"{metric}/vendor": (-two, two) for metric in ("tpot", "per_token")}
-    sure = {f"{metric}/vendor": (-0.1, 0.1) for metric in ("ttft", "ttft-queued")}
-    model = ServingModel(ends=known | sure, provenance=Known(vendors=()))
+    known = dict.fromkeys(("tpot", "per_token"), (-two, two))
+    sure = dict.fromkeys(("ttft", "ttft-queued"), (-0.1, 0.1))
+    model = ServingModel(ends=known | sure)
     predictor = ServingPredictor(None, model)
     own = replace(PLAIN, options=EngineOptions(max_batch=8))
     most = predictor.predict(own, LoadSpec(prompt="256", output="64", count=960)).requests_per_s
