@@ -118,13 +118,13 @@ def write_bytecode(module: ir.Module) -> bytes:
     return buffer.getvalue()
 
 
-def attribute_text(op: ir.Operation, name: str, limit: int) -> str:
+def attribute_text(op: ir.Operation, name: str, limit: int | None = None) -> str:
     """Printed value of an op's only attribute, for attributes that the bindings cannot wrap.
 
     Args:
         op: The operation.
         name: Name of the attribute.
-        limit: Dense elements beyond this number are left out.
+        limit: Dense elements beyond this number are left out; ``None`` prints all.
 
     Returns:
         The text; empty if the op has no such attribute.

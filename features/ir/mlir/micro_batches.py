@@ -204,7 +204,10 @@ class _Writer:
                 value.set_type(self._cut(value.type, dimensions))
         dimensions = self.plan.batch.get((number, 0), ())
         if op.name == "stablehlo.constant" and dimensions:
-            data = ir.DenseElementsAttr(op.attributes["value"])
+            try:
+                data = ir.DenseElementsAttr(op.attributes["value"])
+            except TypeError:  # the bindings have no class for complex elements
+                raise ValueError("a constant of the batch holds complex numbers") from None
             if not data.is_splat:
                 raise ValueError("a constant holds other values for each row of the batch")
             splat = data.get_splat_value()

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ....common.types import MlirObject
+from ...ir.jax_compat import attribute_text
 from .runs import Excision, OpTable, Read
 
 if TYPE_CHECKING:
@@ -76,10 +77,13 @@ def _is_whole(kind: ir.Type) -> bool:
 
 
 def _attributes(operation: ir.Operation) -> tuple[object, ...]:
-    pairs = []
+    pairs: list[tuple[str, object]] = []
     for item in operation.attributes:
         name = item if isinstance(item, str) else item.name
-        pairs.append((name, operation.attributes[name]))
+        try:
+            pairs.append((name, operation.attributes[name]))
+        except TypeError:  # the bindings have no class for complex elements
+            pairs.append((name, attribute_text(operation, name)))
     return tuple(pairs)
 
 

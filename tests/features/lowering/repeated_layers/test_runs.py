@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from opcast.features.ir.jax_compat import parse_module
 from opcast.features.lowering.repeated_layers.lower import find_repeats
+from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
 from opcast.features.lowering.repeated_layers.runs import (
     MIN_LAYERS,
     OpTable,
@@ -70,3 +74,27 @@ def test_nothing_goes_where_all_layers_are_kept() -> None:
     table = chain(8)
     repeats = Repeats(8, (Run(1, PERIOD, 8),), (tuple(range(8)),))
     assert excise(table, repeats, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        *((f"complex<f{bits}>", ("(2.0, 0.0)", "(2.0, 1.0)")) for bits in (32, 64)),
+        *((kind, ("1.0", "2.0")) for kind in ("bf16", "f8E4M3FN", "f8E8M0FNU", "f4E2M1FN")),
+        *((kind, ("[0, 1]", "[1, 0]")) for kind in ("i4", "ui2", "i32")),
+        ("i1", ("[true, false]", "[false, true]")),
+    ],
+)
+def test_constants_of_any_kind_are_told_apart_by_their_values(
+    kind: str, values: tuple[str, str]
+) -> None:
+    one, other = (
+        f"stablehlo.constant dense<{v}> : tensor<{'2x' if v[0] == '[' else ''}{kind}>"
+        for v in values
+    )
+    text = f"func.func public @main() {{ %0 = {one}\n%1 = {one}\n%2 = {other}\nreturn }}"
+    module = parse_module(text)
+    main = main_function(module)
+    assert main is not None
+    first, same, different = read_table(main).signatures
+    assert first == same != different
