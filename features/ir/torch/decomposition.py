@@ -149,6 +149,9 @@ def _place_on_cpu(node: torch.fx.Node) -> None:
 
     if getattr(node.target, "__name__", "") == "wrap_with_autocast":
         node.args = ("cpu", *node.args[1:])
+    if getattr(node.target, "_name", "") == "aten::_assert_tensor_metadata":
+        # On another device autocast may not have cast what it casts here.
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
 
     def placed(value: object) -> object:
         return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ..mlir.locations import FRAMEWORK
+from .autocast import cuda_autocast
 from .place import Place
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ def scoped(scopes: Scopes) -> Iterator[None]:
 def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     """Call other functions in the place of some of ``torch.nn.functional`` and ``torch._VF``.
 
+    ``torch.autocast("cuda")`` casts as on a GPU.
+
     Args:
         stands: By name in these modules. Each is called with the function that it stands for.
     """
@@ -231,7 +234,7 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     for name, original in inside.items():
         setattr(functional, name, stand(name, original))
     try:
-        with Mode():
+        with cuda_autocast(), Mode():
             yield
     finally:
         for name, original in inside.items():

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....common.errors import ProgramError
+from .autocast import cuda_autocast
 
 if TYPE_CHECKING:
     import torch
@@ -283,8 +284,8 @@ def export(given: TorchProgram) -> Exported:
         raise ProgramError("this is a class of modules", where=name, hint="give an instance of it")
     try:
         module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(), cuda_autocast():
+            warnings.simplefilter("ignore")
             program = torch.export.export(module, tuple(args), dict(kwargs))
     except ProgramError:
         raise
@@ -295,13 +296,6 @@ def export(given: TorchProgram) -> Exported:
             hint="opcast reads what torch.export exports: no branches on values of tensors, no "
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
         ) from error
-    if any("CUDA is not available" in str(w.message) for w in said):
-        raise ProgramError(
-            "the module casts by torch.autocast('cuda'), which is off on a machine without CUDA",
-            where=name,
-            hint="write torch.autocast('cpu', …) for the prediction, which casts alike, or export "
-            "it to a .pt2 file on a machine with a GPU",
-        )
     return _checked(Exported(program, name))
 
 

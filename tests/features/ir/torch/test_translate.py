@@ -412,6 +412,37 @@ def test_autocast_casts_alike_on_meta():
     assert programs[0] == programs[1]
 
 
+class CastForCuda(torch.nn.Module):
+    """Casts as a user's code on a GPU does, whatever machine it runs on."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.norm = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return self.norm(torch.relu(self.own(x)))
+
+
+def test_autocast_of_cuda_casts_where_there_is_none():
+    texts = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            module, x = CastForCuda(), torch.ones(4, 8)
+        source = read_program(TorchProgram(module, (x,)))
+        texts.append(str(source.module.operation.get_asm(enable_debug_info=False)))
+        calls = record(TorchProgram(module, (x,))).calls
+        kinds = {call.name: call.outputs[0].dtype for call in calls}
+        # The product in 16 bits, the norm in 32 (the lists of ATen/autocast_mode.h).
+        assert kinds["aten.addmm"] == kinds["aten.relu"] == "bfloat16", device
+        assert kinds["aten.native_layer_norm"] == "float32", device
+    assert "dot_general" in texts[0] and "tensor<4x16xbf16>" in texts[0]
+    assert texts[0] == texts[1]
+    # Only the prediction casts so.
+    with pytest.warns(UserWarning, match="CUDA is not available"):
+        assert CastForCuda()(torch.ones(4, 8)).dtype == torch.float32
+
+
 def test_lines_of_regions_are_the_users():
     module = Mixed()
     program = torch.export.export(module, (torch.ones(4, 8),))
