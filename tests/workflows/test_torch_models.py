@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -250,6 +252,17 @@ def test_a_release_is_a_part_of_the_framework() -> None:
     assert TorchPredictor("torch-eager@1.12", "roofline").release == "1.12"
     with pytest.raises(ProgramError, match="no framework"):
         TorchPredictor("torch-eager@old", "roofline")
+
+
+def test_a_name_that_now_builds_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Linear(999, 1000)
+    layers = SimpleNamespace(set_fused_attn=lambda on: None)
+    utils = SimpleNamespace(reparameterize_model=lambda model: model)
+    timm = SimpleNamespace(create_model=lambda *_, **__: layer, layers=layers, utils=utils)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    assert build(ModelCase("timm", "own", parameters_m=1.02)).source is layer
+    with pytest.raises(ProgramError, match=r"has 1 million parameters here, not 8\.8"):
+        build(ModelCase("timm", "own", parameters_m=8.8))
 
 
 def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ MODES, LAYOUTS = ("infer", "train"), ("nchw", "nhwc")
 #: The first release of PyTorch with ``scaled_dot_product_attention``; libraries write attention
 #: out for those before.
 _FUSED_SINCE = (2, 0)
+#: By what share of its parameters a model may differ from the one that was measured: releases of
+#: a library change details. Engineering choice.
+_OTHER = 0.1
 #: Tokens of a text where a case has no length. Engineering choice.
 _TOKENS = 128
 
@@ -180,8 +183,25 @@ def _timm(case: ModelCase) -> _Built:
     if case.mode == "infer" and case.parameters_m:
         merged = _call(package, "utils.reparameterize_model")(model)
         model = min(model, merged, key=lambda own: abs(_millions(own) - case.parameters_m))
+    if case.parameters_m:
+        _check_size(case, _millions(model))
     sizes = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
     return model, (_image(case, sizes[0], case.img_size or sizes[-1]),)
+
+
+def _check_size(case: ModelCase, millions: float) -> None:
+    """Refuse a model that is another one than was measured, such as by a name that has moved on.
+
+    Raises:
+        ProgramError: Its parameters are not as many as the case says.
+    """
+    if abs(millions - case.parameters_m) > _OTHER * case.parameters_m:
+        raise ProgramError(
+            f"{case.model} has {millions:g} million parameters here, not {case.parameters_m:g}",
+            where=case.model,
+            hint=f"the installed {case.library} builds another model by this name; is there a "
+            "newer name?",
+        )
 
 
 def _millions(model: object) -> float:

@@ -305,3 +305,14 @@ enter(
         "cumprod": lambda call, x, dim, **_: jnp.cumprod(x, axis=dim, dtype=call.dtype),
     }
 )
+
+
+@aten("histc")
+def _histc(call: Call, x: jax.Array, bins: int = 100, low: float = 0, high: float = 0) -> jax.Array:
+    values = x.astype(jnp.float32).reshape(-1)
+    # Equal ends stand for those of the data; the last bin holds its upper end.
+    least, most = (low, high) if low != high else (values.min(), values.max())
+    place = jnp.clip(jnp.floor((values - least) * bins / (most - least)), 0, bins - 1)
+    inside = (values >= least) & (values <= most)
+    counts = jnp.zeros(bins, jnp.int32).at[jnp.where(inside, place.astype(jnp.int32), bins)]
+    return counts.add(1, mode="drop").astype(call.dtype)
