@@ -17,7 +17,7 @@ _REDUCTIONS = frozenset(
     )
 )
 #: Most channels of an image.
-_IMAGE = 4
+IMAGE = 4
 
 
 def cost_class(work: AtenKernel, compiled: bool) -> str:
@@ -57,7 +57,7 @@ def _convolution(work: AtenKernel) -> str:
         return "depthwise" if groups == work.conv["c"] else "grouped"
     channels = work.conv["c"]
     assert isinstance(channels, int), work
-    if channels <= _IMAGE:
+    if channels <= IMAGE:
         return "stem"
     taps = prod(int(str(work.conv[side])) for side in ("kd", "kh", "kw"))
     return "pointwise" if taps == 1 else "conv"

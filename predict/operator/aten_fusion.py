@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, Use
-from .aten_work import AtenKernel, moving, used
+from .aten_work import CONVOLUTION, AtenKernel, moving, used
+from .compiled_layout import lays_channels_last
 
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
@@ -18,6 +20,11 @@ _OPAQUE = (
     *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
     *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
 )
+#: Operators that read each element of an operand for several results: the operand is written first
+#: (``realize_hint`` of torch/_inductor/lowering.py).
+_WINDOWS = ("aten.avg_pool2d", "aten.avg_pool3d", "aten.max_pool2d_with_indices")
+#: Norms whose rows are too long for a block to hold, which reads them again for the result.
+_LONG_ROWS = ("aten.native_group_norm",)
 #: Whose operators the compiler generates code for; those of other libraries are called.
 _OWN = ("aten.", "prims.")
 
@@ -27,9 +34,13 @@ def fused(recording: Recording) -> list[AtenKernel]:
 
     An operator joins the kernel that made one of its operands, unless that would turn the order of
     kernels into a circle. A kernel reads each tensor that it did not make once, and writes those
-    that others read or that outlive the program. Optimisers stay as they are.
+    that others read or that outlive the program. Optimisers stay as they are. Convolutions may run
+    with the channels last whatever the program's layout.
     """
-    return _Fusion(recording).works()
+    found = _Fusion(recording).works()
+    if not lays_channels_last(recording.calls):
+        return found
+    return [replace(w, channels_last=True) if w.kind == CONVOLUTION else w for w in found]
 
 
 def is_opaque(call: AtenCall) -> bool:
@@ -63,7 +74,8 @@ class _Fusion:
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
         # What is overwritten must have been read before.
         earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
-        home = None if opaque else self._home(makers, makers | earlier, size)
+        alone = opaque or call.name in _WINDOWS
+        home = None if alone else self._home(makers, makers | earlier, size)
         if home is None:
             home = len(self._groups)
             self._groups.append(_Group([], size, opaque=opaque))
@@ -115,6 +127,7 @@ class _Fusion:
         # A table is read as far as it is looked up.
         tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
         uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
+        uses += [Use(c.inputs[0].memory, c.inputs[0].bytes, False) for c in _again(group.calls)]
         uses += [
             Use(memory, size, True)
             for memory, size in made.items()
@@ -127,3 +140,8 @@ class _Fusion:
         dtype = ALIASES.get(last.outputs[0].dtype, "f32")
         where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}
         return moving(name, dtype, total, **where)
+
+
+def _again(calls: Sequence[AtenCall]) -> list[AtenCall]:
+    """Norms of a kernel that read their operand a second time."""
+    return [call for call in calls if call.name in _LONG_ROWS]

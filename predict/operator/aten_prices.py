@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import exp, prod
 
 import numpy as np
 import pandas as pd
@@ -17,19 +16,13 @@ from ...features.operators.physics import resident_share
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
 from ...models.gpu.attention import attention_answer, lacks_bf16
-from ...models.gpu.memory_passes import (
-    LOWER,
-    UPPER,
-    depthwise_seconds,
-    shipped_constants,
-    soft_maximum,
-)
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
+from .aten_convolutions import cudnn_seconds, depthwise_times, is_depthwise
 from .aten_recurrent import STEPS
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
-from .prices import KERNEL_US, ROOFLINE, Row, eager_row, price
+from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
 from .torch_attention import EFFICIENT, MATH, attention_backend
@@ -47,9 +40,6 @@ _OTHER_KERNEL = 1.4
 #: Most times that the steps of recurrent layers take of persistent kernels, which keep weights on
 #: the chip, and of layers that overlap; widens the interval downwards. Engineering estimate.
 _PERSISTENT = 3.0
-#: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions in 16 bits; all others
-#: run by kernels of its own (Convolution.cpp, check_cudnn_depthwise_workload_with_filter).
-_CUDNN_TAPS = (1, 9, 25)
 #: Bytes of passes that show what a launch takes; what a byte from the last cache, as a share of it
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
@@ -151,7 +141,9 @@ class AtenPrices:
         for i, work in enumerate(found):
             times[i] *= self._factor(work, keys[i])
             if keys[i] == ROOFLINE and is_depthwise(work):
-                times[i] = self._depthwise(work)
+                times[i] = depthwise_times(work, self._spec)
+            elif keys[i] == ROOFLINE and self._multiplies_last(work):
+                times[i] *= cudnn_seconds(work, self._spec) / times[i, 0]
             if work.name in STEPS:
                 times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
                 times[i] *= [1.0, 1.0 / _PERSISTENT, 1.0]
@@ -174,6 +166,11 @@ class AtenPrices:
             if key.startswith(ALONE) or _several(work)
             else self._factors.get(work.op.family, 1.0)
         )
+
+    def _multiplies_last(self, work: AtenKernel) -> bool:
+        """Whether a convolution is one that cuDNN runs with the channels last."""
+        narrow = work.dtype in ("f16", "bf16") and self._spec.runs_cuda
+        return narrow and work.conv is not None
 
     def _calls_library(self, work: AtenKernel) -> bool:
         """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
@@ -224,29 +221,6 @@ class AtenPrices:
         row = {"key": "eager/conv", "family": "conv", "dtype": "fp32", "op": "conv", **own}
         return {**row, "insize": sizes["h"], "ksize": 3, "stride": 1, "pad": 1}
 
-    def _depthwise(self, work: AtenKernel) -> np.ndarray:
-        """A depthwise convolution by a direct kernel, with a wide interval."""
-        assert work.conv is not None
-        width = 4.0 if work.dtype == "f32" else 2.0
-        multiplied = float(prod(work.shape))
-        filters = work.conv["op"] == "bwd_weights"
-        memory = shipped_constants().memory
-        seconds = depthwise_seconds(
-            np.array([work.bytes]),
-            np.array([work.bytes / width]),
-            np.array([multiplied]),
-            np.array([filters]),
-            self._spec,
-            memory,
-        )
-        if filters and self._spec.runs_cuda and _runs_own_kernel(work):
-            # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
-            # tensors are read from L2 once for each tap.
-            cache = self._spec.levels[0].bandwidth * memory.cache
-            seconds = soft_maximum(seconds, np.array([2.0 * width * multiplied / cache]))
-        middle = (float(seconds[0]) + self._spec.floor) * work.op.scale
-        return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
-
 
 def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
     """Seconds that no kernel falls below, shape ``(n,)``; products of f32 are not rounded."""
@@ -255,6 +229,17 @@ def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
         for w in found
     ]
     return np.asarray(np.maximum(full, least_seconds([w.op for w in found], spec)))
+
+
+def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
+    """What limits a kernel by its roofline: ``compute``, ``memory`` or ``latency``."""
+    op = _as_computed(work, spec)
+    parts = {
+        "compute": op.flops() / matrix_rate(op, spec),
+        "memory": op.moved() / spec.bandwidth,
+        "latency": spec.floor * work.launches,
+    }
+    return max(parts, key=parts.__getitem__)
 
 
 def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:
@@ -311,19 +296,6 @@ def _attention_call(work: AtenKernel) -> dict[str, int]:
 def _several(work: AtenKernel) -> bool:
     """Whether a kernel multiplies a batch of matrices."""
     return work.kind == PRODUCT and work.shape[0] > 1
-
-
-def is_depthwise(work: AtenKernel) -> bool:
-    """Whether a convolution has one channel of its input in each group."""
-    sizes = work.conv
-    return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1
-
-
-def _runs_own_kernel(work: AtenKernel) -> bool:
-    """Whether PyTorch runs a depthwise convolution on NVIDIA's GPUs by a kernel of its own."""
-    assert work.conv is not None
-    taps = work.shape[3] if work.conv["op"] == "fwd" else work.shape[2]
-    return work.dtype == "f32" or taps not in _CUDNN_TAPS
 
 
 def _stands_in(row: Row | None, work: AtenKernel) -> bool:

@@ -17,7 +17,8 @@ import numpy as np
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted, resident_share
-from .aten_prices import is_depthwise, least_times
+from .aten_convolutions import is_depthwise
+from .aten_prices import least_times
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, PRODUCT, AtenKernel
 

@@ -30,7 +30,7 @@ from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class
 from .aten_fusion import fused
-from .aten_prices import ALONE, AtenPrices, attention_library, least_times
+from .aten_prices import ALONE, AtenPrices, attention_library, bound_of, least_times
 from .aten_work import (
     ATTENTION,
     PRODUCT,
@@ -82,6 +82,7 @@ class AtenEstimate:
         hi_us: Upper end.
         bytes: Traffic.
         launches: Calls of the host.
+        bound: What limits it by its roofline: ``compute``, ``memory`` or ``latency``.
         source: What it was learned from, or ``roofline``.
         source_line: ``file:line`` in the user's model.
         module: Modules that it belongs to.
@@ -97,6 +98,7 @@ class AtenEstimate:
     hi_us: float
     bytes: float
     launches: int
+    bound: str
     source: str
     source_line: str
     module: str
@@ -350,6 +352,7 @@ def price(
                 hi_us=float(t[2]) * 1e6,
                 bytes=w.bytes,
                 launches=w.launches,
+                bound=bound_of(w, spec),
                 source=source,
                 source_line=f"{w.place.file}:{w.place.line}" if w.place.file else "",
                 module=w.place.modules,

@@ -1,0 +1,137 @@
+"""Times of convolutions that no table of operators has: cuDNN's and PyTorch's own, by physics.
+
+cuDNN multiplies 16-bit images with the channels last: others are turned first, and the result back
+(``nchwToNhwcKernel``). Each group is a product of its own, whose columns fill tiles of the matrix
+units; a few numbers of channels have kernels that serve several groups at once. Where cuDNN has no
+fast kernel it runs one that reads as the filter goes, at a few per cent of the vector units. What
+of it is a constant was fitted to whole models (``cudnn`` of features/operators/fitted.yaml).
+"""
+
+from __future__ import annotations
+
+from math import ceil, exp, prod
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...features.operators.physics import fitted
+from ...models.gpu.memory_passes import (
+    LOWER,
+    UPPER,
+    depthwise_seconds,
+    shipped_constants,
+    soft_maximum,
+)
+from .aten_costs import IMAGE
+from .aten_work import AtenKernel
+from .prices import MATRIX_SHARE, MEMORY_SHARE
+
+_FIT = fitted("cudnn")
+#: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions of 16-bit images in
+#: NCHW, and the least number of their channels; all others run by kernels of its own
+#: (Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter).
+_CUDNN_TAPS, _CUDNN_CHANNELS = (1, 9, 25), 32
+#: Taps for which cuDNN has depthwise kernels with the channels last.
+_LAST_TAPS = (1, 9, 25, 49)
+#: Groups that cuDNN's kernels of several groups at once serve together, and the least channels of
+#: one; these are powers of two.
+_TOGETHER, _LEAST_CHANNELS = 32, 4
+#: Threads of a block of PyTorch's gradient of a depthwise filter, at most (DepthwiseConv2d.cu,
+#: MAX_BLOCK_SIZE), and blocks of it that a multiprocessor of 1,536 threads holds.
+_THREADS, _BLOCKS = 256, 6
+
+
+def is_depthwise(work: AtenKernel) -> bool:
+    """Whether a convolution has one channel of its input in each group."""
+    sizes = work.conv
+    return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1
+
+
+def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
+    """Seconds of a convolution of 16 bits by cuDNN, with the turns of its images.
+
+    Args:
+        work: A convolution that is neither transposed nor depthwise.
+        spec: A GPU of NVIDIA's.
+    """
+    groups, channels = work.shape[0], _narrowest(work)
+    memory = work.bytes / (spec.bandwidth * MEMORY_SHARE)
+    turned = not work.channels_last and _size(work, "c") > IMAGE
+    tile = _FIT.tile if turned else _FIT.tile_last
+    filled = _filled(channels, tile) if groups > 1 else 1.0
+    flops = work.op.flops()
+    seconds = max(flops / filled / (spec.matrix_peak(work.dtype) * MATRIX_SHARE), memory)
+    filters = work.conv is not None and work.conv["op"] == "bwd_weights"
+    if filters and work.channels_last and groups > 1 and not _served_together(groups, channels):
+        padded = flops / _filled(channels, _FIT.tile_last)
+        seconds = max(seconds, padded / (_FIT.filters * spec.vector_peak("f32")))
+    return (seconds + turned * _FIT.turn * memory + spec.floor) * work.op.scale
+
+
+def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
+    """Seconds and both ends of the interval, a wide one, of a depthwise convolution.
+
+    Args:
+        work: The convolution.
+        spec: The device.
+    """
+    assert work.conv is not None
+    width = 4.0 if work.dtype == "f32" else 2.0
+    multiplied = float(prod(work.shape))
+    filters = work.conv["op"] == "bwd_weights"
+    memory = shipped_constants().memory
+    seconds = depthwise_seconds(
+        np.array([work.bytes]),
+        np.array([work.bytes / width]),
+        np.array([multiplied]),
+        np.array([filters]),
+        spec,
+        memory,
+    )
+    slow = 0.0
+    if spec.runs_cuda and filters and _runs_own_kernel(work):
+        # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
+        # tensors are read from L2 once for each tap, and few channels leave the chip idle.
+        cache = spec.levels[0].bandwidth * memory.cache
+        busy = _THREADS * min(work.shape[0] * _taps(work), _BLOCKS * spec.core_count)
+        steps = multiplied / busy * _FIT.step_cycles / spec.clock_hz if spec.clock_hz else 0.0
+        slow = max(2.0 * width * multiplied / cache, steps)
+    elif spec.runs_cuda and work.channels_last and _taps(work) not in _LAST_TAPS:
+        slow = 2.0 * multiplied / (_FIT.taps * spec.vector_peak("f32"))
+    middle = float(soft_maximum(seconds, np.array([slow]))[0]) if slow else float(seconds[0])
+    middle = (middle + spec.floor) * work.op.scale
+    return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])
+
+
+def _runs_own_kernel(work: AtenKernel) -> bool:
+    """Whether PyTorch runs a depthwise convolution on NVIDIA's GPUs by a kernel of its own."""
+    if work.dtype == "f32":
+        return True
+    return not work.channels_last and (
+        _taps(work) not in _CUDNN_TAPS or _size(work, "c") < _CUDNN_CHANNELS
+    )
+
+
+def _size(work: AtenKernel, name: str) -> int:
+    value = work.conv[name] if work.conv is not None else None
+    assert isinstance(value, int), (work.name, name)
+    return value
+
+
+def _taps(work: AtenKernel) -> int:
+    return prod(_size(work, side) for side in ("kd", "kh", "kw"))
+
+
+def _narrowest(work: AtenKernel) -> int:
+    """Channels of a group, of its input or its output, whichever are fewer."""
+    return max(1, min(_size(work, "c"), _size(work, "k")) // _size(work, "groups"))
+
+
+def _filled(channels: int, tile: float) -> float:
+    """Share of the tiles of a product that its columns fill."""
+    return channels / (ceil(channels / tile) * tile)
+
+
+def _served_together(groups: int, channels: int) -> bool:
+    power = channels & (channels - 1) == 0
+    return groups % _TOGETHER == 0 and power and channels >= _LEAST_CHANNELS

@@ -1,0 +1,106 @@
+"""Times of cuDNN's convolutions against figures by hand, and Inductor's choice of a layout."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.runs import record  # noqa: E402
+from opcast.predict.operator.aten_prices import AtenPrices, bound_of  # noqa: E402
+from opcast.predict.operator.compiled_layout import lays_channels_last  # noqa: E402
+from opcast.predict.operator.torch_price import works_of  # noqa: E402
+
+BATCH, SIDE = 64, 56
+SPEC = find_device("rtx-3090")
+
+
+def recorded(*layers, channels, last=False, train=False):
+    """What layers launch in f16 on images of some channels; of all a gradient, if it is trained."""
+    layout = torch.channels_last if last else torch.contiguous_format
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*layers).half().to(memory_format=layout)
+        x = torch.empty(BATCH, channels, SIDE, SIDE, dtype=torch.float16)
+    x = x.to(memory_format=layout).requires_grad_(train)
+    options = {"train": "sgd", "loss": "sum"} if train else {}
+    return record(TorchProgram(module, (x,), **options))
+
+
+def times(recording):
+    """Seconds of the convolutions, by direction."""
+    found = [w for w in works_of(recording, "torch-eager") if w.kind == "convolution"]
+    seconds = AtenPrices(SPEC, None, 1.0, 1.0)(found)[0][:, 0] - SPEC.floor
+    return {w.conv["op"]: own for w, own in zip(found, seconds, strict=True)}
+
+
+def conv(channels, taps, groups=1):
+    return torch.nn.Conv2d(channels, channels, taps, padding=taps // 2, groups=groups, bias=False)
+
+
+def test_images_are_turned_unless_their_channels_lie_last():
+    layer = conv(64, 1)
+    last = times(recorded(layer, channels=64, last=True))["fwd"]
+    moved = 2 * (2 * BATCH * 64 * SIDE * SIDE + 64 * 64)
+    # Of two passes over the images, 0.8 beside the convolution (features/operators/fitted.yaml).
+    assert last == pytest.approx(moved / (0.85 * SPEC.bandwidth))
+    assert times(recorded(layer, channels=64))["fwd"] == pytest.approx(1.8 * last)
+
+
+def test_groups_fill_tiles_of_32_or_64_columns():
+    # Four groups of 48 channels: tiles of 64 hold three quarters.
+    products = 2 * BATCH * SIDE * SIDE * 192 * 48 * 9
+    layer = conv(192, 3, groups=4)
+    found = times(recorded(layer, channels=192, last=True))["fwd"]
+    assert found == pytest.approx(products / 0.75 / (0.7 * SPEC.matrix_peak("f16")))
+    # Eight channels fill a quarter of 32 columns.
+    products = 2 * BATCH * SIDE * SIDE * 64 * 8 * 9
+    found = times(recorded(conv(64, 3, groups=8), channels=64, last=True))["fwd"]
+    assert found == pytest.approx(4 * products / (0.7 * SPEC.matrix_peak("f16")))
+
+
+def test_gradients_of_grouped_filters_have_fast_kernels_for_32_groups_alone():
+    few = times(recorded(conv(64, 3, groups=4), channels=64, last=True, train=True))
+    many = times(recorded(conv(512, 3, groups=32), channels=512, last=True, train=True))
+    assert many["bwd_weights"] == pytest.approx(many["bwd_data"])
+    # At 4 % of the vector units, with 16 channels as 32: regnets train slower by several times.
+    products = 2 * BATCH * SIDE * SIDE * 64 * 16 * 9
+    assert few["bwd_weights"] == pytest.approx(2 * products / (0.04 * 35.6e12), rel=1e-3)
+    turned = times(recorded(conv(64, 3, groups=4), channels=64, train=True))
+    assert turned["bwd_weights"] < few["bwd_weights"] / 5
+
+
+def test_depthwise_filters_without_a_kernel_of_cudnn_are_slow_with_channels_last():
+    # ConvMixer-1024/20 with 9 x 9 filters takes 2.0 s for 1,024 images of 16 x 16 with the channels
+    # last, and 1.0 s otherwise (published-torch pack, RTX 3090).
+    usual, odd = (
+        [times(recorded(conv(64, k, groups=64), channels=64, last=last))["fwd"] for last in (0, 1)]
+        for k in (7, 9)
+    )
+    assert usual[1] == pytest.approx(usual[0])
+    assert odd[1] > 3 * odd[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "last"),
+    [
+        ([conv(64, 3), conv(64, 1)], True),
+        # Grouped ones take 1.358 times as long, others 0.823: a third of the products suffices.
+        ([conv(64, 3, groups=2), conv(64, 1)], False),
+        ([conv(64, 3, groups=64), conv(64, 3)], True),
+        ([torch.nn.ReLU()], False),
+    ],
+)
+def test_inductor_chooses_the_layout_by_the_kinds_of_convolutions(layers, last):
+    recording = recorded(*layers, channels=64)
+    assert lays_channels_last(recording.calls) is last
+    found = [w for w in works_of(recording, "torch-compiled") if w.kind == "convolution"]
+    assert all(w.channels_last is last for w in found)
+
+
+def test_kernels_say_what_bounds_them():
+    recording = recorded(conv(256, 3), torch.nn.ReLU(), channels=256, last=True)
+    bounds = [bound_of(w, SPEC) for w in works_of(recording, "torch-eager")]
+    assert bounds == ["compute", "memory"]
+    small = torch.empty(8, 8, device="meta")
+    calls = record(TorchProgram(torch.nn.ReLU(), (small,)))
+    assert [bound_of(w, SPEC) for w in works_of(calls, "torch-eager")] == ["latency"]
