@@ -15,6 +15,7 @@ from .options import make_console, print_json, refuse, refuse_unused
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.table import Table
 
     from ..models.collectives.model import CollectiveModel, FindLinks
     from ..simulate.clusters.topology import Cluster
@@ -69,8 +70,6 @@ def cluster(
 def _print_cluster(cluster: Cluster) -> None:
     from rich.table import Table
 
-    from ..simulate.collectives.choose import COLLECTIVES, collective_cost
-
     # Wider than the default, for tables of seven columns whose sources would wrap.
     console = make_console(140)
     title = f"{cluster.name}: {cluster.size} × {_device_name(cluster)}"
@@ -88,23 +87,40 @@ def _print_cluster(cluster: Cluster) -> None:
             f"{', '.join(whole)}: no efficiency below 1 is given, so that collectives reach all of "
             "the bandwidth; InfiniBand of the catalogue reaches 0.8, NVLink of H100 0.69"
         )
+    if cluster.size > 1:
+        console.print(_times(cluster))
+    for key, source in sorted(cluster.sources.items()):
+        console.print(f"{key}: {source}")
+
+
+def _times(cluster: Cluster) -> Table:
+    """Collectives as steps on the cluster are priced by them."""
+    from rich.table import Table
+
+    from ..models.collectives.on_cluster import ClusterCollectives
+    from ..simulate.collectives.choose import COLLECTIVES
+
     # One size for each range of a collective: latency-bound, intermediate, bulk
     # (docs/collectives.md).
     sizes = (2.0**16, 2.0**24, 2.0**30)
     times = Table(
         "µs, all ranks",
-        *("64 KiB", "16 MiB", "1 GiB"),
-        "algorithm at 1 GiB",
-        caption="sizes: bytes that each rank puts in (all_gather: its own share)",
+        *("64 KiB", "16 MiB", "1 GiB", "90 %"),
+        "by",
+        caption="sizes: bytes that each rank puts in (all_gather: its own share); 90 % interval "
+        "and origin at 1 GiB: measured curves, of this machine (known) or of others (new), or the "
+        "closed form of an algorithm",
     )
-    for kind in COLLECTIVES if cluster.size > 1 else ():
+    collectives = ClusterCollectives()
+    for kind in COLLECTIVES:
         # A transfer has two ends.
         group = 2 if kind == "send_recv" else cluster.size
-        costs = [collective_cost(kind, size, group, cluster) for size in sizes]
-        times.add_row(kind, *(f"{1e6 * c.total:,.1f}" for c in costs), costs[-1].algorithm)
-    console.print(times)
-    for key, source in sorted(cluster.sources.items()):
-        console.print(f"{key}: {source}")
+        found = [collectives.estimate(kind, size, group, cluster) for size in sizes]
+        last = found[-1]
+        interval = f"{1e6 * last.lo:,.0f} – {1e6 * last.hi:,.0f}"
+        by = f"measured, {last.detail}" if last.source == "learned" else last.detail
+        times.add_row(kind, *(f"{1e6 * c.latency:,.1f}" for c in found), interval, by)
+    return times
 
 
 def _device_name(cluster: Cluster) -> str:

@@ -202,12 +202,12 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
         OpcastError: The workload, plan, cluster or model does not fit.
     """
     from ..predict.cluster.step_case import StepCase
-    from ..simulate.step.workload import make_workload
+    from ..simulate.step.workload import make_workload, read_by_model
 
     given = SimulateQuery.model_validate_json(payload).model_dump()
     case = build(StepCase, given)
     # Names of workloads alone: no file of the server is read.
-    work = make_workload(given["workload"], case.settings)
+    work = read_by_model(make_workload(given["workload"], case.settings), case.settings)
     case = replace(case, speed={int(rank): value for rank, value in case.speed.items()})
     return case.predict(work, _operators(predictors, task)).to_dict()
 

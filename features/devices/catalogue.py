@@ -185,6 +185,13 @@ def same_figures(device: DeviceSpec) -> DeviceSpec | None:
     return next((d for d in like if _unnamed(d) == figures), None)
 
 
+def measured_as(device: DeviceSpec) -> str:
+    """The name that measurements of a device go by: of a file that changes nothing, its base's."""
+    if in_catalogue(device.name):
+        return device.name
+    return (same_figures(device) or device).name
+
+
 def _unnamed(device: DeviceSpec) -> DeviceSpec:
     return replace(device, name="", source="", aliases=(), provenance={}, base="")
 

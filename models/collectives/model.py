@@ -56,12 +56,14 @@ class CollectiveModel(JsonModel):
     calibrated_machines: tuple[str, ...] = ()
     provenance: dict[str, object] = field(default_factory=dict)
 
-    def predict(self, frame: pd.DataFrame, find: FindLinks) -> pd.DataFrame:
+    def predict(self, frame: pd.DataFrame, find: FindLinks, own: bool = True) -> pd.DataFrame:
         """Latencies of collectives.
 
         Args:
             frame: Rows as :func:`~opcast.models.collectives.table.collective_table` takes them.
             find: Links by device string.
+            own: Whether they are the links that the machines were measured with; on others a
+                measured machine counts as new.
 
         Returns:
             ``latency_s``, ``lo_s``, ``hi_s`` (90 %) in seconds and ``scope`` (``known``,
@@ -74,9 +76,9 @@ class CollectiveModel(JsonModel):
         # Depth 3 is the library's operation on the fabric; without it nothing closer than the
         # operation on the fabric was fitted.
         scope = np.where(self.tree.knows(table, depth=3), "new", "foreign").astype(object)
-        scope[self.tree.knows(table) & self.tree.reaches(table)] = "known"
-        own = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
-        scope[own] = "calibrated"
+        scope[self.tree.knows(table) & self.tree.reaches(table) & own] = "known"
+        calibrated = np.isin(table.machine, self.calibrated_machines) & (scope == "known")
+        scope[calibrated] = "calibrated"
         lower, upper = self.intervals.find(scope, table)
         columns = {
             "latency_s": latency,

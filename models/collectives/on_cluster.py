@@ -1,19 +1,25 @@
 """Prices collectives on a cluster by fitted curves where they apply, by closed forms elsewhere.
 
 Inside one box of GPUs the fitted curves (:mod:`.model`) know the library's protocols; across whole
-boxes they are used only where the machine itself was measured that way. Everything else takes the
-closed forms of :mod:`opcast.simulate.collectives`.
+boxes they are used only where the machine itself was measured that way. Everything else, networks
+of another kind or with figures of their own among it, takes the closed forms of
+:mod:`opcast.simulate.collectives`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import exp, prod
+from pathlib import Path
 
 import pandas as pd
 
-from ...features.devices.catalogue import find_device, in_catalogue
+from ...common.errors import DeviceError
+from ...features.devices.catalogue import base_of, in_catalogue, read_device
+from ...features.devices.device import DeviceSpec
+from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster, Dimension
 from ...simulate.collectives.choose import COLLECTIVES, collective_name, dims_cost
 from .fit import LIKE, cell_key
@@ -62,7 +68,7 @@ class ClusterCollectives:
     """
 
     model: CollectiveModel = field(default_factory=CollectiveModel.find)
-    _answers: dict[_Query, CollectiveEstimate] = field(
+    _answers: dict[tuple[_Query, float], CollectiveEstimate] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -92,9 +98,10 @@ class ClusterCollectives:
         """
         ranks = group if isinstance(group, int | range) else tuple(int(r) for r in group)
         query = (kind, bytes_per_rank, ranks, cluster, backend, algorithm, skew)
-        if query not in self._answers:
-            self._answers[query] = self._estimate(*query)
-        return self._answers[query]
+        written = _written(cluster.device)
+        if (query, written) not in self._answers:
+            self._answers[query, written] = self._estimate(*query)
+        return self._answers[query, written]
 
     def latency(
         self,
@@ -123,9 +130,10 @@ class ClusterCollectives:
         size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
         dims = cluster.topology.group_dims(ranks)
         measured = COLLECTIVES[plain].measured
-        if algorithm == "auto" and size > 0 and measured and _of_gpus(cluster, dims):
+        chip = _chip(cluster.device) if algorithm == "auto" and size > 0 and measured else None
+        if chip is not None and _as_usual(dims, cluster.topology.dims[0], chip):
             for library in _LIKE.get(backend, (backend,)):
-                learned = _learned(self.model, plain, size, dims, cluster, library)
+                learned = _learned(self.model, plain, size, dims, cluster, chip, library)
                 if learned is not None:
                     return learned
         cost = dims_cost(plain, size, dims, algorithm)
@@ -135,15 +143,66 @@ class ClusterCollectives:
         return CollectiveEstimate(cost.total, low, high, "analytical", cost.algorithm)
 
 
-def _of_gpus(cluster: Cluster, dims: tuple[Dimension, ...]) -> bool:
-    """Whether a group of GPUs lies in one box, or is made of whole boxes."""
-    first = cluster.topology.dims[0]
-    # The curves know one box or several whole ones; a group that takes part of several boxes has
-    # another pattern of traffic.
+@dataclass(frozen=True)
+class _Chip:
+    """A GPU, and the one of the catalogue whose curves it takes: itself, or a design's base."""
+
+    spec: DeviceSpec
+    base: DeviceSpec
+
+
+def _chip(device: str) -> _Chip | None:
+    """The GPU of a cluster by name or file; ``None`` if it is another device or unknown."""
+    try:
+        spec = read_device(device)
+    # A cluster may be made for a description that has no file.
+    except DeviceError:
+        return None
+    if spec.platform != "gpu":
+        return None
+    return _Chip(spec, spec if in_catalogue(spec.name) else base_of(spec) or spec)
+
+
+def _written(device: str) -> float:
+    """When a device's file was written; 0 for a name."""
+    return Path(device).stat().st_mtime if Path(device).is_file() else 0.0
+
+
+def _as_usual(dims: tuple[Dimension, ...], first: Dimension, chip: _Chip) -> bool:
+    """Whether a group lies in one box, or is made of whole boxes, joined as the chip's are.
+
+    The curves follow the bandwidth of a box's links; one of another kind, or whose latency or
+    efficiency its file gives, was not measured.
+    """
+    # A group that takes part of several boxes has another pattern of traffic.
     whole = len(dims) == 2 and dims[0] == first
     if not (len(dims) == 1 and dims[0].name == first.name) and not whole:
         return False
-    return in_catalogue(cluster.device) and find_device(cluster.device).platform == "gpu"
+    usual = _usual(chip.base.name, 2)
+    if not usual:
+        return True
+    across = _usual(chip.base.name, prod(d.size for d in dims))[1:] if whole else ()
+    return _alike(first, usual[0]) and (
+        not whole or (len(across) == 1 and _alike(dims[1], across[0], bandwidth=True))
+    )
+
+
+def _alike(dim: Dimension, usual: Dimension, bandwidth: bool = False) -> bool:
+    """Whether what a dimension's file says of it is what joins such devices anyway."""
+    plain = Dimension(dim.kind, dim.size, dim.bandwidth, shape=dim.shape, radix=dim.radix)
+    figures = ("latency", "launch", "efficiency", "algorithms", "reduction", "oversubscription")
+    if dim.kind != usual.kind or (bandwidth and dim.bandwidth != usual.bandwidth):
+        return False
+    return all(getattr(dim, k) in (getattr(usual, k), getattr(plain, k)) for k in figures)
+
+
+@lru_cache(maxsize=256)
+def _usual(device: str, count: int) -> tuple[Dimension, ...]:
+    """What joins devices of the catalogue; empty where no rule joins as many."""
+    try:
+        return joined(device, count).topology.dims
+    except DeviceError:
+        return ()
 
 
 def _learned(
@@ -152,15 +211,19 @@ def _learned(
     size: float,
     dims: tuple[Dimension, ...],
     cluster: Cluster,
+    chip: _Chip,
     library: str,
 ) -> CollectiveEstimate | None:
     """Estimate from the curves, or ``None`` if the library's operation was never measured so.
 
     Across boxes the machine itself must have been measured with the same number of devices.
     """
-    spec, first = find_device(cluster.device), cluster.topology.dims[0]
+    spec, first = chip.base, cluster.topology.dims[0]
     world, inside = prod(d.size for d in dims), dims[0].size
-    links = Links.from_spec(spec, link=first.bandwidth, devices_per_node=inside)
+    links = Links.from_spec(chip.spec, link=first.bandwidth, devices_per_node=inside)
+    usual = _usual(spec.name, 2)
+    own = not usual or first.bandwidth == usual[0].bandwidth
+    own = own and Links.from_spec(chip.spec) == Links.from_spec(spec)
     asked = COLLECTIVES[kind]
     # Machines on which this library was measured: another one's may have another of the names.
     paths = [key.split("/", 3) for key in model.tree.curves if key.count("/") >= 3]
@@ -181,7 +244,7 @@ def _learned(
     cell = cell_key(("network", asked.measured, library, machine), world)
     if len(dims) > 1 and cell not in model.tree.residuals:
         return None
-    prediction = model.predict(pd.DataFrame([row]), lambda _: links).iloc[0]
+    prediction = model.predict(pd.DataFrame([row]), lambda _: links, own=own).iloc[0]
     measured = prediction["scope"] in ("known", "calibrated")
     if prediction["scope"] == "foreign" or (world > MOST_DEVICES and not measured):
         return None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
+from ...features.devices.catalogue import measured_as
 from ...features.devices.device import DeviceSpec
 from ..effects.effects import CLUSTER, Value, read_levels
 
@@ -98,16 +99,17 @@ def device_context(
         launched: Whether the host launches every kernel; compiled and captured steps do not.
         boxes: That the devices are in.
     """
+    name = measured_as(device)
     return StepContext(
         framework=framework,
         architecture=device.architecture.removesuffix("-ultra"),
         platform=device.platform,
         bits=str(bits),
         launched=launched and device.platform == "gpu",
-        cluster=f"{source}|{device.name}" if source else UNKNOWN,
+        cluster=f"{source}|{name}" if source else UNKNOWN,
         headroom=_headroom(device),
         boxes=log(boxes),
-        device=device.name,
+        device=name,
     )
 
 

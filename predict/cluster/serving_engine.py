@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 
 from ...common.errors import PlanError
-from ...features.devices.catalogue import read_device
+from ...features.devices.catalogue import measured_as, read_device
 from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.effects import APART
@@ -245,6 +245,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         model: Tells model groups by their sizes.
     """
     spec, served = own.spec, own.model
+    device = measured_as(spec)
     era = engine_era(own.framework, own.version)
     engine = f"{own.framework} {era}" if own.framework else ""
     experts = served.expert_weights if served.workload.experts else ""
@@ -252,7 +253,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
     found = {
         "any": "any",
         "all": spec.platform,
-        "device": spec.name,
+        "device": device,
         "vendor": spec.vendor,
         "architecture": spec.architecture.removesuffix("-ultra"),
         "framework": own.framework,
@@ -271,7 +272,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "source": source,
         # How a source starts an engine.
         "stack": f"{source}|{engine}" if source and engine else "",
-        "cluster": f"{source}|{spec.name}" if source else "",
+        "cluster": f"{source}|{device}" if source else "",
         "group": model.group_of(served.shape()),
     }
     return {**found, "known": group_key(found)}

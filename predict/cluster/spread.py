@@ -8,6 +8,7 @@ from math import exp, log
 
 import numpy as np
 
+from ...features.devices.catalogue import measured_as
 from ...features.operators.op import Op
 from ...models.steps.context import StepContext
 from ...models.steps.effects import FIELDS
@@ -154,7 +155,7 @@ def step_interval(
         kinds[call.kind] = kinds.get(call.kind, 0.0) + own
     slopes = sensitivities(workload, plan, costs, step, kinds, most_tasks)
     reach = (0.0, 0.0)
-    if latency.spec.name not in learned.devices:
+    if measured_as(latency.spec) not in learned.devices:
         share = sum(slopes[kind] for kind in kinds)
         reach = unknown_operators(costs.ops, counts, latency.scopes, share)
     return learned.interval(context, slopes, reach)

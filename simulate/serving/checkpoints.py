@@ -14,7 +14,7 @@ from ...common.files import parse_json, parse_yaml
 from ...common.types import JsonObject
 from ..step.configs import read_config
 from ..step.presets import Recurrence, family_settings, find_preset
-from ..step.workload import ALIASES, make_workload, read_workload
+from ..step.workload import ALIASES, make_workload, read_by_model, read_workload
 from .formats import Formats, format_in, in_formats
 from .served import ServedModel
 
@@ -107,6 +107,7 @@ def served_by_name(
         # A name that is unknown either way is told as it was given.
         work = make_workload(known if find_preset(known) else name, given)
         own = format_in(name)
+    read_by_model(work, given)
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
     found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
     drafts = find_checkpoint(name if name.endswith(".json") else known).drafts

@@ -318,6 +318,41 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     return build(Workload, values, f"workload {family}", **known)
 
 
+#: Sizes that are read only where another is given.
+_NEEDS = {
+    "shared_experts": "experts",
+    "expert_boxes": "experts",
+    "dense_layers": "experts",
+    "dense_ff": "dense_layers",
+    "window_share": "window",
+    "q_lora": "kv_lora",
+    "rope_dim": "kv_lora",
+    "v_dim": "kv_lora",
+}
+
+
+def read_by_model(workload: Workload, given: Mapping[str, object]) -> Workload:
+    """Return a workload all of whose given sizes have an effect.
+
+    Args:
+        workload: The model.
+        given: Settings that a user gives, by name.
+
+    Raises:
+        PlanError: A size is read only where another is given.
+    """
+    for name, needs in _NEEDS.items():
+        if name not in given or getattr(workload, needs):
+            continue
+        if getattr(workload, name) != getattr(Workload, name):
+            raise PlanError(
+                f"{name}={getattr(workload, name)} has no effect without {needs}",
+                where="workload",
+                hint=f"leave {name} out, or give {needs}",
+            )
+    return workload
+
+
 def _named(name: str) -> Preset:
     preset = find_preset(name)
     if preset is None:
@@ -362,9 +397,8 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
         if isinstance(settings, Mapping)
         else [read_pairs(part, "--set") for part in settings]
     )
-    for given in pairs:
-        values |= {ALIASES.get(k, k): v for k, v in given.items()}
-    return make_workload(family, values)
+    given = {ALIASES.get(k, k): v for pair in pairs for k, v in pair.items()}
+    return read_by_model(make_workload(family, {**values, **given}), given)
 
 
 def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:

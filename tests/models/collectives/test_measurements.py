@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -217,8 +218,48 @@ def test_a_machine_is_known_with_as_many_devices_as_were_measured(shipped):
     assert all_of_it == shipped.estimate("all_reduce", 2**26, 72, rack, backend="xla")
 
 
+@pytest.mark.parametrize(
+    "own", [{"kind": "ring"}, {"efficiency": 0.5}, {"latency": 5e-6}, {"algorithms": ("ring",)}]
+)
+def test_a_box_of_its_own_is_priced_by_the_figures_of_its_file(shipped, own):
+    box = find_cluster("h100-sxm-x8")
+    nvlink = replace(box.topology.dims[0], **({"reduction": ""} | own))
+    other = replace(box, topology=Topology((nvlink,)))
+    found = shipped.estimate("all_reduce", 2**28, 8, other)
+    assert found.source == "analytical"
+    assert found.latency == collective_latency_s("all_reduce", 2**28, 8, other)
+
+
+def test_other_links_follow_the_curves_and_are_new(shipped):
+    box = find_cluster("h100-sxm-x8")
+    faster = replace(box.topology.dims[0], bandwidth=1.01 * 450e9)
+    known = shipped.estimate("all_reduce", 2**28, 8, box)
+    new = shipped.estimate("all_reduce", 2**28, 8, replace(box, topology=Topology((faster,))))
+    assert (known.detail, new.detail) == ("known", "new")
+    assert known.latency / 1.01 <= new.latency < known.latency
+    assert new.hi / new.lo > known.hi / known.lo
+
+
+@pytest.mark.parametrize("name", ["h100-sxm", "mi300x"])
+def test_an_unchanged_copy_of_a_chip_has_its_collectives(shipped, name, tmp_path):
+    (tmp_path / "copy.yaml").write_text(f"name: copy\nbase: {name}\n")
+    box = find_cluster(f"{name}-x8")
+    copy = replace(box, device=str(tmp_path / "copy.yaml"))
+    for size in (2**16, 2**28):
+        own, base = (shipped.estimate("all_reduce", size, 8, c) for c in (copy, box))
+        assert own == base and base.source == "learned"
+
+
+def test_pairwise_links_carry_what_gfx950_measured(shipped):
+    """1 GiB over eight gfx950: 4.69 ms measured under XLA, whose pack is of that chip."""
+    box = find_cluster("mi355x-x8")
+    closed = collective_latency_s("all_reduce", 2**30, 8, box)
+    assert closed == pytest.approx(4.69e-3, rel=0.2)
+    assert shipped.latency("all_reduce", 2**30, 8, box, "xla") == pytest.approx(4.69e-3, rel=0.05)
+
+
 def test_formulas_and_curves_agree_on_long_collectives(shipped):
-    for name in ("h100-sxm-x8", "a100-sxm-80gb-x8", "rtx-pro-6000-x4"):
+    for name in ("h100-sxm-x8", "a100-sxm-80gb-x8", "rtx-pro-6000-x4", "mi300x-x8"):
         box = find_cluster(name)
         for kind in ("all_reduce", "reduce_scatter"):
             learned = shipped.latency(kind, 2**28, box.size, box)

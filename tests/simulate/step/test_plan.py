@@ -2,7 +2,7 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved, stage_layers
-from opcast.simulate.step.workload import make_workload
+from opcast.simulate.step.workload import make_workload, read_workload
 
 SIZES = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,
@@ -107,6 +107,17 @@ def test_model_flops_by_hand():
 def test_bad_workloads(settings, said):
     with pytest.raises(PlanError, match=said):
         make_workload("llama", settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "needs"),
+    [("shared_experts=2", "experts"), ("expert_boxes=2", "experts"), ("dense_layers=2", "experts"),
+     ("dense_ff=64", "dense_layers"), ("window_share=0.5", "window"), ("q_lora=64", "kv_lora"),
+     ("rope_dim=64", "kv_lora"), ("v_dim=64", "kv_lora")],
+)  # fmt: skip
+def test_sizes_that_change_nothing_are_refused(given, needs):
+    with pytest.raises(PlanError, match=f"{given} has no effect without {needs}"):
+        read_workload("llama-3-8b", [given])
 
 
 def test_layers_of_stages_spare_the_ends():
