@@ -54,9 +54,8 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
             table = pd.read_csv(file, low_memory=False)
     except (OSError, ValueError) as error:
         raise DatasetError(f"the table cannot be read: {error}", where=str(file)) from None
-    rules = [rule for rule in case_data()["mended"] if set(rule["rows"]) <= set(table)]
-    known = set(table).union(*(rule["cells"] for rule in rules))
-    missing = [name for name in case_data()["needed"][what] if name not in known]
+    lacking = [name for name in case_data()["needed"][what] if name not in table]
+    missing = [name for name in lacking if not _mended(table, name)]
     if missing:
         raise DatasetError(
             f"no columns {', '.join(missing)}",
@@ -66,6 +65,17 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
     if "id" not in table:
         table.insert(0, "id", [f"row{number}" for number in range(len(table))])
     return table
+
+
+def _mended(table: pd.DataFrame, column: str) -> bool:
+    """Whether ``cases.yaml`` gives a column that a table lacks to any of its rows."""
+    for rule in case_data()["mended"]:
+        if column in rule["cells"] and set(rule["rows"]) <= set(table):
+            cells = table[list(rule["rows"])].astype(object).fillna("").astype(str)
+            patterns = list(rule["rows"].values())
+            if any(all(map(re.search, patterns, own)) for own in cells.to_numpy()):
+                return True
+    return False
 
 
 def read_rows(

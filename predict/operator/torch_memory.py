@@ -58,6 +58,9 @@ ERROR = 0.06
 COMPILED_ERROR = 0.2
 #: The same upwards where the frames of the module are unknown, as of an export.
 _UNFRAMED = 0.25
+#: What tools measure of peak memory: what the device sees, ``torch.cuda.max_memory_allocated`` and
+#: ``max_memory_reserved``.
+MEASURED = ("memory", "allocated", "reserved")
 #: Lines that are named, of those that hold most at the peak.
 _HOLDERS = 3
 
@@ -94,6 +97,7 @@ class TorchMemory:
         holders: Lines that hold most then, largest first.
         change: The smallest change that would fit, if one is known.
         source: ``replay``.
+        allocated_error: Half-widths of the interval of what is allocated, down and up.
     """
 
     peak_bytes: float
@@ -109,6 +113,18 @@ class TorchMemory:
     holders: tuple[Holder, ...]
     change: str = ""
     source: str = "replay"
+    allocated_error: tuple[float, float] = (0.0, 0.0)
+
+    def measured_as(self, what: str) -> Interval:
+        """What a tool measures of the peak, with the 90 % interval.
+
+        Args:
+            what: One of :data:`MEASURED`.
+        """
+        if what == "memory":
+            return Interval(self.peak_bytes, self.lo_bytes, self.hi_bytes)
+        value = self.allocated_bytes if what == "allocated" else self.reserved_bytes
+        return Interval.around(value, self.allocated_error[0], self.allocated_error[1])
 
     @property
     def fits(self) -> bool | None:
@@ -132,8 +148,9 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
         (own.peak_allocated, own.peak_allocated) if cpu else (own.peak_reserved, own.peak_pinned)
     )
     capacity = spec.memory_bytes * _USABLE.get(spec.vendor, 1.0)
-    down = hypot(error * own.peak_allocated, _CONTEXT_ERROR)
-    up = hypot((error if log.framed else _UNFRAMED) * own.peak_allocated, _CONTEXT_ERROR)
+    below = error * own.peak_allocated
+    above = (error if log.framed else _UNFRAMED) * own.peak_allocated
+    down, up = hypot(below, _CONTEXT_ERROR), hypot(above, _CONTEXT_ERROR)
     needed = context + pinned
     # Near the capacity the allocator gives free segments back.
     seen = min(context + reserved, max(needed, capacity or float("inf")))
@@ -157,6 +174,7 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
         parts=dict(parts),
         holders=_holders(held),
         change=_change(log, parts, needed - context, capacity - context) if capacity else "",
+        allocated_error=(below, above),
     )
 
 

@@ -17,6 +17,7 @@ from opcast.cli import app
 from opcast.common.errors import ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.torch.libraries import ModelCase, build
+from opcast.features.ir.torch.presets import presets
 from opcast.models.pytorch.model import (
     COSTS,
     UNSEEN,
@@ -26,10 +27,10 @@ from opcast.models.pytorch.model import (
     TorchModel,
     torch_context,
 )
-from opcast.predict.cluster.case_table import read_cases
+from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.operator.torch_framework import TorchPredictor
-from opcast.workflows.torch_models.evaluate import choices, judge_models
-from opcast.workflows.torch_models.rows import ModelRow
+from opcast.workflows.torch_models.evaluate import as_run, choices, judge_models
+from opcast.workflows.torch_models.rows import ModelRow, model_row
 from opcast.workflows.torch_models.train import train_models
 
 torch = pytest.importorskip("torch")
@@ -54,6 +55,8 @@ ROW = {
     "framework": "torch-eager", "batch": 64, "img_size": 64, "mode": "infer", "layout": "nchw",
     "dtype": "amp-fp16", "torch": "2.4.0",
 }  # fmt: skip
+#: Columns that are fields of a case.
+CASE = ("library", "model", "batch", "img_size", "mode", "dtype", "layout", "torch")
 
 
 @pytest.fixture
@@ -88,8 +91,7 @@ def test_rows_are_predicted_as_the_module_is(tmp_path: Path) -> None:
     found = pd.read_parquet(out).set_index("id")
     for name, change in zip(("r0", "r1", "r2"), changes, strict=False):
         row = {**ROW, **change}
-        names = ("library", "model", "batch", "img_size", "mode", "dtype", "layout", "torch")
-        program = build(ModelCase(**{key: row[key] for key in names}))
+        program = build(ModelCase(**{key: row[key] for key in CASE}))
         alone = opcast.predict(program, device=row["device"], framework=f"{row['framework']}@2.4.0")
         own = found.loc[name]
         assert (own["latency_us"], own["lo_us"], own["hi_us"]) == (
@@ -275,3 +277,94 @@ def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:
     pd.read_parquet(table).drop(columns="library").to_parquet(table)
     with pytest.raises(opcast.OpcastError, match="library"):
         read_cases(table, "models")
+
+
+@pytest.mark.usefixtures("library")
+def test_peak_memory_is_judged_as_it_was_measured(tmp_path: Path) -> None:
+    changes = (
+        {"allocated_mib": 100.0},
+        {"reserved_mib": 100.0},
+        {"memory_gib": 0.5},
+        {"fits": False, "batch": 8},
+    )
+    out = tmp_path / "out.csv"
+    said = evaluated(written(tmp_path / "t.parquet", *changes), "--out", str(out))
+    found = pd.read_csv(out).set_index("id")
+    program = build(ModelCase(**{key: ROW[key] for key in CASE}))
+    own = opcast.predict(program, device="rtx-4090", framework="torch-eager@2.4.0").memory
+    expected = (own.allocated_bytes, own.reserved_bytes, own.peak_bytes)
+    assert tuple(found["memory_bytes"][:3]) == pytest.approx(expected)
+    assert (found["memory_lo_bytes"] < found["memory_bytes"]).all()
+    assert tuple(found["measured_memory_bytes"][:3]) == (100 * 2**20, 100 * 2**20, 2**29)
+    assert "peak memory, errors in %" in said
+    assert "3 of 3 rows that ran are said to fit" in said
+    assert "1 of 1 rows that did not fit are said to" in said
+
+
+@pytest.mark.usefixtures("library")
+def test_models_that_run_one_after_the_other_add_up(tmp_path: Path) -> None:
+    table, out = tmp_path / "t.parquet", tmp_path / "out.csv"
+    evaluated(written(table, {}, {"model": "wide"}, {"model": "small + 3*wide"}), "--out", str(out))
+    found = pd.read_csv(out)
+    for name in ("latency_us", "lo_us", "hi_us"):
+        small, wide, both = found[name]
+        assert both == pytest.approx(small + 3 * wide)
+    # The weights of the small one are there while the wide one runs.
+    assert 0 < found["memory_bytes"][2] - found["memory_bytes"][1] < 8192
+
+
+def test_tables_of_other_columns_are_read_as_data_says() -> None:
+    sam = {
+        "id": "s", "technique": "SDPA", "sam_model_type": "vit_h", "batch_size": 8.0,
+        "memory(MiB)": 7947.0, "dtype": "see technique", "device": "a100-sxm-80gb / a100-sxm-40gb",
+    }  # fmt: skip
+    diffusion = {
+        "id": "d", "source": "huggingface/diffusers docs", "library": "diffusers", "device": "a100",
+        "device_note": "a100 (not stated)", "framework": "torch-compiled", "torch": "nightly",
+        "model": "SD - controlnet", "batch": 4, "dtype": "fp16, UNet channels-last",
+        "latency_ms": 98.0, "mode": "infer",
+    }  # fmt: skip
+    example = {
+        "id": "n", "source": "NVIDIA/DeepLearningExamples", "library": "nvidia-examples",
+        "model": "resnet50v1.5", "device": "v100-sxm", "framework": "torch-eager", "batch": 8,
+        "kind": "throughput", "value": 400.0, "cell": "400 img/s", "dtype": "amp-fp16",
+    }  # fmt: skip
+    table = pd.DataFrame([sam, diffusion, example, {**example, "id": "f", "model": "FastPitch"}])
+    rows, reasons = read_rows(table, model_row)
+    assert reasons[:3] == ["", "", ""] and "no library builds" in reasons[3]
+    one, two, three = rows[:3]
+    assert one and two and three
+    assert one.case == ModelCase("transformers", "sam-vit-h-encoder", 8, 1024, "infer", "bf16",
+                                 torch="2.2")  # fmt: skip
+    assert (one.device, one.framework) == ("a100-sxm-40gb", "torch-compiled@2.2")
+    assert (one.memory_is, one.memory_bytes) == ("allocated", 7947 * 2**20)
+    assert [case.model for case, _ in two.parts] == ["sd-1.5/controlnet", "sd-1.5/unet-controlled"]
+    assert (two.case.layout, two.case.dtype, two.framework) == ("nhwc", "fp16", "torch-compiled")
+    assert two.measured_s == pytest.approx(0.098)
+    assert (three.case.library, three.case.layout) == ("torchvision", "nhwc")
+    assert three.measured_s == pytest.approx(8 / 400)
+    assert list(as_run(table, rows)["model"])[:2] == ["sam-vit-h-encoder", two.case.model]
+
+
+def test_inputs_of_presets_follow_batch_and_size() -> None:
+    with torch.device("meta"):
+        own = presets()["sd-1.5/unet-inpaint"].made(3, 768)
+        packed = presets()["flux-1-dev"].made(2, 512)
+    # Twice the samples, with and without the prompt.
+    assert own["sample"].shape == (6, 9, 96, 96) and own["timestep"].dtype == torch.int64
+    assert packed["hidden_states"].shape == (2, 32 * 32, 64)
+    whole = presets()["detr-resnet-101"]
+    assert (whole.size, whole.width, whole.config["backbone"]) == (800, 1066, "resnet101")
+
+
+def test_a_preset_that_is_not_known_is_named() -> None:
+    with pytest.raises(ProgramError, match="no preset of diffusers has the name 'sd-9'"):
+        build(ModelCase("diffusers", "sd-9"))
+
+
+@pytest.mark.parametrize(("name", "millions"), [("sd-1.5/unet", 859.52), ("sdxl/unet", 2567.46)])
+def test_presets_have_the_parameters_of_their_checkpoints(name: str, millions: float) -> None:
+    pytest.importorskip("diffusers")
+    program = build(ModelCase("diffusers", name, dtype="fp16"))
+    count = sum(p.numel() for p in program.source.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.01)

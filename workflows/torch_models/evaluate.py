@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,8 +32,14 @@ if TYPE_CHECKING:
 
     from ..settings import ModelTableSettings
 
-#: Columns of predictions: times in µs, bytes, and what was measured where the table says.
-COLUMNS = ("id", "latency_us", "lo_us", "hi_us", "memory_bytes", "measured_us", "reason")
+#: Columns of predictions: times in µs, peak memory in bytes as the table measured it (else what the
+#: device sees), and what was measured where the table says.
+COLUMNS = (
+    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", "memory_lo_bytes", "memory_hi_bytes"),
+    *("fits", "measured_us", "measured_memory_bytes", "ran", "reason"),
+)
+#: What errors of memory are grouped by.
+_MEMORY_GROUPS = ("device", "framework", "mode")
 #: What errors are grouped by.
 GROUPS = ("device", "framework", "mode", "layout", "dtype")
 #: Figures are printed of each value of these, too: of the worst ones where there are many.
@@ -63,7 +70,49 @@ def evaluate_models(
     answers = asking.predict([row for row in rows if row is not None], show)
     frame = predicted_frame(table["id"], reasons, answers, COLUMNS)
     frame["measured_us"] = [row.measured_s * 1e6 if row else np.nan for row in rows]
+    frame["measured_memory_bytes"] = [row.memory_bytes if row else np.nan for row in rows]
+    frame["ran"] = [row.ran if row else None for row in rows]
     return frame, rows
+
+
+def as_run(table: pd.DataFrame, rows: Sequence[ModelRow | None]) -> pd.DataFrame:
+    """The table with the columns of groups as its rows are read, whatever their source writes."""
+    found = table.reset_index(drop=True).copy()
+    read = [
+        {**asdict(row.case), "device": row.device, "framework": row.framework.partition("@")[0]}
+        if row
+        else {}
+        for row in rows
+    ]
+    for name in (*GROUPS, "model", "batch", "torch", "img_size"):
+        own = table[name] if name in table else pd.Series(np.nan, table.index)
+        pairs = zip(read, own.astype(object), strict=True)
+        found[name] = [cells.get(name, value) for cells, value in pairs]
+    return found
+
+
+def judge_memory(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """Errors of peak memory by device, framework and mode, of rows that state it.
+
+    Args:
+        frame: From :func:`evaluate_models`.
+        table: From :func:`as_run`.
+    """
+    ends = ("memory_lo_bytes", "memory_hi_bytes")
+    own = measured_rows(frame, "memory_bytes", "measured_memory_bytes", ends)
+    own = own.join(table[list(_MEMORY_GROUPS)])
+    return own.groupby(list(_MEMORY_GROUPS), dropna=False).agg(**FIGURES).reset_index()
+
+
+def fit_lines(frame: pd.DataFrame) -> list[str]:
+    """How many rows that ran are said to fit, and of those that ran out of memory not to."""
+    known = frame[frame["ran"].notna() & frame["fits"].notna()]
+    lines = []
+    for ran, words in ((True, "that ran are said to fit"), (False, "that did not fit are said to")):
+        own = known[known["ran"].astype(bool) == ran]
+        if len(own):
+            lines.append(f"{int(own['fits'].astype(bool).sum())} of {len(own)} rows {words}")
+    return lines
 
 
 def judge_models(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
@@ -143,10 +192,16 @@ def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judge
     if settings.kept.is_file():
         console.print(f"{settings.kept}: an evaluation that did not end goes on", highlight=False)
     with counting("rows") as show:
-        frame, _ = evaluate_models(table, asking, show)
+        frame, rows = evaluate_models(table, asking, show)
+    table = as_run(table, rows)
     write_predictions(console, frame, settings.out, "rows")
     settings.kept.unlink(missing_ok=True)
     wrote(settings.out, f"{len(frame)} rows")
+    memory = judge_memory(frame, table)
+    if len(memory):
+        print_frame(console, in_percent(memory), "peak memory, errors in %")
+    for line in fit_lines(frame):
+        console.print(line, highlight=False)
     judged = judge_models(frame, table)
     known = with_groups(frame, table)
     if len(known):

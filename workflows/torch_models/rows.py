@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
+
 from ...common.errors import DatasetError, OpcastError
+from ...common.interval import LATENCY_KEYS
 from ...common.ray_tasks import run_tasks
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
@@ -17,13 +22,17 @@ from ...features.ir.torch.record import Recording
 from ...predict.cluster.case_table import FAULTS, Cells, reason_of
 from ...predict.operator.aten_costs import cost_class
 from ...predict.operator.torch_framework import TorchPredictor
+from ...predict.operator.torch_memory import MEASURED
 from ...predict.operator.torch_price import (
+    TorchPrediction,
     computes_narrow,
     seconds_by_class,
     unlearned,
     works_of,
 )
 
+#: Bytes of units of memory, which columns end in.
+UNITS = {"bytes": 1.0, "mib": 2.0**20, "gib": 2.0**30}
 #: What is said of a row: values by column, or why nothing is.
 Answer = Mapping[str, object] | str
 
@@ -39,6 +48,11 @@ class ModelRow:
         framework: ``torch-eager`` or ``torch-compiled``, with the release as ``@2.4`` if it is
             known.
         measured_s: Seconds of one step; NaN where nothing was measured.
+        parts: The models that run one after the other, and how often each; the case once, if empty.
+        memory_is: What was measured of peak memory, one of
+            :data:`~opcast.predict.operator.torch_memory.MEASURED`.
+        memory_bytes: Its bytes; NaN where nothing was measured.
+        ran: Whether it ran or ran out of memory; ``None`` if that is not known.
     """
 
     id: str
@@ -46,6 +60,20 @@ class ModelRow:
     device: str
     framework: str
     measured_s: float
+    parts: tuple[tuple[ModelCase, int], ...] = ()
+    memory_is: str = MEASURED[0]
+    memory_bytes: float = float("nan")
+    ran: bool | None = None
+
+    @property
+    def runs(self) -> tuple[tuple[ModelCase, int], ...]:
+        """Models and how often each runs."""
+        return self.parts or ((self.case, 1),)
+
+    @property
+    def recorded(self) -> tuple[ModelCase, ...]:
+        """What is recorded of it."""
+        return tuple(case.recorded for case, _ in self.runs)
 
 
 def model_row(record: Mapping[str, object]) -> ModelRow:
@@ -56,24 +84,70 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
         ProgramError: A word of it is not known.
     """
     cells = Cells(record)
+    if cells.text("refused"):
+        raise DatasetError(cells.text("refused"))
     if cells.count("devices", 1) > 1:
         raise DatasetError("several devices", hint="opcast simulate predicts models on clusters")
+    for name in ("library", "model", "device"):
+        if not cells.text(name):
+            raise DatasetError(f"no {name}", where=cells.text("id"), hint="see docs/torch.md")
+    parts = _parts(cells.text("model"))
     case = ModelCase(
         library=cells.text("library"),
-        model=cells.text("model"),
+        model=parts[-1][0],
         batch=cells.count("batch", 1),
         img_size=cells.count("img_size", 0),
         mode=cells.text("mode") or "infer",
         dtype=cells.text("dtype") or "fp32",
         layout=cells.text("layout") or "nchw",
         torch=cells.text("torch"),
+        attention=cells.text("attention"),
         parameters_m=cells.number("param_m", 0.0),
     )
-    measured = cells.number("latency_ms") * 1e-3
+    measured = _seconds_of(cells, case.batch)
     framework = cells.text("framework") or "torch-eager"
-    if case.torch:
+    if re.match(r"\d", case.torch):
         framework = f"{framework}@{case.torch}"
-    return ModelRow(cells.text("id"), case, cells.text("device"), framework, measured)
+    memory_is, memory = _memory_of(cells)
+    known = np.isfinite(measured) or np.isfinite(memory)
+    return ModelRow(
+        cells.text("id"),
+        case,
+        cells.text("device"),
+        framework,
+        measured,
+        parts=tuple((replace(case, model=name), count) for name, count in parts),
+        memory_is=memory_is,
+        memory_bytes=memory,
+        ran=cells.flag("fits", True) if known or cells.text("fits") else None,
+    )
+
+
+def _parts(text: str) -> list[tuple[str, int]]:
+    """Models and counts of a cell such as ``sd-1.5/text + 50*sd-1.5/unet + sd-1.5/vae``."""
+    found = []
+    for part in text.split(" + "):
+        count, _, name = part.strip().rpartition("*")
+        found.append((name, int(count or 1)))
+    # What runs most often stands for the row.
+    return sorted(found, key=lambda own: own[1])
+
+
+def _seconds_of(cells: Cells, batch: int) -> float:
+    """Measured seconds of a step; NaN where there are none."""
+    rate = cells.number("throughput_samples_s")
+    seconds = (cells.number("latency_ms") * 1e-3, cells.number("latency_s"), batch / rate)
+    return next((own for own in seconds if np.isfinite(own)), float("nan"))
+
+
+def _memory_of(cells: Cells) -> tuple[str, float]:
+    """What was measured of peak memory and its bytes; NaN where there are none."""
+    for what in MEASURED:
+        for unit, size in UNITS.items():
+            own = cells.number(f"{what}_{unit}")
+            if np.isfinite(own):
+                return what, own * size
+    return MEASURED[0], float("nan")
 
 
 @dataclass(frozen=True)
@@ -105,8 +179,8 @@ class Asking:
         left = [row for row in rows if row.id not in found]
         show(len(rows) - len(left), len(rows))
         # One recording for all devices, frameworks and releases that run the same.
-        left.sort(key=lambda row: repr(row.case.recorded))
-        groups = [list(own) for _, own in groupby(left, key=lambda row: row.case.recorded)]
+        left.sort(key=lambda row: repr(row.recorded))
+        groups = [list(own) for _, own in groupby(left, key=lambda row: row.recorded)]
         with self.kept.open("a", encoding="utf-8") as file:
             for place, answers in self._made(groups):
                 for row, answer in zip(groups[place], answers, strict=True):
@@ -145,7 +219,8 @@ def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
-    return [_answer(predictor, recorded) for predictor, recorded in _recorded(model, rows)]
+    found = zip(rows, _recorded(model, rows), strict=True)
+    return [own if isinstance(own, str) else _tried(_answer, row, own) for row, own in found]
 
 
 def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
@@ -155,52 +230,82 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
-    return [_seconds(predictor, recorded) for predictor, recorded in _recorded(model, rows)]
+    found = zip(rows, _recorded(model, rows), strict=True)
+    return [own if isinstance(own, str) else _tried(_seconds, row, own) for row, own in found]
 
 
-#: A device with what was recorded for it, or why nothing was.
-_Recorded = tuple[DeviceSpec, Recording] | str
+@dataclass(frozen=True)
+class _Recorded:
+    """What was recorded of a row's models on its device."""
+
+    predictor: TorchPredictor
+    spec: DeviceSpec
+    recordings: Sequence[Recording]
 
 
-def _recorded(
-    model: str, rows: Sequence[ModelRow]
-) -> Iterator[tuple[TorchPredictor | None, _Recorded]]:
-    """Build and record once what rows have in common."""
-    recording: Recording | None = None
-    program: TorchProgram | None = None
+def _recorded(model: str, rows: Sequence[ModelRow]) -> Iterator[_Recorded | str]:
+    """Build and record once what rows have in common, or say why that cannot be."""
+    programs: dict[ModelCase, TorchProgram] = {}
+    recordings: dict[ModelCase, Recording] = {}
     for row in rows:
         try:
             predictor = TorchPredictor(row.framework, model)
             spec = predictor.device(row.device)
-            program = program or build(row.case)
-            recording = predictor.record(program, spec, recording)
-            yield predictor, (spec, recording)
+            for case in row.recorded:
+                if case not in programs:
+                    programs[case] = build(case)
+                before = recordings.get(case)
+                recordings[case] = predictor.record(programs[case], spec, before)
+            yield _Recorded(predictor, spec, [recordings[case] for case in row.recorded])
         except (OpcastError, *FAULTS) as error:
-            yield None, reason_of(error)
+            yield reason_of(error)
 
 
-def _answer(predictor: TorchPredictor | None, recorded: _Recorded) -> Answer:
-    if isinstance(recorded, str) or predictor is None:
-        return str(recorded)
-    spec, recording = recorded
+def _tried(
+    ask: Callable[[ModelRow, _Recorded], Answer], row: ModelRow, recorded: _Recorded
+) -> Answer:
     try:
-        said = predictor.price(recording, spec)
+        return ask(row, recorded)
     except (OpcastError, *FAULTS) as error:
         return reason_of(error)
-    times = {"latency_us": said.latency_us, "lo_us": said.lo_us, "hi_us": said.hi_us}
-    return {**times, "memory_bytes": said.peak_memory_bytes}
 
 
-def _seconds(predictor: TorchPredictor | None, recorded: _Recorded) -> Answer:
-    if isinstance(recorded, str) or predictor is None:
-        return str(recorded)
-    spec, recording = recorded
-    found = works_of(recording, predictor.framework)
-    # What was measured is 16 bits on GPUs, f32 on CPUs.
-    if computes_narrow(found) == (spec.platform == "cpu"):
-        return "another format of numbers than whole models were learned of"
-    times, _, launch = unlearned(found, spec, predictor.bundle, recording.kept)
-    compiled = predictor.framework == "torch-compiled"
-    costs = [cost_class(work, compiled) for work in found]
-    host = sum(work.launches for work in found) * launch
-    return {"host": host, **seconds_by_class(costs, times[:, 0])}
+def _answer(row: ModelRow, own: _Recorded) -> Answer:
+    said = [own.predictor.price(recording, own.spec) for recording in own.recordings]
+    counts = [count for _, count in row.runs]
+    # Errors of one model's runs are the same, of models alike: ends add up.
+    times = {
+        name: sum(n * float(getattr(part, name)) for n, part in zip(counts, said, strict=True))
+        for name in LATENCY_KEYS
+    }
+    return {**times, **_memory(row, said)}
+
+
+def _memory(row: ModelRow, said: Sequence[TorchPrediction]) -> dict[str, object]:
+    """Peak memory while one model runs and the weights of the others are there."""
+    weights = sum(part.parameter_bytes for part in said)
+    known = [(part.memory, weights - part.parameter_bytes) for part in said if part.memory]
+    if len(known) < len(said):
+        return {}
+    most, others = max(known, key=lambda own: own[0].allocated_bytes + own[1])
+    ends = most.measured_as(row.memory_is)
+    fits = all(m.needed_bytes + more <= m.device_bytes for m, more in known if m.device_bytes)
+    names = ("memory_bytes", "memory_lo_bytes", "memory_hi_bytes")
+    values = {name: end + others for name, end in zip(names, ends, strict=True)}
+    return {**values, "fits": fits if most.device_bytes else None}
+
+
+def _seconds(row: ModelRow, own: _Recorded) -> Answer:
+    sums: Counter[str] = Counter()
+    for recording, (_, count) in zip(own.recordings, row.runs, strict=True):
+        found = works_of(recording, own.predictor.framework)
+        # What was measured is 16 bits on GPUs, f32 on CPUs.
+        if computes_narrow(found) == (own.spec.platform == "cpu"):
+            return "another format of numbers than whole models were learned of"
+        times, _, launch = unlearned(found, own.spec, own.predictor.bundle, recording.kept)
+        compiled = own.predictor.framework == "torch-compiled"
+        costs = [cost_class(work, compiled) for work in found]
+        sums["host"] += count * sum(work.launches for work in found) * launch
+        for cost, seconds in seconds_by_class(costs, times[:, 0]).items():
+            sums[cost] += count * seconds
+    return dict(sums)

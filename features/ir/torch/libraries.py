@@ -6,19 +6,23 @@ A model is built on the ``meta`` device, so that nothing is downloaded and no me
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....common.errors import ProgramError
 from .autocast import autocast_module
+from .presets import presets
 from .program import TorchProgram, shortened
 
 if TYPE_CHECKING:
     import torch
+
+    from .presets import Inputs
 
 #: Element types of a case: of weights and inputs, and that products are cast to, if any.
 DTYPES = {
@@ -29,6 +33,9 @@ DTYPES = {
     "amp-bf16": ("float32", "bfloat16"),
 }
 MODES, LAYOUTS = ("infer", "train"), ("nchw", "nhwc")
+#: How attention runs: as the release of PyTorch lets the library, as one operator, or as products
+#: and a softmax.
+ATTENTION = ("", "fused", "written")
 #: The first release of PyTorch with ``scaled_dot_product_attention``; libraries write attention
 #: out for those before.
 _FUSED_SINCE = (2, 0)
@@ -44,15 +51,18 @@ class ModelCase:
     """A model as it is run.
 
     Attributes:
-        library: ``timm``, ``torchvision``, ``transformers``, or a module of Python whose attribute
-            ``model`` is called without arguments.
-        model: Its name there; of transformers ``class:field=value,…``.
+        library: ``timm``, ``torchvision``, ``transformers``, ``diffusers``, or a module of Python
+            whose attribute ``model`` is called without arguments.
+        model: Its name there; of transformers and diffusers one of ``presets.yaml``, of
+            transformers also ``class:field=value,…``; of a module of Python also ``function:path``
+            for a part of what the function makes.
         batch: Samples in a step.
         img_size: Rows and columns of an image; of a text its tokens; 0 for the library's.
         mode: ``infer`` or ``train``: forward, cross entropy, backward and SGD with momentum.
         dtype: A key of :data:`DTYPES`; ``amp-`` is f32 under autocast.
         layout: ``nchw``, or ``nhwc`` for channels last.
         torch: Release of PyTorch that runs it, such as ``1.13``; empty for a recent one.
+        attention: One of :data:`ATTENTION`.
         parameters_m: Its parameters in millions, which tell whether branches were merged for
             inference (``timm.utils.reparameterize_model``); 0 if they are not known.
     """
@@ -65,6 +75,7 @@ class ModelCase:
     dtype: str = "fp32"
     layout: str = "nchw"
     torch: str = ""
+    attention: str = ""
     parameters_m: float = 0.0
 
     def __post_init__(self) -> None:
@@ -77,6 +88,7 @@ class ModelCase:
             ("mode", self.mode, MODES),
             ("dtype", self.dtype, DTYPES),
             ("layout", self.layout, LAYOUTS),
+            ("attention", self.attention, ATTENTION),
         ):
             if value not in known:
                 raise ProgramError(
@@ -87,13 +99,16 @@ class ModelCase:
 
     @property
     def fused_attention(self) -> bool:
-        """Whether the release of PyTorch has one kernel for attention."""
-        return not self.torch or _release(self.torch) >= _FUSED_SINCE
+        """Whether attention is one operator, which PyTorch has a kernel for."""
+        if self.attention:
+            return self.attention == "fused"
+        # A release without a number, such as a nightly build, is a recent one.
+        return (_release(self.torch) or _FUSED_SINCE) >= _FUSED_SINCE
 
     @property
     def recorded(self) -> ModelCase:
         """The case without what does not change the operators that run."""
-        return replace(self, torch="" if self.fused_attention else "1")
+        return replace(self, torch="", attention="fused" if self.fused_attention else "written")
 
 
 def _release(text: str) -> tuple[int, ...]:
@@ -114,7 +129,7 @@ def build(case: ModelCase) -> TorchProgram:
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            module, inputs = _BUILDERS.get(case.library, _imported)(case)
+            module, inputs, named = _BUILDERS.get(case.library, _imported)(case)
     except ProgramError:
         raise
     except Exception as error:
@@ -130,15 +145,19 @@ def build(case: ModelCase) -> TorchProgram:
             hint="a torch.nn.Module is wanted",
         )
     module = module.train(train).to(own)
-    inputs = tuple(x.to(own) if x.is_floating_point() else x for x in inputs)
-    if case.layout == "nhwc":
+    last = case.layout == "nhwc"
+    if last:
         module = module.to(memory_format=torch.channels_last)
-        inputs = tuple(
-            x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs
-        )
+
+    def placed(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(own) if x.is_floating_point() else x
+        return x.contiguous(memory_format=torch.channels_last) if last and x.dim() == 4 else x
+
+    inputs, named = torch.utils._pytree.tree_map(placed, (inputs, dict(named)))
     return TorchProgram(
         autocast_module(module, cast) if cast else module,
         inputs,
+        named,
         train="momentum" if train else "",
         loss="cross_entropy" if train else None,
         origin=case.model,
@@ -168,7 +187,8 @@ def _image(case: ModelCase, channels: int, size: int) -> torch.Tensor:
     return torch.empty(case.batch, channels, size, size)
 
 
-_Built: TypeAlias = "tuple[object, tuple[torch.Tensor, ...]]"
+#: A module, and its inputs by position and by name.
+_Built: TypeAlias = "tuple[object, tuple[torch.Tensor, ...], Mapping[str, Inputs]]"
 
 
 def _timm(case: ModelCase) -> _Built:
@@ -186,7 +206,7 @@ def _timm(case: ModelCase) -> _Built:
     if case.parameters_m:
         _check_size(case, _millions(model))
     sizes = getattr(model, "default_cfg", {}).get("input_size", (3, 224, 224))
-    return model, (_image(case, sizes[0], case.img_size or sizes[-1]),)
+    return model, (_image(case, sizes[0], case.img_size or sizes[-1]),), {}
 
 
 def _check_size(case: ModelCase, millions: float) -> None:
@@ -225,29 +245,103 @@ def _torchvision(case: ModelCase) -> _Built:
     model = _call(_package("torchvision", "a model of torchvision"), "models.get_model")(
         case.model, weights=None
     )
-    return model, (_image(case, 3, case.img_size or 224),)
+    return model, (_image(case, 3, case.img_size or 224),), {}
 
 
 def _imported(case: ModelCase) -> _Built:
     """A function without arguments, by ``module`` and name; its model takes images of RGB."""
     package = _package(case.library, f"model {case.model!r}")
-    model = _call(package, case.model)()
-    return model, (_image(case, 3, case.img_size or 224),)
+    name, _, part = case.model.partition(":")
+    model = _call(package, name)()
+    for own in filter(None, part.split(".")):
+        model = getattr(model, own)
+    return model, (_image(case, 3, case.img_size or 224),), {}
 
 
 def _transformers(case: ModelCase) -> _Built:
-    """A class of transformers, such as ``ViTForImageClassification:hidden_size=768``."""
+    """A preset, or a class of transformers, such as ``ViTForImageClassification:hidden_size=768``.
+
+    Raises:
+        ProgramError: It is neither.
+    """
     import torch
 
+    if case.model in presets():
+        return _preset(case)
     package = _package("transformers", "a model of transformers")
     name, _, fields = case.model.partition(":")
-    kind = getattr(package, name)
-    config = kind.config_class(**_fields(fields))
-    model = kind(config)
+    if not hasattr(package, name):
+        raise ProgramError(
+            f"transformers has no class {name!r}, and no preset has the name",
+            where=case.model,
+            hint=f"a class such as BertModel:num_hidden_layers=6, or one of {_names(case)}",
+        )
+    config = getattr(package, name).config_class(**_fields(fields))
+    model = _of_transformers(getattr(package, name), config, case)
     if model.main_input_name == "pixel_values":
         size = case.img_size or int(getattr(config, "image_size", 224))
-        return model, (_image(case, int(getattr(config, "num_channels", 3)), size),)
-    return model, (torch.zeros(case.batch, case.img_size or _TOKENS, dtype=torch.int64),)
+        return model, (_image(case, int(getattr(config, "num_channels", 3)), size),), {}
+    return model, (torch.zeros(case.batch, case.img_size or _TOKENS, dtype=torch.int64),), {}
+
+
+def _of_transformers(kind: Any, config: object, case: ModelCase) -> Any:
+    """A model of a class of transformers, which writes attention out where the case does."""
+    written = {} if case.fused_attention else {"attn_implementation": "eager"}
+    return kind._from_config(config, **written)
+
+
+def _diffusers(case: ModelCase) -> _Built:
+    """A preset.
+
+    Raises:
+        ProgramError: There is none of the name.
+    """
+    if case.model in presets():
+        return _preset(case)
+    raise ProgramError(
+        f"no preset of diffusers has the name {case.model!r}",
+        where=case.model,
+        hint=f"known: {_names(case)}; or a function of your own that makes it, by import path",
+    )
+
+
+def _names(case: ModelCase) -> str:
+    own = (name for name, p in presets().items() if p.builds.startswith(f"{case.library}."))
+    return ", ".join(own)
+
+
+def _preset(case: ModelCase) -> _Built:
+    """A model of ``presets.yaml``."""
+    own = presets()[case.model]
+    name, _, kind = own.builds.partition(".")
+    found = getattr(_package(name, f"model {case.model!r}"), kind)
+    # Its advice on element types is for weights that are loaded.
+    logging.getLogger(name).setLevel(logging.ERROR)
+    if name == "transformers":
+        model = _of_transformers(found, found.config_class(**own.config), case)
+    else:
+        model = found(**own.config)
+        if not case.fused_attention and hasattr(model, "set_attn_processor"):
+            processors = _package("diffusers.models.attention_processor", "written attention")
+            model.set_attn_processor(_call(processors, "AttnProcessor")())
+    if own.method:
+        model = _calling(model, own.method)
+    return model, (), own.made(case.batch, case.img_size)
+
+
+def _calling(model: torch.nn.Module, method: str) -> torch.nn.Module:
+    """A module that calls a method of another."""
+    import torch
+
+    class Calling(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return getattr(self.model, method)(*args, **kwargs)
+
+    return Calling()
 
 
 def _fields(text: str) -> dict[str, int | float | str]:
@@ -268,4 +362,5 @@ _BUILDERS: dict[str, Callable[[ModelCase], _Built]] = {
     "timm": _timm,
     "torchvision": _torchvision,
     "transformers": _transformers,
+    "diffusers": _diffusers,
 }
