@@ -326,6 +326,7 @@ class ModelTableSettings(Settings):
         table: The table, CSV or parquet.
         out: File for the predictions.
         model: Name or folder of the model of operators.
+        calibrate: Whether to scale by measured rows of ``calib_*`` splits.
         page: HTML page for the figures.
         track: Whether to log to MLflow.
         ray: Address of a Ray cluster; empty for none.
@@ -335,6 +336,7 @@ class ModelTableSettings(Settings):
     table: Path
     out: Path
     model: str = "default"
+    calibrate: bool = False
     page: Path | None = None
     track: bool = True
     ray: str = ""

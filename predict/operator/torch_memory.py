@@ -54,8 +54,9 @@ _WORKSPACES = (
 #: documents, and other releases' rules of what is saved. Engineering estimate.
 ERROR = 0.06
 #: The same of a compiled program, whose kernels and kept tensors are opcast's rules of Inductor's
-#: and its partitioner's. Engineering estimate.
-COMPILED_ERROR = 0.2
+#: and its partitioner's. 18 published runs of Segment Anything's encoder take 1.15 to 1.4 times
+#: what the rules say, one size of one image 1.8 times.
+COMPILED_ERROR = 0.4
 #: The same upwards where the frames of the module are unknown, as of an export.
 _UNFRAMED = 0.25
 #: What tools measure of peak memory: what the device sees, ``torch.cuda.max_memory_allocated`` and

@@ -29,6 +29,7 @@ from opcast.models.pytorch.model import (
 )
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.operator.torch_framework import TorchPredictor
+from opcast.workflows.torch_models.calibrate import errors_left_out, log_factors
 from opcast.workflows.torch_models.evaluate import as_run, choices, judge_models
 from opcast.workflows.torch_models.rows import ModelRow, model_row
 from opcast.workflows.torch_models.train import train_models
@@ -344,6 +345,39 @@ def test_tables_of_other_columns_are_read_as_data_says() -> None:
     assert (three.case.library, three.case.layout) == ("torchvision", "nhwc")
     assert three.measured_s == pytest.approx(8 / 400)
     assert list(as_run(table, rows)["model"])[:2] == ["sam-vit-h-encoder", two.case.model]
+
+
+def test_a_chip_s_measured_rows_scale_its_other_models() -> None:
+    keys = {"device": "d", "framework": "torch-eager", "mode": "infer", "layout": "nchw"}
+    table = pd.DataFrame([{**keys, "model": f"m{n}"} for n in range(12)])
+    table.loc[8:, "framework"] = "torch-compiled"
+    logs, learn = np.full(12, np.log(2.0)), np.arange(12) < 8
+    found = np.exp(log_factors(table, logs, learn))
+    # Nearly all of the factor of 2 on what runs alike, the chip's share of it on what does not.
+    assert found[:8] == pytest.approx(2.0, rel=0.01)
+    chip = np.log(2.0) * 8 / 8.6
+    assert np.log(found[8:]) == pytest.approx(chip)
+    assert np.abs(errors_left_out(table, logs, learn)).max() < 0.02
+
+
+@pytest.mark.usefixtures("library")
+def test_calibration_scales_the_rows_that_it_did_not_learn_from(tmp_path: Path) -> None:
+    table, plain, out = (tmp_path / name for name in ("t.parquet", "plain.csv", "out.csv"))
+    models = [{"model": m, "batch": b} for m in ("small", "wide") for b in (64, 128)]
+    evaluated(written(table, *models), "--out", str(plain))
+    before = pd.read_csv(plain)["latency_us"]
+    for row, predicted in zip(models, before, strict=True):
+        row |= {"latency_ms": predicted * 3e-3, "split": "calib_own"}
+    models[3] |= {"split": "test"}
+    said = evaluated(written(table, *models), "--out", str(out), "--calibrate")
+    ratios = pd.read_csv(out)["latency_us"] / before
+    assert 2.2 < ratios[3] < 3.0 and "1 rows: mean error" in said
+    models[3] |= {"split": "calib_own"}
+    for row in models:
+        del row["latency_ms"]
+    command = ["evaluate", "--models", str(written(table, *models)), "--out", str(out)]
+    done = CliRunner().invoke(app, [*command, "--no-track", "--calibrate"])
+    assert done.exit_code != 0 and "no row to calibrate on" in str(done.exception)
 
 
 def test_inputs_of_presets_follow_batch_and_size() -> None:

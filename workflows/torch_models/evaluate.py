@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ... import __version__
+from ...common.errors import DatasetError
+from ...common.interval import LATENCY_KEYS
 from ...common.progress import counting, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...predict.cluster.case_table import read_cases, read_rows
@@ -22,9 +24,12 @@ from ..judging import (
     measured_rows,
     predicted_frame,
     print_judged,
+    to_learn,
     write_predictions,
 )
+from ..measured.calibration_samples import check_unseen, mean_error
 from ..training import digests
+from .calibrate import errors_left_out, log_factors
 from .rows import Asking, ModelRow, model_row
 
 if TYPE_CHECKING:
@@ -177,6 +182,38 @@ def choices(frame: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
+def calibrated(
+    console: Console, frame: pd.DataFrame, table: pd.DataFrame
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Scale predictions by the rows of ``calib_*`` splits that were measured.
+
+    Args:
+        console: Where to print.
+        frame: From :func:`evaluate_models`.
+        table: From :func:`as_run`.
+
+    Returns:
+        The predictions, and which rows they learned from.
+
+    Raises:
+        DatasetError: There is no such row.
+        WorseModelError: Predictions of models that were left out are worse for it.
+    """
+    own = np.log((frame["measured_us"].astype(float) / frame["latency_us"]).to_numpy(float))
+    learn = to_learn(table) & np.isfinite(own)
+    if not learn.any():
+        raise DatasetError(
+            "no row to calibrate on",
+            hint="give rows a split that begins with calib, and latency_ms",
+        )
+    after = errors_left_out(table, own, learn)
+    what = f"{int(learn.sum())} rows by models"
+    check_unseen(console, what, mean_error(own[learn]), mean_error(after))
+    factors = np.exp(log_factors(table, own, learn))
+    times = {name: frame[name].astype(float) * factors for name in LATENCY_KEYS}
+    return frame.assign(**times), learn
+
+
 def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judged:
     """Predict every row of a table of whole models; print the errors of those with a time."""
     table = read_cases(settings.table, "models")
@@ -194,6 +231,9 @@ def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judge
     with counting("rows") as show:
         frame, rows = evaluate_models(table, asking, show)
     table = as_run(table, rows)
+    learn = np.zeros(len(table), bool)
+    if settings.calibrate:
+        frame, learn = calibrated(console, frame, table)
     write_predictions(console, frame, settings.out, "rows")
     settings.kept.unlink(missing_ok=True)
     wrote(settings.out, f"{len(frame)} rows")
@@ -202,8 +242,8 @@ def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judge
         print_frame(console, in_percent(memory), "peak memory, errors in %")
     for line in fit_lines(frame):
         console.print(line, highlight=False)
-    judged = judge_models(frame, table)
-    known = with_groups(frame, table)
+    judged = judge_models(frame[~learn], table)
+    known = with_groups(frame[~learn], table)
     if len(known):
         print_judged(console, judged, "whole models", _lines(judged))
         for name in (n for n in MORE if n in known):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -296,7 +295,7 @@ def _memory(row: ModelRow, said: Sequence[TorchPrediction]) -> dict[str, object]
 
 
 def _seconds(row: ModelRow, own: _Recorded) -> Answer:
-    sums: Counter[str] = Counter()
+    sums = {"host": 0.0}
     for recording, (_, count) in zip(own.recordings, row.runs, strict=True):
         found = works_of(recording, own.predictor.framework)
         # What was measured is 16 bits on GPUs, f32 on CPUs.
@@ -307,5 +306,5 @@ def _seconds(row: ModelRow, own: _Recorded) -> Answer:
         costs = [cost_class(work, compiled) for work in found]
         sums["host"] += count * sum(work.launches for work in found) * launch
         for cost, seconds in seconds_by_class(costs, times[:, 0]).items():
-            sums[cost] += count * seconds
-    return dict(sums)
+            sums[cost] = sums.get(cost, 0.0) + count * seconds
+    return sums
