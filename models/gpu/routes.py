@@ -266,7 +266,9 @@ def traffic(row: np.ndarray) -> Traffic:
     # combines them with one number a row.
     normalised = (c("broadcast_minor") > 0) & (c("out_minor") >= LONG_ROW)
     normalised &= c("work_transcendental") >= elements
-    again = LONG_ROWS * moved * (reduced | normalised)
+    # A plain sum or maximum of one array streams: those steps are told as well without its share.
+    single = (c("work_transcendental") == 0) & (c("n_inputs") - c("n_scalar_inputs") <= 1)
+    again = LONG_ROWS * moved * ((reduced & ~single) | normalised)
     return Traffic(moved + dragged, again, work * wide, penalty)
 
 

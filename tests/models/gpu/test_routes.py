@@ -143,6 +143,29 @@ def test_long_rows_of_a_softmax_are_read_again() -> None:
     assert found.again[1] == 0.0
 
 
+def rows_reduced(work: str) -> str:
+    """A sum over rows of 4096 elements of one array, or of the product of two."""
+    two = work == "multiply(a, b)"
+    return (
+        "HloModule m\nadd {\n  x = f32[] parameter(0)\n  y = f32[] parameter(1)\n"
+        "  ROOT z = f32[] add(x, y)\n}\n"
+        "f {\n  a = f32[64,4096] parameter(0)\n"
+        + ("  b = f32[64,4096] parameter(1)\n" if two else "")
+        + f"  c = f32[64,4096] {work}\n  i = f32[] constant(0)\n"
+        "  ROOT r = f32[64] reduce(c, i), dimensions={1}, to_apply=add\n}\n"
+        "ENTRY m {\n  p = f32[64,4096] parameter(0)\n  q = f32[64,4096] parameter(1)\n"
+        f"  ROOT r = f32[64] fusion(p{', q' if two else ''}), kind=kInput, calls=f\n}}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("work", "again"), [("negate(a)", False), ("exponential(a)", True), ("multiply(a, b)", True)]
+)
+def test_a_plain_sum_of_rows_streams(work: str, again: bool) -> None:
+    found = traffic(describe([kernel_from_ir(rows_reduced(work))], DEVICE).row)
+    assert bool(found.again[0] > 0) is again
+
+
 def test_holes_of_a_dilated_input_are_not_multiplied() -> None:
     # The gradient of a pointwise convolution of stride 2: three of four outputs have no partner.
     body = (
