@@ -20,7 +20,7 @@ from ..ir.program import DTYPE_BITS, ON_CHIP, Computation, Op, TensorType
 from ..kernels.kernel import Kernel
 from .columns import INDEX, TPU_COLUMNS
 from .ratios import log_ratio, real_share
-from .roofline import compute_seconds
+from .roofline import compute_seconds, main_bytes
 from .row import rows as kernel_rows
 from .table import FeatureTable, feature_table
 
@@ -144,6 +144,35 @@ def base_seconds(parts: dict[str, np.ndarray]) -> np.ndarray:
     # DMA engines move data while the vector units work on what arrived before.
     moved = np.maximum(parts["main"], parts["registers"])
     return np.asarray(moved + parts["compute"] + parts["start"])
+
+
+def sort_seconds(rows: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Return seconds of sorts by a bitonic network, shape ``(n,)``; 0 for what sorts nothing.
+
+    ``2^l`` keys go through ``l (l + 1) / 2`` stages of compare-exchange (Batcher, Sorting networks
+    and their applications, 1968). Blocks of ``2^b`` keys that fit into VMEM are sorted in one pass
+    over memory; each of the ``l - b`` merges above them takes a pass for each stage that reaches
+    beyond a block, and one for all others. A stage compares each pair once and selects each operand
+    of each key; it hides, or is hidden by, the transfers.
+
+    Args:
+        rows: Rows of every platform, shape ``(n, columns)``.
+        device: A TPU.
+    """
+    length, batch = rows[:, INDEX["sort_length"]], rows[:, INDEX["sort_batch"]]
+    keys = np.maximum(length * batch, 1.0)
+    moved = rows[:, INDEX["bytes_in"]] + rows[:, INDEX["bytes_out"]]
+    levels = np.ceil(np.log2(np.maximum(length, 1.0)))
+    # A block is read while another is written, so that VMEM holds keys and results.
+    near = device.core_count * device.shared_bytes_per_core
+    block = np.floor(np.log2(np.maximum(near * keys / np.maximum(moved, 1.0), 2.0)))
+    merges = np.maximum(levels - block, 0.0)
+    passes = 1.0 + merges * (merges + 1) / 2 + merges
+    stages = levels * (levels + 1) / 2
+    work = rows[:, INDEX["sort_comparator"]] / 2 + rows[:, INDEX["sort_operands"]]
+    compute = stages * keys * work / device.vector_peak("f32")
+    seconds = np.maximum(passes * main_bytes(rows, device) / device.bandwidth, compute)
+    return np.asarray(np.where(length > 1.0, seconds, 0.0))
 
 
 def _near_rate(device: DeviceSpec) -> float:

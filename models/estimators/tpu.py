@@ -19,6 +19,8 @@ from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import least_seconds, roofline
+from ...features.table.row import rows as kernel_rows
+from ...features.table.tpu import sort_seconds
 from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
@@ -76,6 +78,14 @@ def by_compiler(
         return _within_roofline(prediction, kernels, device)
     if device.clock_hz <= 0.0:
         return prediction
+    # Such as ragged products, a library's kernels: the trees know the compiler's own ones only.
+    held = _within_roofline(prediction, kernels, device)
+    silent = ~stated & np.array([is_estimated(k) for k in kernels], bool)
+    columns = ("latency", "lo", "hi", "in_domain")
+    prediction = replace(
+        prediction,
+        **{c: np.where(silent, getattr(held, c), getattr(prediction, c)) for c in columns},
+    )
     own = cycles / device.clock_hz * MEASURED.get(device.name, 1.0)
     return replace(
         prediction,
@@ -146,6 +156,7 @@ class TpuEstimator(XGBoostEstimator):
         silent = np.array([not is_estimated(kernel) for kernel in kernels], bool)
         if silent.any():
             prediction = self._with_rooflines(prediction, kernels, device, silent)
+        prediction = _with_sorts(prediction, kernels, device)
         return _not_below(prediction, least_seconds(kernels, device))
 
     def _with_rooflines(
@@ -186,6 +197,20 @@ class TpuEstimator(XGBoostEstimator):
         if left:
             notes.append(f"{left} kernels without an estimate take their roofline")
         return tuple(notes)
+
+
+def _with_sorts(
+    prediction: KernelPrediction, kernels: Sequence[Kernel], device: DeviceSpec
+) -> KernelPrediction:
+    """The prediction with sorts priced as networks, within :data:`UNSEEN`: none was measured."""
+    seconds = device.floor + sort_seconds(kernel_rows(kernels), device)
+    slower = seconds > np.maximum(prediction.latency, device.floor)
+    return replace(
+        prediction,
+        latency=np.where(slower, seconds, prediction.latency),
+        lo=np.where(slower, seconds / UNSEEN, prediction.lo),
+        hi=np.where(slower, seconds * UNSEEN, prediction.hi),
+    )
 
 
 def _not_below(prediction: KernelPrediction, least: np.ndarray) -> KernelPrediction:

@@ -19,7 +19,9 @@ from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
 from opcast.features.table.roofline import least_seconds, roofline
+from opcast.features.table.row import rows as kernel_rows
 from opcast.features.table.table import feature_names, schema_hash
+from opcast.features.table.tpu import sort_seconds
 from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
 from opcast.models.program.schedule_cost import Overhead, schedule_cost
@@ -213,3 +215,38 @@ def test_tables_of_several_platforms_go_together(model: TpuEstimator) -> None:
     # A table of another platform is brought to what the model was fitted to.
     assert model.predict_table(there).latency.shape == (n,)
     assert here.with_names(("else",)) is here
+
+
+SORT = """HloModule m
+
+less {
+  a = s32[] parameter(0)
+  b = s32[] parameter(1)
+  ROOT c = pred[] compare(a, b), direction=LT
+}
+
+ENTRY main {
+  p = s32[SHAPE] parameter(0)
+  ROOT r = s32[SHAPE] sort(p), dimensions={DIMENSION}, to_apply=less
+}
+"""
+
+
+def sort_of(shape: str, dimension: int) -> list[Kernel]:
+    text = SORT.replace("SHAPE", shape).replace("DIMENSION", str(dimension))
+    return extract_kernels(parse_hlo(text))[0]
+
+
+def test_a_sort_takes_the_passes_of_its_network(model: TpuEstimator) -> None:
+    """2^27 keys of 4 bytes, 2^24 of which fit into 128 MiB with their results."""
+    large = sort_of("134217728", 0)
+    # One pass for the blocks, then merges of 2, 3 and 4 passes over 2^30 bytes.
+    seconds = 10 * 2**30 / 819e9
+    assert sort_seconds(kernel_rows(large), V5E) == pytest.approx([seconds])
+    # Rows fit: one pass, hidden by 78 stages of half a comparison and a selection for each key.
+    rows = sort_of("4096,4096", 1)
+    assert sort_seconds(kernel_rows(rows), V5E) == pytest.approx([78 * 2**24 * 1.5 / 6.1e12])
+    found = model.predict(large, V5E)
+    assert found.latency == pytest.approx([seconds + V5E.floor])
+    assert found.lo == pytest.approx(found.latency / 4)
+    assert found.hi == pytest.approx(found.latency * 4)
