@@ -1,4 +1,4 @@
-"""GPU library calls and Triton products in one form, whichever library computes them.
+"""Library calls, Triton products and XLA's own kernels in one form, whichever computes them.
 
 Whether XLA gives a matrix product to Triton or to cuBLAS, and which scratch space a library asks
 for, is decided by timing on the device. A kernel must not depend on whether there was one: a
@@ -28,6 +28,11 @@ _CHOSEN = frozenset(
     )
 )
 _PRODUCTS = ("dot", "ragged-dot", "scaled-dot")
+#: Kernels that XLA's RaggedDotExpander writes for TPUs, by the name of their instruction: the
+#: product, and what finds the group of each tile of rows. Pallas names have no hyphens.
+_TPU_KERNEL, _TPU_RAGGED, _TPU_GROUPS = "tpu_custom_call", "ragged-dot-", "ragged-dot-metadata"
+#: What the second one is called here: a pass over whole numbers (`passes` of op_names.toml).
+_GROUPS = "RaggedTileGroups"
 #: The IR's names of dimension numbers, with the names in XLA's configuration.
 _DIMS = {
     "lhs_contracting_dims": "lhs_contracting_dimensions",
@@ -67,9 +72,40 @@ def plain_form(op: Op, operands: Sequence[Op], program: Program) -> PlainForm:
             return product
         if target.startswith(("__cu", "xla.gpu.ext.")):
             return PlainForm(_without_scratch(op), operands)
+        if target == _TPU_KERNEL and op.name.startswith(_TPU_RAGGED):
+            return _ragged(op, operands)
     elif op.opcode == "fusion" and op.called and _emitter(op) in _CHOSEN:
         return _unwrapped(op, operands, program)
     return PlainForm(op, operands)
+
+
+def _ragged(op: Op, operands: Sequence[Op]) -> PlainForm:
+    """Write a kernel that XLA made for a ragged product as that product; others stay.
+
+    The product reads, after the groups of tiles, the rows ``(m, k)`` and the weights of all groups
+    ``(g, k, n)``.
+    """
+    if op.name.startswith(_TPU_GROUPS):
+        kept = {key: op.attrs[key] for key in ("nesting",) if key in op.attrs}
+        attrs = {"target": _GROUPS, **kept}
+        groups = Op(op.name, op.opcode, (), op.results, attrs, (), op.is_tuple)
+        return PlainForm(groups, operands)
+    if len(operands) < 3 or len(op.results) != 1:
+        return PlainForm(op, operands)
+    starts, rows, weights = operands[1], *operands[-2:]
+    m, k = (*rows.type.shape, 0, 0)[:2]
+    n = weights.type.shape[-1:]
+    if weights.type.shape[1:] != (k, *n) or op.type.shape != (m, *n):
+        return PlainForm(op, operands)
+    dims: dict[str, tuple[int, ...]] = {
+        "lhs_contracting_dims": (1,),
+        "rhs_contracting_dims": (1,),
+        "lhs_batch_dims": (),
+        "rhs_batch_dims": (),
+        "lhs_ragged_dims": (0,),
+        "rhs_group_dims": (0,),
+    }
+    return PlainForm(Op(op.name, "ragged-dot", (), op.results, dims), [rows, weights, starts])
 
 
 def _emitter(op: Op) -> str:

@@ -211,7 +211,10 @@ def test_what_is_known_beside_an_unknown_call_is_told(target, lowering):
 
 @pytest.mark.parametrize(
     "target",
-    ["cu_threefry2x32_ffi", "PadToStatic", "__onednn$softmax", "X64Combine", "Sharding"],
+    [
+        *("cu_threefry2x32_ffi", "PadToStatic", "__onednn$softmax", "X64Combine", "Sharding"),
+        "GatherScatterIndicesBitpacked",
+    ],
 )
 def test_calls_that_only_move_their_arrays_are_known(target):
     p = opcast.predict(BESIDE.replace("TARGET", target), device="h100-sxm", lowering="op")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from opcast.features.cost.library_calls import unknown_calls
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels, kernel_from_ir
 from opcast.features.kernels.kernel import Kernel
@@ -123,3 +124,36 @@ def test_cycles_are_not_part_of_a_kernel() -> None:
     changed = next(k for k in kernels_of(other) if k.kind == "gemm")
     assert changed.cycles == 7 and changed.hash == kernel.hash
     assert replace(kernel, cycles=0.0).ir == kernel.ir
+
+
+#: What libtpu makes of ``jax.lax.ragged_dot`` on a TPU v5e, kernels' programs left out.
+RAGGED = """HloModule m
+
+ENTRY main {
+  x = bf16[4096,512]{1,0} parameter(0)
+  w = bf16[8,512,1024]{2,1,0} parameter(1)
+  g = s32[8]{0} parameter(2)
+  ragged-dot-metadata = (s32[9]{0}, s32[39]{0}, s32[39]{0}, s32[1]{0}) custom-call(g), CALL
+  starts = s32[9]{0} get-tuple-element(ragged-dot-metadata), index=0
+  group = s32[39]{0} get-tuple-element(ragged-dot-metadata), index=1
+  tiles = s32[39]{0} get-tuple-element(ragged-dot-metadata), index=2
+  first = s32[1]{0} get-tuple-element(ragged-dot-metadata), index=3
+  ROOT ragged-dot-none = bf16[4096,1024] custom-call(first, starts, group, tiles, first, x, w), CALL
+}
+""".replace("CALL", 'custom_call_target="tpu_custom_call"')
+
+
+def test_kernels_that_xla_makes_for_ragged_products_are_products() -> None:
+    groups, product = kernels_of(RAGGED)
+    assert unknown_calls(groups.body) == unknown_calls(product.body) == []
+    assert groups.kind == "custom_call" and groups.flops == 0
+    assert groups.bytes == 4 * (8 + 9 + 39 + 39 + 1)
+    assert (product.opcode, product.kind) == ("ragged-dot", "gemm")
+    # Each row meets the weights of one group; all weights are read.
+    assert product.flops == 2 * 4096 * 512 * 1024
+    assert product.bytes == 2 * (4096 * 512 + 8 * 512 * 1024 + 4096 * 1024) + 4 * 9
+    # A kernel of the user's own stays unknown, as does one of other shapes.
+    renamed = ("ragged-dot-none = bf16[4096,1024]", "mine = bf16[4096,1024]{0,1}")
+    for old, new in (renamed, ("bf16[8,512,1024]", "bf16[8,256,1024]")):
+        (other,) = (k for k in kernels_of(RAGGED.replace(old, new)) if k.op.type.dtype == "bf16")
+        assert unknown_calls(other.body) == ["tpu_custom_call"]
