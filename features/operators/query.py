@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,18 @@ TABLE_NAMES = {
 }
 #: Vendors whose operators without a method are of other libraries than NVIDIA's.
 OTHER_LIBRARIES = frozenset(("AMD",))
+#: Values of the examples that errors give, of parameters that are not long dimensions.
+_EXAMPLES: Mapping[str, int | str] = {
+    "batch": 8,
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "v_head_dim": 128,
+    "topk": 2,
+    "experts": 8,
+    "b": 1,
+    "dtype": "bf16",
+}
 #: Largest parameter: beyond it, sizes overflow.
 _LARGEST = 2**40
 
@@ -117,7 +130,12 @@ def _completed(head: str, given: JsonObject, where: str, vendor: str = "") -> di
     if row["dtype"] is None:
         missing.append("dtype")
     if missing:
-        raise _wrong(where, f"{key} needs " + ", ".join(missing))
+        wanted = [c for c in (*PARAMETERS[group], "op", "dtype") if c in missing or c in given]
+        kind = DIRECTIONS[0] if group == "conv_nd" else "rmsnorm" if "norm" in key else "add"
+        likely = {**_EXAMPLES, "op": kind}
+        shown = [f"{c}={likely.get(c, 4096) if c in missing else row[c]}" for c in wanted]
+        example = f"such as: {' '.join((head, *shown))}"
+        raise _wrong(where, f"{key} needs " + ", ".join(missing), example)
     if row["dtype"] not in TABLE_FORMATS:
         raise _wrong(where, f"no dtype {row['dtype']!r}", "dtypes: " + ", ".join(TABLE_FORMATS))
     # A misspelt backend would silently have no flag and look like an unknown library.
@@ -143,7 +161,9 @@ def _key(head: str, dtype: str | None, where: str, vendor: str) -> str:
         if (key := f"{method}/{head}") in FAMILIES and key not in TRACED:
             return key
     names = dict.fromkeys(key.split("/")[1] for key in FAMILIES)
-    raise _wrong(where, f"no operator {head!r}", "operators: " + ", ".join(names))
+    near = get_close_matches(head, names, 3)
+    close = f"close to it: {', '.join(near)}; all: " if near else "operators: "
+    raise _wrong(where, f"no operator {head!r}", close + ", ".join(names))
 
 
 def _numbered(given: JsonObject, numbers: tuple[str, ...], where: str) -> dict[str, object]:

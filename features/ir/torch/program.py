@@ -286,7 +286,8 @@ def export(given: TorchProgram) -> Exported:
         module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
         with warnings.catch_warnings(), cuda_autocast():
             warnings.simplefilter("ignore")
-            program = torch.export.export(module, tuple(args), dict(kwargs))
+            own, named = _beside(module, args, kwargs)
+            program = torch.export.export(module, tuple(own), dict(named))
     except ProgramError:
         raise
     except Exception as error:
@@ -297,6 +298,19 @@ def export(given: TorchProgram) -> Exported:
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
         ) from error
     return _checked(Exported(program, name))
+
+
+def _beside(
+    module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[Sequence[object], Mapping[str, object]]:
+    """The inputs, on the device ``meta`` if the module is: only their shapes are read."""
+    from torch.utils import _pytree
+
+    held = [*module.parameters(), *module.buffers()]
+    if not held or not all(tensor.is_meta for tensor in held):
+        return args, kwargs
+    given = (tuple(args), dict(kwargs))
+    return _pytree.tree_map(lambda v: v.to("meta") if hasattr(v, "is_meta") else v, given)
 
 
 def _as_module(function: object, name: str) -> torch.nn.Module:

@@ -76,6 +76,22 @@ def test_what_is_wrong_is_named(text, what):
         parse_op(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["elementwise", "norm", "linear m=7", "generation_mla batch=4", "moe"]
+)
+def test_the_example_of_an_error_is_of_the_family_and_valid(text):
+    with pytest.raises(ProgramError) as error:
+        parse_op(text)
+    example = error.value.hint.removeprefix("such as: ")
+    assert example.startswith(text)
+    assert parse_op(example)["family"] == text.split()[0]
+
+
+def test_close_names_are_given():
+    with pytest.raises(ProgramError, match="close to it: softmax"):
+        parse_op("softmx rows=1 cols=1")
+
+
 def test_decode_needs_the_length_of_its_cache():
     with pytest.raises(ProgramError, match="generation_attention needs kv_len"):
         parse_op("generation_attention batch=4 q_heads=32 head_dim=128 dtype=bf16")

@@ -567,3 +567,10 @@ def test_functions_of_tensors_are_pytorchs():
     assert program is not None
     assert set(Forward(export(program)).trained) == {"used.0.weight", "used.0.bias"}
     assert as_torch_program(apply, (jnp.ones((3, 4)),)) is None
+
+
+def test_inputs_go_where_a_module_without_values_is():
+    with torch.device("meta"):
+        module = torch.nn.Linear(8, 4)
+    exported = export(TorchProgram(module, (torch.zeros(2, 8),)))
+    assert exported.program.graph_signature.user_inputs
