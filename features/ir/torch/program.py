@@ -286,8 +286,7 @@ def export(given: TorchProgram) -> Exported:
         module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
         with warnings.catch_warnings(), cuda_autocast():
             warnings.simplefilter("ignore")
-            own, named = _beside(module, args, kwargs)
-            program = torch.export.export(module, tuple(own), dict(named))
+            program = torch.export.export(module, *_beside(module, args, kwargs))
     except ProgramError:
         raise
     except Exception as error:
@@ -302,15 +301,15 @@ def export(given: TorchProgram) -> Exported:
 
 def _beside(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[Sequence[object], Mapping[str, object]]:
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """The inputs, on the device ``meta`` if the module is: only their shapes are read."""
     from torch.utils import _pytree
 
     held = [*module.parameters(), *module.buffers()]
+    pair = (tuple(args), dict(kwargs))
     if not held or not all(tensor.is_meta for tensor in held):
-        return args, kwargs
-    given = (tuple(args), dict(kwargs))
-    return _pytree.tree_map(lambda v: v.to("meta") if hasattr(v, "is_meta") else v, given)
+        return pair
+    return _pytree.tree_map(lambda v: v.to("meta") if hasattr(v, "is_meta") else v, pair)
 
 
 def _as_module(function: object, name: str) -> torch.nn.Module:
