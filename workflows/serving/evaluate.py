@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -175,10 +176,13 @@ def predicted_row(predictor: ServingPredictor, row: ServingRow) -> dict[str, obj
     joules = found.joules().get("output_token")
     for name in ENERGY:
         record[f"measured_{name}"] = row.measured.get(name, float("nan"))
-        # Power of the time that is predicted: errors of throughput are no errors of power.
-        factor = found.tokens_per_s.value if name == "power_w" else 1.0
+        # Power of the time that is predicted: errors of throughput are no errors of power, and
+        # boards hold their limit.
+        watts = name == "power_w"
+        factor = found.tokens_per_s.value if watts else 1.0
+        most = own.devices * (own.spec.power_w or inf) if watts else inf
         for end, value in zip(("", "_lo", "_hi"), joules or (), strict=bool(joules)):
-            record[f"{name}{end}"] = value * factor
+            record[f"{name}{end}"] = min(value * factor, most)
     return record
 
 
