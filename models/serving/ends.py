@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..trust.calibrator import NORMAL_90, Calibrator, Ends
+from ..trust.calibrator import NORMAL_90, Calibrator, Ends, weighted_quantile
 from .effects import APART, Context
 
 #: What is known of a row, most first: runs of its model, framework and chip generation; of both but
@@ -20,6 +20,10 @@ FOREIGN = 1.5
 SATURATED = 0.5
 #: Ends of the interval where nothing was calibrated, in deviations: 90 % of a normal distribution.
 UNCALIBRATED = (-NORMAL_90, NORMAL_90)
+#: Share of the errors of left-out rows between the logarithms that no end lies beyond. Deviations
+#: of effects that make up for each other, as those of hosts do, count as if they did not: where
+#: hosts decide, their multiples alone would reach for factors of 70.
+BOUNDED = 0.95
 #: Fewest latencies that an interval is calibrated on.
 LEAST = 20
 
@@ -95,8 +99,15 @@ class Score(NamedTuple):
     spread: float
 
 
+def bound_of(key: EndKey) -> str:
+    """Text under which the logarithms that no end of a key lies beyond stand among the ends."""
+    return f"{key}/bound"
+
+
 def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
     """Ends of intervals in deviations from errors of rows that were left out, by their keys' text.
+
+    Beside them, under :func:`bound_of`, logarithms that they do not reach beyond.
 
     Who knows less is not surer: ends of machines that nobody measured reach no less far than those
     of measured ones.
@@ -105,17 +116,27 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
     for score in scores:
         for key in {score.key, score.key.shared}:
             parts.setdefault(key, []).append(score)
-    found = Calibrator[EndKey]()
+    found, bounds = Calibrator[EndKey](), Calibrator[EndKey]()
     for key, own in parts.items():
         if len({score.latency for score in own}) >= LEAST:
-            found.add(key, *_errors(key, own))
-    for key in [key for key in found.ends if key.elsewhere]:
-        found.widen(key, key._replace(elsewhere=False))
-    for key, (low, high) in found.ends.items():
-        # One framework's runs are some of all, so that they do not tell of more that may be.
-        least, most = found.ends.get(key.shared, (low, high))
-        found.ends[key] = (max(low, least), min(high, most))
-    return {str(key): own for key, own in found.ends.items()}
+            spreads = np.array([score.spread for score in own])
+            values, weight = _errors(key, own)
+            found.add(key, values, weight)
+            tail = (1.0 - BOUNDED) / 2.0
+            least, most = (
+                weighted_quantile(values * spreads, weight, share) for share in (tail, 1.0 - tail)
+            )
+            bounds.ends[key] = (min(least, 0.0), max(most, 0.0))
+    for kind in (found, bounds):
+        for key in [key for key in kind.ends if key.elsewhere]:
+            kind.widen(key, key._replace(elsewhere=False))
+        for key, (low, high) in kind.ends.items():
+            # One framework's runs are some of all, so that they do not tell of more that may be.
+            least, most = kind.ends.get(key.shared, (low, high))
+            kind.ends[key] = (max(low, least), min(high, most))
+    return {str(key): own for key, own in found.ends.items()} | {
+        bound_of(key): own for key, own in bounds.ends.items()
+    }
 
 
 def _errors(key: EndKey, scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarray]:

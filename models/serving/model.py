@@ -12,7 +12,7 @@ from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
-from .ends import FOREIGN, UNCALIBRATED, kind_of
+from .ends import FOREIGN, UNCALIBRATED, bound_of, kind_of
 
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
@@ -151,13 +151,16 @@ class ServingModel(JsonModel):
         """
         own = self._own(context).ends
         here = self.measured_on(context) if measured_on is None else measured_on
-        unit = spread * (FOREIGN if tier == "vendor" else 1.0)
+        foreign = FOREIGN if tier == "vendor" else 1.0
+        unit = spread * foreign
 
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
-            keys = map(str, kind._replace(elsewhere=not here).fallbacks())
-            ends = Calibrator(self.ends).of(keys, UNCALIBRATED)
-            return np.exp(unit * np.array(own.get(str(kind.shared), ends)))
+            keys = [*kind._replace(elsewhere=not here).fallbacks()]
+            ends = Calibrator(self.ends).of(map(str, keys), UNCALIBRATED)
+            bound = Calibrator(self.ends).of(map(bound_of, keys), (-np.inf, np.inf))
+            reach = unit * np.array(own.get(str(kind.shared), ends))
+            return np.exp(np.clip(reach, *(foreign * np.array(bound))))
 
         low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
         return float(low), float(high)

@@ -84,8 +84,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     factor = prediction.tokens_per_s.hi / prediction.tokens_per_s.lo
     console.print(
         f"interval: {_KNOWN[prediction.known]}{apart}; tokens a second within a factor of "
-        f"{factor:.2g}",
-        soft_wrap=True,
+        f"{factor:.2g}"
     )
     _print_costs(console, prediction, price)
     if prediction.states:

@@ -170,7 +170,18 @@ def scores(
 def test_ends_are_in_deviations() -> None:
     # Errors of up to one deviation of 0.1, the outer twentieths of which are cut off.
     ends = serving_ends([*scores("tpot", np.linspace(-0.1, 0.1, 41)), *scores("ttft", np.ones(3))])
-    assert ends == {"tpot": pytest.approx((-0.9, 0.9), abs=0.1)}
+    assert ends == {
+        "tpot": pytest.approx((-0.9, 0.9), abs=0.1),
+        # No end lies beyond 95 % of the errors, however unsure effects are.
+        "tpot/bound": pytest.approx((-0.0974, 0.0974), abs=1e-4),
+    }
+    model = ServingModel(ends=ends)
+    assert model.interval("tpot", "model", 0.0, {}, 0.05, True) == pytest.approx(
+        tuple(np.exp(0.05 * np.array(ends["tpot"])))
+    )
+    assert model.interval("tpot", "model", 0.0, {}, 3.0, True) == pytest.approx(
+        tuple(np.exp(ends["tpot/bound"]))
+    )
     # On chips of a vendor without runs, half as far again is expected.
     foreign = serving_ends(scores("tpot", np.linspace(-0.15, 0.15, 41), tier="vendor"))
     assert foreign["tpot"] == pytest.approx(ends["tpot"])
