@@ -31,8 +31,8 @@ KEPT = {
 #: For all others, which lower programs at most.
 _KEPT_ELSE = "programs that were compiled stay in the cache"
 #: Seconds that a command gets to end in order after Ctrl-C or SIGTERM, which compilers do not look
-#: for: what `plan` has found takes a second to print, and longer on a busy machine.
-GRACE_S = 3.0
+#: for: what `plan` has found takes a second to print, and more than three on a busy machine.
+GRACE_S = 10.0
 #: The signal that ended a command in order.
 _stopped_by = [signal.SIGINT.value]
 #: Signals that the parent waits for.
