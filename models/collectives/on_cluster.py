@@ -164,8 +164,9 @@ def _chip(device: str) -> _Chip | None:
 
 
 def _written(device: str) -> float:
-    """When a device's file was written; 0 for a name."""
-    return Path(device).stat().st_mtime if Path(device).is_file() else 0.0
+    """When a device's file was written; 0 for a name, without asking the disk."""
+    path = Path(device) if "." in device else None
+    return path.stat().st_mtime if path and path.is_file() else 0.0
 
 
 def _as_usual(dims: tuple[Dimension, ...], first: Dimension, chip: _Chip) -> bool:

@@ -41,12 +41,6 @@ _TOGETHER, _LEAST_CHANNELS = 32, 4
 _THREADS, _BLOCKS = 256, 6
 
 
-def is_depthwise(work: AtenKernel) -> bool:
-    """Whether a convolution has one channel of its input in each group."""
-    sizes = work.conv
-    return sizes is not None and sizes["groups"] == sizes["c"] and work.shape[0] > 1
-
-
 def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
     """Seconds of a convolution of 16 bits by cuDNN, with the turns of its images.
 
@@ -56,7 +50,7 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
     """
     groups, channels = work.shape[0], _narrowest(work)
     memory = work.bytes / (spec.bandwidth * MEMORY_SHARE)
-    turned = not work.channels_last and _size(work, "c") > IMAGE
+    turned = not work.channels_last and work.conv_size("c") > IMAGE
     tile = _FIT.tile if turned else _FIT.tile_last
     filled = _filled(channels, tile) if groups > 1 else 1.0
     flops = work.op.flops()
@@ -93,10 +87,10 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
         # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
         # tensors are read from L2 once for each tap, and few channels leave the chip idle.
         cache = spec.levels[0].bandwidth * memory.cache
-        busy = _THREADS * min(work.shape[0] * _taps(work), _BLOCKS * spec.core_count)
+        busy = _THREADS * min(work.shape[0] * work.taps, _BLOCKS * spec.core_count)
         steps = multiplied / busy * _FIT.step_cycles / spec.clock_hz if spec.clock_hz else 0.0
         slow = max(2.0 * width * multiplied / cache, steps)
-    elif spec.runs_cuda and work.channels_last and _taps(work) not in _LAST_TAPS:
+    elif spec.runs_cuda and work.channels_last and work.taps not in _LAST_TAPS:
         slow = 2.0 * multiplied / (_FIT.taps * spec.vector_peak("f32"))
     middle = float(soft_maximum(seconds, np.array([slow]))[0]) if slow else float(seconds[0])
     middle = (middle + spec.floor) * work.op.scale
@@ -108,23 +102,13 @@ def _runs_own_kernel(work: AtenKernel) -> bool:
     if work.dtype == "f32":
         return True
     return not work.channels_last and (
-        _taps(work) not in _CUDNN_TAPS or _size(work, "c") < _CUDNN_CHANNELS
+        work.taps not in _CUDNN_TAPS or work.conv_size("c") < _CUDNN_CHANNELS
     )
-
-
-def _size(work: AtenKernel, name: str) -> int:
-    value = work.conv[name] if work.conv is not None else None
-    assert isinstance(value, int), (work.name, name)
-    return value
-
-
-def _taps(work: AtenKernel) -> int:
-    return prod(_size(work, side) for side in ("kd", "kh", "kw"))
 
 
 def _narrowest(work: AtenKernel) -> int:
     """Channels of a group, of its input or its output, whichever are fewer."""
-    return max(1, min(_size(work, "c"), _size(work, "k")) // _size(work, "groups"))
+    return max(1, min(work.conv_size("c"), work.conv_size("k")) // work.conv_size("groups"))
 
 
 def _filled(channels: int, tile: float) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, AtenKernel
 
 #: Operators that move elements and compute nothing, and those that reduce.
@@ -54,10 +52,7 @@ def _convolution(work: AtenKernel) -> str:
     if work.conv is None:
         return "conv"
     if groups > 1:
-        return "depthwise" if groups == work.conv["c"] else "grouped"
-    channels = work.conv["c"]
-    assert isinstance(channels, int), work
-    if channels <= IMAGE:
+        return "depthwise" if work.is_depthwise else "grouped"
+    if work.conv_size("c") <= IMAGE:
         return "stem"
-    taps = prod(int(str(work.conv[side])) for side in ("kd", "kh", "kw"))
-    return "pointwise" if taps == 1 else "conv"
+    return "pointwise" if work.taps == 1 else "conv"

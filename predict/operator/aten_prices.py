@@ -18,7 +18,7 @@ from ...features.operators.schema import DTYPES
 from ...models.gpu.attention import attention_answer, lacks_bf16
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
-from .aten_convolutions import cudnn_seconds, depthwise_times, is_depthwise
+from .aten_convolutions import cudnn_seconds, depthwise_times
 from .aten_recurrent import STEPS
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
@@ -140,7 +140,7 @@ class AtenPrices:
         sources = [_source(w, key) for w, key in zip(found, keys, strict=True)]
         for i, work in enumerate(found):
             times[i] *= self._factor(work, keys[i])
-            if keys[i] == ROOFLINE and is_depthwise(work):
+            if keys[i] == ROOFLINE and work.is_depthwise:
                 times[i] = depthwise_times(work, self._spec)
             elif keys[i] == ROOFLINE and self._multiplies_last(work):
                 times[i] *= cudnn_seconds(work, self._spec) / times[i, 0]

@@ -115,6 +115,22 @@ class AtenKernel:
         own = self.op.shape
         return (*own[:4], *own[5:]) if self.kind == ATTENTION else own
 
+    def conv_size(self, name: str) -> int:
+        """One of the sizes of a convolution that is not transposed."""
+        value = self.conv[name] if self.conv is not None else None
+        assert isinstance(value, int), (self.name, name)
+        return value
+
+    @property
+    def taps(self) -> int:
+        """Taps of the filter of a convolution that is not transposed."""
+        return prod(self.conv_size(side) for side in ("kd", "kh", "kw"))
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether it is a convolution with one channel of its input in each group."""
+        return self.conv is not None and self.conv["groups"] == self.conv["c"] and self.shape[0] > 1
+
     @property
     def bytes(self) -> float:
         """Traffic."""

@@ -17,7 +17,6 @@ import numpy as np
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted, resident_share
-from .aten_convolutions import is_depthwise
 from .aten_prices import least_times
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, PRODUCT, AtenKernel
@@ -97,7 +96,7 @@ class CpuPrices:
         if not work.op.flops():
             return 0.0
         rate = self._spec.matrix_peak(work.op.format.peak) * self._balance
-        if is_depthwise(work):
+        if work.is_depthwise:
             return work.op.flops() / (_FIT.depthwise * rate)
         vector = max(self._spec.lanes_per_core // 2, 1)
         columns = max(work.shape[2], 1) if work.kind == CONVOLUTION else vector
@@ -123,7 +122,8 @@ class CpuPrices:
         elements = work.bytes / (2.0 * FORMATS[work.dtype].element_bytes)
         if work.kind == ATTENTION:
             return _FIT.attention * elements / self._cycles
-        if work.kind == PRODUCT or (work.kind == CONVOLUTION and _taps(work) == 1):
+        # Sizes of transposed filters are not kept: they have several taps.
+        if work.kind == PRODUCT or (work.conv is not None and work.taps == 1):
             return 0.0
         if work.kind == CONVOLUTION:
             width = FORMATS[work.dtype].weight_bytes
@@ -180,9 +180,3 @@ def _weights(work: AtenKernel) -> float:
         return 0.0
     batch, _, columns, depth = work.shape
     return min(batch * columns * depth * FORMATS[work.dtype].weight_bytes, work.bytes)
-
-
-def _taps(work: AtenKernel) -> int:
-    """Taps of a filter; of transposed convolutions, whose sizes are not kept, several."""
-    sizes = work.conv or {"kd": 1, "kh": 2, "kw": 2}
-    return int(str(sizes["kd"])) * int(str(sizes["kh"])) * int(str(sizes["kw"]))
