@@ -54,6 +54,8 @@ def cluster(
     if name is None:
         raise DeviceError("no cluster given", hint="opcast cluster NAME, or --list")
     chosen = find_cluster(name)
+    # An unknown device is refused before anything is written.
+    device = _device_name(chosen)
     if save is not None:
         save_cluster(chosen, save)
         wrote(save, "cluster")
@@ -64,15 +66,15 @@ def cluster(
         content = cluster_data(chosen) | {"devices": chosen.size, "sources": chosen.sources}
         print_json(content)
         return
-    _print_cluster(chosen)
+    _print_cluster(chosen, device)
 
 
-def _print_cluster(cluster: Cluster) -> None:
+def _print_cluster(cluster: Cluster, device: str) -> None:
     from rich.table import Table
 
     # Wider than the default, for tables of seven columns whose sources would wrap.
     console = make_console(140)
-    title = f"{cluster.name}: {cluster.size} × {_device_name(cluster)}"
+    title = f"{cluster.name}: {cluster.size} × {device}"
     table = Table(
         "dimension", "kind", "size", "GB/s", "reached", "latency µs", "launch µs", title=title
     )
@@ -124,12 +126,14 @@ def _times(cluster: Cluster) -> Table:
 
 
 def _device_name(cluster: Cluster) -> str:
-    """Name of the device, also where the cluster's file names it by the path of another file."""
-    if not cluster.device.lower().endswith((".yaml", ".yml", ".json")):
-        return cluster.device or "device not named"
+    """Name of the device, also where the cluster's file names it by the path of another file.
+
+    Raises:
+        DeviceError: There is no such device.
+    """
     from ..features.devices.catalogue import read_device
 
-    return read_device(cluster.device).name
+    return read_device(cluster.device).name if cluster.device else "device not named"
 
 
 def calibrate_collectives(

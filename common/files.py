@@ -12,12 +12,14 @@ import contextlib
 import glob
 import json
 import os
+import re
 import secrets
 import stat
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +138,18 @@ def parse_yaml(text: str) -> object:
         raise ValueError(f"not YAML: {error}") from None
 
 
+@cache
 def yaml_loader() -> Any:
-    """Return the fastest loader that makes plain data only."""
+    """Return the fastest loader that makes plain data only.
+
+    YAML 1.1 takes ``1e9`` for a text, YAML 1.2 and JSON for a number, which it is here.
+    """
     import yaml
 
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader: Any = type("PlainLoader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+    number = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return loader
 
 
 def check_yaml(text: str) -> None:

@@ -1,10 +1,10 @@
 """The catalogue of clusters: from a name to devices and their links.
 
 ``<device>-x<n>`` is ``n`` devices of one box or slice, such as ``h100-sxm-x4`` and ``tpu-v3-x8``,
-or more TPUs than a slice holds, in several; ``<tpu>-<a>x<b>x<c>`` is a slice of that shape;
-``dgx-<gpu>-x<total>`` is several boxes over InfiniBand, such as ``dgx-h100-x128``. All follow
-rules that are data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of
-links inside a box come from the device file.
+or several whole ones, such as ``mi300x-x64``; ``<tpu>-<a>x<b>x<c>`` is a slice of that shape;
+``dgx-<gpu>-x<total>`` is a box or several, such as ``dgx-h100-x128``. All follow rules that are
+data (``simulate/clusters/*.yaml``), with a source for every figure. The figures of links inside a
+box come from the device file.
 """
 
 from __future__ import annotations
@@ -71,22 +71,21 @@ def find_cluster(name: str | Path | Cluster) -> Cluster:
     if match is None:
         raise _unknown(text)
     device, count = match["device"], int(match["count"])
-    if device.startswith("dgx-"):
-        return _boxes(device.removeprefix("dgx-"), count, text)
-    typed = typed_name(device)
+    boxed = device.removeprefix("dgx-").removeprefix("hgx-")
+    if boxed != device and boxed in _rules("dgx"):
+        found = _any_number(find_device(_rules("dgx")[boxed]["device"]), count, whole=True)
+        # A single box is the same cluster as ``<device>-x<n>``.
+        return replace(found, name=f"dgx-{boxed}-x{count}") if found.boxes > 1 else found
+    typed = typed_name(boxed)
     if typed is None:
         raise _unknown(text)
-    spec = find_device(typed)
-    matched = _rule_of(spec.name)
-    if matched and matched[0] == "slices" and count > matched[1]["largest"]:
-        return joined(spec, count)
-    return _one_box(spec, count)
+    return _any_number(find_device(typed), count)
 
 
 def named_cluster(device: str, count: int) -> str:
     """Return the name of a cluster of a number of devices; empty if none has a name."""
     boxes = [gpu for gpu, rule in _rules("dgx").items() if rule["device"] == device]
-    for name in (f"{device}-x{count}", *(f"dgx-{gpu}-x{count}" for gpu in boxes)):
+    for name in (*(f"dgx-{gpu}-x{count}" for gpu in boxes), f"{device}-x{count}"):
         try:
             return find_cluster(name).name
         except DeviceError:
@@ -128,7 +127,8 @@ def joined(
         # Without links of a box, such as superchips of one device each, all go over the network.
         rule = _unnamed_boxes()
         network = replace(_network(count, rule), bandwidth=between)
-        return Cluster(name, spec.name, Topology((network,)), 1, _sources(rule, network.name, spec))
+        sources = _sources(rule, network.name, spec, "inter_node_gbps")
+        return Cluster(name, spec.name, Topology((network,)), 1, sources)
     table, rule = matched
     most = rule["largest"]
     if most <= 8 and per_node:
@@ -141,10 +141,9 @@ def joined(
     box = _one_box(spec, inner)
     if inner == count:
         return box
-    over = "multislice" if table == "slices" else "dgx"
-    known = (r for r in _rules(over).values() if spec.name in (r["device"], *r["like"]))
-    between_boxes = next(known, _unnamed_boxes())
-    if spec.name not in (between_boxes["device"], *between_boxes["like"]):
+    between_boxes = _between(spec.name, "multislice" if table == "slices" else "dgx")
+    named = spec.name in (between_boxes["device"], *between_boxes["like"])
+    if not named:
         between = between or spec.inter_node_bandwidth
         if not between:
             raise DeviceError(
@@ -155,7 +154,8 @@ def joined(
     network = _network(count // inner, between_boxes)
     if between:
         network = replace(network, bandwidth=between)
-    sources = box.sources | _sources(between_boxes, network.name, spec)
+    link = "" if named else "inter_node_gbps"
+    sources = box.sources | _sources(between_boxes, network.name, spec, link)
     return Cluster(name, spec.name, Topology((*box.topology.dims, network)), inner, sources)
 
 
@@ -276,31 +276,37 @@ def _sources(rule: Rule, dim: str, device: DeviceSpec, link: str = "") -> dict[s
     return result
 
 
-def _boxes(gpu: str, total: int, name: str) -> Cluster:
-    rule = _rules("dgx").get(gpu)
-    if rule is None:
-        raise _unknown(name)
-    per_node = rule["per_node"]
-    device = find_device(rule["device"])
-    if total % per_node and (host := rule.get("host")) and total % host == 0:
+def _any_number(device: DeviceSpec, count: int, *, whole: bool = False) -> Cluster:
+    """Devices of one box or slice, or of several whole ones.
+
+    Args:
+        device: Of the catalogue.
+        count: Devices.
+        whole: Whether part of a single box is refused as well.
+
+    Raises:
+        DeviceError: No rule joins the device, or that many.
+    """
+    table, rule = _rule_of(device.name) or _rule_like(device) or ("", {"largest": 0})
+    several = count > rule["largest"]
+    if table == "boxes" and (whole or several):
+        network = _between(device.name)
         # Racks of many hosts are used in part, the same part of each.
-        per_node = max(n for n in range(host, per_node, host) if total % n == 0)
-    if total % per_node:
-        raise DeviceError(
-            f"{total} devices are not whole boxes of {per_node}",
-            where=name,
-            hint=f"take a multiple of {rule.get('host', per_node)}, or {rule['device']}-x{total} "
-            "for part of a box",
-        )
-    matched = _rule_of(device.name)
-    # A single box has no network dimension: it is the same cluster as ``<device>-x<per_node>``.
-    if matched is None or total == per_node:
-        return _one_box(device, total)
-    inside, sources = _box_dimension(device, per_node, matched[1])
-    network = _network(total // per_node, rule)
-    sources |= _sources(rule, network.name, device)
-    topology = Topology((inside, network))
-    return Cluster(f"dgx-{gpu}-x{total}", device.name, topology, per_node, sources)
+        box = network.get("host", min(rule["largest"], network["per_node"]))
+        if count % box:
+            part = "" if several else f", or {device.name}-x{count} for part of a box"
+            raise DeviceError(
+                f"{count} devices are not whole boxes of {box}",
+                where=f"{device.name}-x{count}",
+                hint=f"take a multiple of {box}{part}",
+            )
+    return joined(device, count) if several else _one_box(device, count)
+
+
+def _between(device: str, over: str = "dgx") -> Rule:
+    """How boxes of a device are joined; those that no rule names by the device's own bandwidth."""
+    known = (r for r in _rules(over).values() if device in (r["device"], *r["like"]))
+    return next(known, _unnamed_boxes())
 
 
 def _network(boxes: int, rule: Rule) -> Dimension:

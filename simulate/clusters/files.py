@@ -71,7 +71,7 @@ def cluster_of(data: dict[str, object], where: str) -> Cluster:
         raise DeviceError("'dimensions' must be a list", where=where, hint="innermost first")
     dims = tuple(_dimension(item, f"{where}: dimensions[{i}]") for i, item in enumerate(items))
     per_node = data.get("devices_per_node", 0)
-    if not isinstance(per_node, int) or per_node < 0:
+    if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 0:
         raise DeviceError("'devices_per_node' must be a whole number", where=where)
     host = data.get("host_memory_gb", 0)
     if isinstance(host, bool) or not isinstance(host, int | float) or not 0 <= host < inf:
@@ -80,7 +80,12 @@ def cluster_of(data: dict[str, object], where: str) -> Cluster:
         )
     sources = _sources(data.get("sources", {}), where)
     name, notes = str(data.get("name", Path(where).stem)), str(data.get("notes", ""))
-    return Cluster(name, device, Topology(dims), per_node, sources, notes, host * 1e9)
+    topology = Topology(dims)
+    if 0 < per_node < topology.size and topology.size % per_node:
+        fits = ", ".join(str(n) for n in range(1, topology.size) if topology.size % n == 0)
+        what = f"{topology.size} devices are not whole boxes of {per_node}"
+        raise DeviceError(what, where=f"{where}: devices_per_node", hint=f"one of {fits}")
+    return Cluster(name, device, topology, per_node, sources, notes, host * 1e9)
 
 
 def cluster_data(cluster: Cluster) -> dict[str, object]:
@@ -215,6 +220,8 @@ def _checked(where: str, **fields: Any) -> Dimension:
 
 
 def _typed(value: object, kind: type, where: str) -> Any:
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
     allowed = (int, float) if kind is float else (kind,)
     # ``bool`` is a subclass of ``int``; YAML's ``yes`` must not pass as the size 1.
     if isinstance(value, bool) or not isinstance(value, allowed):

@@ -61,6 +61,15 @@ def test_cluster_of_a_file_names_its_device_and_what_its_links_reach(tmp_path):
     assert "no efficiency" not in run("cluster", pod)
 
 
+def test_an_unknown_device_of_a_file_is_refused_before_anything_is_written(tmp_path):
+    pod = tmp_path / "pod.yaml"
+    dims = "[{kind: switch, size: 2, bandwidth_gbps: 5e1}]"
+    pod.write_text(f"device: h100-smx\ndimensions: {dims}\n")
+    with pytest.raises(DeviceError, match="h100-sxm"):
+        run("cluster", pod, "--json", "--save", tmp_path / "out.yaml")
+    assert not (tmp_path / "out.yaml").exists()
+
+
 def test_cluster_without_a_name():
     with pytest.raises(DeviceError, match="--list"):
         run("cluster")

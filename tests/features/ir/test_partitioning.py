@@ -169,7 +169,8 @@ def test_collectives_are_for_several_devices_whatever_the_header_says() -> None:
         ("h100-sxm", 4, "h100-sxm-x4"),
         ("h100-sxm", 16, "dgx-h100-x16"),
         ("tpu-v5e", 16, "tpu-v5e-x16"),
-        ("l4", 64, ""),
+        ("l4", 64, "l4-x64"),
+        ("l4", 63, ""),
     ],
 )  # fmt: skip
 def test_the_cluster_of_the_command_exists(device: str, count: int, name: str) -> None:

@@ -89,6 +89,22 @@ def test_racks_are_used_in_part():
     assert found.topology.dims == joined("gb200", 256).topology.dims
 
 
+def test_several_boxes_of_any_device():
+    pod = find_cluster("mi300x-x64")
+    assert [(d.name, d.size, d.bandwidth) for d in pod.topology.dims] == [
+        ("xgmi", 8, 448e9),
+        ("infiniband", 8, 50e9),
+    ]
+    assert pod.sources["infiniband.bandwidth_gbps"].startswith("inter_node_gbps of mi300x")
+    assert find_cluster("dgx-mi300x-x64") == pod
+    assert find_cluster("dgx-mi300x-x8") == find_cluster("mi300x-x8")
+    assert find_cluster("hgx-h100-x16") == find_cluster("dgx-h100-x16")
+    assert find_cluster("h100-sxm-x16").topology == find_cluster("dgx-h100-x16").topology
+    assert find_cluster("gb200-x144").devices_per_node == 72
+    # Superchips of one device each have no links but the network.
+    assert [d.size for d in find_cluster("gh200-x4").topology.dims] == [4]
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -97,10 +113,11 @@ def test_racks_are_used_in_part():
         ("h100-sxm-2x4", "no slices of 2 axes"),
         ("tpu-v5e-16x32", "at most 256"),
         ("dgx-gb200-x258", "take a multiple of 4"),
-        ("h100-sxm-x9", "at most 8"),
+        ("h100-sxm-x9", "whole boxes of 8"),
+        ("gb200-x150", "take a multiple of 4"),
         ("dgx-h100-x12", "whole boxes of 8"),
         ("h100-smx-x4", "close to it: .*h100-sxm-x4"),
-        ("dgx-l4-x16", "not in the catalogue"),
+        ("dgx-l5-x16", "not in the catalogue"),
         ("tpu-v4-x6", "power of two"),
         ("h100-sxm-x0", "not in the catalogue"),
         ("pod.yaml", "no such cluster file"),

@@ -132,7 +132,8 @@ sources: {data sheet: [nvlink.bandwidth_gbps]}
 
 def test_yaml_says_units_and_comes_back(tmp_path):
     path = tmp_path / "pod.yaml"
-    path.write_text(FILE)
+    # Exponents are numbers as in YAML 1.2; YAML 1.1 takes them for texts.
+    path.write_text(FILE.replace("size: 8", "size: 8e0").replace("s: 450", "s: 4.5e2"))
     found = load_cluster(path)
     first, second = found.topology.dims
     assert (first.bandwidth, first.launch) == (450e9, pytest.approx(5e-6))
@@ -146,7 +147,7 @@ def test_yaml_says_units_and_comes_back(tmp_path):
     ("old", "new", "what"),
     [
         ("kind: switch", "kind: magic", r"dimensions\[0\]: unknown kind"),
-        ("size: 8", "size: 8.5", r"dimensions\[0\].size: must be a whole number"),
+        ("size: 8,", "size: 8.5,", r"dimensions\[0\].size: must be a whole number"),
         ("bandwidth_gbps: 50}", "}", r"dimensions\[1\]: key 'bandwidth_gbps' is missing"),
         ("shape: [2, 2], ", "", r"dimensions\[1\]: key 'size' is missing"),
         ("latency_us", "latency_ns", r"unknown key 'latency_ns'.*latency_us"),
@@ -154,6 +155,7 @@ def test_yaml_says_units_and_comes_back(tmp_path):
         ("dimensions:", "dims:", "unknown key 'dims'"),
         ("name: two-boxes", "- name", "not YAML"),
         ("[nvlink.bandwidth_gbps]", "x", "'sources' must map"),
+        ("per_node: 8", "per_node: 5", "not whole boxes of 5 .one of 1, 2, 4, 8"),
     ],
 )
 def test_errors_in_a_file_say_where(tmp_path, old, new, what):
