@@ -240,7 +240,8 @@ class ModelEntry(BaseModel):
     name: str
     predicts: Literal["operators", "programs"]
     default: bool
-    devices: list[str]
+    devices: list[str] = Field(description="Devices that it was trained on.")
+    families: list[str] = Field(description="Families of operators that it answers.")
     digest: str
 
 
@@ -251,6 +252,12 @@ class Health(BaseModel):
     version: str
     models: list[str]
     compiles: bool
+
+
+class Ready(BaseModel):
+    """The server can take programs."""
+
+    status: Literal["ready"]
 
 
 class ErrorAnswer(BaseModel):

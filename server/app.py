@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -97,6 +98,14 @@ def _add_information(app: FastAPI, service: Service) -> None:
             status="ok", version=__version__, models=models, compiles=service.settings.allow_compile
         )
 
+    @app.get("/ready", responses=documents.READY, operation_id="ready")
+    async def ready() -> answers.Ready:
+        """Whether programs can be sent now; starts the process for them if it died."""
+        await service.sandbox.start()
+        if service.sandbox.full:
+            raise service.sandbox.busy()
+        return answers.Ready(status="ready")
+
     @app.get(
         "/metrics",
         responses=documents.METRICS,
@@ -164,21 +173,23 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     async def predict_program(request: Request) -> Response:
         """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
         task, payload = await _program_task(request, service)
-        status, body = await service.sandbox.run(task | {"kind": "program"}, payload)
+        work = service.sandbox.run(task | {"kind": "program"}, payload)
+        status, body = await _while_connected(request, work)
         return json_response(body, status)
 
     @post("/v1/report")
     async def report(request: Request) -> Response:
         """Make the page of a program, compared with other devices; bodies as of a prediction."""
         task, payload = await _program_task(request, service)
-        status, body = await service.sandbox.run(task | {"kind": "report"}, payload)
+        work = service.sandbox.run(task | {"kind": "report"}, payload)
+        status, body = await _while_connected(request, work)
         return page_response(body) if status == 200 else json_response(body, status)
 
     @post("/v1/simulate")
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
         query: schemas.StepBody = await _body(request, _SIMULATE)
-        return await _simulated("simulate", query)
+        return await _simulated(request, "simulate", query)
 
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
@@ -186,17 +197,45 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         query: schemas.ServingBody = await _body(request, _SIMULATE_SERVING)
         if query.device:
             service.device(service.model(None), query.device)
-        return await _simulated("simulate-serving", query)
+        return await _simulated(request, "simulate-serving", query)
 
-    async def _simulated(kind: str, query: schemas.StepBody | schemas.ServingBody) -> Response:
+    async def _simulated(
+        request: Request, kind: str, query: schemas.StepBody | schemas.ServingBody
+    ) -> Response:
         # ``find_cluster`` also reads files; no name in a request may be used as a path.
         if query.cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "files of the server are not read", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
-        status, body = await service.sandbox.run(task, query.model_dump_json().encode())
+        work = service.sandbox.run(task, query.model_dump_json().encode())
+        status, body = await _while_connected(request, work)
         return json_response(body, status)
 
     return handlers
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work that ends with its request: nobody reads its answer when the client is gone.
+
+    Raises:
+        RequestError: The client is gone.
+    """
+    doing = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            # For the metrics: nothing is sent any more. nginx counts such requests by this status.
+            raise RequestError(499, "the client closed the connection")
+        return doing.result()
+    finally:
+        # Also when the request itself is cancelled, for its time is over.
+        doing.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _program_task(request: Request, service: Service) -> tuple[dict[str, object], bytes]:

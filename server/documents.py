@@ -19,7 +19,7 @@ _WHY = {
     415: "The body has another content type.",
     422: "The request, program, kernel or plan cannot be used; hint states what to do.",
     500: "opcast fails on a valid program: please report it.",
-    503: "Too many requests are at work.",
+    503: "Too many requests are at work, or the process for programs is gone.",
     504: "It takes longer than the server allows.",
 }
 
@@ -51,6 +51,7 @@ def _body(schema: JsonObject, **others: JsonObject) -> dict[str, object]:
 
 # Statuses of each group of endpoints; tests/bench/fuzz_server.py holds the server to them.
 FREE = _errors(401)
+READY = _errors(401, 503)
 LIMITED = _errors(401, 413, 503, 504)
 METRICS: Responses = {
     200: {"description": "Prometheus' text format.", "content": {"text/plain": {}}},

@@ -6,6 +6,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from ..common.errors import DeviceError, InternalError, ModelError, OpcastError
+from .settings import ServeError
 
 #: Seconds until a refused request may be retried: most requests take far less. Engineering
 #: estimate.
@@ -21,26 +22,37 @@ class RequestError(OpcastError):
         where: Part of the request.
         hint: What to do.
         name: Class of the error as responses name it; its own by default.
+        retry_s: Seconds after which a request refused with 503 may be sent again.
     """
 
     def __init__(
-        self, status: int, what: str, *, where: str = "", hint: str = "", name: str = ""
+        self,
+        status: int,
+        what: str,
+        *,
+        where: str = "",
+        hint: str = "",
+        name: str = "",
+        retry_s: int = RETRY_S,
     ) -> None:
         super().__init__(what, where=where, hint=hint)
         self.status = status
+        self.retry_s = retry_s
         self.name = name or type(self).__name__
 
 
 def status_of(error: OpcastError) -> int:
     """Return the HTTP status of an error.
 
-    A :class:`RequestError` has its own; faults of opcast are 500, unknown devices and models 404,
-    and everything else, which the sender can correct, is 422.
+    A :class:`RequestError` has its own; faults of opcast are 500, a server that cannot work 503,
+    unknown devices and models 404, and everything else, which the sender can correct, is 422.
     """
     if isinstance(error, RequestError):
         return error.status
     if isinstance(error, InternalError):
         return 500
+    if isinstance(error, ServeError):
+        return 503
     return 404 if isinstance(error, DeviceError | ModelError) else 422
 
 
@@ -55,7 +67,7 @@ def error_response(error: OpcastError) -> Response:
     status = status_of(error)
     headers = {}
     if status == 503:
-        headers["Retry-After"] = str(RETRY_S)
+        headers["Retry-After"] = str(error.retry_s if isinstance(error, RequestError) else RETRY_S)
     if status == 401:
         # A 401 must name the scheme (RFC 9110, section 11.6.1).
         headers["WWW-Authenticate"] = "Bearer"

@@ -26,12 +26,20 @@ from typing import TYPE_CHECKING, TypedDict
 from ..common.child_process import begin_worker, die_with_parent, limit_memory
 from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
 from ..common.interval import latency_fields
+from ..features.devices.catalogue import device_names, find_device
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.lowering.options import LoweringOptions
 from ..features.lowering.target_compiler.process import CompileSettings
 from ..predict.program.predictor import Predictor, ProgramCase, load
 from .errors import RequestError, error_data, status_of
-from .schemas import SimulateQuery, SimulateServingQuery, build
+from .schemas import (
+    ServingBody,
+    SimulateQuery,
+    SimulateServingQuery,
+    StepBody,
+    build,
+    example,
+)
 
 if TYPE_CHECKING:
     from ..models.operators import OpModel
@@ -42,12 +50,28 @@ logger = logging.getLogger(__name__)
 #: length of the payload; status and 64-bit length of a reply.
 TASK, REPLY = struct.Struct("!IQ"), struct.Struct("!HQ")
 READY = b"ready"
-#: Predicted once before the first fork: modules imported and tables built lazily by a prediction
-#: are then shared by all children.
-_WARM = (
-    b"module { func.func public @main(%a: tensor<8x8xf32>) -> tensor<8x8xf32> {"
-    b" %0 = stablehlo.add %a, %a : tensor<8x8xf32> return %0 : tensor<8x8xf32> } }"
-)
+#: Asked once of each kind of device before the first fork, with a step and a deployment: what is
+#: imported and read lazily by an answer is then shared by all children. It has a product, a
+#: convolution, a reduction and a pass over elements.
+_WARM = b"""module {
+func.func public @main(
+  %a: tensor<64x64xbf16>, %i: tensor<1x8x8x64xbf16>, %k: tensor<3x3x64x64xbf16>
+) -> (tensor<64xbf16>, tensor<1x8x8x64xbf16>) {
+  %0 = stablehlo.dot_general %a, %a, contracting_dims = [1] x [0]
+    : (tensor<64x64xbf16>, tensor<64x64xbf16>) -> tensor<64x64xbf16>
+  %1 = stablehlo.tanh %0 : tensor<64x64xbf16>
+  %2 = stablehlo.constant dense<0.0> : tensor<bf16>
+  %3 = stablehlo.reduce(%1 init: %2) applies stablehlo.add across dimensions = [1]
+    : (tensor<64x64xbf16>, tensor<bf16>) -> tensor<64xbf16>
+  %4 = stablehlo.convolution(%i, %k)
+    dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f], window = {pad = [[1, 1], [1, 1]]}
+    {batch_group_count = 1 : i64, feature_group_count = 1 : i64}
+    : (tensor<1x8x8x64xbf16>, tensor<3x3x64x64xbf16>) -> tensor<1x8x8x64xbf16>
+  return %3, %4 : tensor<64xbf16>, tensor<1x8x8x64xbf16>
+}
+}"""
+#: Time that one answer may take then. Engineering estimate.
+_WARM_S = 60.0
 
 Predictors = Mapping[str, Predictor]
 Reply = tuple[int, bytes]
@@ -57,6 +81,7 @@ class Task(TypedDict, total=False):
     """What a child is asked: all have ``kind`` and limits, the others depend on the kind."""
 
     kind: str
+    request: str
     model: str
     device: str
     timeout_s: float
@@ -90,7 +115,8 @@ def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
     except RecursionError:
         return _refused("it is nested too deeply", "call fewer functions within each other")
     except Exception as error:  # a reader met something unsupported: the log has the rest
-        logger.exception("unexpected error in a %s task", task["kind"])
+        name = task.get("request", "")
+        logger.exception("unexpected error in a %s task of request %s", task["kind"], name)
         # 422, not 500: the payload is untrusted, and most such errors are its fault.
         return _refused(
             f"it cannot be processed: {type(error).__name__}: {error}"[:300],
@@ -279,10 +305,7 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     predictors = {name: load(name) for name in models}
-    # Operators load lazily; loaded here, their pages are shared with all children as well.
-    for predictor in predictors.values():
-        _ = predictor.operators
-        _warm(predictor)
+    _warm(predictors, memory_bytes)
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, every page
     control.sendall(READY)
@@ -299,10 +322,22 @@ def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
         task.close()
 
 
-def _warm(predictor: Predictor) -> None:
-    # One device suffices: imports are the same for all.
-    for name in list(predictor.devices)[:1]:
-        predictor.predict(_WARM, device=predictor.devices[name], lowering="op")
+def _warm(predictors: Predictors, memory_bytes: int) -> None:
+    """Answer what a child may be asked, once for each platform and vendor of devices."""
+    specs = [find_device(name) for name in device_names()]
+    kinds = {(spec.platform, spec.vendor): spec.name for spec in specs}
+    for model, predictor in predictors.items():
+        predictor.operators  # noqa: B018 - read lazily; read here, its pages are shared as well
+        asked: Task = {
+            "model": model, "lowering": "fused", "fallback": "", "trip_count": None,
+            "strict": False, "timeout_s": _WARM_S, "memory_bytes": memory_bytes,
+            "allow_compile": False,
+        }  # fmt: skip
+        for device in kinds.values():
+            answer(predictors, {**asked, "kind": "program", "device": device}, _WARM)
+        answer(predictors, {**asked, "kind": "report", "device": device}, _WARM)
+        for kind, body in ("simulate", StepBody), ("simulate-serving", ServingBody):
+            answer(predictors, {"kind": kind, "model": model}, example(body))
 
 
 def _child(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from starlette.requests import Request
@@ -13,14 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..common.errors import OpcastError
 from .errors import RequestError, error_response
+from .log import REQUEST_ID
 from .metrics import Metrics
 from .sandbox import out_of_time
 from .settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+
 #: Answered without a token, for load balancers.
-_OPEN = "/health"
+_OPEN = ("/health", "/ready")
 # Answered even when the server is at its limit of concurrent requests, to show why.
-_FREE = (_OPEN, "/metrics")
+_FREE = (*_OPEN, "/metrics")
+_ID_HEADER = b"x-request-id"
+#: Ids that clients may give: short enough for a log, and no line ends.
+_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class Guard:
@@ -51,11 +60,15 @@ class Guard:
             await self.app(scope, receive, send)
             return
         started, status = time.perf_counter(), 0
+        given = next((v for k, v in scope["headers"] if k == _ID_HEADER), b"")
+        own = given if _ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        REQUEST_ID.set(own.decode())
 
         async def note(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (_ID_HEADER, own)]
             await send(message)
 
         try:
@@ -70,11 +83,15 @@ class Guard:
         finally:
             # Labels of a metric are kept for ever, so unknown paths must not become labels.
             path = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.done(path, status or 500, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.metrics.done(path, status or 500, seconds)
+            if self.settings.log_requests and path not in _FREE:
+                facts = {"path": path, "status": status or 500, "seconds": round(seconds, 6)}
+                logger.info("request", extra={"facts": facts})
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if self.settings.token and path != _OPEN:
+        if self.settings.token and path not in _OPEN:
             self._authorise(scope)
         if path in _FREE:
             await self.app(scope, receive, send)

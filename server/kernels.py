@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from ..common.interval import LATENCY_KEYS, latency_fields
 from ..features.devices.device import DeviceSpec
 from ..features.operators.query import parse_op, parse_op_columns
 from ..predict.program.predictor import Predictor
+from .cache import LruCache
 from .errors import RequestError
 from .metrics import Metrics
 from .sandbox import Sandbox
@@ -324,47 +324,3 @@ class MicroBatcher:
 def _refuse(item: _Item, error: Exception) -> None:
     if not item.answer.done():
         item.answer.set_exception(error)
-
-
-class LruCache:
-    """Cache that evicts the least recently used entries when full. Not thread-safe.
-
-    Args:
-        entries: Most entries; 0 keeps none.
-
-    Attributes:
-        hits: Look-ups that had an entry.
-        misses: Look-ups that had none.
-    """
-
-    def __init__(self, entries: int) -> None:
-        self.entries = entries
-        self.hits = 0
-        self.misses = 0
-        self._entries: OrderedDict[Hashable, object] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Number of entries."""
-        return len(self._entries)
-
-    def get_many(self, keys: Iterable[Hashable]) -> list[object]:
-        """Value of each key, or ``None``."""
-        values, get, renew = [], self._entries.get, self._entries.move_to_end
-        missing = 0
-        for key in keys:
-            value = get(key)
-            if value is None:
-                missing += 1
-            else:
-                renew(key)
-            values.append(value)
-        self.misses += missing
-        self.hits += len(values) - missing
-        return values
-
-    def put(self, key: Hashable, value: object) -> None:
-        """Remember a value that is not ``None``."""
-        self._entries[key] = value
-        self._entries.move_to_end(key)
-        while len(self._entries) > self.entries:
-            self._entries.popitem(last=False)

@@ -7,10 +7,12 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from ..models.core.store import read_manifest
 from ..predict.locate import find_model, is_untrained
 from .app import create_app
+from .log import write_json_lines
 from .settings import ServeError, ServerSettings
 
 #: Seconds for open requests to finish when the server is stopped; documented in docs/server.md.
@@ -32,11 +34,14 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
         if not is_untrained(name):
             read_manifest(find_model(name))
     # Bound before the models load, so that a taken port is reported at once.
+    if settings.log_requests:
+        write_json_lines()
     with bound(settings) as listener:
         address, port = listener.getsockname()[:2]
         config = uvicorn.Config(
             create_app(settings),
             log_level="warning",
+            log_config=None if settings.log_requests else LOGGING_CONFIG,
             # Counted by /metrics instead; a line for each cached answer would cost as much as the
             # answer.
             access_log=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, is_dataclass
 from dataclasses import Field as DataField
@@ -28,6 +29,8 @@ T = TypeVar("T")
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
 #: folder; names that end like files are refused where they are used.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
+#: The same, or nothing: one pattern, for generated clients cannot tell a union of texts apart.
+NAME_OR_NONE = r"^([A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79})?$"
 #: A checkpoint's name, such as Qwen/Qwen3-32B: looked up among models, never among files.
 CHECKPOINT = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,39}/)?[A-Za-z0-9][A-Za-z0-9 ()+._-]{0,79}$"
 _FORMAT = r"^[A-Za-z0-9_-]{0,20}$"
@@ -39,6 +42,8 @@ _RANK = r"^[0-9]{1,6}$"
 ALLOWED = {
     NAME: "a name: letters and digits, then also spaces and ( ) + . _ -, at most 80 characters; no "
     "path of a file",
+    NAME_OR_NONE: "a name, or nothing: letters and digits, then also spaces and ( ) + . _ -, at "
+    "most 80 characters; no path of a file",
     CHECKPOINT: "a model's name, or owner/name: letters, digits, spaces and ( ) + . _ -; no path",
     _FORMAT: "a format such as fp8: letters, digits, _ and -, at most 20 characters",
     _SETTINGS: "settings such as tp=8,dp=2: letters, digits, _ = - and commas; no file",
@@ -49,6 +54,7 @@ ALLOWED = {
 LARGEST = 2**40
 
 Name = Annotated[str, Field(pattern=NAME)]
+NameOrNone = Annotated[str, Field(pattern=NAME_OR_NONE)]
 Checkpoint = Annotated[str, Field(pattern=CHECKPOINT)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Lowering = Literal["auto", "xla", "fused", "op"]
@@ -208,6 +214,12 @@ def body_of(
     return create_model(name, __base__=base, __doc__=base.__doc__, **made)
 
 
+def example(body: type[Body]) -> bytes:
+    """Return the first example of a request, as JSON."""
+    extra: Any = body.model_config["json_schema_extra"]
+    return json.dumps(extra["examples"][0]).encode()
+
+
 def build(case: type[T], given: Mapping[str, Any]) -> T:
     """Make a dataclass from the values of a request, by name."""
     values: dict[str, Any] = {}
@@ -246,7 +258,7 @@ _Lengths = Annotated[
 _STEP: dict[str, Any] = {
     "plan": _Plan,
     "settings": _Settings,
-    "framework": Name | Literal[""],
+    "framework": NameOrNone,
     "source": _Source,
     # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
     "jitter": Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)],
@@ -309,8 +321,8 @@ class ServingBody(Body):
     """A deployment under a load, as ``opcast simulate-serving`` takes it."""
 
     workload: Checkpoint = Field(description="A model by name: llama-3.1-70b, Qwen/Qwen3-32B.")
-    cluster: Name | Literal[""] = Field("", description="Such as h100-sxm-x8; or a device.")
-    device: Name | Literal[""] = ""
+    cluster: NameOrNone = Field("", description="Such as h100-sxm-x8; or a device.")
+    device: NameOrNone = ""
     model: Name | None = Field(None, description="A model of operators, or roofline.")
     model_config = ConfigDict(
         json_schema_extra={

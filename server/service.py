@@ -46,7 +46,14 @@ class Service:
         count = self.metrics.count
         count("opcast_cache_hits", "Kernels answered from the cache.", lambda: cache.hits)
         count("opcast_cache_misses", "Kernels not in the cache.", lambda: cache.misses)
+        programs = sandbox.cache
+        count("opcast_program_hits", "Programs and plans kept.", lambda: programs.hits)
+        count("opcast_program_misses", "Programs and plans not kept.", lambda: programs.misses)
         count("opcast_crashes", "Programs whose process died.", lambda: sandbox.crashes)
+        watch = self.metrics.watch
+        watch("opcast_workers", "Programs and plans at a time.", lambda: settings.workers)
+        watch("opcast_programs_running", "Programs and plans at work.", lambda: sandbox.running)
+        watch("opcast_programs_waiting", "Those that wait.", lambda: sandbox.waiting)
 
     def load(self) -> None:
         """Load the models.
@@ -134,6 +141,7 @@ class Service:
                 "predicts": "operators" if operators else "programs",
                 "default": place == 0,
                 "devices": sorted(learned),
+                "families": sorted(predictor.operators.families),
                 # Lets a client check whether answers that it kept came from the same model.
                 "digest": model_hash(name),
             }

@@ -58,6 +58,10 @@ class ServerSettings:
     cache_entries: Annotated[
         int, Option("Number of kernel predictions to cache.", ("--cache",), least=0)
     ] = 200_000
+    log_requests: Annotated[
+        bool,
+        Option("Log each request to standard error as a line of JSON.", ("--log-requests",), "Run"),
+    ] = False
     waiting: int = 16
 
     def __post_init__(self) -> None:

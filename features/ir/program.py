@@ -320,6 +320,15 @@ class Program:
         """Ops over all computations, parameters and constants included."""
         return sum(len(c.ops) for c in self.computations.values())
 
+    @property
+    def inlined_op_count(self) -> int:
+        """Ops once every function stands where it is called, as targets run them."""
+        counts: dict[str, int] = {}
+        for name, own in self.computations.items():
+            calls = (op.called[0] for op in own.ops if op.opcode == "call" and op.called)
+            counts[name] = len(own.ops) + sum(counts.get(callee, 0) for callee in calls)
+        return counts[self.entry]
+
 
 #: Key among the attributes that frontends give an op: the FLOPs, transcendentals and bytes of a
 #: kernel that was counted when its function was lowered.

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ...common.errors import CompilerError, DeviceError, LoweringError
+from ...common.errors import CompilerError, DeviceError, LoweringError, ProgramError
 from ...common.jax_platforms import device_files
 from ..devices.catalogue import find_typed, load_device_file
 from ..devices.device import DeviceSpec, device_slug
 from ..ir.partitioning import sharding_note
 from ..ir.platforms import platform_note, platform_of
+from ..ir.program import Program
 from ..ir.reader import SourceProgram, TripCounts, read_program
 from ..ir.untrusted import well_formed
 from ..kernels.kernel import LoweredProgram
@@ -21,6 +22,10 @@ from .target_compiler.install import PLATFORMS, find_compiler
 
 if TYPE_CHECKING:
     from .target_compiler.process import CompileSettings
+
+#: Most ops of a program that is lowered without a compiler, its functions inlined: some 12,000 take
+#: two seconds. Engineering estimate.
+MOST_OPS = 2**20
 
 
 def lower(
@@ -116,6 +121,21 @@ def _described(device: object) -> DeviceSpec | None:
     return None if device == "local" else find_typed(str(device))
 
 
+def _check_size(program: Program) -> None:
+    """Refuse a program whose calls multiply: a few lines can stand for more ops than atoms.
+
+    Raises:
+        ProgramError: Inlined, it has more than :data:`MOST_OPS`.
+    """
+    count = program.inlined_op_count
+    if count > MOST_OPS:
+        raise ProgramError(
+            f"with its functions inlined, the program has {count:.3g} ops, more than {MOST_OPS:,}",
+            hint="functions that call others several times each multiply: call them fewer times, "
+            "or in a loop",
+        )
+
+
 def _lower(
     program: SourceProgram, device: DeviceSpec | None, options: LoweringOptions
 ) -> LoweredProgram:
@@ -127,6 +147,9 @@ def _lower(
     # know.
     absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
     choice = choose_lowering(asked, device, absent=absent)
+    # Compilers bound themselves by time and memory; what they wrote is inlined here as well.
+    if choice.lowering != "xla" or program.kind == "hlo":
+        _check_size(program.program)
     if choice.lowering == "op":
         # Imports are local: `fused` and `op` must work without jaxlib's compiler, and load quickly.
         from .op import lower_op

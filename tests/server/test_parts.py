@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from opcast.common.errors import ModelError, ProgramError
+from opcast.server.cache import LruCache
 from opcast.server.guard import Guard
-from opcast.server.kernels import BATCH_ROWS, LruCache, MicroBatcher
+from opcast.server.kernels import BATCH_ROWS, MicroBatcher
 from opcast.server.metrics import Metrics
 from opcast.server.run import serve
 from opcast.server.settings import ServeError, ServerSettings
@@ -20,6 +21,18 @@ def test_the_least_recently_used_entry_goes():
     cache.put("c", 3)  # "b" was not asked for since
     assert cache.get_many("abc") == [1, None, 3]
     assert (cache.hits, cache.misses, len(cache)) == (3, 2, 2)
+
+
+def test_entries_may_weigh_more_than_one():
+    cache = LruCache(10)
+    cache.put("a", 1, 4)
+    cache.put("b", 2, 4)
+    cache.put("a", 3, 6)  # in place of the first
+    assert cache.get_many("ab") == [3, 2]
+    cache.put("c", 4, 4)  # "a" was asked for before "b"
+    assert cache.get_many("abc") == [None, 2, 4]
+    cache.put("d", 5, 11)  # more than all: nothing is left
+    assert len(cache) == 0
 
 
 def test_queries_that_come_while_a_batch_is_computed_make_the_next():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from opcast.common.errors import LoweringError
+from opcast.common.errors import LoweringError, ProgramError
 from opcast.features.cost.flops import program_cost
 from opcast.features.devices.device import DeviceSpec, MemoryLevel, local_device_name
 from opcast.features.ir.reader import read_program
@@ -376,3 +376,29 @@ def test_a_warm_process_does_not_start_the_backend(tmp_path):
         for _ in range(2)
     ]
     assert started == ["True", "False"]
+
+
+def doubling(levels: int) -> str:
+    """A program of few lines whose functions each call the next one twice."""
+    kind = "tensor<8xf32>"
+    function = (
+        "func.func private @f{0}(%a: {2}) -> {2} {{ %0 = func.call @f{1}(%a) : ({2}) -> {2}\n"
+        "%1 = func.call @f{1}(%0) : ({2}) -> {2}\nreturn %1 : {2} }}\n"
+    )
+    body = "".join(function.format(i, i + 1, kind) for i in range(levels))
+    leaf = f"%0 = stablehlo.tanh %a : {kind}\nreturn %0 : {kind} }}\n"
+    entry = f"%0 = func.call @f0(%a) : ({kind}) -> {kind}\nreturn %0 : {kind} }}\n"
+    return (
+        f"module {{ {body} func.func private @f{levels}(%a: {kind}) -> {kind} {{ {leaf}"
+        f"func.func public @main(%a: {kind}) -> {kind} {{ {entry} }}"
+    )
+
+
+@pytest.mark.parametrize("lowering", ["op", "fused"])
+def test_calls_that_multiply_are_refused_before_they_are_inlined(lowering: str) -> None:
+    few = read_program(doubling(3))
+    # 8 leaves with a parameter and an op; 4, 2 and 1 functions, and the entry, of 3, 3, 3 and 2.
+    assert few.program.inlined_op_count == 8 * 2 + 7 * 3 + 2
+    assert sum(k.multiplicity for k in lower(few, "op").kernels) == 8
+    with pytest.raises(ProgramError, match=r"5\.5e\+12 ops"):
+        lower(doubling(40), lowering, device="h100-sxm")
