@@ -173,7 +173,8 @@ class ServingCosts:
             spread = self._row(max(share, -(-largest // self.plan.dp)))
             costs[_EXPERTS] = spread[_EXPERTS]
         costs[_AT["host"]] = 1.0
-        costs[_AT["sequence"]] = float(sequences)
+        # Ranks with sequences of their own have a host of their own, which sees all stages'.
+        costs[_AT["sequence"]] = float(-(-sequences // self.plan.dp))
         return np.asarray(costs)
 
     def _row(self, tokens: int) -> np.ndarray:

@@ -88,7 +88,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         engine=engine,
         prefill=prefill,
         options=EngineOptions(
-            max_batch=cell.count("max_num_seqs", 0) or cell.count("decode_batch", 0),
+            max_batch=cell.count("max_num_seqs", 0),
             token_budget=cell.count("max_num_batched_tokens", 0)
             or next((own for way, own in budgets if method.startswith(way)), 0),
             chunked=chunked.startswith("yes") if chunked.startswith(("yes", "no")) else None,
@@ -216,7 +216,7 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
     if prefill and decode:
         return (
             _pool(decode, cell, model, "decode_"),
-            replace(_pool(prefill, cell, model, "prefill_"), batch=cell.count("prefill_batch", 0)),
+            _pool(prefill, cell, model, "prefill_"),
         )
     plan = _plan(cell, model)
     devices = cell.count("n_gpus", 0)

@@ -72,6 +72,8 @@ class Engine:
         #: Seconds that decoding sequences wait while prompts run before them.
         self.stalled = 0.0
         self.outstanding = 0
+        #: Requests that the last pass ended.
+        self.ended = 0
         #: Tokens of prompts that have yielded no token yet, with those of them that are to be run.
         self.ahead: dict[int, int] = {}
         self.unrun = 0
@@ -85,6 +87,10 @@ class Engine:
     def busy(self) -> bool:
         """Whether it has any request."""
         return self.outstanding > 0
+
+    def holds(self, time: float) -> int:
+        """Requests that it has at a time: what the last pass ended, until that has ended."""
+        return self.outstanding + (self.ended if time < self.now else 0)
 
     def load(self, time: float) -> float:
         """Tokens of prompts that are to be run, and of what all of its requests keep.
@@ -302,13 +308,10 @@ class Engine:
             self.stalled = 0.0
         elif not self.batch:
             self.stalled = 0.0
-        self.history.time.append(self.now)
-        self.history.spans.append(self.now - self.began)
-        self.history.batch.append(batch)
-        self.history.waiting.append(len(self.waiting) + len(self.swapped))
-        self.history.held.append(self.taken.used)
-        self.history.chunk.append(chunk)
-        self.history.passes.append(passes)
+        queue = len(self.waiting) + len(self.swapped)
+        self.history.add(
+            self.now, self.now - self.began, batch, queue, self.taken.used, chunk, passes
+        )
 
     def _steps_until(self, gap: float, most: int) -> int:
         """Fewest passes that last ``gap`` seconds, up to ``most``."""
@@ -385,11 +388,13 @@ class Engine:
         own.finished[index] = self.now
         own.tokens += self.clock - self.at_first.pop(index)
         self.outstanding -= 1
+        self.ended += 1
         self.done(index, self.now)
 
     def _advance(self, cost: np.ndarray, passes: int) -> None:
         self.before, self.clock = self.clock, self.clock + cost
         self.held_before = self.unrun + self.cached
+        self.ended = 0
         self.began = self.now
         self.now += float(cost @ self.weights)
         self.iterations += passes

@@ -145,7 +145,7 @@ class _Fleet:
             # it, and tokens that the engine's requests keep.
             place = min(places, key=lambda at: engines[at].load(time) + engines[at].uncached(index))
         else:
-            place = min(places, key=lambda at: engines[at].outstanding)
+            place = min(places, key=lambda at: engines[at].holds(time))
         if engines is self.decoders:
             self.requests.engine[index] = place
         return engines[place]

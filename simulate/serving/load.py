@@ -155,6 +155,25 @@ class History:
     passes: list[int] = field(default_factory=list)
     gaps: list[tuple[float, int]] = field(default_factory=list)
 
+    def add(
+        self,
+        time: float,
+        span: float,
+        batch: int,
+        waiting: int,
+        held: float,
+        chunk: int,
+        passes: int,
+    ) -> None:
+        """Write down the state after an event."""
+        self.time.append(time)
+        self.spans.append(span)
+        self.batch.append(batch)
+        self.waiting.append(waiting)
+        self.held.append(held)
+        self.chunk.append(chunk)
+        self.passes.append(passes)
+
 
 @dataclass
 class Run:

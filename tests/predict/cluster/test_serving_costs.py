@@ -7,10 +7,12 @@ import pytest
 from opcast.features.devices.catalogue import read_device
 from opcast.features.operators.op import Op
 from opcast.models.core.registry import OPERATOR_MODEL
+from opcast.models.serving.effects import PRIOR
 from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_table import serving_row
 from opcast.predict.operator.serving_operators import ServingLatency, load_serving_operators
+from opcast.simulate.serving.load import CLASSES
 
 LLAMA = {
     "id": "a", "device": "h100-sxm", "framework": "vLLM", "n_gpus": 4, "tp": 4, "model": "llama",
@@ -45,3 +47,18 @@ def test_vllm_reads_all_experts_in_fp8_however_few_the_tokens() -> None:
     assert 0.25e-3 < few < 0.5e-3
     assert seconds("sglang", 4, "fp8_block") < 0.6 * seconds("sglang", 64, "fp8_block")
     assert seconds("vllm", 4, "bf16") < 0.6 * seconds("vllm", 64, "bf16")
+
+
+def test_ranks_that_attend_to_their_own_sequences_have_hosts_of_their_own() -> None:
+    row = {**LLAMA, "layers": 8, "experts": 8, "top_k": 2, "concurrency": 64, "tp": 1, "dp": 4}
+    own = ServingPredictor(None, ServingModel())
+
+    def per_sequence(**columns: int) -> float:
+        found = serving_row({**row, **columns})
+        run = own.simulate(found.deployment, found.spec)
+        passes = run.run.tokens[[CLASSES.index(name) for name in ("sequence", "host")]]
+        return float(passes[0] / passes[1] * PRIOR["host"])
+
+    # Five microseconds a sequence: a rank's host sees 16 of the 64.
+    assert per_sequence() == pytest.approx(16 * PRIOR["sequence"], rel=0.01)
+    assert per_sequence(tp=4, dp=1) == pytest.approx(64 * PRIOR["sequence"], rel=0.01)

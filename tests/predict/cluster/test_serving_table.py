@@ -102,11 +102,13 @@ def test_data_parallel_engines_without_experts_are_replicas() -> None:
 def test_workers_of_their_own_for_prompts() -> None:
     split = {
         "tp": None, "prefill_tp": 4, "prefill_workers": 2, "decode_tp": 8, "decode_workers": 1,
-        "decode_batch": 64,
+        "prefill_batch": 1, "decode_batch": 64,
     }  # fmt: skip
     row = serving_row({**DENSE, **split}).deployment
     assert row.prefill is not None
-    assert (row.prefill.devices, row.engine.devices, row.options.max_batch) == (8, 8, 64)
+    assert (row.prefill.devices, row.engine.devices) == (8, 8)
+    # Tables state how full batches are, not what limits them.
+    assert (row.prefill.batch, row.options.max_batch) == (0, 0)
 
 
 def test_lengths_of_a_load() -> None:

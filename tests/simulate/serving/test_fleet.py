@@ -124,6 +124,14 @@ def test_prompts_on_workers_of_their_own_by_hand() -> None:
     assert run.finished[0] == pytest.approx(first + 2 * (FIXED + TOKEN))
 
 
+def test_a_full_engine_is_not_taken_for_a_free_one() -> None:
+    # The first request decodes for a hundred passes when the second is handed over.
+    asked = load([100, 100], [101, 101], [0.0, 5.0])
+    run = run_fleet(asked, station(2, max_batch=1), station())
+    assert run.engine.tolist() == [0, 1]
+    assert run.first - run.sent == pytest.approx([FIXED + 100 * TOKEN] * 2)
+
+
 def test_prompts_apart_do_not_hold_up_decoding() -> None:
     asked = load([10, 2000], [50, 2], [0.0, 5.0])
     rules = {"token_budget": 200, "mixed": False}
