@@ -31,7 +31,7 @@ from ...simulate.serving.latencies import (
 )
 from ...simulate.serving.load import Load, Run, Station
 from ...simulate.serving.memory import MemoryParts
-from ...simulate.serving.policies import frameworks
+from ...simulate.serving.policies import frameworks, release_note
 from ..devices import generation_note
 from ..operator.prices import weight_only
 from .deployment import Deployment
@@ -264,6 +264,7 @@ class ServingPredictor:
                 *_notes(found, tier, queued, self.model.effects.values, memory),
                 *tail_note(spec, load, run, saturated=queued > SATURATED),
                 *context_note(deployment.context, load),
+                *release_note(deployment.framework, deployment.version),
                 *self.model.source_note(deployment.source, deployment.spec.name),
             ),
             states=states_of(run, cache.tokens, deployment.engine.count),

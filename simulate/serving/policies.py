@@ -120,6 +120,7 @@ class Framework:
         nvidia: Whether it runs on NVIDIA's GPUs alone.
         words: Pattern by which names of engines are recognised as this framework.
         rewritten: First version whose engine was rewritten.
+        releases: The first one, and the newest of which runs were measured.
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
         kernels: Whose kernels it runs.
@@ -134,6 +135,7 @@ class Framework:
     nvidia: bool = False
     words: str = ""
     rewritten: tuple[int, ...] = (0, 0)
+    releases: tuple[str, str] = ("", "")
     budgets: dict[str, int] = field(default_factory=dict)
     cache_follows: tuple[str, ...] = ()
     kernels: str = "vllm"
@@ -182,7 +184,8 @@ def known_framework(text: str) -> tuple[str, str]:
         text: Such as ``vllm`` or ``vllm@0.18.0``.
 
     Raises:
-        PlanError: The name is none of a framework, or the version has no number.
+        PlanError: The name is none of a framework; the version has no number, is older than the
+            first release, or more than a major version ahead of the newest one.
     """
     said, _, version = text.partition("@")
     name = framework_of(said)
@@ -194,7 +197,37 @@ def known_framework(text: str) -> tuple[str, str]:
         )
     if "@" in text and not version[:1].isdigit():
         raise PlanError(f"{version!r} is no version of {said}", hint="as in vllm@0.18.0")
+    if version and name:
+        first, newest = frameworks()[name].releases
+        asked = _numbers(version)
+        if asked < _numbers(first)[: len(asked)] or asked[0] > _numbers(newest)[0] + 1:
+            raise PlanError(
+                f"there is no release {version} of {name}", hint=f"known are {first} to {newest}"
+            )
     return name, version
+
+
+def release_note(name: str, version: str) -> tuple[str, ...]:
+    """A note where a release is newer than all that were measured.
+
+    Args:
+        name: Of a framework, in lower case.
+        version: Of it; empty for the newest.
+    """
+    newest = frameworks()[name].releases[1] if name in frameworks() else ""
+    least = _numbers(newest)
+    if _numbers(version)[: len(least)] <= least:
+        return ()
+    return (
+        f"{name} {version} is newer than the newest release with measured runs ({newest}): it is "
+        "predicted as that one",
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major, minor and patch number of a version, as far as it says them."""
+    stem = re.match(r"\d+(\.\d+){0,2}", version)
+    return tuple(map(int, stem[0].split("."))) if stem else ()
 
 
 def runs_on(name: str, platform: str, vendor: str) -> bool:
@@ -216,5 +249,5 @@ def engine_era(name: str, version: str) -> str:
         name: Of a framework, in lower case.
         version: Of it; empty for the newest.
     """
-    numbers, known = tuple(map(int, re.findall(r"\d+", version)[:2])), frameworks().get(name)
+    numbers, known = _numbers(version)[:2], frameworks().get(name)
     return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"

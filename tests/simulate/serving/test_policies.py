@@ -1,0 +1,25 @@
+"""Names and releases of serving frameworks."""
+
+from __future__ import annotations
+
+import pytest
+
+from opcast.common.errors import PlanError
+from opcast.simulate.serving.policies import engine_era, known_framework, release_note
+
+
+def test_releases_that_cannot_be_are_refused() -> None:
+    for text in ("vllm@99", "vllm@2.0", "sglang@0.0.9", "trtllm@0.4.1"):
+        with pytest.raises(PlanError, match="there is no release"):
+            known_framework(text)
+    with pytest.raises(PlanError, match="'new' is no version"):
+        known_framework("vllm@new")
+
+
+def test_releases_beyond_the_measured_ones_are_told() -> None:
+    assert known_framework("vLLM@0.33.0") == ("vllm", "0.33.0")
+    assert "newer than the newest release with measured runs" in release_note("vllm", "0.33.0")[0]
+    assert release_note("trtllm", "") == release_note("vllm", "0.19.1") == ()
+    assert release_note("", "7") == ()
+    assert engine_era("vllm", "0.33.0") == "now"
+    assert engine_era("vllm", "0.6.6") == "early"
