@@ -27,6 +27,7 @@ from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.memory import StageMemory, box_host
 from ...simulate.step.plan import Plan, resolved
+from ...simulate.step.traffic import sharding_note
 from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
@@ -150,6 +151,8 @@ class StepPrediction:
                 "part, and real steps may take half of the time: the lower end of the interval "
                 "allows for it"
             )
+        if self.workload.mode == "train" and (often := sharding_note(self.plan)):
+            notes.append(often)
         if self.framework and self.known in ("architecture", "new"):
             notes.append(
                 f"no measured step of {self.framework} was learned from: as an average one"

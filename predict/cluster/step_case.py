@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
+from ...common.errors import PlanError
 from ...common.options import (
     ClusterOpt,
     CompiledOpt,
@@ -95,11 +96,18 @@ class PlannedStep(StepsBy):
     plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
     settings: SizesOpt = field(default_factory=dict)
 
-    def plan_on(self, cluster: Cluster) -> Plan:
-        """The plan; without one data parallelism, which fits every model's sizes."""
-        from ...simulate.step.plan import Plan, parse_plan
+    def plan_on(self, cluster: Cluster, work: Workload) -> Plan:
+        """The plan; without one data parallelism, which fits every model's sizes.
 
-        return parse_plan(self.plan) if self.plan else Plan(dp=cluster.size)
+        Raises:
+            PlanError: The plan is malformed, or one of its settings changes nothing.
+        """
+        from ...simulate.step.plan import Plan, idle_setting, parse_plan
+
+        plan = parse_plan(self.plan) if self.plan else Plan(dp=cluster.size)
+        if idle := idle_setting(work, plan):
+            raise PlanError(idle, where="plan", hint="leave it out")
+        return plan
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ class StepCase(PlannedStep):
         from .step import interleaved
 
         predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
-        said = self.plan_on(predictor.cluster)
+        said = self.plan_on(predictor.cluster, work)
         plan = said
         if not any(word in self.plan for word in ("schedule", "virtual", "chunks", ".y")):
             plan = interleaved(said, work, predictor.cluster.size, predictor.framework)

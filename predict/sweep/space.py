@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from ...common.errors import PlanError
 from ...common.types import JsonObject
 from ...simulate.clusters.topology import Cluster
-from ...simulate.step.plan import RECOMPUTE, Plan, resolved
+from ...simulate.step.plan import RECOMPUTE, Plan, idle_setting, resolved
 from ...simulate.step.settings import read_pairs
 from ...simulate.step.workload import Workload
 
@@ -155,13 +155,13 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     taken = sizes["tp"] * sizes["pp"] * sizes["cp"]
     if cluster.size % taken:
         return f"tp x pp x cp = {taken} does not divide the {cluster.size} devices"
-    # Without stages the schedule does not matter.
-    if sizes["pp"] == 1 and choice["schedule"] != "1f1b":
-        return ""
     data = cluster.size // taken
     known: JsonObject = {"fsdp": data} if choice["data"] == "fsdp" else {"dp": data}
     if choice["data"] == "zero1":
         known["zero"] = 1
+    if choice["data"] == "fsdp" and sizes["pp"] > 1:
+        # Else it would be zero1's time and memory.
+        known["zero"] = 3
     if choice["data"] not in DATA:
         raise PlanError(f"data={choice['data']!r}", where="grid", hint="one of " + ", ".join(DATA))
     # With one device left to use, all three are the same plan; the plain one is kept.
@@ -172,6 +172,8 @@ def make_plan(choice: Mapping[str, str], workload: Workload, cluster: Cluster) -
     known |= {axis: choice[axis] for axis in ("recompute", "schedule", "offload")}
     try:
         plan = Plan(**known, virtual=virtual)
+        if idle_setting(workload, plan):
+            return ""
         # Resolved twice: the first chooses the micro-batches that ``split`` then multiplies.
         plan = resolved(workload, plan, cluster.size)
         more = plan.changed(microbatches=plan.microbatches * sizes["split"])

@@ -28,7 +28,7 @@ from .pipeline import (
     orders,
     run_pipeline,
 )
-from .plan import Plan, stage_speeds
+from .plan import Plan
 from .stage_times import StageTimes, stage_times, traffic
 from .workload import Workload
 
@@ -236,6 +236,34 @@ class StepSpread:
             "mean_us": float(self.samples.mean()) * 1e6,
             **dict(zip(names, map(float, levels), strict=True)),
         }
+
+
+def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
+    """Return the speed of each stage, which is that of its slowest device.
+
+    Args:
+        plan: Gives the ranks of a stage, its outermost index.
+        speeds: Relative speed by rank; 1 for ranks that are left out.
+
+    Raises:
+        PlanError: A rank is not part of the plan, or a speed is not positive.
+    """
+    per_stage = plan.devices // plan.pp
+    slowest_speeds = [1.0] * plan.pp
+    named: dict[int, set[int]] = {}
+    for rank, speed in speeds.items():
+        if not 0 <= rank < plan.devices or not speed > 0:
+            raise PlanError(
+                f"speed {speed} of rank {rank}",
+                where="speeds",
+                hint=f"ranks are 0 to {plan.devices - 1}, speeds positive",
+            )
+        named.setdefault(rank // per_stage, set()).add(rank)
+    for stage, ranks in named.items():
+        # Devices that are not named run at speed 1, which may be the slowest of the stage.
+        rest = [1.0] if len(ranks) < per_stage else []
+        slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
+    return slowest_speeds
 
 
 def sample_steps(

@@ -173,6 +173,8 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
     # Every change below saves memory; ZeRO stages only exist over plain data parallelism.
     if plan.fsdp == 1 and plan.dp > 1:
         yield from ({"zero": stage} for stage in (1, 2, 3) if stage > plan.zero)
+    if plan.fsdp > 1 and plan.stage < 3:
+        yield {"zero": 3}
     yield {"microbatches": plan.microbatches * 2}
     if plan.tp > 1 and not plan.sp:
         yield {"sp": True}

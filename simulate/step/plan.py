@@ -9,7 +9,6 @@ divides the data-parallel ranks and adds no devices (Rajbhandari et al., DeepSpe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isqrt
 from typing import Any, NamedTuple
@@ -57,8 +56,8 @@ class Plan:
 
     Attributes:
         dp: Data-parallel replicas.
-        fsdp: Devices over which parameters, gradients and optimiser state are sharded (ZeRO 3);
-            each holds its own part of the batch. With ``dp`` above 1 the shards are replicated.
+        fsdp: Devices over which parameters, gradients and optimiser state are sharded (ZeRO 3, see
+            ``stage``); each holds its part of the batch. With ``dp`` the shards are replicated.
         tp: Tensor-parallel devices of a layer.
         sp: Whether norms and residuals are split along the sequence where ``tp`` is above 1
             (Korthikanti et al., Reducing Activation Recomputation, MLSys 2023).
@@ -126,7 +125,7 @@ class Plan:
                 where="plan",
                 hint="zero is 0 to 3, microbatches at least 1 (0 chooses)",
             )
-        # zero=3 with fsdp is redundant but consistent, so it is accepted.
+        # zero=3 with fsdp is consistent: in a pipeline it shards within a step as well.
         if self.fsdp > 1 and self.zero in (1, 2):
             raise PlanError(
                 "fsdp shards parameters, which zero=1 and zero=2 do not",
@@ -169,8 +168,12 @@ class Plan:
 
     @property
     def stage(self) -> int:
-        """ZeRO stage; 3 for ``fsdp``."""
-        return 3 if self.fsdp > 1 else self.zero
+        """ZeRO stage of a step: 3 for ``fsdp``, in a pipeline 1, if not 3 is said.
+
+        There parameters are gathered and gradients reduced once a step, and both are whole within
+        it (``torch.distributed.pipelining``; Grattafiori et al., Llama 3, 2024, section 3.3.2).
+        """
+        return self.zero or ((1 if self.pp > 1 else 3) if self.fsdp > 1 else 0)
 
     @property
     def tensor_group(self) -> Group:
@@ -235,8 +238,7 @@ def parse_plan(text: str) -> Plan:
         PlanError: The text is malformed, or a key or value is not known.
     """
     values = {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
-    # Megatron-LM's sequence parallelism is a switch, but some tools give a degree: accept it where
-    # it equals tp, which is all that it can mean.
+    # Sequence parallelism is a switch; tools that give a degree can only mean tp.
     if str(values.get("sp", "")).isdigit() and int(values["sp"]) > 1:
         if int(values["sp"]) != int(str(values.get("tp", 1))):
             raise PlanError(
@@ -246,6 +248,28 @@ def parse_plan(text: str) -> Plan:
             )
         values["sp"] = True
     return build(Plan, values, "plan")
+
+
+def idle_setting(workload: Workload, plan: Plan) -> str:
+    """Say which setting changes nothing, and what it needs; empty if all of them matter."""
+    trains = workload.mode == "train"
+    alone = plan.dp * plan.fsdp * plan.cp == 1
+    unused = not plan.stage or workload.product_bits != 8
+    for key, idle, needs in (
+        ("sp", plan.tp == 1 and not plan.sp, "tp above 1"),
+        ("schedule", plan.pp == 1 and plan.schedule != "1f1b", "pp above 1"),
+        ("zero", alone and plan.zero, "dp or cp above 1"),
+        ("zero", not trains and plan.zero in (1, 2), "mode=train"),
+        ("overlap", plan.devices == 1 and not plan.overlap, "several devices"),
+        ("hide_experts", plan.ep == 1 and plan.hide_experts, "ep above 1"),
+        ("quantized_weights", plan.quantized_weights and unused, "fsdp or zero, and products=fp8"),
+        ("recompute", not trains and plan.recompute != "none", "mode=train"),
+        ("offload", not trains and plan.offload != "none", "mode=train"),
+        ("reduce", not trains and plan.reduce, "mode=train"),
+    ):
+        if idle:
+            return f"{key}={str(getattr(plan, key)).lower()} changes nothing without {needs}"
+    return ""
 
 
 def stage_layers(layers: int, plan: Plan) -> list[int]:
@@ -349,31 +373,3 @@ def _divisors(number: int) -> list[int]:
     """All divisors, in order."""
     low = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
-
-
-def stage_speeds(plan: Plan, speeds: Mapping[int, float]) -> list[float]:
-    """Return the speed of each stage, which is that of its slowest device.
-
-    Args:
-        plan: Gives the ranks of a stage, its outermost index.
-        speeds: Relative speed by rank; 1 for ranks that are left out.
-
-    Raises:
-        PlanError: A rank is not part of the plan, or a speed is not positive.
-    """
-    per_stage = plan.devices // plan.pp
-    slowest_speeds = [1.0] * plan.pp
-    named: dict[int, set[int]] = {}
-    for rank, speed in speeds.items():
-        if not 0 <= rank < plan.devices or not speed > 0:
-            raise PlanError(
-                f"speed {speed} of rank {rank}",
-                where="speeds",
-                hint=f"ranks are 0 to {plan.devices - 1}, speeds positive",
-            )
-        named.setdefault(rank // per_stage, set()).add(rank)
-    for stage, ranks in named.items():
-        # Devices that are not named run at speed 1, which may be the slowest of the stage.
-        rest = [1.0] if len(ranks) < per_stage else []
-        slowest_speeds[stage] = min([*rest, *(speeds[r] for r in ranks)])
-    return slowest_speeds

@@ -162,6 +162,25 @@ def replica_calls(held: Parameters, workload: Workload, plan: Plan) -> list[Comm
     ]
 
 
+def sharding_note(plan: Plan) -> str:
+    """Say how often a pipeline gathers parameters and reduces gradients; empty where it is plain.
+
+    DeepSpeed's pipelines and Megatron-LM's distributed optimiser know ZeRO 1 alone.
+    """
+    if plan.pp == 1 or plan.microbatches == 1 or max(plan.stage, plan.fsdp) < 2:
+        return ""
+    if plan.stage == 1:
+        return (
+            "parameters of fsdp are gathered and gradients reduced once a step, and are whole "
+            "within it, as torch.distributed.pipelining and Llama 3 have it; zero=3 does so for "
+            "every micro-batch"
+        )
+    return (
+        f"zero={plan.zero} reduces gradients for every micro-batch, as Megatron-FSDP does; "
+        "pipelines of DeepSpeed, Megatron-LM and torchtitan do it once a step: zero=1"
+    )
+
+
 def tied_calls(workload: Workload, plan: Plan, stage: int) -> list[CommCall]:
     """List the all-reduce of tied weights, of which both ends of a pipeline hold a copy.
 

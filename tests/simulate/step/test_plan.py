@@ -1,7 +1,14 @@
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved, stage_layers
+from opcast.simulate.step.plan import (
+    Group,
+    Plan,
+    idle_setting,
+    parse_plan,
+    resolved,
+    stage_layers,
+)
 from opcast.simulate.step.workload import make_workload, read_workload
 
 SIZES = {
@@ -68,6 +75,28 @@ def test_bad_plans_say_what_is_wrong(text, said):
 def test_plans_that_do_not_fit_the_model_or_the_cluster(plan, devices, said):
     with pytest.raises(PlanError, match=said):
         resolved(make_workload("llama", SIZES), parse_plan(plan), devices)
+
+
+@pytest.mark.parametrize(
+    ("plan", "mode", "said"),
+    [
+        ("sp=false", "train", "sp=false changes nothing without tp above 1"),
+        ("schedule=gpipe,dp=8", "train", "pp above 1"),
+        ("zero=1", "train", "dp or cp above 1"),
+        ("dp=8,zero=2", "forward", "mode=train"),
+        ("overlap=false", "train", "several devices"),
+        ("dp=8,hide_experts=true", "train", "ep above 1"),
+        ("fsdp=8,quantized_weights=true", "train", "products=fp8"),
+        ("recompute=full", "forward", "recompute=full changes nothing without mode=train"),
+        # Defaults that are spelt out, and settings that matter.
+        ("dp=8,sp=true,schedule=1f1b,virtual=1,quantized_weights=no", "train", ""),
+        ("tp=2,pp=2,dp=2,sp=false,schedule=gpipe,zero=1,overlap=false", "train", ""),
+        ("fsdp=8,zero=3", "forward", ""),
+    ],
+)
+def test_settings_that_change_nothing_are_told(plan, mode, said):
+    found = idle_setting(make_workload("llama", {**SIZES, "mode": mode}), parse_plan(plan))
+    assert said in found and bool(said) == bool(found)
 
 
 def test_microbatches_are_chosen_by_tokens():

@@ -5,13 +5,13 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.predict.export.timeline import step_events, step_trace
-from opcast.simulate.step.compose import sample_steps, slowest, step_time
+from opcast.simulate.step.compose import sample_steps, slowest, stage_speeds, step_time
 from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import find_fit, memory_of
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
-from opcast.simulate.step.plan import Plan, parse_plan, resolved, stage_speeds
-from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls
+from opcast.simulate.step.plan import Plan, parse_plan, resolved
+from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls, sharding_note
 from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK = 1e14, 1e11
@@ -111,6 +111,20 @@ def test_step_lies_between_its_longest_part_and_the_sum(text, layers):
     assert found.exposed <= sum(found.communication.values()) + others + 1e-12
     _, bare = step(workload, text + ",overlap=false")
     assert bare.total >= found.total * (1 - 1e-9)
+
+
+def test_pipelines_gather_parameters_and_reduce_gradients_once_a_step():
+    """As ZeRO 1 does, unless the plan says ZeRO 3: torch.distributed.pipelining, Llama 3."""
+    w = small(layers=8, batch=32)
+    once, found = step(w, "pp=2,fsdp=4,microbatches=4")
+    _, plain = step(w, "pp=2,dp=4,zero=1,microbatches=4")
+    assert found.total == plain.total and found.communication == plain.communication
+    often, every = step(w, "pp=2,fsdp=4,zero=3,microbatches=4")
+    # Both passes of four micro-batches gather what is gathered once else.
+    assert every.communication["gather"] == pytest.approx(8 * found.communication["gather"])
+    assert every.communication["scatter"] == pytest.approx(4 * found.communication["scatter"])
+    assert "once a step" in sharding_note(once) and "every micro-batch" in sharding_note(often)
+    assert sharding_note(resolved(w, parse_plan("fsdp=4"), 4)) == ""
 
 
 def test_zero_bubble_is_shorter_and_interleaving_too():
