@@ -218,15 +218,18 @@ def line_of(source_line: str) -> str:
     return source_line.rsplit("/", 1)[-1]
 
 
+def runs_priced(cost: float) -> tuple[float, str]:
+    """How many runs a cost is told of, so that it is a cent or more, and how that is said."""
+    several = ((1e3, "per 1,000 runs"), (1e6, "per million runs"))
+    return (1.0, "a run") if cost >= 0.01 else several[cost < 1e-5]
+
+
 def cost_line(result: HasLatency, price: float) -> str:
-    """What a run costs on a device rented by the hour, and 1,000 runs if one is below a cent."""
+    """What a run costs on a device rented by the hour, or many runs where one is below a cent."""
     seconds = Interval(result.latency_us * 1e-6, result.lo_us * 1e-6, result.hi_us * 1e-6)
-    cost = cost_of(price, seconds, 1)
-    told = f"cost {plain(cost.value)}  [{plain(cost.lo)} – {plain(cost.hi)}] a run"
-    if cost.value < 0.01:
-        value, lo, hi = (1000.0 * own for own in cost)
-        told += f", {plain(value)}  [{plain(lo)} – {plain(hi)}] per 1,000 runs"
-    return told
+    count, runs = runs_priced(cost_of(price, seconds, 1).value)
+    value, lo, hi = (count * own for own in cost_of(price, seconds, 1))
+    return f"cost {plain(value)}  [{plain(lo)} – {plain(hi)}] {runs}"
 
 
 def factor_table(title: str, log_ratios: Iterable[tuple[str, float]]) -> Table:

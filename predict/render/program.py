@@ -30,6 +30,7 @@ from .parts import (
     plain_table,
     print_notes,
     root_of,
+    runs_priced,
     timed_headline,
     unfit,
 )
@@ -163,9 +164,11 @@ MOST = 60
 def print_many(console: Console, frame: pd.DataFrame) -> None:
     """Print the times of programs on devices, in the order of the command line."""
     priced = "cost" in frame
-    names = ("time", "90 % interval", "memory", *(("cost",) if priced else ()), "device", "program")
+    count, runs = runs_priced(float(frame["cost"].max())) if priced else (1.0, "")
+    costs = (f"cost {runs}",) if priced else ()
+    names = ("time", "90 % interval", "memory", *costs, "device", "program")
     # Long names go on in the next line; figures stay whole.
-    table = plain_table(*names, right=("time", "cost"), fold=("device", "program"))
+    table = plain_table(*names, right=("time", *costs), fold=("device", "program"))
     for row in frame.head(MOST).to_dict("records"):
         program = Text(Path(str(row["program"])).name)
         device = Text(str(row["device"]))
@@ -174,7 +177,7 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
             table.add_row("none", Text(str(row["error"]), style="red"), *empty, device, program)
             continue
         span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
-        cost = [plain(row["cost"]) if pd.notna(row["cost"]) else ""] if priced else []
+        cost = [plain(count * row["cost"]) if pd.notna(row["cost"]) else ""] if priced else []
         table.add_row(
             duration(row["latency_us"]),
             span,

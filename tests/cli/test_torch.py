@@ -96,8 +96,8 @@ def test_pytorchs_kernels_by_line_with_cost_and_timeline(folder, tmp_path):
     assert "100.0%" in told.stdout and "net.py:10" in told.stdout and "addmm" in told.stdout
     found = predicted(path, *words[2:])
     assert found["cost"] == pytest.approx(found["latency_us"] * 1e-6 * 3.6 / 3600)
-    # Three digits of some 37 billionths of a dollar, without an exponent.
-    assert f"cost {found['cost']:.10f}" in told.stdout
+    # Three digits of some 37 billionths of a dollar.
+    assert f"cost {found['cost'] * 1e6:.3g}  [" in told.stdout and "per million runs" in told.stdout
     spans = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in spans] == [o["name"] for o in found["operators"]]
     assert spans[-1]["ts"] + spans[-1]["dur"] == pytest.approx(found["latency_us"])

@@ -110,11 +110,10 @@ def test_time_by_source_line_and_by_module():
     assert "(none)" in modules
 
 
-def test_a_run_below_a_cent_is_told_by_the_thousand():
-    # 1 ms [0.8 – 1.3] at 3.6 an hour: 1e-06 a run, 0.001 per 1,000; at 3.6e7, 10 a run.
-    assert cost_line(PREDICTION, 3.6) == (
-        "cost 0.000001  [0.0000008 – 0.0000013] a run, 0.001  [0.0008 – 0.0013] per 1,000 runs"
-    )
+def test_a_run_below_a_cent_is_told_by_the_thousand_or_million():
+    # 1 ms [0.8 – 1.3] at 3.6 an hour: 1e-06 a run; at 360, 1e-4; at 3.6e7, 10 a run.
+    assert cost_line(PREDICTION, 3.6) == "cost 1  [0.8 – 1.3] per million runs"
+    assert cost_line(PREDICTION, 360) == "cost 0.1  [0.08 – 0.13] per 1,000 runs"
     assert cost_line(PREDICTION, 3.6e7) == "cost 10  [8 – 13] a run"
 
 
