@@ -64,6 +64,12 @@ class TorchEffects(Effects):
 COSTS = tuple(TorchEffects.levels.prior)
 
 
+def is_older(release: str, than: tuple[int, int]) -> bool:
+    """Whether a release of PyTorch is named and comes before one, given by major and minor."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    return bool(numbers) and numbers < than
+
+
 def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict[str, str]:
     """Levels of what runs on a device.
 
@@ -72,9 +78,8 @@ def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict
         framework: ``torch-eager`` or ``torch-compiled``.
         release: Of PyTorch; empty for a recent one.
     """
-    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
     cpu = device.platform == "cpu"
-    old = bool(numbers) and numbers < _RECENT["cpu" if cpu else "gpu"]
+    old = is_older(release, _RECENT["cpu" if cpu else "gpu"])
     return {
         # The same libraries serve all makers' CPUs.
         "all": device.platform if cpu else device.vendor,

@@ -5,6 +5,11 @@ cuDNN multiplies 16-bit images with the channels last: others are turned first, 
 units; a few numbers of channels have kernels that serve several groups at once. Where cuDNN has no
 fast kernel it runs one that reads as the filter goes, at a few per cent of the vector units. What
 of it is a constant was fitted to whole models (``cudnn`` of features/operators/fitted.yaml).
+
+    time = FLOPs / (share · matrix peak) + FLOPs · cost beside / vector peak
+
+What a tile costs beside its products (addresses, loads through shared memory, the epilogue) goes at
+the pace of the rest of the chip: it decides where matrix units are many times as fast as that.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from ...models.gpu.memory_passes import (
 )
 from .aten_costs import IMAGE
 from .aten_work import AtenKernel
-from .prices import MATRIX_SHARE, MEMORY_SHARE
+from .prices import MEMORY_SHARE
 
 _FIT = fitted("cudnn")
 #: Taps of the filters for which PyTorch calls cuDNN's depthwise convolutions of 16-bit images in
@@ -42,10 +47,11 @@ _THREADS, _BLOCKS = 256, 6
 
 
 def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
-    """Seconds of a convolution of 16 bits by cuDNN, with the turns of its images.
+    """Seconds of a convolution of 16 bits, or in TF32, by cuDNN, with the turns of its images.
 
     Args:
-        work: A convolution that is neither transposed nor depthwise.
+        work: A convolution that is neither transposed nor depthwise, in the format that it
+            multiplies.
         spec: A GPU of NVIDIA's.
     """
     groups, channels = work.shape[0], _narrowest(work)
@@ -54,11 +60,12 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
     tile = _FIT.tile if turned else _FIT.tile_last
     filled = _filled(channels, tile) if groups > 1 else 1.0
     flops = work.op.flops()
-    seconds = max(flops / filled / (spec.matrix_peak(work.dtype) * MATRIX_SHARE), memory)
+    matrix, vector = spec.matrix_peak(work.dtype), spec.vector_peak("f32")
+    seconds = max(flops / filled * (1.0 / (matrix * _FIT.matrix) + _FIT.beside / vector), memory)
     filters = work.conv is not None and work.conv["op"] == "bwd_weights"
     if filters and work.channels_last and groups > 1 and not _served_together(groups, channels):
         padded = flops / _filled(channels, _FIT.tile_last)
-        seconds = max(seconds, padded / (_FIT.filters * spec.vector_peak("f32")))
+        seconds = max(seconds, padded / (_FIT.filters * vector))
     return (seconds + turned * _FIT.turn * memory + spec.floor) * work.op.scale
 
 

@@ -15,9 +15,10 @@ from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import resident_share
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
-from ...models.gpu.attention import attention_answer, lacks_bf16
+from ...models.gpu.attention import attention_answer
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
+from ...models.pytorch.model import is_older
 from .aten_convolutions import cudnn_seconds, depthwise_times
 from .aten_recurrent import STEPS
 from .aten_traffic import Stream, streams
@@ -25,15 +26,18 @@ from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Ate
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
-from .torch_attention import EFFICIENT, MATH, attention_backend
+from .torch_attention import CUDNN, EFFICIENT, MATH, attention_backend
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
 #: Families of convolutions: cuDNN's in f32, timed alone, and MIOpen's fastest.
 _CONVOLUTIONS = ("eager/conv", "tuned/conv")
-#: Time of memory-efficient attention over FlashAttention 2's, at most: that is 1.7 to 3 times as
-#: fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to 6).
-_EFFICIENT_FACTOR = 2.0
+#: Time of FlashAttention 1 and of memory-efficient attention over FlashAttention 2's, which is 1.7
+#: to 3 times as fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to
+#: 6). So slow, they save of Stable Diffusion's U-Net what was measured on A100 and V100.
+_SLOWER = 2.0
+#: First release of PyTorch whose flash kernel is FlashAttention 2 (its release notes).
+_SECOND = (2, 2)
 #: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
 #: the same products, which libraries run by other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
@@ -71,9 +75,14 @@ class AtenPrices:
     """Seconds and ends of the interval of kernels, and what each was learned from."""
 
     def __init__(
-        self, spec: DeviceSpec, bundle: OpModel | None, product: float, attention: float
+        self,
+        spec: DeviceSpec,
+        bundle: OpModel | None,
+        product: float,
+        attention: float,
+        release: str = "",
     ) -> None:
-        self._spec = spec
+        self._spec, self._release = spec, release
         # Calls timed alone were measured on AMD's GPUs too; otherwise rows name CUDA libraries.
         known = bundle is not None and (spec.runs_cuda or spec.name in bundle.devices)
         self._alone = bundle if known else None
@@ -143,7 +152,7 @@ class AtenPrices:
             if keys[i] == ROOFLINE and work.is_depthwise:
                 times[i] = depthwise_times(work, self._spec)
             elif keys[i] == ROOFLINE and self._multiplies_last(work):
-                times[i] *= cudnn_seconds(work, self._spec) / times[i, 0]
+                times[i] *= cudnn_seconds(work.but(dtype=ops[i].dtype), self._spec) / times[i, 0]
             if work.name in STEPS:
                 times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
                 times[i] *= [1.0, 1.0 / _PERSISTENT, 1.0]
@@ -152,9 +161,10 @@ class AtenPrices:
         at = [i for i, w in enumerate(found) if self._calls_library(w)]
         if at:
             answer = attention_answer([_attention_call(found[i]) for i in at], self, self._spec)
-            times[at] = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
-            longer = [_other_library(self._spec, found[i]) for i in at]
-            times[at, 2] = np.maximum(times[at, 2], answer.latency * longer)
+            both = np.array([_libraries(self._spec, found[i], self._release) for i in at])
+            answered = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
+            times[at] = answered * both[:, :1]
+            times[at, 2] = np.maximum(times[at, 2], answer.latency * both[:, 1])
             for i, source in zip(at, answer.source, strict=True):
                 sources[i] = str(source)
         return times, sources
@@ -169,8 +179,8 @@ class AtenPrices:
 
     def _multiplies_last(self, work: AtenKernel) -> bool:
         """Whether a convolution is one that cuDNN runs with the channels last."""
-        narrow = work.dtype in ("f16", "bf16") and self._spec.runs_cuda
-        return narrow and work.conv is not None
+        narrow = work.dtype in ("f16", "bf16") or (work.dtype == "f32" and _has_tf32(self._spec))
+        return narrow and self._spec.runs_cuda and work.conv is not None
 
     def _calls_library(self, work: AtenKernel) -> bool:
         """Whether a kernel is fused attention that was published for NVIDIA's GPUs."""
@@ -209,11 +219,10 @@ class AtenPrices:
         if spec.vendor == "AMD":
             kind = {"key": "tuned/conv", "family": "conv", "dtype": dtype}
             return {**kind, **sizes}
-        tf32 = spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
         square = {"kh": 3, "kw": 3, "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1}
         plain = {**square, "ndim": 2, "dil_h": 1, "dil_w": 1, "groups": 1, "h": sizes["w"]}
         alike = all(sizes[name] == value for name, value in plain.items())
-        if work.dtype != "f32" or tf32 or not spec.runs_cuda or not alike:
+        if work.dtype != "f32" or _has_tf32(spec) or not spec.runs_cuda or not alike:
             return None
         # The gradient of the image is a convolution of the same kind with the channels swapped.
         ends = ("k", "c") if sizes["op"] == "bwd_data" else ("c", "k")
@@ -240,6 +249,11 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
         "latency": spec.floor * work.launches,
     }
     return max(parts, key=parts.__getitem__)
+
+
+def _has_tf32(spec: DeviceSpec) -> bool:
+    """Whether products in TF32 are faster than in f32."""
+    return spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32")
 
 
 def _as_computed(work: AtenKernel, spec: DeviceSpec) -> Op:
@@ -275,15 +289,21 @@ def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True)
     return EFFICIENT if found == MATH else found
 
 
-def _other_library(spec: DeviceSpec, work: AtenKernel) -> float:
-    """Time of attention in other releases of PyTorch, or of a slower library, over the estimate.
+def _libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
+    """Time of attention by PyTorch's library over the published kernels', and by an older one.
 
     One query is bound by memory in all of them.
     """
-    if work.shape[4] == 1 or work.dtype not in TABLE_DTYPE or lacks_bf16(spec):
-        return 1.0
-    last = attention_library(spec, work, cudnn=False) == EFFICIENT
-    return FLASH2.get(spec.architecture, 1.0) * (_EFFICIENT_FACTOR if last else 1.0)
+    if work.shape[4] == 1:
+        return 1.0, 1.0
+    old = is_older(release, _SECOND)
+    factors = []
+    for cudnn in (not old, False):
+        library = attention_library(spec, work, cudnn=cudnn)
+        slower = _SLOWER if library == EFFICIENT or old else 1.0
+        second = 1.0 if library == CUDNN else FLASH2.get(spec.architecture, 1.0)
+        factors.append(slower * second)
+    return factors[0], factors[1]
 
 
 def _attention_call(work: AtenKernel) -> dict[str, int]:

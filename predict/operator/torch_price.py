@@ -18,6 +18,7 @@ import numpy as np
 from ...common.errors import ProgramError
 from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
+from ...features.operators.physics import fitted
 from ...models.operators import OpModel
 from ...models.pytorch.model import CpuTorchModel, TorchModel, torch_context
 from ...models.steps.context import device_context
@@ -48,12 +49,9 @@ from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
 
-#: Time of the host for a kernel of ``torch.compile`` over that of an eager operator: the generated
-#: code calls kernels without PyTorch's dispatch and autograd. Engineering estimate.
-_COMPILED_LAUNCH = 0.5
-#: Half-width of the host's time, as a factor either way: between machines and Python versions.
-#: Engineering estimate.
-_HOST_FACTOR = 1.6
+#: Seconds of the host for a launch, and the half-width of its time, a factor either way between
+#: machines, libraries and releases of Python.
+_HOST = fitted("python")
 #: Most times that recurrent layers written out step by step take of cuDNN's, which has about two
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
@@ -232,7 +230,7 @@ def price_works(
         release: Of PyTorch; empty for a recent one.
     """
     compiled = framework == "torch-compiled"
-    times, sources, launch = unlearned(found, spec, bundle, kept)
+    times, sources, host = unlearned(found, spec, framework, bundle, kept, release)
     least = least_times(found, spec)
     ends: Ends | None = None
     cpu, narrow = spec.platform == "cpu", computes_narrow(found)
@@ -255,29 +253,47 @@ def price_works(
     if ends is not None:
         # Errors of whole models that were left out hold those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
-    host = sum(w.launches for w in found) * launch * (_COMPILED_LAUNCH if compiled else 1.0)
     seconds = max(total, host)
-    lo = max(total - down, 0.05 * total, float(least.sum()), host / _HOST_FACTOR)
-    hi = max(total + up, host * _HOST_FACTOR)
+    lo = max(total - down, 0.05 * total, float(least.sum()), host / _HOST.factor)
+    hi = max(total + up, host * _HOST.factor)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
 
 def unlearned(
-    found: Sequence[AtenKernel], spec: DeviceSpec, bundle: OpModel | None, kept: Collection[int]
+    found: Sequence[AtenKernel],
+    spec: DeviceSpec,
+    framework: str,
+    bundle: OpModel | None,
+    kept: Collection[int] = (),
+    release: str = "",
 ) -> tuple[np.ndarray, list[str], float]:
     """Price kernels without what whole models taught; arguments as of :func:`price_works`.
 
     Returns:
         Seconds and both ends of the 90 % interval of each, shape ``(n, 3)``, what they were
-        learned from, and seconds of the host for a launch of eager PyTorch.
+        learned from, and seconds of the host to launch them.
     """
     if spec.platform == "cpu":
         # What the host does for a kernel is part of it.
         return *CpuPrices(spec)(found, kept), 0.0
     bits = 32 if _mostly_f32(found) else 16
     effects = StepModel.find().table.effects(device_context(spec, bits))
-    times, sources = AtenPrices(spec, bundle, effects.product, effects.attention)(found, kept)
-    return times, sources, effects.launch_s
+    prices = AtenPrices(spec, bundle, effects.product, effects.attention, release)
+    return *prices(found, kept), _host_seconds(found, framework, effects.launch_s)
+
+
+def _host_seconds(found: Sequence[AtenKernel], framework: str, launch: float) -> float:
+    """Seconds in which the host launches kernels.
+
+    Args:
+        found: The kernels.
+        framework: As of :func:`price_works`.
+        launch: For a launch that no Python is run for: autograd's, and the optimiser's of lists.
+    """
+    python = _HOST.compiled_s if framework == "torch-compiled" else _HOST.eager_s
+    generated = ("forward", "backward") if framework == "torch-compiled" else ("forward",)
+    each = [python if w.phase in generated else launch for w in found]
+    return float(np.dot([w.launches for w in found], each))
 
 
 def computes_narrow(found: Sequence[AtenKernel]) -> bool:

@@ -301,10 +301,12 @@ def _seconds(row: ModelRow, own: _Recorded) -> Answer:
         # What was measured is 16 bits on GPUs, f32 on CPUs.
         if computes_narrow(found) == (own.spec.platform == "cpu"):
             return "another format of numbers than whole models were learned of"
-        times, _, launch = unlearned(found, own.spec, own.predictor.bundle, recording.kept)
-        compiled = own.predictor.framework == "torch-compiled"
-        costs = [cost_class(work, compiled) for work in found]
-        sums["host"] += count * sum(work.launches for work in found) * launch
+        asked = own.predictor
+        times, _, host = unlearned(
+            found, own.spec, asked.framework, asked.bundle, recording.kept, asked.release
+        )
+        costs = [cost_class(work, asked.framework == "torch-compiled") for work in found]
+        sums["host"] += count * host
         for cost, seconds in seconds_by_class(costs, times[:, 0]).items():
             sums[cost] = sums.get(cost, 0.0) + count * seconds
     return sums

@@ -83,6 +83,10 @@ def test_convolutions_of_f32_take_tf32_where_cudnn_does(device, rate):
     (conv,) = [w for w in found.operators if w.kind == "convolution"]
     flops = 2 * 64 * 56 * 56 * 512 * 512 * 9
     expected = flops / (0.7 * spec.matrix_peak(rate)) + spec.floor
+    if rate == "tf32":
+        # Beside the products, and images turned (tests/predict/operator/test_aten_convolutions.py).
+        turns = 0.8 * conv.bytes / (0.85 * spec.bandwidth)
+        expected = flops * (1 / (0.7778 * 494.7e12) + 0.0714 / 66.9e12) + turns + spec.floor
     assert conv.latency_us == pytest.approx(expected * 1e6)
     assert not any("TF32" in note for note in found.notes)
 
@@ -460,6 +464,53 @@ Q, K, ONE = (2, 8, 256, 64), (2, 2, 256, 64), (2, 8, 1, 64)
 )
 def test_attention_is_by_the_first_kernel_that_takes_it(device, use, backend):
     assert attention_backend(find_device(device), use) == backend
+
+
+class AttendsItself(torch.nn.Module):
+    """Fused attention alone."""
+
+    def forward(self, q, bias=None):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+
+
+def attended(device, release="", masked=False):
+    """Microseconds of fused attention, and the upper end, of a release."""
+    with torch.device("meta"):
+        q = torch.empty(16, 16, 1024, 64, dtype=torch.float16)
+        bias = torch.empty(16, 1024, 1024, dtype=torch.float16) if masked else None
+    predictor = TorchPredictor(f"torch-eager@{release}" if release else "torch-eager")
+    found = predictor.predict(TorchProgram(AttendsItself(), (q, bias) if masked else (q,)), device)
+    return next((o.latency_us, o.hi_us) for o in found.operators if o.kind == "attention")
+
+
+def test_flash_attention_1_and_the_memory_efficient_kernel_take_twice_as_long():
+    second, first, masked = (
+        attended("a100-sxm-40gb", *how)[0] for how in (("2.2",), ("2.1",), ("", True))
+    )
+    assert attended("a100-sxm-40gb")[0] == second
+    assert first == pytest.approx(2 * second)
+    assert masked == pytest.approx(2 * second)
+    # What cuDNN takes recent releases run by it; before, by FlashAttention 1.
+    new, old = attended("h100-sxm"), attended("h100-sxm", "2.1")
+    assert old[0] > 2 * new[0] and new[1] < old[0]
+
+
+def test_the_host_takes_longer_for_launches_of_python():
+    x = torch.empty(4, 64, device="meta")
+    with torch.device("meta"):
+        module = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    # A product for each layer (features/operators/fitted.yaml).
+    found = predict(module, x, device="a100-sxm-40gb", framework="torch-eager")
+    assert found.host_us == pytest.approx(4 * 36.0) and found.latency_us == found.host_us
+    assert found.lo_us >= found.host_us / 2 and found.hi_us == pytest.approx(2 * found.host_us)
+    compiled = predict(module, x, device="a100-sxm-40gb", framework="torch-compiled")
+    assert compiled.host_us == pytest.approx(4 * 27.0)
+    # Autograd and the optimiser launch without Python.
+    step = {"train": "sgd", "loss": "sum", "framework": "torch-eager"}
+    trained = predict(module, x, device="a100-sxm-40gb", **step)
+    eager = sum(o.launches for o in trained.operators if o.phase == "forward")
+    others = sum(o.launches for o in trained.operators) - eager
+    assert 36.0 * eager + 5.0 * others < trained.host_us < 36.0 * eager + 15.0 * others
 
 
 class MovedChannels(torch.nn.Module):
