@@ -19,11 +19,13 @@ from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import OpRows, distinct, texts_of
 from ...features.operators.op import moving_s
 from ..trust.calibrator import (
+    LEAST_SETS,
     MIN_SCORES,
     UNCALIBRATED,
     Calibrator,
     Ends,
     ends,
+    grouped_ends,
     including_zero,
     size_bins,
     widest,
@@ -130,7 +132,8 @@ BINS = 4
 #: Names that stand for devices without samples, and for those of another vendor than most that were
 #: learned from.
 UNSEEN, FOREIGN = "", "*"
-#: Name that stands for layers and head configurations that were not learned from on a device.
+#: Name that stands for layers and head configurations that were not learned from, and before a
+#: device's name for those that it was not seen with.
 NEW_GROUP = "+"
 #: Between library, device and family in the name of versions that are known of one family on one
 #: device alone.
@@ -219,16 +222,38 @@ class DeviceIntervals:
             found = widest(values) or UNKNOWN
             self.ends.ends[kind, 0] = moved_out(found) if widened else found
 
-    def fit_groups(self, scores: Sequence[np.ndarray]) -> None:
-        """Calibrate for groups without samples, where few are known.
+    def fit_groups(self, scores: np.ndarray, group: np.ndarray, device: np.ndarray) -> None:
+        """Calibrate for groups without samples, on each device that has many, and on others.
 
-        As for devices, a new group is one more draw of a group, not of a row: the ends are the
-        widest of those of the groups that were left out in turn.
+        As for devices, a new group is one more draw of a group, not of a row.
 
         Args:
-            scores: Scores of each group by a model that did not see it.
+            scores: Scores by models that did not see a row's group, shape ``(n,)``.
+            group: Names of groups, shape ``(n,)``.
+            device: Devices, shape ``(n,)``.
         """
-        self.ends.ends[NEW_GROUP, 0] = widest(scores) or UNKNOWN
+        self.ends.ends[NEW_GROUP, 0] = grouped_ends(scores, group) or UNKNOWN
+        code, names = distinct(device)
+        for place in sorted(range(len(names)), key=lambda at: str(names[at])):
+            own = code == place
+            if len(set(group[own])) >= LEAST_SETS:
+                found, name = grouped_ends(scores[own], group[own]), f"{NEW_GROUP}{names[place]}"
+                self.edges[name], self.ends.ends[name, 0] = [], found or UNKNOWN
+
+    def of_new_groups(
+        self, device: np.ndarray, predicted_s: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ends in seconds for rows of groups that their devices were not seen with, ``(n,)`` each.
+
+        Args:
+            device: Any devices, shape ``(n,)``.
+            predicted_s: Predictions, shape ``(n,)``.
+        """
+        code, names = distinct(device)
+        keys = ([(f"{NEW_GROUP}{name}", 0), (NEW_GROUP, 0)] for name in names)
+        logs = np.array([self.ends.of(key, UNKNOWN) for key in keys]).reshape(-1, 2)
+        lower, upper = np.exp(logs)[code].T
+        return predicted_s * lower, predicted_s * upper
 
     def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ends of the interval in seconds for rows of one device.

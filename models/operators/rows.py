@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 #: show the error on shapes that were never seen, single rows that between measured sizes. Both are
 #: kept small because every held-out row is lost to the regressor. Engineering estimates.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
-#: With fewer groups than this only single rows are held out: one group would be a large share.
-#: Engineering estimate.
-MIN_GROUPS = 8
-#: Least number of groups to hold out, but never more than a fifth of them: fewer would make the
-#: intervals those of one or two layers. Engineering estimate.
-LEAST_GROUPS = 5
 #: With fewer groups than this each is held out once, from one of so many models: a twentieth would
-#: be two or three, whose errors say little of others. Of fewer than :data:`TWO_GROUPS` the others
-#: do not show what a group has in common. Engineering estimates.
-FEW_GROUPS, PARTS, TWO_GROUPS = 60, 5, 3
+#: be fewer than the 20 that two 5 % tails take. Of fewer than :data:`TWO_GROUPS` the others do not
+#: show what a group has in common. Engineering estimates.
+FEW_GROUPS, PARTS, TWO_GROUPS = 400, 5, 3
 
 
 def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
@@ -142,15 +136,13 @@ class HeldOut(NamedTuple):
     """Rows to hold out of a fit.
 
     Attributes:
-        rows: Of whole groups, and single ones, bool, shape ``(n,)``.
+        rows: Single ones, and where there are many groups some whole groups, bool, shape ``(n,)``.
         parts: Where there are few groups, sets that hold each of them once, for models of their
             own.
-        of_all: Whether errors on the parts are those of a known group's rows, too.
     """
 
     rows: np.ndarray
     parts: list[np.ndarray]
-    of_all: bool
 
 
 def held_out(rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator) -> HeldOut:
@@ -164,19 +156,17 @@ def held_out(rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator) 
     """
     place = group_draw(rows, key, seed)
     groups, group = np.unique(place, return_inverse=True)
-    few = MIN_GROUPS <= len(groups) < FEW_GROUPS
-    count = min(PARTS, len(groups)) if TWO_GROUPS <= len(groups) < FEW_GROUPS else 0
-    parts = [group % count == part for part in range(count)]
-    least = min(LEAST_GROUPS, len(groups) // 5)
-    count = (
-        max(least, round(HELD_GROUPS * len(groups))) if len(groups) >= MIN_GROUPS and not few else 0
-    )
-    first = groups[count - 1] if count else -1.0
-    # What is asked of layers and head configurations of blocks is mostly new ones, and their tables
-    # have few: rows of known ones would make the intervals too narrow.
-    single = 0.0 if (count or few) and key in ALIKE else HELD_ROWS
-    held = np.asarray((place <= first) | (rng.random(len(rows)) < single))
-    return HeldOut(held, parts, few)
+    few = TWO_GROUPS <= len(groups) < FEW_GROUPS
+    count = min(PARTS, len(groups)) if few else 0
+    whole = round(HELD_GROUPS * len(groups)) if len(groups) >= FEW_GROUPS else 0
+    first = groups[whole - 1] if whole else -1.0
+    held = np.asarray((place <= first) | drawn(len(rows), rng))
+    return HeldOut(held, [group % count == part for part in range(count)])
+
+
+def drawn(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw :data:`HELD_ROWS` of the rows, bool, shape ``(count,)``."""
+    return np.asarray(rng.random(count) < HELD_ROWS)
 
 
 def codes(rows: pd.DataFrame | OpRows) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,9 @@ NORMAL_90 = 1.645
 #: Keys with fewer scores than this fall back. 19 is the least for two 5 % tails, where the ends are
 #: the extremes and vary a lot between samples; twice that lets the second ones decide.
 MIN_SCORES = 40
+#: Fewest groups that bound a tail of a new one's errors: beyond all of ``K`` groups lies a share
+#: ``1 / (K + 1)``, which has to be at most 5 %.
+LEAST_SETS = 19
 #: Half-width in log space without any calibration: a factor of 4 either way. Engineering estimate
 #: of what a roofline with launch cost is rarely off by; not fitted.
 UNCALIBRATED = float(np.log(4.0))
@@ -153,6 +156,29 @@ def widest(scores: Iterable[np.ndarray]) -> Ends | None:
     if not each:
         return None
     return including_zero((min(lo for lo, _ in each), max(hi for _, hi in each)))
+
+
+def grouped_ends(scores: np.ndarray, group: np.ndarray) -> Ends | None:
+    """Ends for a row of one more group, from rows of groups that were left out.
+
+    Hierarchical conformal prediction (Lee, Barber and Willett, Distribution-free inference with
+    hierarchical data, 2023): each of ``K`` groups has the weight ``1 / (K + 1)``, shared by its
+    rows, and the new one lies beyond all of them. Of fewer than :data:`LEAST_SETS` groups, which no
+    such quantile bounds, the :func:`widest` ends count.
+
+    Args:
+        scores: Of rows, each by a model that did not see its group, shape ``(n,)``.
+        group: Names of their groups, shape ``(n,)``.
+    """
+    _, code, counts = np.unique(group.astype(str), return_inverse=True, return_counts=True)
+    if len(counts) < LEAST_SETS:
+        return widest(scores[code == place] for place in range(len(counts)))
+    order = np.argsort(scores)
+    ordered, weight = scores[order], (1 / counts[code] / (len(counts) + 1))[order]
+    level = (1 + COVERAGE) / 2 - 1e-9
+    above = ordered[np.searchsorted(np.cumsum(weight), level)]
+    below = ordered[::-1][np.searchsorted(np.cumsum(weight[::-1]), level)]
+    return including_zero((float(below), float(above)))
 
 
 def size_bins(size: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:

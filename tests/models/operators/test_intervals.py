@@ -14,7 +14,7 @@ from opcast.models.operators.prediction import (
     UNSEEN,
     DeviceIntervals,
 )
-from opcast.models.trust.calibrator import MIN_SCORES, UNCALIBRATED, ends
+from opcast.models.trust.calibrator import LEAST_SETS, MIN_SCORES, UNCALIBRATED, ends
 
 
 def scored(n, seed=0, spread=0.1):
@@ -95,14 +95,31 @@ def test_unseen_devices_have_the_widest_ends_of_those_left_out():
     assert np.log(hi / predicted)[0] == pytest.approx(ends(wide)[1])
 
 
-def test_new_groups_have_the_widest_ends_of_those_left_out():
+def test_new_groups_have_the_widest_ends_of_few_that_were_left_out():
     found = DeviceIntervals()
     fast, slow = scored(500)[0] - 0.3, scored(500, 1)[0] + 0.2
-    found.fit_groups([fast, slow, np.full(MIN_SCORES - 1, 9.0)])
+    scores = np.concatenate([fast, slow, np.full(MIN_SCORES - 1, 9.0)])
+    group = np.repeat(["fast", "slow", "rare"], [500, 500, MIN_SCORES - 1])
+    found.fit_groups(scores, group, np.full(len(scores), "a", object))
     lo, hi = ends(fast)[0], ends(slow)[1]
     assert found.ends.ends[NEW_GROUP, 0] == (lo, hi)
     again = DeviceIntervals.from_dict(json.loads(json.dumps(found.to_dict())))
     assert again.ends.ends[NEW_GROUP, 0] == (lo, hi)
+
+
+def test_new_groups_of_a_device_with_many_have_its_own_ends():
+    """Groups of device ``b`` differ ten times as much as those of ``a``."""
+    rng, found = np.random.default_rng(3), DeviceIntervals()
+    offset = np.concatenate([0.02 * rng.normal(size=LEAST_SETS), 0.2 * rng.normal(size=LEAST_SETS)])
+    device = np.repeat(["a", "b"], 50 * LEAST_SETS).astype(object)
+    found.fit_groups(np.repeat(offset, 50), np.repeat(np.arange(len(offset)), 50), device)
+    again = DeviceIntervals.from_dict(json.loads(json.dumps(found.to_dict())))
+    lo, hi = again.of_new_groups(np.array(["a", "b", "c"], object), np.ones(3))
+    first, second = np.sort(offset[:LEAST_SETS]), np.sort(offset[LEAST_SETS:])
+    assert np.log(lo[:2]) == pytest.approx([first[0], second[0]])
+    assert np.log(hi[:2]) == pytest.approx([first[-1], second[-1]])
+    # Others go by all 38 groups and a new one beyond them, of which 5 % are less than two.
+    assert np.log(hi[2]) == pytest.approx(np.sort(offset)[-1])
 
 
 def test_widened_ends_leave_room_for_one_more_chip():

@@ -13,6 +13,7 @@ from opcast.models.trust.calibrator import (
     Conformal,
     ends,
     few_or_ends,
+    grouped_ends,
     including_zero,
     size_bins,
     widest,
@@ -66,6 +67,33 @@ def test_the_widest_ends_are_of_sets_with_enough_scores_and_hold_the_prediction(
     assert widest([low, high, np.full(MIN_SCORES - 1, 9.0)]) == (0.0, ends(high)[1])
     assert widest([low[1:]]) is None
     assert including_zero((-2.0, -1.0)) == (-2.0, 0.0)
+
+
+def test_ends_of_one_more_group_count_each_group_alike() -> None:
+    # Of 39 groups and a new one beyond them each counts 1/40, so that two make up 5 %: the third
+    # outermost on either side bounds 95 %, however many rows a group has.
+    rows = np.where(np.arange(39) % 2, 50, 2)
+    group = np.repeat(np.arange(39), rows)
+    scores = np.repeat(np.linspace(-0.19, 0.19, 39), rows)
+    assert grouped_ends(scores, group) == pytest.approx((-0.18, 0.18))
+    # Of 18, too few for a tail, the widest ends of groups with enough rows.
+    few = group < 18
+    assert grouped_ends(scores[few], group[few]) == widest(
+        scores[group == place] for place in range(18)
+    )
+    assert grouped_ends(scores[:3], group[:3]) is None
+
+
+def test_ends_of_one_more_group_cover_a_row_of_it() -> None:
+    rng = np.random.default_rng(5)
+    inside = []
+    for _ in range(400):
+        level = 0.2 * rng.normal(size=31)
+        scores = (level[:, None] + 0.1 * rng.normal(size=(31, 20))).T
+        group = np.broadcast_to(np.arange(30), (20, 30))
+        lo, hi = grouped_ends(scores[:, :30].ravel(), group.ravel()) or (0.0, 0.0)
+        inside.append(np.mean((scores[:, 30] >= lo) & (scores[:, 30] <= hi)))
+    assert 0.89 < np.mean(inside) < 0.96
 
 
 def test_size_bins_hold_equal_counts() -> None:
