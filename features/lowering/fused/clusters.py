@@ -93,8 +93,9 @@ def is_loop_reduction(node: Node) -> bool:
 
 def is_loop(node: Node) -> bool:
     """Return whether one thread computes one element, so that the op can be fused anywhere."""
-    # Ops of several results would need a kernel with several outputs.
-    if node.opcode in PLACED or is_elementwise(node):
+    # Ops of several results would need a kernel with several outputs. An update of a slice whose
+    # result is only read selects, for each element, the new value or the old one.
+    if node.opcode in PLACED or node.opcode == "dynamic-update-slice" or is_elementwise(node):
         return not node.is_tuple
     if node.opcode == "reduce":
         return not node.is_tuple and is_loop_reduction(node)

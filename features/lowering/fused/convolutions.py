@@ -62,7 +62,10 @@ def _canonical(conv: Node, channels_last: bool) -> Node:
     lhs, rhs, out = _labels(conv)
     space = "".join(str(i) for i in range(len(lhs) - 2))
     gradient = is_weight_gradient(conv)
-    data, kernel = _padded(conv, lhs), _unreversed(conv)
+    kernel = _unreversed(conv)
+    if kernel is conv.operands[1] and not gradient:
+        conv = _without_holes(conv, lhs)
+    data = _padded(conv, lhs)
     if gradient:
         # The library reads both inputs as the forward pass stored them: batch, space, features.
         want_lhs = f"f{space}b" if channels_last else f"fb{space}"
@@ -90,6 +93,28 @@ def _ordered(node: Node, labels: str, wanted: str) -> Node:
     if moved == sorted(moved):
         return reshape(node, tuple(node.type.shape[d] for d in order))
     return transposed(node, order)
+
+
+def _without_holes(conv: Node, labels: str) -> Node:
+    """Write the holes between the elements of a transposed convolution's input as zeros.
+
+    The library skips them in gradients alone, which reverse their filter; of one element it need
+    not be (MatchBackwardInput in XLA's conv_rewriter.cc).
+    """
+    window: tuple[WindowDim, ...] = conv.attrs["window"]
+    if all(w.lhs_dilation == 1 for w in window) or all(w.size == 1 for w in window):
+        return conv
+    config = [(0, 0, 0)] * len(labels)
+    for i, w in enumerate(window):
+        config[labels.index(str(i))] = (max(0, w.pad_low), max(0, w.pad_high), w.lhs_dilation - 1)
+    zero = constant(0, TensorType(conv.operands[0].type.dtype))
+    data = padded(conv.operands[0], config, zero, conv.source)
+    plain = tuple(
+        w._replace(lhs_dilation=1, pad_low=min(0, w.pad_low), pad_high=min(0, w.pad_high))
+        for w in window
+    )
+    attrs = {**conv.attrs, "window": plain}
+    return Node("convolution", [data, *conv.operands[1:]], conv.results, attrs, source=conv.source)
 
 
 def _unreversed(conv: Node) -> Node:

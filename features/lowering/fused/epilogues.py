@@ -307,8 +307,7 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
         if reduction(inner).shape is not Shape.ROW or len(inner.attrs["dimensions"]) != 1:
             continue
         top, between = _top(clusters, source_of(inner.operands[0]), wide)
-        # The reduction and the combining op; a third reader would need the value in memory.
-        if top is wide and _two_users(clusters, wide):
+        if top is wide:
             chain += [inner, *between]
             return wide, [*chain, *_constants(clusters, chain)]
     return None
@@ -348,6 +347,9 @@ def _climb(
     """Find the end of an earlier diamond above ``top``, and the ops between."""
     chain: list[Node] = []
     node = top
+    # A reader beside the reduction and the combining op would need the value in memory.
+    if not _two_users(clusters, top):
+        return None, []
     while id(node) not in diamonds:
         following = [source_of(o) for o in node.operands if splat(o) is None]
         if not is_elementwise(node) or len(following) != 1:

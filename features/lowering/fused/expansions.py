@@ -1,9 +1,9 @@
 """Ops that XLA:GPU has no kernel for, spelled out as its expanders do.
 
 Scans become trees of short ones (ReduceWindowRewriter), selections of the largest elements sorts
-(TopkDecomposer, unless TopkSpecializer has a kernel), stable sorts carry the positions along
+(TopkDecomposer, unless TopkSpecializer has a kernel), stable sorts carry positions along
 (StableSortExpander), gradients of max pooling a search and a scatter (SelectAndScatterExpander),
-and ragged products multiply the rows of every group, all others set to zero (RaggedDotRewriter).
+and ragged products multiply the rows of every group, others set to zero (RaggedDotRewriter).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ...ir.program import Computation, Op, Program, TensorType, WindowDim
 from .folding import padded, reshape, splat, splat_node, spread
 from .graph import Graph, Node, element, rewrite
+from .random_bits import philox
 from .reductions import adder
 
 #: Type of positions in an array.
@@ -54,6 +55,8 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
         if not on_tpu:
+            if opcode == "rng-bit-generator":
+                return philox(node)
             if opcode == "topk":
                 return _largest(node, len(node.operands[0].type.shape) - 1, program)
             if opcode == "custom-call" and node.attrs.get("target") == "ApproxTopK":
@@ -63,7 +66,8 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
         return None
 
     rewrite(graph, rule)
-    _drop_replaced(graph)
+    # Nothing else runs calls that were spelled out.
+    graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
 
 
 def _complex_exponential(node: Node) -> Node:
@@ -74,11 +78,6 @@ def _complex_exponential(node: Node) -> Node:
     turned = [Node(part, [angle], kind) for part in ("cosine", "sine")]
     parts = [Node("multiply", [scale, one], kind) for one in turned]
     return Node("complex", parts, node.results, source=node.source)
-
-
-def _drop_replaced(graph: Graph) -> None:
-    """Forget calls that were spelled out: nothing else runs them."""
-    graph.effects = [n for n in graph.effects if n.attrs.get("target") != "ApproxTopK"]
 
 
 def _scan(node: Node, program: Program) -> Node | None:

@@ -179,7 +179,10 @@ def padded(
     """Pad ``node`` by so many elements before, after and between those of each dimension."""
     if not any(map(any, config)):
         return node
-    shape = tuple(s + low + high for s, (low, high, _) in zip(node.type.shape, config, strict=True))
+    shape = tuple(
+        size + low + high + max(0, size - 1) * inside
+        for size, (low, high, inside) in zip(node.type.shape, config, strict=True)
+    )
     kind = TensorType(node.type.dtype, shape)
     return Node("pad", [node, value], (kind,), {"padding": tuple(config)}, source=source)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from .clusters import source_of, written
+from .clusters import Clusters, source_of, written
 from .folding import splat, splat_node
 from .graph import Graph, Node, topological
 
@@ -111,26 +111,36 @@ def copy_loop_state(graph: Graph) -> None:
                     node.operands[i] = _own_start(start, node)
 
 
-def copy_overwritten(graph: Graph, donated: Collection[int] = ()) -> None:
-    """Add the copies of the entry: of arguments that are updated in place, or are results.
+def copy_overwritten(clusters: Clusters, donated: Collection[int] = ()) -> None:
+    """Add the copies of arguments of the entry that kernels update in place.
 
-    A caller keeps its arguments, so an update of one starts from a copy, as does a result that
-    hands one on.
+    A caller keeps its arguments, so an update of one starts from a copy. Updates inside of kernels
+    that make something else of them need none.
 
     Args:
-        graph: The entry.
+        clusters: Kernels of the entry, fused already.
         donated: Positions of parameters whose memory a result takes: these may be overwritten.
     """
-    free = {id(node) for i, node in enumerate(graph.parameters) if i in donated}
+    free = _donated(clusters.graph, donated)
     written_once: set[int] = set()
-    for node in graph.nodes():
-        for i in written(node):
-            source = source_of(node.operands[i])
-            # The second update of an array would find what the first has written.
-            taken = id(source) in written_once and splat(source) is None
-            if taken or (_is_given(source) and id(source) not in free):
-                node.operands[i] = _own_start(node.operands[i], node)
-            written_once.add(id(source))
+    for cluster in clusters.all():
+        for node in cluster.roots:
+            for i in written(node):
+                source = source_of(node.operands[i])
+                # The second update of an array would find what the first has written.
+                taken = id(source) in written_once and splat(source) is None
+                if taken or (_is_given(source) and id(source) not in free):
+                    start = _own_start(node.operands[i], node)
+                    clusters.remove(cluster)
+                    clusters.insert(start, before=node)
+                    node.operands[i] = start
+                    clusters.add(cluster)
+                written_once.add(id(source))
+
+
+def copy_results(graph: Graph, donated: Collection[int] = ()) -> None:
+    """Copy arguments of the entry that are results; as :func:`copy_overwritten`."""
+    free = _donated(graph, donated)
     results: set[int] = set()
     for i, node in enumerate(graph.outputs):
         source = source_of(node)
@@ -138,6 +148,10 @@ def copy_overwritten(graph: Graph, donated: Collection[int] = ()) -> None:
         if kept and source.opcode != "constant":
             graph.outputs[i] = Node("copy", [node], node.results, source=node.source)
         results.add(id(source))
+
+
+def _donated(graph: Graph, donated: Collection[int]) -> set[int]:
+    return {id(node) for i, node in enumerate(graph.parameters) if i in donated}
 
 
 def _is_given(node: Node) -> bool:

@@ -26,7 +26,13 @@ from .emit import ComputationWriter, Emitter
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
 from .graph import Graph, build_graph
-from .loops import copy_loop_state, copy_overwritten, drop_dead_state, merge_counters
+from .loops import (
+    copy_loop_state,
+    copy_overwritten,
+    copy_results,
+    drop_dead_state,
+    merge_counters,
+)
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .priority import PriorityFusion, join_fills, own_fills
@@ -74,8 +80,11 @@ def lower_fused(
     # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
     prepare(graph, machine, program)
     simplify(graph, program)
-    copy_overwritten(graph, {parameter for _, parameter in program.aliases})
+    donated = {parameter for _, parameter in program.aliases}
+    copy_results(graph, donated)
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
+    # Last, as in XLA: only what is updated in place starts from a copy.
+    copy_overwritten(writer.clusters, donated)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
     if memory is not None:

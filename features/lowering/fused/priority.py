@@ -16,6 +16,10 @@ from .work import LAUNCH_S, MAX_BRANCHES, Each, Machine, Work, blocks_of
 MAX_OPERANDS = 96
 #: Ops too costly to repeat for each element of an overlapping window.
 _EXPENSIVE = ops_with(lambda spec: spec.expensive)
+#: Ops that Triton, whose kernels those of rows are, does not read through (triton_support.cc).
+_NOT_BY_ROWS = frozenset(
+    ("concatenate", "dynamic-slice", "dynamic-update-slice", "gather", "pad", "reverse")
+)
 #: Ops that are expanded to dozens of others, many of which read the operand: a producer that is
 #: fused into them would be computed that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
@@ -88,6 +92,50 @@ class PriorityFusion:
                     touched[id(producer)] = producer
             for other in touched.values():
                 self._push(other)
+        for cluster in self.clusters.all():
+            if cluster.rows and id(cluster.root) in self.clusters.by_root:
+                self._close(cluster)
+
+    def _close(self, rows: Cluster) -> None:
+        """Join a kernel of rows with all that works on these rows, if that has one result.
+
+        No one of them may gain by it alone: each would compute the rows again.
+        """
+        clusters = self.clusters
+        group = {id(rows): rows}
+        for cluster in (todo := [rows]):
+            for user in clusters.users(cluster):
+                if id(user) not in group and self._continues(rows, user):
+                    group[id(user)] = user
+                    todo.append(user)
+        ends = [
+            c
+            for c in todo
+            if id(c.root) in clusters.kept or any(id(u) not in group for u in clusters.users(c))
+        ]
+        if len(todo) == 1 or len(ends) != 1 or ends[0].last < max(c.last for c in todo):
+            return
+        members = {place: node for c in todo for place, node in c.members.items()}
+        inputs = {id(node) for c in todo for node in c.inputs} - {id(c.root) for c in todo}
+        apart = sum(self._alone(c).seconds + LAUNCH_S for c in todo)
+        together = self._evaluate(members, ends[0].roots, True).seconds(self.machine) + LAUNCH_S
+        if together < apart and len(inputs) < MAX_OPERANDS:
+            for cluster in todo:
+                clusters.remove(cluster)
+            clusters.add(Cluster(ends[0].roots, members, rows=True))
+
+    def _continues(self, rows: Cluster, user: Cluster) -> bool:
+        """Return whether a reader can go on with the rows that a kernel holds.
+
+        Rows of 16 bits and their conversions stay apart, as compiled for an A100.
+        """
+        count = _count(rows)
+        return (
+            user.consumes
+            and len(user.roots) == 1
+            and rows.root.type.dtype == "f32"
+            and all(_by_rows(node, count) for node in user.members.values())
+        )
 
     def _push(self, cluster: Cluster) -> None:
         """Queue a producer if fusing it pays."""
@@ -158,10 +206,9 @@ class PriorityFusion:
 
     def _extends(self, rows: Cluster) -> bool:
         """Return whether all that read a kernel of rows can go on with the rows that it holds."""
-        row = rows.root.type.shape[-1:]
-        wide = max(node.type.shape[-1:] for node in rows.members.values())
+        count = _count(rows)
         return all(
-            _by_rows(node, wide, row)
+            _by_rows(node, count)
             for user in self.clusters.users(rows)
             for node in user.members.values()
         )
@@ -185,11 +232,14 @@ class PriorityFusion:
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
+        if consumer.rows and any(n.opcode in _NOT_BY_ROWS for n in producer.members.values()):
+            return False
         heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
-        for node in consumer.members.values():
-            # The array that an update writes to has to exist in memory before.
+        # The array that an update writes to has to exist in memory before.
+        for node in consumer.roots:
             if any(source_of(node.operands[i]) is root for i in written(node)):
                 return False
+        for node in consumer.members.values():
             if node.opcode in _MANY_READS and source_of(node.operands[0]) is root:
                 return False
             if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
@@ -211,15 +261,20 @@ def _keeps(node: Node) -> bool:
     return is_elementwise(node) or node.opcode in ("transpose", "slice")
 
 
-def _by_rows(node: Node, *rows: tuple[int, ...]) -> bool:
-    """Return whether an op works on whole rows, one beside the other."""
+def _count(rows: Cluster) -> int:
+    """Rows of a kernel of rows."""
+    widest = max(rows.members.values(), key=lambda node: node.size)
+    return widest.size // widest.type.shape[-1]
+
+
+def _by_rows(node: Node, count: int) -> bool:
+    """Return whether an op works on whole rows, one beside the other, of which there are so many.
+
+    Sums over the rows need what other blocks make.
+    """
     if node.opcode == "reduce":
-        shape = node.operands[0].type.shape
-        return (
-            not node.is_tuple
-            and tuple(node.attrs["dimensions"]) == (len(shape) - 1,)
-            and shape[-1:] in rows
-        )
+        along = tuple(node.attrs["dimensions"]) == (len(node.operands[0].type.shape) - 1,)
+        return not node.is_tuple and along and node.size == count
     if node.opcode == "broadcast" or is_elementwise(node):
         return not node.is_tuple
     return False

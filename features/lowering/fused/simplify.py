@@ -9,6 +9,7 @@ change what is computed or moved; a rewrite that fusion would hide anyway is lef
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import factorial
 
 from ...ir.program import Program
 from ..xla_collectives import IMPURE, PURE_COLLECTIVES
@@ -17,6 +18,8 @@ from .graph import Graph, Node
 
 #: Rounds after which rewriting stops even if it has not settled. Engineering estimate.
 _MAX_ROUNDS = 4
+#: Largest order of a polygamma function whose factor, a factorial, an f32 holds.
+_MAX_ORDER = 33
 #: First letters of float and complex types: f32, bf16, c64.
 _FLOATS = ("f", "b", "c")
 
@@ -200,6 +203,17 @@ def _square(node: Node) -> Node | None:
     return _binary("multiply", node, node.operands[0], node.operands[0])
 
 
+def _polygamma(node: Node) -> Node | None:
+    """Turn ``ψ⁽ⁿ⁾(x)`` of a known order into ``(-1)ⁿ⁺¹ n! ζ(n + 1, x)``."""
+    order = splat(node.operands[0])
+    if not isinstance(order, int | float) or not 1 <= order <= _MAX_ORDER or order % 1:
+        return None
+    argument = splat_node(order + 1.0, node.type)
+    factor = (-1.0) ** (order + 1) * factorial(int(order))
+    zeta = _binary("chlo.zeta", node, argument, node.operands[1])
+    return _binary("multiply", node, zeta, splat_node(factor, node.type))
+
+
 def _convert(node: Node) -> Node | None:
     inner = node.operands[0]
     if inner.type.dtype == node.type.dtype:
@@ -289,6 +303,7 @@ _RULES: dict[str, Callable[[Node], Node | None]] = {
     "subtract": _subtract,
     "divide": _divide,
     "power": _power,
+    "chlo.polygamma": _polygamma,
     "chlo.square": _square,
     "convert": _convert,
     "select": _select,

@@ -137,6 +137,7 @@ class Each(NamedTuple):
         turns: Whether neighbouring results read elements that lie apart.
         moves: Whether each reader reads other elements, so that what they need adds up.
         reads: Arrays that it reads, constants left out.
+        in_place: How many of these, from the first on, it writes to instead where it is a root.
     """
 
     cycles: float
@@ -145,6 +146,7 @@ class Each(NamedTuple):
     turns: bool
     moves: bool
     reads: tuple[_Read, ...]
+    in_place: int
 
 
 def _done_by(node: Node) -> Each:
@@ -163,13 +165,18 @@ def _done_by(node: Node) -> Each:
             needed = _needed(node, position)
             reads.append(_Read(id(source), *needed, float(source.size), width))
     cycles, branches = OPS.get(opcode, _OTHER).cycles, opcode in _BRANCHING
-    return Each(cycles, factor, branches, _turns(node), opcode in _MOVING, tuple(reads))
+    updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
+    return Each(
+        cycles, factor, branches, _turns(node), opcode in _MOVING, tuple(reads), int(updates)
+    )
 
 
 def _needed(node: Node, position: int) -> tuple[float, float, float]:
     """Elements of an operand that an op needs: ``times``, ``per`` and ``fixed`` of a read."""
     size = node.operands[position].size
     if node.opcode in ("concatenate", "pad"):
+        return size, max(1, node.size), 0.0
+    if node.opcode == "dynamic-update-slice" and position < 2:
         return size, max(1, node.size), 0.0
     if node.opcode in UPDATES:
         return 0.0, 1.0, float(size) if position else 0.0
@@ -262,7 +269,9 @@ class Work:
             each = known.get(id(node))
             if each is None:
                 each = known[id(node)] = _done_by(node)
-            cycles, factor, branches, turns, moves, reads = each
+            cycles, factor, branches, turns, moves, reads, in_place = each
+            if in_place and id(node) in roots:
+                reads = reads[in_place:]
             # A node that is computed along several paths has its code emitted once for each.
             paths = need[_PATHS] or 1.0
             if branches:

@@ -18,17 +18,10 @@ from ....support.two_lowerings import compiled, on_stream, prices
 
 #: Every tenth composition: fifty of five hundred.
 FEW = [f"random/{n}" for n in range(0, COMPOSITIONS, 10)]
-#: Cases beyond a factor of two that their interval does not reach (docs/fused.md says why): random
-#: bits, a transposed convolution, a function of a constant order, updates that the compiler fuses
-#: into what reads them, rows that it keeps in one kernel.
-KNOWN = {
-    *("rng_bit_generator/0", "rng_bit_generator/1", "transposed", "polygamma"),
-    *("random/75", "random/350", "softmax-gradient", "random/286"),
-}
 
 
 def check(names, device_name):
-    """Compare prices; gives the new cases that are off twofold without a note and an interval."""
+    """Compare prices; gives the cases that are off twofold without a note and an interval."""
     device, predictor = on_stream(find_device(device_name)), load()
     texts = {name: text_of(name) for name in names}
     modules = compiled(texts, device)
@@ -49,7 +42,7 @@ def check(names, device_name):
             silent.add(name)
     assert np.median(errors) <= 0.20
     assert np.mean(held) >= 0.85
-    return silent - KNOWN
+    return silent
 
 
 def test_fifty_random_compositions_cost_what_the_compilers_kernels_cost():

@@ -66,15 +66,66 @@ def test_a_norm_and_the_mean_of_what_it_gives_are_one_kernel():
     assert (kernel.bytes_in, kernel.bytes_out) == (4 * (4096 * 768 + 768), 4 * 4096)
 
 
-def test_the_gradient_of_softmax_reads_its_argument_once():
-    gradient = jax.grad(lambda x: jnp.sum(jnp.square(jax.nn.softmax(x))))
-    (kernel,) = kernels(gradient, spec(1024, 16384))
-    assert kernel.bytes == 2 * 4 * 1024 * 16384
-
-
 def test_dimensions_of_size_one_do_not_part_a_softmax():
     (kernel,) = kernels(jax.vmap(jax.nn.softmax), spec(1, 64, 1024))
     assert kernel.bytes == 2 * 4 * 64 * 1024
+
+
+def test_an_update_that_is_only_read_is_part_of_what_reads_it():
+    def total(x, part):
+        return jax.lax.dynamic_update_slice(x, part, (0, 64)).sum(-1)
+
+    (kernel,) = kernels(total, spec(4096, 1024), spec(4096, 128))
+    # The compiler's kernel selects each element: the argument needs no copy.
+    assert (kernel.kind, kernel.bytes_in) == ("reduce", 4 * 4096 * (1024 + 128))
+
+
+def test_a_kernel_of_rows_does_not_sum_over_the_rows():
+    def mean(x):
+        normal = x - x.mean(-1, keepdims=True)
+        return jnp.square(normal).mean(-1).sum()
+
+    rows, *rest = kernels(mean, spec(128, 5504))
+    assert rows.bytes_out == 4 * 128
+    assert rest[-1].bytes_out == 4
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-80gb"])
+def test_all_that_works_on_one_softmax_is_one_kernel(device):
+    gradient = jax.grad(lambda x: jnp.sum(jnp.square(jax.nn.softmax(x))))
+    (kernel,) = kernels(gradient, spec(1024, 16384), device=find_device(device))
+    assert kernel.bytes == 2 * 4 * 1024 * 16384
+
+
+def test_a_transposed_convolution_multiplies_the_holes_of_its_input():
+    def convolve(x, w):
+        return jax.lax.conv_transpose(x, w, (2, 2), "SAME")
+
+    found = kernels(convolve, spec(8, 28, 28, 256), spec(2, 2, 256, 128))
+    # 28 elements with 27 holes between and one of padding on either side.
+    assert found[0].bytes_out == 4 * 8 * 57 * 57 * 256
+    assert found[-1].flops == 2 * 8 * 56 * 56 * 128 * 256 * 2 * 2
+
+
+def test_polygamma_functions_of_a_known_order_are_zeta_functions():
+    trigamma = lambda x: jax.scipy.special.polygamma(1, x)  # noqa: E731
+    (kernel,) = kernels(trigamma, spec(1024, 1024))
+    opcodes = {op.opcode for c in kernel.body.computations.values() for op in c.ops}
+    assert "chlo.zeta" in opcodes and "chlo.polygamma" not in opcodes
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint32, jnp.uint64, jnp.uint16])
+def test_random_bits_are_two_kernels_of_arithmetic(dtype):
+    with jax.enable_x64(True):
+        draw = lambda s: jax.lax.rng_bit_generator(s, (1000, 128), dtype=dtype)  # noqa: E731
+        found = kernels(draw, spec(2, dtype=jnp.uint64))
+    large = [k for k in found if k.bytes > 1e4]
+    width = jnp.dtype(dtype).itemsize
+    made = max(4, width) * 128_000
+    assert [k.bytes_out for k in large] == [made, width * 128_000]
+    # Ten rounds of two products and four exclusive ors for each block of four words.
+    blocks = made / 16
+    assert sum(k.flops for k in large) > 10 * (2 + 4) * blocks
 
 
 @pytest.mark.parametrize("device, expected", [("h100-sxm", 1), ("v100-sxm", 2)])

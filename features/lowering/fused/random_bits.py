@@ -1,0 +1,143 @@
+"""Random bits spelled out as XLA's RngBitGeneratorExpander does: Philox in integer arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ir.program import DTYPE_BITS, TensorType
+from .folding import reshape, splat_node, spread
+from .graph import Node
+
+#: Factors and steps of the keys of Philox4x32-10 (Salmon et al., SC 2011, table 2 and section 4.3).
+_FACTORS, _STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+#: Rounds after which XLA's GPU compiler (JAX 0.10) begins a second kernel: the code of one grows
+#: too long. Found by compiling for an H100 and an A100; the length of the array does not matter.
+_FIRST = 4
+#: Words of one counter's block.
+_WORDS = 4
+
+
+def philox(node: Node) -> Node | None:
+    """Spell out a generator of random bits; ``None`` for other algorithms and states.
+
+    Args:
+        node: An ``rng-bit-generator`` with results of its next state and of the bits.
+    """
+    state, bits = node.operands[0], node.results[-1]
+    algorithm = str(node.attrs.get("algorithm", "")).lower().removeprefix("rng_")
+    plain = state.type.dtype == "u64" and len(state.type.shape) == 1 and state.type.shape[0] >= 2
+    if not plain or algorithm not in ("default", "philox") or len(node.results) != 2:
+        return None
+    per_word = max(32, DTYPE_BITS[bits.dtype]) // 32
+    count = -(-bits.size * per_word // _WORDS)
+    made = _Philox(node, count)
+    words = made.words()
+    flat = _put_together(words, count, node)
+    if per_word == 2:
+        wide = TensorType("u64", (count * _WORDS // 2,))
+        flat = Node("bitcast-convert", [flat], (wide,), source=node.source)
+    whole = TensorType(flat.type.dtype, (bits.size,))
+    if whole.shape != flat.type.shape:
+        flat = Node("slice", [flat], (whole,), {"slice": ((0, bits.size, 1),)}, source=node.source)
+    result = reshape(flat, bits.shape)
+    if result.type.dtype != bits.dtype:
+        result = Node("convert", [result], (bits,), source=node.source)
+    step = splat_node(count, state.type)
+    after = Node("add", [state, step], state.results, source=node.source)
+    return Node("tuple", [after, result], node.results, is_tuple=True, source=node.source)
+
+
+def _put_together(words: list[Node], count: int, like: Node) -> Node:
+    """Interleave the words of all blocks."""
+    parts = [reshape(word, (count, 1)) for word in words]
+    kind = (TensorType("u32", (count, _WORDS)),)
+    whole = Node("concatenate", parts, kind, {"dimensions": (1,)}, source=like.source)
+    return reshape(whole, (count * _WORDS,))
+
+
+@dataclass(frozen=True)
+class _Philox:
+    """Arithmetic on one word of each block.
+
+    Attributes:
+        node: The generator.
+        count: Blocks of four words.
+    """
+
+    node: Node
+    count: int
+
+    def words(self) -> list[Node]:
+        """Four random words of each block."""
+        key, base = (self._scalar(i) for i in range(2))
+        keys = [self._narrow(key), self._narrow(self._high(key))]
+        start = spread(base, (), (self.count,), self.node.source)
+        place = Node("iota", [], (TensorType("u64", (self.count,)),), {"dimensions": (0,)})
+        counter = self._op("add", start, place)
+        flags = TensorType("pred", (self.count,))
+        carried = Node("compare", [counter, start], (flags,), {"direction": "LT"})
+        upper = Node(
+            "select", [carried, *(splat_node(i, start.type) for i in (1, 0))], start.results
+        )
+        block = [
+            self._narrow(part) for word in (counter, upper) for part in (word, self._high(word))
+        ]
+        for i in range(_ROUNDS):
+            if i == _FIRST:
+                block = self._kept(block)
+            block = self._round(block, keys)
+            keys = [
+                self._op("add", k, splat_node(step, k.type))
+                for k, step in zip(keys, _STEPS, strict=True)
+            ]
+        return block
+
+    def _round(self, block: list[Node], keys: list[Node]) -> list[Node]:
+        first, second = (
+            self._op("multiply", self._wide(block[2 * i]), splat_node(factor, self._kind("u64")))
+            for i, factor in enumerate(_FACTORS)
+        )
+        mixed = [
+            self._op(
+                "xor",
+                self._op("xor", self._narrow(self._high(product)), other),
+                spread(key, (), (self.count,), self.node.source),
+            )
+            for product, other, key in ((second, block[1], keys[0]), (first, block[3], keys[1]))
+        ]
+        return [mixed[0], self._narrow(second), mixed[1], self._narrow(first)]
+
+    def _kept(self, block: list[Node]) -> list[Node]:
+        """Write the words to memory, and read them again."""
+        parts = [reshape(word, (1, self.count)) for word in block]
+        kind = (TensorType("u32", (_WORDS, self.count)),)
+        whole = Node("concatenate", parts, kind, {"dimensions": (0,)}, source=self.node.source)
+        # What stands behind a barrier is not computed in the kernel that reads it.
+        kept = Node("opt-barrier", [whole], kind, source=self.node.source)
+        row = (TensorType("u32", (1, self.count)),)
+        rows = [
+            Node("slice", [kept], row, {"slice": ((i, i + 1, 1), (0, self.count, 1))})
+            for i in range(_WORDS)
+        ]
+        return [reshape(part, (self.count,)) for part in rows]
+
+    def _scalar(self, place: int) -> Node:
+        limits = ((place, place + 1, 1),)
+        part = Node("slice", [self.node.operands[0]], (TensorType("u64", (1,)),), {"slice": limits})
+        return reshape(part, ())
+
+    def _high(self, word: Node) -> Node:
+        return self._op("shift-right-logical", word, splat_node(32, word.type))
+
+    def _narrow(self, word: Node) -> Node:
+        return Node("convert", [word], (TensorType("u32", word.type.shape),))
+
+    def _wide(self, word: Node) -> Node:
+        return Node("convert", [word], (TensorType("u64", word.type.shape),))
+
+    def _kind(self, dtype: str) -> TensorType:
+        return TensorType(dtype, (self.count,))
+
+    def _op(self, opcode: str, *operands: Node) -> Node:
+        return Node(opcode, list(operands), operands[0].results, source=self.node.source)
