@@ -20,6 +20,7 @@ from .. import __version__
 from ..common.errors import OpcastError
 from . import answers, documents, schemas
 from .errors import RequestError, error_response, json_response, page_response
+from .explorer import explorer_page
 from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE
 from .service import Service
@@ -88,6 +89,14 @@ def _collect_rarely() -> None:
 
 def _add_information(app: FastAPI, service: Service) -> None:
     """Add the endpoints that describe the server."""
+    page: list[str] = []
+
+    @app.get("/", include_in_schema=False)
+    async def explore() -> Response:
+        """The page with forms for what the other endpoints answer."""
+        if not page:
+            page.append(explorer_page(service))
+        return page_response(page[0].encode())
 
     # Clients are generated with functions of these names.
     @app.get("/health", responses=documents.FREE, operation_id="health")
@@ -115,6 +124,16 @@ def _add_information(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Metrics for Prometheus: requests, times, batches, cache, crashes."""
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get(
+        "/v1/report/{digest}",
+        response_class=Response,
+        responses=documents.KEPT,
+        operation_id="kept_report",
+    )
+    async def kept_report(digest: str) -> Response:
+        """A page that was made before, by the digest in ``Content-Location``."""
+        return page_response(service.report(digest))
 
     @app.get(
         "/v1/devices",
@@ -183,7 +202,11 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
         task, payload = await _program_task(request, service)
         work = service.sandbox.run(task | {"kind": "report"}, payload)
         status, body = await _while_connected(request, work)
-        return page_response(body) if status == 200 else json_response(body, status)
+        if status != 200:
+            return json_response(body, status)
+        answer = page_response(body)
+        answer.headers["Content-Location"] = f"/v1/report/{service.kept(body)}"
+        return answer
 
     @post("/v1/simulate")
     async def simulate(request: Request) -> Response:

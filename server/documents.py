@@ -93,6 +93,7 @@ _PROGRAM_BODY = {
 _PAGE: Responses = {
     200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}}
 }
+KEPT = _PAGE | _errors(401, 404, 413, 503, 504)
 #: Responses and body of each endpoint that predicts.
 POSTS = {
     "/v1/predict/kernels": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 from ..common.errors import DeviceError, ModelError
@@ -81,6 +82,25 @@ class Service:
             served = ", ".join(self.predictors)
             raise ModelError(f"no model {chosen!r} is served", hint=f"served: {served}")
         return chosen
+
+    def kept(self, page: bytes) -> str:
+        """Remember a page; returns the digest by which :meth:`report` finds it."""
+        digest = hashlib.sha256(page).hexdigest()
+        self.sandbox.cache.put(digest, page, len(page))
+        return digest
+
+    def report(self, digest: str) -> bytes:
+        """Find a page that was made before.
+
+        Raises:
+            RequestError: There is none, or it made room for others.
+        """
+        (page,) = self.sandbox.cache.get_many([digest])
+        if not isinstance(page, bytes):
+            raise RequestError(
+                404, "no such page is kept", where=digest[:64], hint="ask for it again"
+            )
+        return page
 
     def device(self, model: str, name: str) -> DeviceSpec:
         """Find a device by name; files and the server's own device are excluded.

@@ -54,11 +54,13 @@ class Page:
         title: Title of the browser's tab.
         data: Plain data for the scripts.
         scripts: Files of ``static`` after :data:`BASE`, in order; the last one draws the page.
+        asks: Whether the page may ask the server that it came from, and show its pages.
     """
 
     title: str
     data: Mapping[str, object]
     scripts: Sequence[str]
+    asks: bool = False
 
 
 def assemble(page: Page) -> str:
@@ -68,7 +70,7 @@ def assemble(page: Page) -> str:
     # A function around all scripts keeps their names out of the global scope.
     script = f'"use strict";\n(() => {{\n{parts}}})();\n'
     return _SHELL.format(
-        policy=escape(_policy(style, script)),
+        policy=escape(_policy(style, script, asks=page.asks)),
         title=escape(page.title),
         icon=_ICON,
         style=style,
@@ -107,10 +109,11 @@ def short(value: float, digits: int = 5) -> float | None:
     return int(rounded_value) if whole else rounded_value
 
 
-def _policy(style: str, script: str) -> str:
+def _policy(style: str, script: str, *, asks: bool) -> str:
+    server = "connect-src 'self'; frame-src 'self'; " if asks else ""
     return (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+        f"{server}img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
 
 

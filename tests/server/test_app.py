@@ -236,6 +236,14 @@ def test_requests_are_logged_as_lines_of_json(
     assert line["level"] == "info" and line["seconds"] >= 0
 
 
+def test_a_page_can_be_fetched_again_until_it_makes_room(client: Client, tasks: Tasks) -> None:
+    tasks.reply = 200, b"<p>page</p>"
+    place = client.post("/v1/report", json=PROGRAM).headers["Content-Location"]
+    assert client.get(place).text == "<p>page</p>"
+    answer = client.get("/v1/report/0123")
+    assert answer.status_code == 404 and "kept" in answer.json()["what"]
+
+
 def test_unknown_paths_and_methods_are_refused_in_the_same_form(client: Client) -> None:
     for answer, status in ((client.get("/none"), 404), (client.get("/v1/report"), 405)):
         assert answer.status_code == status
@@ -253,6 +261,7 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
         "/v1/predict/kernels",
         "/v1/predict/program",
         "/v1/report",
+        "/v1/report/{digest}",
         "/v1/simulate",
         "/v1/simulate-serving",
     }
@@ -283,7 +292,7 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     operations = {path: op for path, ops in document["paths"].items() for op in ops.values()}
     assert {op["operationId"] for op in operations.values()} == {
         "health", "ready", "metrics", "devices", "models",
-        "predict_kernels", "predict_program", "report", "simulate", "simulate_serving",
+        "predict_kernels", "predict_program", "report", "kept_report", "simulate", "simulate_serving",
     }  # fmt: skip
     # Unions of texts and constants are what generated clients cannot build.
     serving = schemas["SimulateServingQuery"]["properties"]

@@ -1,0 +1,226 @@
+// Forms of questions: their fields, the body of a request, the command that gives the same answer, and the link.
+
+const names = (list) => list.map((name) => [name, name]);
+const SETTINGS = "settings";
+const LOWERINGS = ["auto", "fused", "op", ...(DATA.compiles ? ["xla"] : [])];
+// Fields of a question: what the server calls it, in words, and how it is typed. `place` says where it goes when
+// it is not a key of the body itself; `flag` is the option of the command.
+const FIELDS = {
+  program: [
+    { name: "device", text: "Devices", kind: "devices", broad: true },
+    { name: "lowering", text: "Lowering", kind: "choice", of: names(LOWERINGS) },
+    { name: "model", text: "Model of kernels", kind: "choice", of: [["", "default"], ...names(DATA.models)] },
+    { name: "trip_count", text: "Trips of loops without a count", kind: "number" },
+    { name: "program", text: "Program: StableHLO or HLO, typed or dropped here", kind: "text", broad: true },
+  ],
+  training: [
+    { name: "workload", text: "Model", kind: "list", of: DATA.workloads, needed: true, first: "llama-3-8b" },
+    { name: "cluster", text: "Cluster", kind: "list", of: DATA.clusters, needed: true, first: "dgx-h100-x16" },
+    { name: "plan", text: "Plan", hint: "tp=8,dp=2", first: "tp=8,dp=2" },
+    { name: "batch", text: "Sequences a step", kind: "number", place: SETTINGS, first: "64" },
+    { name: "seq", text: "Tokens of a sequence", kind: "number", place: SETTINGS },
+    { name: "layers", text: "Layers, if not the model's", kind: "number", place: SETTINGS },
+    { name: "framework", text: "Framework", hint: "nemo, megatron …" },
+    { name: "price", text: "Price of a device for an hour, $", kind: "number" },
+    { name: "tokens", text: "Tokens to train on, in 10⁹", kind: "number", place: "page" },
+  ],
+  serving: [
+    { name: "workload", text: "Model", kind: "list", of: DATA.workloads, needed: true, first: "llama-3.1-8b" },
+    { name: "device", text: "Device", kind: "list", of: DATA.devices.map((d) => d.name), first: "h100-sxm" },
+    { name: "cluster", text: "Cluster, if not one device", kind: "list", of: DATA.clusters },
+    { name: "plan", text: "Plan", hint: "tp=2" },
+    { name: "framework", text: "Engine", kind: "list", of: DATA.frameworks, first: "vllm" },
+    { name: "weights", text: "Format of weights", hint: "fp8" },
+    { name: "prompt", text: "Tokens of a prompt", hint: "1024" },
+    { name: "output", text: "Tokens of an answer", hint: "256" },
+    { name: "rate", text: "Requests a second", kind: "number", first: "4" },
+    { name: "concurrency", text: "or requests at once", kind: "number" },
+    { name: "count", text: "Requests", kind: "number", first: "200" },
+    { name: "slo", text: "Objective", hint: "ttft=500ms,tpot=30ms" },
+    { name: "price", text: "Price of a device for an hour, $", kind: "number" },
+  ],
+};
+const PATHS = { program: "/v1/predict/program", training: "/v1/simulate", serving: "/v1/simulate-serving" };
+const COMMANDS = { program: "predict", training: "simulate", serving: "simulate-serving" };
+
+// A question with what a newcomer would ask first.
+function firstQuestion(kind) {
+  const query = {};
+  for (const field of FIELDS[kind]) if (field.first) query[field.name] = field.first;
+  return kind === "program" ? { device: "h100-sxm", program: DATA.example } : query;
+}
+
+const devicesOf = (query) => (query.device || "").split(",").filter(Boolean);
+
+// The body of the request; of a program, for one device.
+function bodyOf(kind, query, device) {
+  const body = {};
+  for (const { name, kind: typed, place } of FIELDS[kind]) {
+    const text = name === "device" && device ? device : (query[name] || "").trim();
+    if (!text || place === "page") continue;
+    const value = typed === "number" ? Number(text) : text;
+    if (place === SETTINGS) (body.settings ||= {})[name] = value;
+    else body[name] = value;
+  }
+  return body;
+}
+
+const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+// The command line that gives the same answer.
+function commandOf(kind, query) {
+  const parts = ["opcast", COMMANDS[kind]];
+  if (kind === "program") parts.push("program.mlir");
+  for (const { name, place } of FIELDS[kind]) {
+    const text = (query[name] || "").trim();
+    if (!text || place === "page" || name === "program") continue;
+    if (place === SETTINGS) parts.push("--set", quoted(`${name}=${text}`));
+    else if (name === "device" && kind === "program")
+      parts.push(...devicesOf(query).flatMap((d) => ["--device", quoted(d)]));
+    else parts.push(`--${name.replaceAll("_", "-")}`, quoted(text));
+  }
+  return parts.join(" ");
+}
+
+// The same in Python: a program by the library, others by this server.
+function pythonOf(kind, query) {
+  if (kind === "program") {
+    const devices = devicesOf(query).map((d) => JSON.stringify(d));
+    const asked = devices.length === 1 ? devices[0] : `[${devices.join(", ")}]`;
+    const lowering = query.lowering ? `, lowering=${JSON.stringify(query.lowering)}` : "";
+    return `import opcast\nprint(opcast.predict("program.mlir", device=${asked}${lowering}))`;
+  }
+  const body = JSON.stringify(bodyOf(kind, query), null, 4);
+  return `import httpx\nprint(httpx.post("${location.origin}${PATHS[kind]}", json=${body}).json())`;
+}
+
+// A question as the part of a link after its #, and back. A long program does not fit into a link.
+const LONGEST = 6000;
+function linkOf(kind, query) {
+  const kept = Object.entries(query).filter(([, text]) => text && text.length <= LONGEST);
+  return `#${kind}?${new URLSearchParams(kept)}`;
+}
+function questionOf(hash) {
+  const [kind, rest] = hash.replace(/^#/, "").split(/\?(.*)/s);
+  return [kind, Object.fromEntries(new URLSearchParams(rest || ""))];
+}
+
+// The form of a question; `ask` gets what was typed.
+function questionForm(kind, query, ask) {
+  const inputs = FIELDS[kind].map((field) => [field, input(field, query[field.name] || "")]);
+  const read = () => Object.fromEntries(inputs.map(([{ name }, own]) => [name, own.read()]));
+  return el(
+    "form",
+    {
+      class: "ask",
+      onsubmit: (event) => {
+        event.preventDefault();
+        ask(read());
+      },
+    },
+    inputs.map(([field, own]) =>
+      field.kind === "devices"
+        ? own.node
+        : el("label", { class: field.broad ? "broad" : null }, field.text, own.node, own.more),
+    ),
+    el("button", { type: "submit" }, "Predict"),
+  );
+}
+
+function input(field, value) {
+  if (field.kind === "devices") return deviceChips(field, value);
+  if (field.kind === "text") return droppable(field, value);
+  if (field.kind === "choice") {
+    const node = picker(field.text, field.of, () => {});
+    node.value = value || field.of[0][0];
+    node.name = field.name;
+    return { node, read: () => node.value };
+  }
+  const known = (field.kind === "list" ? field.of : []).map((value) => el("option", { value }));
+  const list = known.length ? el("datalist", { id: `known-${field.name}` }, known) : null;
+  const node = el("input", {
+    name: field.name,
+    value,
+    required: field.needed,
+    placeholder: field.hint,
+    list: list ? list.id : null,
+    type: field.kind === "number" ? "number" : null,
+    step: field.kind === "number" ? "any" : null,
+    min: field.kind === "number" ? "0" : null,
+    autocomplete: "off",
+  });
+  return { node, more: list, read: () => node.value };
+}
+
+// Devices to tick, those that were learned from first.
+function deviceChips(field, value) {
+  const chosen = new Set(value.split(","));
+  const order = [...DATA.devices].sort((a, b) => b.learned - a.learned || a.name.localeCompare(b.name));
+  const boxes = order.map(({ name, learned, platform }) =>
+    el(
+      "label",
+      { title: `${platform}, ${learned ? "learned from" : "by its data sheet"}` },
+      el("input", { type: "checkbox", name: "device", value: name, checked: chosen.has(name) }),
+      name,
+    ),
+  );
+  const legend = el("legend", { class: "small soft" }, field.text);
+  const node = el("fieldset", { class: "picked broad" }, legend, boxes);
+  return { node, read: () => [...node.querySelectorAll(":checked")].map((box) => box.value).join(",") };
+}
+
+// A text into which a file may be dropped; files that are no text are kept as bytes.
+let bytes = null;
+function droppable(field, value) {
+  const node = el("textarea", { name: field.name, spellcheck: "false" });
+  node.value = value;
+  node.addEventListener("input", () => (bytes = null));
+  const take = async (file) => {
+    if (!file) return;
+    const raw = new Uint8Array(await file.arrayBuffer());
+    bytes = raw.includes(0) ? raw : null;
+    node.value = bytes ? `${file.name}: ${size(raw.length)} of bytecode` : new TextDecoder().decode(raw);
+  };
+  node.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    node.classList.add("over");
+  });
+  node.addEventListener("dragleave", () => node.classList.remove("over"));
+  node.addEventListener("drop", (event) => {
+    event.preventDefault();
+    node.classList.remove("over");
+    take(event.dataTransfer.files[0]);
+  });
+  const file = el("input", { type: "file", "aria-label": "File of a program" });
+  file.addEventListener("change", () => take(file.files[0]));
+  return { node, more: file, read: () => node.value };
+}
+
+// The server's answer; refusals are thrown with what it says.
+async function asked(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  if (DATA.secured) headers.Authorization = `Bearer ${token()}`;
+  let target = path;
+  let content = JSON.stringify(body);
+  if (bytes && body.program !== undefined) {
+    const { program, ...options } = body;
+    target = `${path}?${new URLSearchParams(options)}`;
+    headers["Content-Type"] = "application/octet-stream";
+    content = bytes;
+  }
+  const answer = await fetch(target, { method: "POST", headers, body: content });
+  if (answer.ok) return answer;
+  const said = await answer.json().catch(() => ({ what: `status ${answer.status}` }));
+  if (answer.status === 401) forgetToken();
+  throw Object.assign(new Error(said.what), said);
+}
+
+function token() {
+  let known = sessionStorage.getItem("opcast-token");
+  if (!known) {
+    known = prompt("This server asks for a token:") || "";
+    sessionStorage.setItem("opcast-token", known);
+  }
+  return known;
+}
+const forgetToken = () => sessionStorage.removeItem("opcast-token");
