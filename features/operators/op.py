@@ -78,6 +78,8 @@ OP_FAMILIES = {
 EXPANDED, ABSORBED = "expanded", "absorbed"
 #: Variant of products and experts whose operands were quantised by passes of their own.
 QUANTIZED = "quantized"
+#: Variant of experts that get rows which other ranks sorted by expert and sent.
+DISPATCHED = "dispatched"
 
 
 class Op(NamedTuple):

@@ -12,9 +12,10 @@ from ...simulate.clusters.catalogue import find_cluster, joined
 from ...simulate.clusters.files import load_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
+from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.formats import Formats
 from ...simulate.serving.policies import frameworks, known_framework, runs_on
-from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.serving.served import NARROW, EnginePlan, ServedModel
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 
@@ -195,11 +196,12 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     Raises:
         PlanError: A name is unknown, or the numbers do not agree.
     """
-    known = ("tp", "pp", "dp", "ep", "moe_tp")
+    known = ("tp", "pp", "dp", "ep", "moe_tp", "redundant")
     found: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
-        if name not in known or not value.isdigit() or int(value) < 1:
+        least = 0 if name == "redundant" else 1
+        if name not in known or not value.isdigit() or int(value) < least:
             raise PlanError(
                 f"{part!r} is no part of a serving plan",
                 hint="as in tp=4,pp=2; " + ", ".join(known),
@@ -207,14 +209,15 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
         found[name] = int(value)
     tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
     if not model.workload.experts:
-        if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp:
+        if found.get("ep", 1) > 1 or found.get("moe_tp", tp) != tp or "redundant" in found:
             raise PlanError(f"{text} spreads experts, the model has none", hint="tp, pp and dp")
         if dp > 1 and replicas:
             raise PlanError(f"{text} and replicas both give engines", hint="one of them")
         return EnginePlan(tp=tp, pp=pp, moe_tp=tp), replicas or (dp if dp > 1 else 0)
     ranks = tp * dp
     ep = found.get("ep", ranks // found["moe_tp"] if "moe_tp" in found else ranks if dp > 1 else 1)
-    return EnginePlan(tp, pp, dp, ep, found.get("moe_tp", max(1, ranks // ep))), replicas
+    moe_tp = found.get("moe_tp", max(1, ranks // ep))
+    return EnginePlan(tp, pp, dp, ep, moe_tp, found.get("redundant")), replicas
 
 
 def engines_of(model: ServedModel, fleet: FleetCase) -> tuple[str, Workers, Workers | None]:
@@ -314,6 +317,14 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
     model = model_of(case.model, name, files=files)
     framework, version = known_framework(case.model.framework)
     device, engine, prefill = engines_of(model, fleet)
+    told = options.overlap is not None or options.expert_skew != EXPERT_SKEW
+    if told and not any(w.plan.wide for w in (engine, prefill) if w):
+        raise PlanError(
+            f"overlap and expert_skew are of engines with dp and experts on more than {NARROW} "
+            "ranks",
+            where="overlap",
+            hint="a plan such as dp=16, or neither of them",
+        )
     return Deployment(
         model=model,
         device=device,

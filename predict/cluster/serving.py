@@ -45,6 +45,7 @@ from .serving_engine import (
     levels,
     request_delay,
     request_floors,
+    wide_notes,
 )
 from .serving_load import context_note, draw, is_open, load_of, tail_note
 from .serving_prediction import ServingPrediction
@@ -261,6 +262,7 @@ class ServingPredictor:
             queued=queued,
             known=tier,
             notes=(
+                *wide_notes(found.deployment),
                 *_notes(found, tier, queued, self.model.effects.values, memory),
                 *tail_note(spec, load, run, saturated=queued > SATURATED),
                 *context_note(deployment.context, load),

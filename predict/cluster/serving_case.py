@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ...common.options import HfOpt, Option, Workload
+from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.policies import ROUTERS, frameworks
 from ...simulate.step.settings import SizesOpt
 
@@ -79,7 +80,7 @@ class FleetCase:
         str,
         Option(
             "Plan of an engine, such as tp=4,pp=2 or tp=1,dp=8,ep=8; dp of a model without "
-            "experts is engines."
+            "experts is engines; redundant= are copies of experts where ep is more than 8."
         ),
     ] = ""
     replicas: Annotated[
@@ -161,6 +162,22 @@ class EngineOptions:
     draft: Annotated[
         str, Option("With --drafts: mtp, ngram, or the name of a model that drafts.")
     ] = "ngram"
+    expert_skew: Annotated[
+        float,
+        Option(
+            "Of experts on more than 8 ranks with dp: deviation of the logarithms of their loads; "
+            "0 for even ones.",
+            least=0.0,
+        ),
+    ] = EXPERT_SKEW
+    overlap: Annotated[
+        bool | None,
+        Option(
+            "Whether such engines hide exchanges of one half of a batch behind kernels of the "
+            "other; by default they do.",
+            ("--overlap/--no-overlap",),
+        ),
+    ] = None
     eager: Annotated[
         bool, Option("Launch kernel by kernel, without graphs.", ("--eager/--graphs",))
     ] = False

@@ -16,9 +16,11 @@ import numpy as np
 
 from ...features.devices.catalogue import read_device
 from ...simulate.clusters.topology import Cluster
+from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.forward import (
     Counted,
     decode_ops,
+    dispatched,
     exchanges,
     head_ops,
     prefill_ops,
@@ -26,6 +28,7 @@ from ...simulate.serving.forward import (
 )
 from ...simulate.serving.load import CLASSES, Chunk
 from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.serving.token_exchange import EXCHANGE_CORES, HIDDEN, HIDDEN_DIRECT, Links
 from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency
 from .network import ClusterNetwork
@@ -38,6 +41,8 @@ _SPLIT = {
 }
 _AT = {name: place for place, name in enumerate(CLASSES)}
 _EXPERTS = [_AT[name] for name in _SPLIT["moe"]]
+#: Classes of kernels that keep the device's cores busy.
+_KERNELS = [_AT[n] for n in (*_SPLIT["linear"], *_SPLIT["moe"], "prefill", "decode", "memory")]
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
 #: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
@@ -83,6 +88,9 @@ class ServingCosts:
         longest: Most tokens of a sequence.
         early: Whether the engine is one from before it was rewritten, whose all-reduces are the
             library's (NCCL, RCCL) instead of ones that graphs capture.
+        skew: Of a wide engine, deviation of the logarithms of experts' loads.
+        overlap: Whether a wide engine runs a batch in two halves, the exchanges of one beside the
+            kernels of the other, where that is faster.
     """
 
     def __init__(
@@ -96,8 +104,11 @@ class ServingCosts:
         longest: int,
         *,
         early: bool = False,
+        skew: float = EXPERT_SKEW,
+        overlap: bool = False,
     ) -> None:
         self.model, self.plan, self.latency, self.early = model, plan, latency, early
+        self.skew, self.overlap = skew, overlap and plan.wide
         self.cluster, self.network = cluster, ClusterNetwork(cluster)
         self._spec = read_device(cluster.device)
         # Pipeline stages work on a share of the batch each, so that a pass takes all layers for
@@ -108,11 +119,14 @@ class ServingCosts:
         tokens = _grid(1, max(2, share, min(most_tokens, longest)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
         lengths = _grid(16, max(32, longest), _LENGTH_POINTS)
-        wanted = [op for n in tokens for op, _ in token_ops(model, plan, n)]
+        wanted = [op for n in tokens for op, _ in token_ops(model, plan, n, skew)]
         wanted += [op for n in batches for op, _ in head_ops(model, plan, n)]
         wanted += [op for b in batches for n in lengths for op, _ in decode_ops(model, plan, b, n)]
         latency.prepare(wanted)
         self._tokens = _dense(tokens, self._tokens_at)
+        self._dispatched = {
+            direct: _dense(tokens, self._dispatched_at(direct)) for direct in (True, False)
+        }
         self._heads = _dense(batches, self._heads_at)
         self._lengths = lengths
         self._decode = np.stack([_dense(batches, self._decode_at(n)) for n in lengths], axis=1)
@@ -133,10 +147,10 @@ class ServingCosts:
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
         """Sum over ``steps`` passes; see :class:`~opcast.simulate.serving.load.PassCosts`."""
         how = self.decoding
-        one = self._pass(batch * how.width, batch * how.width) * steps
         # Attention is linear in the cache: the middle pass stands for all.
         length = cached / batch + how.accepted * (steps - 1) / 2.0 + 1.0
-        one[_AT["decode"]] += steps * self._attend(batch, length)
+        attention = self._attend(batch, length)
+        one = steps * self._pass(batch * how.width, batch * how.width, decode=attention)
         if how.eager:
             one[_AT["launch"]] += steps * self._layers
         if how.draft is not None:
@@ -154,31 +168,71 @@ class ServingCosts:
         decoding = batch * self.decoding.width
         total = decoding + sum(chunk.tokens for chunk in chunks)
         largest = max(chunk.tokens for chunk in chunks)
-        costs = self._pass(total, decoding + len(chunks), largest)
-        if batch:
-            costs[_AT["decode"]] += self._attend(batch, cached / batch + 1.0)
+        decode = self._attend(batch, cached / batch + 1.0) if batch else 0.0
         count = -(-len(chunks) // self.parts)
         share = count / len(chunks)
-        costs[_AT["prefill"]] += share * sum(self._prompt(count, chunk) for chunk in chunks)
+        prefill = share * sum(self._prompt(count, chunk) for chunk in chunks)
+        costs = self._pass(total, decoding + len(chunks), largest, prefill, decode)
         costs[_AT["launch"]] += self._layers
         return costs
 
-    def _pass(self, tokens: int, sequences: int, largest: int = 1) -> np.ndarray:
-        """Costs of the stage and rank that take longest, one of them with the largest chunk."""
+    def _pass(
+        self,
+        tokens: int,
+        sequences: int,
+        largest: int = 0,
+        prefill: float = 0.0,
+        decode: float = 0.0,
+    ) -> np.ndarray:
+        """Costs of the stage and rank that take longest, one of them with the largest chunk.
+
+        Args:
+            tokens: Of all ranks.
+            sequences: Whose next token is asked for.
+            largest: Tokens of the largest chunk of a prompt; 0 without prompts.
+            prefill: Seconds of attention of prompts.
+            decode: Of decoding sequences.
+        """
         share = -(-tokens // self.parts)
         heads = min(-(-sequences // self.parts), len(self._heads)) - 1
-        costs = self._row(max(share, largest)) + self._heads[heads]
-        if self.plan.dp > 1 and largest > share:
-            # Experts are spread over the ranks, whichever of them holds the chunk.
-            spread = self._row(max(share, -(-largest // self.plan.dp)))
-            costs[_EXPERTS] = spread[_EXPERTS]
+        costs = self._layers_of(share, largest) + self._heads[heads]
+        costs[_AT["prefill"]] += prefill
+        costs[_AT["decode"]] += decode
+        if self.overlap and share > 1:
+            costs = self._overlapped(costs, share, largest)
         costs[_AT["host"]] = 1.0
         # Ranks with sequences of their own have a host of their own, which sees all stages'.
         costs[_AT["sequence"]] = float(-(-sequences // self.plan.dp))
         return np.asarray(costs)
 
+    def _layers_of(self, share: int, largest: int) -> np.ndarray:
+        """Costs of all layers but for attention, of ``share`` tokens a rank."""
+        most = max(share, largest)
+        costs = self._row(most)
+        costs[_AT["network"]] += self._dispatched[largest == 0][min(most, len(self._tokens)) - 1]
+        if self.plan.dp > 1 and largest > share:
+            # Experts are spread over the ranks, whichever of them holds the chunk.
+            spread = self._row(max(share, -(-largest // self.plan.dp)))
+            costs[_EXPERTS] = spread[_EXPERTS]
+        return costs
+
+    def _overlapped(self, whole: np.ndarray, share: int, largest: int) -> np.ndarray:
+        """Costs of a pass as one batch or as two halves, whichever takes less.
+
+        Exchanges of each half hide behind kernels of the other (DeepSeek-V3, 2024, section 3.4.1),
+        which those of high throughput leave fewer cores; the network's cost is what stands out.
+        """
+        halves = whole + 2.0 * self._layers_of(-(-share // 2), -(-largest // 2))
+        halves -= self._layers_of(share, largest)
+        cores = self._spec.core_count or 0
+        if largest and cores > EXCHANGE_CORES:
+            halves[_KERNELS] *= cores / (cores - EXCHANGE_CORES)
+        most = min(float(halves[_KERNELS].sum()), float(halves[_AT["network"]]))
+        halves[_AT["network"]] -= most * (HIDDEN if largest else HIDDEN_DIRECT)
+        return halves if halves.sum() < whole.sum() else whole
+
     def _row(self, tokens: int) -> np.ndarray:
-        return np.asarray(self._tokens[min(tokens, len(self._tokens)) - 1])
+        return np.array(self._tokens[min(tokens, len(self._tokens)) - 1])
 
     def _attend(self, batch: int, length: float) -> float:
         """Seconds of decoding attention, linear between lengths of the grid."""
@@ -209,10 +263,21 @@ class ServingCosts:
             self._prefills[key] = sum(self.latency(op) * n for op, n in own) / key[0]
 
     def _tokens_at(self, tokens: int) -> np.ndarray:
-        costs = self._classed(token_ops(self.model, self.plan, tokens))
+        costs = self._classed(token_ops(self.model, self.plan, tokens, self.skew))
         for sent in exchanges(self.model, self.plan, tokens):
             costs[_AT["network"]] += sent.times * self._exchange(sent.kind, sent.size, sent.ranks)
         return costs
+
+    def _dispatched_at(self, direct: bool) -> Callable[[int], np.ndarray]:
+        dims = self.cluster.topology.dims
+        box = self.cluster.box or self.cluster.size
+        links = Links(box, dims[0].bandwidth, dims[-1].bandwidth)
+
+        def at(tokens: int) -> np.ndarray:
+            own = self.model, self.plan, tokens, self.skew, links
+            return np.array(dispatched(*own, direct=direct))
+
+        return at
 
     def _exchange(self, kind: str, size: float, ranks: int) -> float:
         link = self._spec.link_bandwidth

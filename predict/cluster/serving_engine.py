@@ -15,6 +15,7 @@ from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.effects import APART
 from ...models.serving.model import ServingModel, group_key
+from ...simulate.serving.expert_load import busiest
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
@@ -96,13 +97,21 @@ class Engines:
         # Powers of two, so that loads of one configuration share tables.
         sizes = tuple(2 ** ceil(np.log2(max(n, 2))) for n in (tokens, batch, longest))
         early = engine_era(own.framework, own.version) == "early"
-        key = (model, plan, own.links, own.framework, early, *sizes)
+        skew, overlap = own.options.expert_skew, own.options.overlap is not False
+        key = (model, plan, own.links, own.framework, early, skew, overlap, *sizes)
         if key not in self._costs:
             at = (own.device, own.framework)
             if at not in self._latency:
                 self._latency[at] = ServingLatency(own.spec, self.operators, own.framework)
             self._costs[key] = ServingCosts(
-                model, plan, own.links, self._latency[at], *sizes, early=early
+                model,
+                plan,
+                own.links,
+                self._latency[at],
+                *sizes,
+                early=early,
+                skew=skew,
+                overlap=overlap,
             )
             if len(self._costs) > self.tables:
                 self._costs.popitem(last=False)
@@ -235,6 +244,32 @@ def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:
         watermark=options.watermark,
         block=options.block or policy.block,
     )
+
+
+def wide_notes(own: Deployment) -> tuple[str, ...]:
+    """What is assumed of engines whose ranks send tokens to the ranks of their experts."""
+    notes, experts = [], own.model.workload.experts
+    for plan in dict.fromkeys(w.plan for w in (own.prefill, own.engine) if w):
+        if not plan.wide:
+            continue
+        # Of so many rows that chance does not matter.
+        busy, plain = (
+            busiest(1e9, experts, plan.ep, redundant, own.options.expert_skew)
+            for redundant in (plan.redundant, 0)
+        )
+        said = f"of {plan.ep} ranks of experts the busiest gets {busy:.3g} times the mean"
+        if plan.redundant != 0 and own.options.expert_skew:
+            said += (
+                f", with {plan.copies(experts)} copies of experts that a balancer places; without "
+                f"one (redundant=0 in the plan) {plain:.3g} times"
+            )
+        notes.append(said)
+    if notes and own.options.overlap is not False:
+        notes.append(
+            "engines run a batch in two halves, exchanges of tokens beside the other's kernels, "
+            "where that is faster (--no-overlap if they do not)"
+        )
+    return tuple(notes)
 
 
 def levels(own: Deployment, model: ServingModel) -> dict[str, str]:

@@ -232,6 +232,7 @@ class _Worker:
             "limit": self.limit,
             "drafts": options.drafts,
             "step_tokens": options.drafts + 1,
+            "copies": plan.copies(own.model.workload.experts),
         }
         holds = {
             "whole": options.chunked is False,
@@ -243,6 +244,9 @@ class _Worker:
             "eager": options.eager,
             "windows": own.model.cache_layers()[2],
             "groups": plan.dp > 1 and plan.tp > 1,
+            "wide": plan.wide,
+            "balanced": plan.wide and plan.redundant != 0,
+            "halves": plan.wide and options.overlap is not False,
             "bare_draft": kind in ("ngram", "mtp"),
             "passes_draft": kind in ("mtp", "model_drafts"),
             **{name: kind == name for name in ("ngram", "mtp", "model_drafts")},

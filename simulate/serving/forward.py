@@ -10,9 +10,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from ...features.operators.op import ABSORBED, EXPANDED, Op
+from ...features.cost.formats import FORMATS
+from ...features.operators.op import ABSORBED, DISPATCHED, EXPANDED, Op
 from ..step.workload import Workload
+from .expert_load import busiest
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
+from .token_exchange import Links, exchange_seconds, row_bytes
 
 #: Latent width of keys and values, with the rotated part, and widths of a head of latent attention
 #: in prefill, which all published models share (DeepSeek-V2 and -V3, Kimi K2).
@@ -45,10 +48,19 @@ class Exchange(NamedTuple):
     times: float
 
 
-def token_ops(model: ServedModel, plan: EnginePlan, tokens: int) -> Counted:
+def token_ops(
+    model: ServedModel, plan: EnginePlan, tokens: int, skew: float | None = None
+) -> Counted:
     """Products, experts and passes over memory for ``tokens`` of each attention rank.
 
     All layers of the model are listed: a pipeline's stages run them one after another.
+
+    Args:
+        model: What is served.
+        plan: Of the engine.
+        tokens: Of each attention rank.
+        skew: Of a wide engine, deviation of the logarithms of experts' loads
+            (:func:`~.expert_load.busiest`); ``None`` for experts that all ranks' tokens reach.
     """
     ops: Counted = []
     kinds = kinds_of(model.workload)
@@ -58,7 +70,7 @@ def token_ops(model: ServedModel, plan: EnginePlan, tokens: int) -> Counted:
         ops += [(op, count - recurrent) for op in _attention_products(model, layer, plan, tokens)]
         if recurrent:
             ops += [(op, recurrent) for op in _recurrent(model, layer, plan, tokens)]
-        ops += [(op, count * model.fed) for op in _feed_forward(model, layer, plan, tokens)]
+        ops += [(op, count * model.fed) for op in _feed_forward(model, layer, plan, tokens, skew)]
     # Embedding: a row for each token.
     ops.append((_pass(4.0 * tokens * model.workload.d_model), 1.0))
     return ops
@@ -111,7 +123,10 @@ def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) ->
 
 
 def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchange]:
-    """What the ranks exchange in a pass over ``tokens`` of each attention rank."""
+    """What the ranks exchange in a pass over ``tokens`` of each attention rank.
+
+    What wide engines send to the ranks of experts is :func:`dispatched`.
+    """
     w = model.workload
     size = 2.0 * tokens * w.d_model
     moe = model.fed * sum(count for layer, count in kinds_of(w).items() if layer.experts)
@@ -121,13 +136,42 @@ def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchang
         # 3); with experts spread over ranks that hold all tokens, the second one adds up experts.
         reduces = (1.0 + model.fed) * w.layers - (moe if plan.dp > 1 else 0.0)
         found.append(Exchange("all_reduce", size, plan.tp, reduces))
-    if plan.dp > 1 and moe:
+    if plan.dp > 1 and moe and not plan.wide:
         # Tokens go to the ranks of their experts and come back, each once for every rank.
         copies = min(w.top_k, plan.ranks)
         found.append(Exchange("alltoall", size * copies / plan.tp, plan.ranks, 2.0 * moe))
     if plan.pp > 1:
         found.append(Exchange("send_recv", size, 2, plan.pp - 1.0))
     return found
+
+
+def dispatched(
+    model: ServedModel, plan: EnginePlan, tokens: int, skew: float, links: Links, *, direct: bool
+) -> float:
+    """Seconds in which the ranks of a wide engine send tokens to their experts and back, in a pass.
+
+    Args:
+        model: What is served.
+        plan: Of the engine; of one that is not wide nothing is sent.
+        tokens: Of each attention rank.
+        skew: Deviation of the logarithms of experts' loads.
+        links: Between the ranks.
+        direct: Whether by the kernels of low latency (:mod:`.token_exchange`).
+    """
+    w = model.workload
+    layers = model.fed * sum(count for layer, count in kinds_of(w).items() if layer.experts)
+    if not plan.wide or not layers:
+        return 0.0
+    mean = tokens * plan.dp * w.top_k / plan.ep
+    # The busiest rank receives more than the others send.
+    more = busiest(mean, w.experts, plan.ep, plan.redundant, skew) / plan.tp
+    bits = FORMATS[model.expert_weights].activation_bits
+    return layers * sum(
+        exchange_seconds(
+            links, plan.ranks, more * tokens * one, w.top_k, w.expert_boxes, direct=direct
+        )
+        for one in row_bytes(w.d_model, bits)
+    )
 
 
 def _attending(model: ServedModel) -> list[tuple[Workload, float]]:
@@ -204,7 +248,9 @@ def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: in
     ]
 
 
-def _feed_forward(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[Op]:
+def _feed_forward(
+    model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int, skew: float | None
+) -> list[Op]:
     w = layer
     if not w.experts:
         return _dense(w, plan, tokens, w.d_ff, model.weights)
@@ -213,10 +259,15 @@ def _feed_forward(model: ServedModel, layer: Workload, plan: EnginePlan, tokens:
     # Kernels of experts are known by gated ones, of three matrices; others are as much narrower.
     width = w.d_ff * w.matrices // 3
     shape = (every, w.d_model, width, w.top_k, w.experts, plan.moe_tp, plan.ep)
-    ops = [
-        Op("linear", (tokens, w.experts, w.d_model), "bf16"),
-        Op("moe", shape, model.expert_weights, skew=ROUTING_SKEW),
-    ]
+    experts = Op("moe", shape, model.expert_weights, skew=ROUTING_SKEW)
+    if plan.wide and skew is not None:
+        # What the busiest rank receives is sorted by its own experts, each row for one of them.
+        mean = every * w.top_k / plan.ep
+        rows = ceil(mean * busiest(mean, w.experts, plan.ep, plan.redundant, skew))
+        held = round(plan.experts_held(w.experts))
+        shape = (rows, w.d_model, width, 1, held, plan.moe_tp, 1)
+        experts = Op("moe", shape, model.expert_weights, variant=DISPATCHED)
+    ops = [Op("linear", (tokens, w.experts, w.d_model), "bf16"), experts]
     if w.shared_experts:
         ops += _dense(w, plan, tokens, w.shared_experts * w.d_ff, model.weights)
     return ops

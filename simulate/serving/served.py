@@ -10,6 +10,7 @@ from ...common.errors import PlanError
 from ...features.cost.formats import FORMATS
 from ..step.presets import Recurrence
 from ..step.workload import Workload, layer_kinds
+from .expert_load import slots_of
 
 #: Formats of served weights.
 WEIGHTS = (
@@ -21,6 +22,9 @@ CACHES = ("bf16", "f16", "fp8", "int8")
 #: Bytes of a token and layer that the indexer of sparse attention keeps beside the latent: a key of
 #: 128 in fp8 with a scale of 32 bits (DeepSeek-V3.2's ``index_head_dim``; DeepSeek-V3.2, 2025).
 INDEX_BYTES = 132.0
+#: Most ranks of expert parallelism whose tokens are gathered on all of them; more exchange tokens
+#: (TensorRT-LLM's blog, Scaling Expert Parallelism, 2025: reduce-scatter up to 8, else all-to-all).
+NARROW = 8
 #: Bytes of an element of a recurrent state (``mamba_ssm_dtype`` of published configurations).
 STATE_BYTES = 4.0
 
@@ -134,9 +138,9 @@ class ServedModel:
             share *= self.fed
             one = float(layer.expert_parameters)
             if layer.experts:
-                spread = plan.moe_tp * plan.ep
+                held = plan.experts_held(layer.experts)
                 bits = FORMATS[self.expert_weights].weight_bits
-                parts["experts"] += share * one * layer.experts / spread * bits
+                parts["experts"] += share * one * held / plan.moe_tp * bits
                 one *= layer.shared_experts
             parts["feed-forward"] += share * one / plan.tp * FORMATS[self.weights].weight_bits
         return {name: value for name, value in parts.items() if value}
@@ -183,6 +187,8 @@ class EnginePlan:
             parallelism); experts are spread over all of them.
         ep: Ranks over which whole experts are spread.
         moe_tp: Ranks that share an expert.
+        redundant: Copies of busy experts that a balancer places on the ranks of a wide engine;
+            ``None`` for its default, 0 for no balancer.
     """
 
     tp: int = 1
@@ -190,13 +196,20 @@ class EnginePlan:
     dp: int = 1
     ep: int = 1
     moe_tp: int = 1
+    redundant: int | None = None
 
     def __post_init__(self) -> None:
         """Check that the numbers agree.
 
         Raises:
-            PlanError: One is below 1, or experts are spread over other ranks than attention.
+            PlanError: One is below 1, experts are spread over other ranks than attention, or copies
+                of experts are asked for where none are placed.
         """
+        if self.redundant is not None and (self.redundant < 0 or not self.wide):
+            raise PlanError(
+                f"redundant={self.redundant} with dp={self.dp} and ep={self.ep}",
+                hint=f"at least 0, of engines with dp and ep of more than {NARROW}",
+            )
         if min(self.tp, self.pp, self.dp, self.ep, self.moe_tp) < 1:
             raise PlanError(f"{self}", hint="all of them are at least 1")
         if self.ep * self.moe_tp != self.tp * self.dp:
@@ -205,6 +218,19 @@ class EnginePlan:
                 f"tp={self.tp} x dp={self.dp}",
                 hint="both are the ranks of one pipeline stage",
             )
+
+    @property
+    def wide(self) -> bool:
+        """Whether ranks send each token to the ranks of its experts, instead of all to all."""
+        return self.dp > 1 and self.ep > NARROW
+
+    def experts_held(self, experts: int) -> float:
+        """Experts of a layer that a rank holds a share of, copies included."""
+        return slots_of(experts, self.ep, self.redundant) if self.wide else experts / self.ep
+
+    def copies(self, experts: int) -> int:
+        """Copies of a layer's experts that a balancer places on all ranks."""
+        return round(self.experts_held(experts) * self.ep - experts) if self.wide else 0
 
     @property
     def ranks(self) -> int:
@@ -225,7 +251,9 @@ class EnginePlan:
     def text(self) -> str:
         """Such as ``tp=8,ep=8``; what is 1 is left out."""
         parts = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
-        return ",".join(f"{k}={v}" for k, v in parts.items() if v > 1) or "tp=1"
+        told = [f"{k}={v}" for k, v in parts.items() if v > 1]
+        told += [] if self.redundant is None else [f"redundant={self.redundant}"]
+        return ",".join(told) or "tp=1"
 
 
 @lru_cache(maxsize=1024)
