@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import ndtr
 
 from opcast.common.errors import UnknownCallError
 from opcast.features.devices.catalogue import find_device
 from opcast.models.program.fused_error import FILE, ends_of, fit
-from opcast.models.trust.calibrator import Ends
+from opcast.models.trust.calibrator import NORMAL_90, Ends
 from opcast.predict.program.predictor import load
 from opcast.tests.support.drawn_programs import Case, cases, text_of
 from opcast.tests.support.two_lowerings import Price, compiled, on_stream, path_of, prices
@@ -53,6 +54,17 @@ class Row(NamedTuple):
     def score(self) -> float:
         """Logarithm of the compiler's time over ours."""
         return log(self.xla.us / self.fused.us)
+
+    def covered(self, ends: dict[str, Ends]) -> float:
+        """Chance that the interval holds the truth: the compiler's price with its own error."""
+        ours, (low, high) = self.fused, ends_of(self.fused.shares, ends)
+        below, above = log(ours.us / ours.lo), log(ours.hi / ours.us)
+        room = (hypot(below, low) + self.score, hypot(above, high) - self.score)
+        chances = [
+            ndtr(NORMAL_90 * r / max(end, 1e-3))
+            for r, end in zip(room, (below, above), strict=True)
+        ]
+        return float(chances[0] + chances[1] - 1.0)
 
     def inside(self, ends: dict[str, Ends]) -> bool:
         """Whether the interval holds the compiler's price."""
@@ -119,8 +131,9 @@ def table(rows: Sequence[Row]) -> str:
     names = dict.fromkeys(row.device for row in rows)
     others = {name: fitted([r for r in rows if r.device != name]) for name in names}
     lines = [
-        "| class of op | n | median | mean | bias | beyond 2× | inside | bytes | FLOPs | worst |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| class of op | n | median | mean | bias | beyond 2× | inside | covered | bytes | FLOPs "
+        "| worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     kinds = [*dict.fromkeys(row.case.kind for row in rows), "all"]
     for kind in kinds:
@@ -134,6 +147,7 @@ def _line(kind: str, rows: Sequence[Row], ends: dict[str, dict[str, Ends]]) -> s
     errors = np.abs(np.exp(-scores) - 1.0)
     worst = rows[int(np.abs(scores).argmax())]
     inside = np.mean([row.inside(ends[row.device]) for row in rows])
+    covered = np.mean([row.covered(ends[row.device]) for row in rows])
     counts = [
         np.mean([abs(getattr(r.fused, what) - of) > 0.1 * of + 1e3 for r in rows
                  for of in (getattr(r.xla, what),)])
@@ -142,7 +156,8 @@ def _line(kind: str, rows: Sequence[Row], ends: dict[str, dict[str, Ends]]) -> s
     return (
         f"| {kind} | {len(rows)} | {np.median(errors):.1%} | {errors.mean():.1%} | "
         f"{np.expm1(-np.mean(scores)):+.1%} | {np.sum(np.abs(scores) > log(2.0))} | {inside:.0%} | "
-        f"{counts[0]:.0%} | {counts[1]:.0%} | {exp(-worst.score):.2f} (`{worst.case.name}`) |"
+        f"{covered:.0%} | {counts[0]:.0%} | {counts[1]:.0%} | "
+        f"{exp(-worst.score):.2f} (`{worst.case.name}`) |"
     )
 
 

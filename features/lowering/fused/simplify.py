@@ -8,7 +8,7 @@ change what is computed or moved; a rewrite that fusion would hide anyway is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from math import factorial
 
 from ...ir.program import Program
@@ -162,7 +162,50 @@ def _neutral(node: Node) -> Node | None:
     return None
 
 
+def _add(node: Node) -> Node | None:
+    """Turn ``a + (-b)`` into a difference."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if this.opcode == "negate":
+            return _binary("subtract", node, other, this.operands[0])
+    return _neutral(node)
+
+
+def _multiply(node: Node) -> Node | None:
+    """Multiply by one constant where there are two, or by its opposite what is negated."""
+    for this, other in (node.operands, node.operands[::-1]):
+        factor = splat(this)
+        if factor is None or not node.type.dtype.startswith("f"):
+            continue
+        if other.opcode == "negate":
+            return _binary("multiply", node, other.operands[0], splat_node(-factor, node.type))
+        if other.opcode != "multiply":
+            continue
+        for first, second in (other.operands, other.operands[::-1]):
+            known = splat(first)
+            if known is not None:
+                return _binary("multiply", node, second, splat_node(known * factor, node.type))
+    return _neutral(node)
+
+
+def _clamp(node: Node) -> Node | None:
+    """Clamp what is bounded by constants from both sides."""
+    other = "minimum" if node.opcode == "maximum" else "maximum"
+    for bound, inner in (node.operands, node.operands[::-1]):
+        if inner.opcode != other or splat(bound) is None:
+            continue
+        for limit, value in (inner.operands, inner.operands[::-1]):
+            ends = (splat(bound), splat(limit))
+            if ends[1] is None or isinstance(ends[0], bool):
+                continue
+            low, high = (bound, limit) if node.opcode == "maximum" else (limit, bound)
+            if splat(low) <= splat(high):
+                return _binary("clamp", node, low, value, high)
+    return _neutral(node) if node.opcode in _NEUTRAL else None
+
+
 def _subtract(node: Node) -> Node | None:
+    if node.operands[1].opcode == "negate":
+        return _binary("add", node, node.operands[0], node.operands[1].operands[0])
     return node.operands[0] if is_splat(node.operands[1], 0) else None
 
 
@@ -218,26 +261,30 @@ def _convert(node: Node) -> Node | None:
     inner = node.operands[0]
     if inner.type.dtype == node.type.dtype:
         return inner
-    # There and back is nothing, if the way there lost no bits.
+    # There and back is nothing, if the way there lost no bits; of floats, even if it did
+    # (SimplifyFPConversions, by xla_allow_excess_precision, which is on).
     if inner.opcode == "convert" and inner.operands[0].type.dtype == node.type.dtype:
         first = inner.operands[0]
-        return first if _widens(first.type.dtype, inner.type.dtype) else None
+        kinds = (first.type.dtype, inner.type.dtype)
+        return first if _widens(*kinds) or _widens(*kinds[::-1], _FLOATING) else None
     return None
 
 
-def _widens(narrow: str, wide: str) -> bool:
-    return (narrow, wide) in {
-        ("bf16", "f32"),
-        ("f16", "f32"),
-        ("bf16", "f64"),
-        ("f16", "f64"),
-        ("f32", "f64"),
-        ("s32", "s64"),
-        ("u32", "u64"),
-        ("pred", "s32"),
-        ("pred", "f32"),
-        ("pred", "bf16"),
-    }
+#: Types of floats whose detour over fewer bits the compiler drops, with the wider one.
+_FLOATING = frozenset((("bf16", "f32"), ("f16", "f32"), ("bf16", "f64"), ("f16", "f64")))
+#: Pairs of types of which the second holds each value of the first.
+_WIDER = _FLOATING | {
+    ("f32", "f64"),
+    ("s32", "s64"),
+    ("u32", "u64"),
+    ("pred", "s32"),
+    ("pred", "f32"),
+    ("pred", "bf16"),
+}
+
+
+def _widens(narrow: str, wide: str, pairs: Collection[tuple[str, str]] = _WIDER) -> bool:
+    return (narrow, wide) in pairs
 
 
 def _select(node: Node) -> Node | None:
@@ -300,6 +347,10 @@ def _tuple_element(node: Node) -> Node | None:
 
 _RULES: dict[str, Callable[[Node], Node | None]] = {
     **dict.fromkeys(_NEUTRAL, _neutral),
+    "add": _add,
+    "multiply": _multiply,
+    "maximum": _clamp,
+    "minimum": _clamp,
     "subtract": _subtract,
     "divide": _divide,
     "power": _power,

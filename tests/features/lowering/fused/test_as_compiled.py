@@ -114,6 +114,29 @@ def test_polygamma_functions_of_a_known_order_are_zeta_functions():
     assert "chlo.zeta" in opcodes and "chlo.polygamma" not in opcodes
 
 
+def _bounded(x):
+    return jnp.maximum(jnp.minimum(x, 2.0), -1.0)
+
+
+def _there_and_back(x):
+    return (x + 1.0).astype(BF16).astype(F32) * x
+
+
+@pytest.mark.parametrize(
+    "function, flops",
+    [
+        (_bounded, 1),
+        (_there_and_back, 2),
+        (lambda x: jnp.tanh(x) * 2.0 * 3.0, 1),
+        (lambda x: -x * 2.0, 1),
+        (lambda x: jnp.tanh(x) + -x, 1),
+    ],
+)
+def test_arithmetic_is_simplified_as_the_compiler_does(function, flops):
+    (kernel,) = kernels(function, spec(1024, 1024))
+    assert kernel.flops == flops * 2**20
+
+
 @pytest.mark.parametrize("dtype", [jnp.uint32, jnp.uint64, jnp.uint16])
 def test_random_bits_are_two_kernels_of_arithmetic(dtype):
     with jax.enable_x64(True):
