@@ -52,10 +52,11 @@ if TYPE_CHECKING:
 LEAST_TESTED = 10_000
 #: Between a device and a group of its training rows.
 GROUP = "|"
-#: Fewest rows of a group on a device from which on it is known there. Held-out rows of layers of
-#: ``tuned/linear`` with 10 to 20 others lie within -12 to 14 %, as do those of layers with 40 to
-#: 100; of layers with fewer within -50 to 40 %.
-GROUP_ROWS = 10
+#: Fewest rows of a group on a device from which on it is known there, and their least share of
+#: those that the device's groups have in the median. Held-out rows of layers of ``tuned/linear``
+#: with 10 to 20 others lie within -12 to 14 %, as do those of layers with 40 to 100; of layers with
+#: fewer within -50 to 40 %. Where other groups have hundreds, ten are those of one batch.
+GROUP_ROWS, GROUP_SHARE = 10, 0.25
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
@@ -171,7 +172,10 @@ class FamilyModel:
             group = group_names(rows, self.family)
             pairs, counts = np.unique((device + GROUP + group).astype(str), return_counts=True)
             # A few rows of a group say nothing of its others.
-            self.groups = frozenset(pairs[counts >= GROUP_ROWS].tolist())
+            own_device = np.char.partition(pairs, GROUP)[:, 0]
+            usual = {d: np.median(counts[own_device == d]) for d in names}
+            least = np.array([max(GROUP_ROWS, GROUP_SHARE * usual[d]) for d in own_device])
+            self.groups = frozenset(pairs[counts >= least].tolist())
             others, new_scores, _, new_near = judged(left)
             self.intervals.fit_groups(new_scores, group[others], device[others])
             near = np.concatenate([near, new_near])
