@@ -24,7 +24,7 @@ KNOWN = "known"
 APART = "disaggregated"
 #: Levels that every row has a value of, even where nobody says which: it is one of all that could
 #: be.
-_HIDDEN = ("source", "cluster", "stack", "framework", "engine")
+_HIDDEN = ("source", "cluster", "stack", "stack_experts", "framework", "engine")
 #: Deviation of repeated runs of one configuration, in logarithms: they differ by 6 to 18 %.
 REPEATS = 0.1
 #: Levels of a row by name; a missing or empty value has no effect.

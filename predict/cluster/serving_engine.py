@@ -285,6 +285,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
     engine = f"{own.framework} {era}" if own.framework else ""
     experts = served.expert_weights if served.workload.experts else ""
     source = own.source
+    stack = f"{source}|{engine}" if source and engine else ""
     found = {
         "any": "any",
         "all": spec.platform,
@@ -306,7 +307,8 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "speculative": "yes" if own.options.accepted > 1.0 else "",
         "source": source,
         # How a source starts an engine.
-        "stack": f"{source}|{engine}" if source and engine else "",
+        "stack": stack,
+        "stack_experts": f"{stack} {experts}" if stack and experts else "",
         "cluster": f"{source}|{device}" if source else "",
         "group": model.group_of(served.shape()),
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from math import ceil
 from typing import NamedTuple
 
 from ...common.files import parse_yaml
@@ -51,20 +50,22 @@ _GROUPED = Reach(3 * 1.5e-6, matrix=0.6, memory=0.8)
 load_serving_operators = partial(load_operators, only=FAMILIES)
 
 
+#: A name, or names by architecture with that of all ``other`` ones.
+_Named = str | dict[str, str]
+
+
 class _Kernels(NamedTuple):
     """What ``serving_kernels.yaml`` holds: names of kernels by backend, and of formats."""
 
     stand_ins: list[str]
-    linear: dict[str, dict[str, str]]
-    moe: dict[str, dict[str, str]]
+    linear: dict[str, dict[str, _Named]]
+    moe: dict[str, dict[str, _Named]]
     bmm: dict[str, str]
     attention: dict[str, dict[str, str]]
     absorbed: dict[str, dict[str, str]]
     expanded: dict[str, dict[str, str]]
-    formats: dict[str, str]
+    formats: dict[str, _Named]
     stands_for: dict[str, str]
-    reach_all: dict[str, list[str]]
-    reached_at: float
 
 
 @cache
@@ -110,7 +111,15 @@ class ServingLatency:
         """Share of arithmetic in the roofline of an operator; the rest is moving its bytes."""
         return arithmetic_share(op, self.spec)
 
-    def _kernel(self, table: dict[str, dict[str, str]], dtype: str) -> tuple[str, str, str] | None:
+    def _of(self, names: _Named) -> str:
+        """The name for the device's architecture; empty if none is for it."""
+        if isinstance(names, str):
+            return names
+        return names.get(self.spec.architecture.removesuffix("-ultra"), names.get("other", ""))
+
+    def _kernel(
+        self, table: dict[str, dict[str, _Named]], dtype: str
+    ) -> tuple[str, str, str] | None:
         """Backend, kernel and format in the tables that an operator is looked up as."""
         if dtype == "nvfp4" and weight_only(dtype, self.spec):
             # As Marlin's kernels widen weights of 4 bits of either kind.
@@ -122,7 +131,8 @@ class ServingLatency:
         for name in (dtype, own.stands_for.get(dtype, dtype)):
             for backend in (self.backend, *own.stand_ins):
                 if name in table[backend]:
-                    return backend, table[backend][name], own.formats.get(name, name)
+                    kernel = self._of(table[backend][name])
+                    return backend, kernel, self._of(own.formats.get(name, name))
         return None
 
     def _row(self, op: Op) -> Row | None:
@@ -136,9 +146,6 @@ class ServingLatency:
             return None
         if op.family == "moe":
             found = self._kernel(known.moe, dtype)
-            if found and found[2] in known.reach_all.get(self.backend, ()):
-                reached = ceil(known.reached_at * sizes["experts"] / sizes["topk"])
-                sizes["tokens"] = max(sizes["tokens"], reached)
             return found and {**sizes, **named("graph/moe", *found), "distribution": ROUTING}
         if op.family == "bmm":
             return {**sizes, **named("graph/bmm", self.backend, known.bmm[self.backend], "bf16")}
@@ -149,13 +156,12 @@ class ServingLatency:
         latent, table = op.variant in tables, tables.get(op.variant, _kernels().attention)
         sizes = op.sizes()
         for backend in (self.backend, *_kernels().stand_ins):
-            names = table.get(backend, {})
-            if kernel := names.get(self.spec.architecture, names.get("other")):
+            if kernel := self._of(table.get(backend, {})):
                 break
         phase = "generation" if sizes["q_len"] == 1 else "context"
         key = f"graph/{phase}_{'mla' if latent else 'attention'}"
         cache = "fp8" if op.cache in ("fp8", "int8") else "bf16"
-        columns = named(key, backend, kernel or "", "bf16") | {
+        columns = named(key, backend, kernel, "bf16") | {
             "kv_dtype": cache,
             "window": op.window,
         }
