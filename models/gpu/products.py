@@ -57,7 +57,7 @@ _BY_F32 = ("tf32", "bf16", "f16", *_FP8)
 _DIMS = ("b", "m", "n", "k")
 #: Longest side of XLA's table. Within it, its bf16 products of an H100 take 1.00 times (median; 10
 #: to 90 %: 0.91 to 1.16) what PyTorch's do; extrapolated beyond, they would run at up to 95 % of
-#: the peak, where PyTorch's measured ones, whose clocks the power limits, reach 65 to 72 %.
+#: the peak, where PyTorch's measured ones, whose clocks the power limits, reach 71 to 88 %.
 _XLA_LONGEST = 4096
 #: Formats of XLA's tables by matrix rate.
 _XLA_FORMATS = {"bf16": "bf16", "f16": "fp16", "tf32": "tf32", **dict.fromkeys(_FP8, "fp8")}
@@ -188,7 +188,8 @@ class Products:
         eager = f"eager/{table}"
         # True f32 products use the eagerly timed tables where the operator model has them.
         if rate == "f32" and eager in self.operators.families:
-            return self._restarted(eager, rows[list(_DIMS)].assign(dtype="fp32"), MOVED)
+            named = rows[list(_DIMS)].assign(op=table, dtype="fp32")
+            return self._restarted(eager, named, MOVED)
         # Batched fp8 products have no table that separates the quantisation: they go by physics, as
         # do fp8 products on chips without fp8 units.
         narrow = self.device.matrix_peak(rate) > _NARROW * self.device.matrix_peak("bf16")
@@ -240,12 +241,11 @@ class Products:
         A batch becomes rows: under XLA, batched products take 0.97 to 1.00 of the time of one with
         as many rows (published-xla pack). The published batched ones are those of latent attention.
         """
+        op = "bmm" if shape == "bmm" else "linear"
         # k in units of bf16's two bytes an element keeps the bytes of the operands.
         scale = rows["width"].to_numpy(np.float64) / 2
         deep = np.maximum(np.round(rows["k"].to_numpy(np.float64) * scale), 1).astype(np.int64)
-        asked = rows[list(_DIMS)].assign(
-            k=deep, dtype="bf16", **CUBLAS.get(shape, CUBLAS["linear"])
-        )
+        asked = rows[list(_DIMS)].assign(k=deep, dtype="bf16", **CUBLAS[op], **self._op(op))
         if shape == "rows":
             asked = asked.assign(b=1, m=asked["b"] * asked["m"])
         # A deeper product has more FLOPs by the same factor, so the rate rises with it to keep the
@@ -253,8 +253,17 @@ class Products:
         factor = float(scale[0]) if len(scale) else 1.0
         return asked, with_rate(self.device, self.device.matrix_peak(rate) * factor)
 
+    def _op(self, name: str) -> dict[str, str]:
+        """The column by which NVIDIA's libraries were learned on a chip; none elsewhere.
+
+        Other vendors' libraries are not these, and without an op no ratio is carried over to them
+        (docs/gpu.md).
+        """
+        return {"op": name} if self.device.runs_cuda else {}
+
     def _quantised(self, rows: pd.DataFrame) -> KernelPrediction:
-        asked = rows[list(_DIMS)].assign(dtype="fp8", backend="trtllm", kernel="torch_flow")
+        library = {"backend": "trtllm", "kernel": "torch_flow"}
+        asked = rows[list(_DIMS)].assign(dtype="fp8", **library, **self._op("linear"))
         prediction = self.operators.predict("graph/linear", asked, self.device)
         # Published fp8 times include the quantisation of the activations (docs/operators.md), which
         # XLA compiles to a kernel of its own, priced as a pass.
