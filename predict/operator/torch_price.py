@@ -20,7 +20,7 @@ from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
-from ...models.pytorch.model import CpuTorchModel, TorchModel, torch_context
+from ...models.pytorch.model import UNLIKE, CpuTorchModel, TorchModel, torch_context, widened
 from ...models.steps.context import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import Ends
@@ -56,6 +56,8 @@ _HOST = fitted("python")
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
 _CUDNN_STEPS = 10.0
+#: Least share of the estimate that a lower end falls to. Engineering estimate.
+_SHORTEST = 0.05
 _PREFERRED = (
     "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15.1, as in its "
     "packages for CUDA 13; with an older one, or for CUDA 12, "
@@ -250,11 +252,15 @@ def price_works(
     rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
     reach = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
     down, up = np.hypot(combined_spread(reach, rho), RUN_ERROR * total)
+    if ends is None and not cpu:
+        # Of the kernels' own errors, in a program unlike those that whole models taught of.
+        shortest = np.log(max(1.0 - down / total, _SHORTEST))
+        ends = widened((float(shortest), float(np.log1p(up / total))), UNLIKE)
     if ends is not None:
         # Errors of whole models that were left out hold those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
     seconds = max(total, host)
-    lo = max(total - down, 0.05 * total, float(least.sum()), host / _HOST.factor)
+    lo = max(total - down, _SHORTEST * total, float(least.sum()), host / _HOST.factor)
     hi = max(total + up, host * _HOST.factor)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 

@@ -419,7 +419,7 @@ def test_masked_decoding_of_grouped_heads_is_written_out_without_cudnn():
     # Without a mask FlashAttention takes grouped heads, whatever the release.
     module, inputs = decoding(8, masked=False)
     plain = predict(module, *inputs, device="h100-sxm", framework="torch-eager")
-    assert plain.hi_us < 2 * plain.latency_us
+    assert plain.hi_us < 3 * plain.latency_us
 
 
 def test_the_kernel_of_attention_is_told_by_device():
