@@ -49,8 +49,8 @@ from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
 
-#: Seconds of the host for a launch, and the half-width of its time, a factor either way between
-#: machines, libraries and releases of Python.
+#: Seconds of the host for a launch, and by which factors it takes less or more, between machines,
+#: libraries and releases of Python.
 _HOST = fitted("python")
 #: Most times that recurrent layers written out step by step take of cuDNN's, which has about two
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
@@ -260,8 +260,8 @@ def price_works(
         # Errors of whole models that were left out hold those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
     seconds = max(total, host)
-    lo = max(total - down, _SHORTEST * total, float(least.sum()), host / _HOST.factor)
-    hi = max(total + up, host * _HOST.factor)
+    lo = max(total - down, _SHORTEST * total, float(least.sum()), host / _HOST.less)
+    hi = max(total + up, host * _HOST.more)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
 

@@ -292,7 +292,8 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     operations = {path: op for path, ops in document["paths"].items() for op in ops.values()}
     assert {op["operationId"] for op in operations.values()} == {
         "health", "ready", "metrics", "devices", "models",
-        "predict_kernels", "predict_program", "report", "kept_report", "simulate", "simulate_serving",
+        "predict_kernels", "predict_program", "report", "kept_report",
+        "simulate", "simulate_serving",
     }  # fmt: skip
     # Unions of texts and constants are what generated clients cannot build.
     serving = schemas["SimulateServingQuery"]["properties"]

@@ -502,7 +502,8 @@ def test_the_host_takes_longer_for_launches_of_python():
     # A product for each layer (features/operators/fitted.yaml).
     found = predict(module, x, device="a100-sxm-40gb", framework="torch-eager")
     assert found.host_us == pytest.approx(4 * 36.0) and found.latency_us == found.host_us
-    assert found.lo_us >= found.host_us / 2 and found.hi_us == pytest.approx(2 * found.host_us)
+    # No less than a launch without Python takes, and no more than the slowest that was published.
+    assert found.lo_us >= 4 * 8.0 and found.hi_us == pytest.approx(2 * found.host_us)
     compiled = predict(module, x, device="a100-sxm-40gb", framework="torch-compiled")
     assert compiled.host_us == pytest.approx(4 * 27.0)
     # Autograd and the optimiser launch without Python.
