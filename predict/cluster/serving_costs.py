@@ -41,6 +41,8 @@ _SPLIT = {
 }
 _AT = {name: place for place, name in enumerate(CLASSES)}
 _EXPERTS = [_AT[name] for name in _SPLIT["moe"]]
+#: Classes of what the host does for a pass.
+_HOST = [_AT[name] for name in ("host", "sequence")]
 #: Classes of kernels that keep the device's cores busy.
 _KERNELS = [_AT[n] for n in (*_SPLIT["linear"], *_SPLIT["moe"], "prefill", "decode", "memory")]
 #: Grid points per octave of tokens and sequences, and of lengths.
@@ -154,7 +156,10 @@ class ServingCosts:
         if how.eager:
             one[_AT["launch"]] += steps * self._layers
         if how.draft is not None:
-            one += how.drafts * how.draft.decode(batch, cached, steps)
+            drafts = how.drafts * how.draft.decode(batch, cached, steps)
+            # The host schedules a step once: its drafts are a loop of captured graphs.
+            drafts[_HOST] = 0.0
+            one += drafts
         return one
 
     def swap(self, tokens: float) -> np.ndarray:

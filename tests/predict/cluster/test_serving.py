@@ -24,7 +24,7 @@ from opcast.predict.page.cluster import serving_page
 from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats, in_formats
 from opcast.simulate.serving.latencies import Slo
-from opcast.simulate.serving.load import Load
+from opcast.simulate.serving.load import CLASSES, Load
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.workload import make_workload
@@ -332,6 +332,17 @@ def test_a_prompt_is_not_shared_out_over_stages_and_ranks(predictor: ServingPred
     # Seven ranks of their own do not help with the attention of the eighth's prompt.
     moe = ServedModel(replace(LLAMA, d_ff=1024, experts=64, top_k=8))
     assert ttft(moe, EnginePlan(tp=8, ep=8)) < ttft(moe, EnginePlan(dp=8, ep=8))
+
+
+def test_the_host_schedules_a_step_of_drafts_once(predictor: ServingPredictor) -> None:
+    small = ServedModel(replace(LLAMA, layers=2))
+    own = replace(PLAIN, options=EngineOptions(drafts=2, accepted=2.0), draft=small)
+    station = predictor.simulate(own, SPEC).stations[0]
+    assert station.costs.decode(8, 4096, 5)[CLASSES.index("host")] == 5.0
+    # Tokens are verified at the cost of one pass over the weights: a single sequence gains.
+    alone = replace(SPEC, concurrency=1, count=5)
+    with_drafts, without = (predictor.simulate(one, alone) for one in (own, PLAIN))
+    assert with_drafts.seconds("tpot") < 0.7 * without.seconds("tpot")
 
 
 def test_a_draft_model_costs_its_passes_and_memory(predictor: ServingPredictor) -> None:
