@@ -24,8 +24,8 @@ _ROUNDS = 4
 _BEYOND, _FAR = 1.1, 2.0
 #: Half-width, in logarithms, of the error of programs on GPUs that are unlike those learned from:
 #: of other chips, formats or mixes of kernels. Of 421 rows of transformers and diffusers on A100,
-#: A10, V100 and RTX 4090, none of which was learned from, 91 % are inside with it (80 % without;
-#: huggingface.parquet of the published-torch pack).
+#: A10, V100 and RTX 4090, which it was chosen on and no effect was learned from, 90 % are inside
+#: with it (some 80 % without; huggingface.parquet of the published-torch pack).
 UNLIKE = 0.35
 #: Half-width, in logarithms, of how unlike a chip may be to the only one that was learned from: its
 #: clock under load, its memory, how cores of two kinds share work. Engineering estimate.
