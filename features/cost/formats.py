@@ -6,9 +6,12 @@ matrix rate counts. Formats with scales count each value's share of its block's 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.program import DTYPE_BITS, HLO_NAMES
+
+if TYPE_CHECKING:
+    from ..devices.device import DeviceSpec
 
 
 class Format(NamedTuple):
@@ -20,8 +23,8 @@ class Format(NamedTuple):
         weight_bits: Stored bits of a weight, its share of its block's scale included.
         activation_bits: Bits of an activation as the matrix unit reads it.
         block: Weights that share a scale; 0 for scales too few to count.
-        fastest: HLO type at whose peak its products run at most, where that is faster than
-            ``rate``: kernels may narrow the activations of quantised weights, and round f32.
+        fastest: HLO type at whose peak its products run at most, on devices where that is faster
+            than ``rate``: kernels may narrow the activations of quantised weights, and round f32.
         wider: Format to which software widens it on devices without units for it.
     """
 
@@ -33,10 +36,12 @@ class Format(NamedTuple):
     fastest: str = ""
     wider: str = ""
 
-    @property
-    def peak(self) -> str:
-        """HLO type at whose matrix rate its products run at most."""
-        return self.fastest or self.rate
+    def peak_on(self, device: DeviceSpec) -> float:
+        """Most operations a second of its products on a device.
+
+        Some have few units for :attr:`fastest`, such as Blackwell Ultra for integers.
+        """
+        return max(device.matrix_peak(kind) for kind in (self.rate, self.fastest) if kind)
 
     @property
     def weight_bytes(self) -> float:

@@ -182,7 +182,7 @@ class Op(NamedTuple):
 
     def least_s(self, spec: DeviceSpec) -> float:
         """Seconds of its arithmetic at the dense peak of its format, the least that it takes."""
-        return self.flops() / spec.matrix_peak(self.format.peak)
+        return self.flops() / self.format.peak_on(spec)
 
 
 def least_seconds(ops: Sequence[Op], spec: DeviceSpec) -> np.ndarray:

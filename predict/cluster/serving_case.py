@@ -103,7 +103,7 @@ class EngineOptions:
     transfer: Annotated[
         float,
         Option(
-            "Of workers that run prompts alone: GB/s at which caches move; 0 for the links'.",
+            "Of workers that run prompts alone: GB/s at which each sends caches; 0 for the links'.",
             section=_ENGINES,
             unit=1e9,
             least=0.0,

@@ -95,7 +95,7 @@ class CpuPrices:
         """Multiply-adds at a share of the peak; lanes beyond the last channel do nothing."""
         if not work.op.flops():
             return 0.0
-        rate = self._spec.matrix_peak(work.op.format.peak) * self._balance
+        rate = work.op.format.peak_on(self._spec) * self._balance
         if work.is_depthwise:
             return work.op.flops() / (_FIT.depthwise * rate)
         vector = max(self._spec.lanes_per_core // 2, 1)

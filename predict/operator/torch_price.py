@@ -474,9 +474,12 @@ def _notes(
         + "; for the same program under XLA leave --framework out"
     ]
     if host_bound:
+        compiled = framework == "torch-compiled"
+        faster = "CUDA graphs" if compiled else "torch.compile or CUDA graphs"
         notes.append(
-            "the host's launches take longer than the kernels: a larger batch, torch.compile or "
-            "CUDA graphs would be faster; the estimate is for a typical Python and processor"
+            "the host's launches take longer than the kernels: a larger batch takes little longer, "
+            f"and {faster} would be faster; the estimate is for libraries such as transformers; "
+            "plain modules on a fast processor take down to a quarter of it"
         )
     guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
     if guessed > 0.25:

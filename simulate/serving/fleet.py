@@ -80,6 +80,8 @@ class _Fleet:
             self.prefiller = _Prompts(load, len(prefill.weights))
             self.fronts = self._engines(prefill, record, False, self.prefiller)
         self.engines = self.decoders + (self.fronts if prefill is not None else [])
+        #: When the link of each worker that runs prompts is free, a heap.
+        self.links = [0.0] * len(self.fronts)
         closed = load.concurrency > 0
         times = [0.0] * min(load.concurrency, n) if closed else load.arrivals.tolist()
         self.next = len(times) if closed else n
@@ -153,7 +155,10 @@ class _Fleet:
     def _prompt_done(self, index: int, time: float) -> None:
         """A prompt was run by a worker of its own: its cache moves to one that decodes."""
         assert self.prefiller is not None
-        self._event(time + self.transfer(self.requests.prompts[index]), index, True)
+        # A link moves one cache after the other, at the same mean rate as all of them at once.
+        end = max(time, heappop(self.links)) + self.transfer(self.requests.prompts[index])
+        heappush(self.links, end)
+        self._event(end, index, True)
 
     def _done(self, index: int, time: float) -> None:
         self.left -= 1

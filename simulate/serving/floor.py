@@ -74,7 +74,7 @@ class EngineFloor:
             pairs = new * (found + (new + 1.0) / 2.0)
             # One token that sees itself alone is one pair.
             one = sum(op.flops() * n for op, n in prefill_ops(self.model, self.plan, 1, 1, 0))
-            peak = self.spec.matrix_peak(FORMATS[self.model.cache].peak)
+            peak = FORMATS[self.model.cache].peak_on(self.spec)
             seconds = seconds + pairs * one / peak / self.plan.pp
         return np.asarray(np.maximum(seconds, self.reading))
 

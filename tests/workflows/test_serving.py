@@ -384,5 +384,6 @@ def test_the_shipped_model_on_published_runs() -> None:
     assert judged.overall["expressed"] > 0.94
     assert judged.overall["tpot_ms/median_ape"] < 0.2
     assert judged.overall["out_tok_s/median_ape"] < 0.15
-    assert judged.overall["tpot_ms/coverage"] > 0.75
+    # Of some 40 rows of many sources: 90 % of all rows that are left out are inside.
+    assert judged.overall["tpot_ms/coverage"] >= 0.75
     assert len(frame) == len(own)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from ....common.errors import ProgramError
 from .eager import Scopes
 from .place import Place
 
@@ -263,6 +264,24 @@ def _changed(operator: torch._ops.OpOverload, args: Sequence[object]) -> list[to
     return [t for t in leaves if isinstance(t, torch.Tensor)]
 
 
+def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> None:
+    """Refuse products of operands of unlike formats, as devices do and tensors without memory not.
+
+    Raises:
+        ProgramError: The operands differ.
+    """
+    import torch
+
+    name = str(operator).removesuffix(".default")
+    if name in _ALIKE:
+        kinds = {str(t.dtype).removeprefix("torch.") for t in args if isinstance(t, torch.Tensor)}
+        if len(kinds) > 1:
+            raise ProgramError(
+                f"{name} takes operands of one format, and was given {' and '.join(sorted(kinds))}",
+                hint="cast the inputs or the module, or run it under torch.autocast",
+            )
+
+
 def watching(recorder: Recorder) -> AbstractContextManager[object]:
     """A mode of PyTorch in which a recorder sees each call; made late, as PyTorch is imported."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -282,6 +301,7 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
                 # Quantised weights cast by it; it is a view by its schema, and may copy.
                 with self:
                     return operator.decompose(*args, **(kwargs or {}))
+            _check_formats(operator, args)
             found = operator(*args, **(kwargs or {}))
             recorder.write(operator, args, kwargs or {}, found)
             return found
@@ -289,6 +309,8 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
     return Mode()
 
 
+#: Operators that PyTorch runs on operands of one format alone.
+_ALIKE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
 #: Operators whose numbers matter for their time.
 _NUMBERED = (
     *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),

@@ -7,9 +7,12 @@ optimiser's update, so that the backward pass is autograd's own, not a rule abou
 
 from __future__ import annotations
 
+import logging
 import re
+import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,7 @@ from .eager import (
     Stand,
     deciding_without_values,
     given_to,
+    is_users,
     run,
     scoped,
     standing_in,
@@ -66,7 +70,7 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
         ProgramError: The program cannot be exported or run without data, or has nothing to train.
     """
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _quiet():
             # About tensors without data, which nobody asked for.
             warnings.simplefilter("ignore")
             return _recorded(program, fused)
@@ -89,12 +93,50 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
         return _as_eager(program, fused)
     except Exception as error:
         # What a run cannot decide without data, an export may.
-        found = _as_exported(program, fused)
+        try:
+            found = _as_exported(program, fused)
+        except ProgramError as refusal:
+            if isinstance(error, ProgramError) or _needs_values(error):
+                raise
+            raise ProgramError(
+                f"the module does not run: {type(error).__name__}: {shortened(error)}",
+                where=_line(error) or program.name,
+                hint="do the shapes and formats of its inputs fit?",
+            ) from refusal
         found.notes.append(
             "priced as torch.export has it, for which libraries may build masks and repeat keys, "
             f"since it does not run without data: {type(error).__name__}: {shortened(error)[:200]}"
         )
         return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch from logging the tracebacks of errors that are told in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether a module asked for what a tensor without memory does not have."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    return isinstance(error, kinds)
+
+
+def _line(error: Exception) -> str:
+    """The innermost line of the user's own that an error comes from; empty if there is none."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _as_eager(program: TorchProgram, fused: Fused) -> Recording:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opcast.features.cost.formats import FORMATS, TABLE_FORMATS, UNQUANTISED, format_name
+from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import DTYPE_BITS, REDUCED
 from opcast.simulate.serving.served import CACHES, WEIGHTS
 from opcast.simulate.step.workload import PRODUCTS
@@ -23,7 +24,7 @@ def test_steps_and_serving_name_formats_of_the_table():
     assert FORMATS["int4"].weight_bits == 4 + 16 / 128
     assert FORMATS["bf16"].element_bytes == 2.0 and FORMATS["nvfp4"].element_bytes == 0.5
     for name, kind in FORMATS.items():
-        assert kind.peak in {*DTYPE_BITS, REDUCED}
+        assert {kind.rate, kind.fastest or kind.rate} <= {*DTYPE_BITS, REDUCED}
         assert not kind.wider or kind.wider in FORMATS, name
 
 
@@ -31,3 +32,10 @@ def test_other_names_mean_formats():
     assert [format_name(n) for n in ("bfloat16", "half", "fp32", "float8_e5m2", "nvfp4")] == [
         "bf16", "f16", "f32", "fp8", "nvfp4"
     ]  # fmt: skip
+
+
+def test_products_run_at_the_faster_of_the_rates_that_a_device_has_for_them():
+    hopper, ultra = find_device("h200-sxm"), find_device("b300")
+    # Activations narrowed to eight bits are faster on Hopper; Blackwell Ultra has few such units.
+    assert FORMATS["int4"].peak_on(hopper) == hopper.matrix_peak("s8") > hopper.matrix_peak("bf16")
+    assert FORMATS["int4"].peak_on(ultra) == ultra.matrix_peak("bf16") > ultra.matrix_peak("s8")

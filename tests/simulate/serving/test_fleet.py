@@ -252,3 +252,12 @@ def test_histories_add_up() -> None:
     assert sum(count for _, count in history.gaps) == 20 * 9
     between = sum(gap * count for gap, count in history.gaps)
     assert between == pytest.approx(float((run.finished - run.first).sum()))
+
+
+def test_caches_follow_each_other_over_the_link_of_their_worker() -> None:
+    asked = load([100, 100], [2, 2], [0.0, 0.0])
+    for workers, later in ((1, 5.0), (2, 0.0)):
+        run = run_fleet(asked, station(2), station(workers), transfer=lambda tokens: 5.0)
+        # Both prompts are run in one pass, or side by side; then each cache takes 5 seconds.
+        first, second = sorted(run.first - run.sent)
+        assert second - first == pytest.approx(later)

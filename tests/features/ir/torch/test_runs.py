@@ -1,6 +1,7 @@
 """Modules run as eager PyTorch runs them: what they decide, what they launch, what they leave."""
 
 import functools
+import logging
 import sys
 import types
 from pathlib import Path
@@ -286,3 +287,27 @@ def test_models_of_transformers_run_as_eager_runs_them():
         launched.append(len(products(found, "backward")))
     # All products of a layer but the last, whose result nobody needs again.
     assert launched[1] - launched[0] == 6
+
+
+class _Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x)
+
+
+def test_products_of_unlike_formats_are_refused_as_pytorch_refuses_them() -> None:
+    with pytest.raises(ProgramError, match="bfloat16 and float32"):
+        record(TorchProgram(_Two(), (torch.zeros(8, 64, dtype=torch.bfloat16),)))
+    given = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert len(record(TorchProgram(_Two().bfloat16(), (given,))).calls) > 0
+
+
+def test_inputs_that_do_not_fit_are_told_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ProgramError, match=r"does not run.*reduction dim") as refused:
+        record(TorchProgram(_Two(), (torch.zeros(8, 5),)))
+    assert refused.value.where.startswith(__file__)
+    # PyTorch's own tracebacks of the failed call are left out.
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
