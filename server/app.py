@@ -8,6 +8,7 @@ import binascii
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -89,14 +90,13 @@ def _collect_rarely() -> None:
 
 def _add_information(app: FastAPI, service: Service) -> None:
     """Add the endpoints that describe the server."""
-    page: list[str] = []
+    # When it is first asked for: the models are loaded then.
+    page = cache(lambda: explorer_page(service).encode())
 
     @app.get("/", include_in_schema=False)
     async def explore() -> Response:
         """The page with forms for what the other endpoints answer."""
-        if not page:
-            page.append(explorer_page(service))
-        return page_response(page[0].encode())
+        return page_response(page())
 
     # Clients are generated with functions of these names.
     @app.get("/health", responses=documents.FREE, operation_id="health")

@@ -333,9 +333,9 @@ def _warm(predictors: Predictors, memory_bytes: int) -> None:
             "strict": False, "timeout_s": _WARM_S, "memory_bytes": memory_bytes,
             "allow_compile": False,
         }  # fmt: skip
-        for device in kinds.values():
-            answer(predictors, {**asked, "kind": "program", "device": device}, _WARM)
-        answer(predictors, {**asked, "kind": "report", "device": device}, _WARM)
+        devices = list(kinds.values())
+        for kind, device in [*(("program", d) for d in devices), ("report", devices[0])]:
+            answer(predictors, {**asked, "kind": kind, "device": device}, _WARM)
         for kind, body in ("simulate", StepBody), ("simulate-serving", ServingBody):
             answer(predictors, {"kind": kind, "model": model}, example(body))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, hypot
@@ -12,6 +11,7 @@ import numpy as np
 
 from ...common.types import JsonMapping, typed
 from ...features.devices.device import DeviceSpec
+from ...features.ir.torch import release_numbers
 from ..core.store import JsonModel
 from ..effects.effects import WHOLE, Effects, Level, Levels, read_levels
 from ..effects.linear import Linear, group_weights
@@ -70,7 +70,7 @@ COSTS = tuple(TorchEffects.levels.prior)
 
 def is_older(release: str, than: tuple[int, int]) -> bool:
     """Whether a release of PyTorch is named and comes before one, given by major and minor."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    numbers = release_numbers(release)
     return bool(numbers) and numbers < than
 
 

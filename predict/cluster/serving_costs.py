@@ -200,11 +200,12 @@ class ServingCosts:
         """
         share = -(-tokens // self.parts)
         heads = min(-(-sequences // self.parts), len(self._heads)) - 1
-        costs = self._layers_of(share, largest) + self._heads[heads]
-        costs[_AT["prefill"]] += prefill
-        costs[_AT["decode"]] += decode
+        rest = np.array(self._heads[heads])
+        rest[_AT["prefill"]] += prefill
+        rest[_AT["decode"]] += decode
+        costs = self._layers_of(share, largest) + rest
         if self.overlap and share > 1:
-            costs = self._overlapped(costs, share, largest)
+            costs = self._overlapped(costs, rest, share, largest)
         costs[_AT["host"]] = 1.0
         # Ranks with sequences of their own have a host of their own, which sees all stages'.
         costs[_AT["sequence"]] = float(-(-sequences // self.plan.dp))
@@ -221,14 +222,21 @@ class ServingCosts:
             costs[_EXPERTS] = spread[_EXPERTS]
         return costs
 
-    def _overlapped(self, whole: np.ndarray, share: int, largest: int) -> np.ndarray:
+    def _overlapped(
+        self, whole: np.ndarray, rest: np.ndarray, share: int, largest: int
+    ) -> np.ndarray:
         """Costs of a pass as one batch or as two halves, whichever takes less.
 
         Exchanges of each half hide behind kernels of the other (DeepSeek-V3, 2024, section 3.4.1),
         which those of high throughput leave fewer cores; the network's cost is what stands out.
+
+        Args:
+            whole: Costs as one batch.
+            rest: Of them, what halves share.
+            share: Tokens of a rank.
+            largest: Tokens of the largest chunk of a prompt; 0 without prompts.
         """
-        halves = whole + 2.0 * self._layers_of(-(-share // 2), -(-largest // 2))
-        halves -= self._layers_of(share, largest)
+        halves = rest + 2.0 * self._layers_of(-(-share // 2), -(-largest // 2))
         cores = self._spec.core_count or 0
         if largest and cores > EXCHANGE_CORES:
             halves[_KERNELS] *= cores / (cores - EXCHANGE_CORES)

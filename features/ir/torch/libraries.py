@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....common.errors import ProgramError
+from . import release_numbers
 from .autocast import autocast_module
 from .presets import presets
 from .program import TorchProgram, shortened
@@ -103,17 +103,12 @@ class ModelCase:
         if self.attention:
             return self.attention == "fused"
         # A release without a number, such as a nightly build, is a recent one.
-        return (_release(self.torch) or _FUSED_SINCE) >= _FUSED_SINCE
+        return (release_numbers(self.torch) or _FUSED_SINCE) >= _FUSED_SINCE
 
     @property
     def recorded(self) -> ModelCase:
         """The case without what does not change the operators that run."""
         return replace(self, torch="", attention="fused" if self.fused_attention else "written")
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Numbers of a release such as ``2.4.0+cu121``."""
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def build(case: ModelCase) -> TorchProgram:

@@ -2,28 +2,9 @@
 
 const DAY_S = 86400;
 
-// Rows under a heading; cells are texts or nodes, the first of a row names it.
-function table(caption, heads, rows) {
-  const titles = heads.map((head, i) => el("th", { scope: "col", class: i ? "n" : null }, head));
-  return el(
-    "div",
-    { class: "scroll" },
-    el(
-      "table",
-      {},
-      el("caption", { class: "sr" }, caption),
-      el("thead", {}, el("tr", {}, titles)),
-      el(
-        "tbody",
-        {},
-        rows.map(([name, ...cells]) =>
-          el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", { class: "n" }, cell))),
-        ),
-      ),
-    ),
-  );
-}
-
+// A table whose first column heads the rows.
+const table = (caption, heads, rows) =>
+  scrollTable(caption, heads, rows, (cell) => el("th", { scope: "row" }, cell));
 const button = (text, onclick) => el("button", { type: "button", onclick }, text);
 const between = (lo, hi, show) => `${show(lo)} – ${show(hi)}`;
 const ENERGIES = [

@@ -304,8 +304,30 @@ function totalFigure(us, lo, hi, what) {
   );
 }
 
-// Puts the page together: head, navigation, sections, foot.
-function showPage({ brand, title, facts, body, foot }) {
+// A table that scrolls within itself; cells are texts or nodes. Numbers stand in all columns but the first,
+// which names the rows: head makes its cells.
+function scrollTable(caption, heads, rows, head = (cell) => el("td", { class: "name" }, cell)) {
+  const titles = heads.map((title, place) => el("th", { scope: "col", class: place ? "n" : null }, title));
+  const cellsOf = ([first, ...others]) => [head(first), others.map((cell) => el("td", { class: "n" }, cell))];
+  return el(
+    "div",
+    { class: "scroll" },
+    el(
+      "table",
+      {},
+      el("caption", { class: "sr" }, caption),
+      el("thead", {}, el("tr", {}, titles)),
+      el(
+        "tbody",
+        {},
+        rows.map((cells) => el("tr", {}, cellsOf(cells))),
+      ),
+    ),
+  );
+}
+
+// Puts the page together: head, navigation, main part, foot.
+function assemblePage({ brand, title, facts, navigation, links, main, foot }) {
   const head = el(
     "header",
     { class: "top" },
@@ -317,26 +339,27 @@ function showPage({ brand, title, facts, body, foot }) {
         {},
         el("div", { class: "brand" }, el("b", {}, "opcast"), " · ", brand),
         el("h1", {}, title),
-        el(
-          "div",
-          { class: "facts" },
-          facts.map(([name, value]) => el("span", { class: "chip" }, name, " ", el("b", {}, value))),
-        ),
+        facts.length
+          ? el(
+              "div",
+              { class: "facts" },
+              facts.map(([name, value]) => el("span", { class: "chip" }, name, " ", el("b", {}, value))),
+            )
+          : null,
       ),
       modeSwitch(),
     ),
   );
+  const nav = el("nav", { class: "sections", "aria-label": navigation }, el("div", { class: "wrap" }, links));
+  const end = el("footer", { class: "wrap" }, foot);
+  document.getElementById("page").replaceChildren(head, nav, main, end, tipNode);
+}
+
+// A page of sections, whose links are its navigation.
+function showPage({ brand, title, facts, body, foot }) {
   const links = sections.map(([id, name]) => el("a", { href: `#${id}` }, name));
-  const nav = el("nav", { class: "sections", "aria-label": "Sections" }, el("div", { class: "wrap" }, links));
-  document
-    .getElementById("page")
-    .replaceChildren(
-      head,
-      nav,
-      el("main", { class: "wrap" }, body),
-      el("footer", { class: "wrap" }, foot),
-      tipNode,
-    );
+  const main = el("main", { class: "wrap" }, body);
+  assemblePage({ brand, title, facts, navigation: "Sections", links, main, foot });
   followSections(links);
   applyMode();
 }

@@ -124,27 +124,15 @@ function route() {
   else showQuestion(known, query);
 }
 
-document.getElementById("page").replaceChildren(
-  el(
-    "header",
-    { class: "top" },
-    el(
-      "div",
-      { class: "wrap" },
-      el(
-        "div",
-        {},
-        el("div", { class: "brand" }, el("b", {}, "opcast"), ` · ${DATA.version}`),
-        el("h1", {}, "How long will it take?"),
-      ),
-      modeSwitch(),
-    ),
-  ),
-  el("nav", { class: "sections", "aria-label": "Questions" }, el("div", { class: "wrap" }, links)),
+assemblePage({
+  brand: DATA.version,
+  title: "How long will it take?",
+  facts: [],
+  navigation: "Questions",
+  links,
   main,
-  el("footer", { class: "wrap" }, "For scripts: ", el("a", { href: "/docs" }, "the same over HTTP"), "."),
-  tipNode,
-);
+  foot: ["For scripts: ", el("a", { href: "/docs" }, "the same over HTTP"), "."],
+});
 addEventListener("hashchange", route);
 applyMode();
 route();

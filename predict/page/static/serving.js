@@ -42,42 +42,10 @@ function overview() {
   );
 }
 
-function table(caption, heads, rows) {
-  return el(
-    "div",
-    { class: "scroll" },
-    el(
-      "table",
-      {},
-      el("caption", { class: "sr" }, caption),
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          heads.map((name, place) => el("th", { scope: "col", class: place ? "n" : null }, name)),
-        ),
-      ),
-      el(
-        "tbody",
-        {},
-        rows.map((cells) =>
-          el(
-            "tr",
-            {},
-            cells.map((cell, place) => el("td", { class: place ? "n" : "name" }, cell)),
-          ),
-        ),
-      ),
-    ),
-  );
-}
-
 function figures() {
   const latencies = card(
     { id: "latencies", title: "Latencies", link: "Latencies", says: "With the ends of their 90 % intervals." },
-    table(
+    scrollTable(
       "Latencies",
       ["latency", ...DATA.levels],
       DATA.latencies.map(([name, values]) => [
@@ -89,7 +57,7 @@ function figures() {
   const whole_ = sum(DATA.memory.map(([, bytes]) => bytes));
   const memory = card(
     { id: "memory", title: "Memory of a device", link: "Memory" },
-    table(
+    scrollTable(
       "Memory by use",
       ["use", "bytes", "share"],
       DATA.memory.map(([name, bytes]) => [name, size(bytes), percent(bytes / whole_)]),
