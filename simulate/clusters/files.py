@@ -46,7 +46,8 @@ _ASTRA_KEYS = ("topology", "npus_count", "bandwidth", "latency")
 def load_cluster(path: Path | str) -> Cluster:
     """Read a cluster from opcast's YAML, or from ASTRA-sim's ``network.yml``.
 
-    A file of ASTRA-sim names no device: its cluster has the device ``""``.
+    A file of ASTRA-sim names no device: its cluster has the device ``""``. A device's own file is
+    looked for beside the cluster's, then from the current folder.
 
     Raises:
         DeviceError: The file is missing, not YAML, has an unknown or missing key, a value of the
@@ -57,6 +58,9 @@ def load_cluster(path: Path | str) -> Cluster:
     # Only ASTRA-sim's format has this key, and it is mandatory there.
     if "npus_count" in data:
         return Cluster(path.stem, "", _from_astra(data, str(path)))
+    beside = path.parent / str(data.get("device"))
+    if beside.suffix in (".yaml", ".yml") and beside.exists():
+        data = {**data, "device": str(beside)}
     return cluster_of(data, str(path))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import DeviceError
+from opcast.features.devices.catalogue import load_device_file
 from opcast.simulate.clusters.files import (
     ASTRA_GB,
     astra_network,
@@ -214,3 +215,15 @@ def test_errors_in_a_network_file(tmp_path, text, what):
 def test_cluster_data_is_read_again():
     found = Cluster("pod", "h100-sxm", POD, 8)
     assert cluster_of(cluster_data(found), "pod") == found
+
+
+def test_a_devices_file_lies_beside_the_clusters(tmp_path, monkeypatch):
+    dimension = "{name: a, kind: switch, size: 2, bandwidth_gbps: 9, latency_us: 1}"
+    text = f"device: ../chips/mine.yaml\ndimensions: [{dimension}]\n"
+    (tmp_path / "chips").mkdir()
+    (tmp_path / "chips" / "mine.yaml").write_text("{name: mine, base: h100-sxm}\n")
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "two.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    found = load_device_file(Path(load_cluster("clusters/two.yaml").device))
+    assert found.name == "mine"
