@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +73,13 @@ def test_imports_beside_packages_of_the_same_names(tmp_path):
         tmp_path,
     )
     assert out.split() == ["True", "True", "True", "opcast.models"]
+
+
+def test_the_citation_names_this_version_and_licence():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    same = ("title", "version", "license")
+    assert [cited[key] for key in same] == [project[key] for key in ("name", *same[1:])]
 
 
 def test_importing_loads_nothing_heavy(tmp_path):
