@@ -25,7 +25,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from .parquet import TABLES
 
 #: Units that options take, as factors to the unit they are kept in; without a unit that unit.
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES = {"": 1.0, "GiB": 2.0**30, "MiB": 2.0**20, "GB": 1e9, "MB": 1e6}
 _WATTS = {"": 1.0, "W": 1.0, "kW": 1e3}
 

@@ -74,3 +74,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB" if abs(count) < 1e5 else f"{plain(count / 1024)} TiB"
+
+
+def likely(chance: float) -> str:
+    """Write a probability: never a certainty, which no prediction has."""
+    percent = round(100 * chance)
+    if percent in (0, 100):
+        return "over 99 %" if percent else "under 1 %"
+    return f"{percent} %"

@@ -10,6 +10,7 @@ from ..common.errors import DeviceError, ProgramError
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
+    from ..features.ir.platforms import Platform
     from ..features.ir.torch.program import TorchProgram
     from ..features.lowering.target_compiler.process import CompileSettings
     from ..simulate.clusters.topology import Cluster
@@ -283,10 +284,7 @@ def save(
         ProgramError: The function cannot be lowered, or the program is a file already.
         DeviceError: The device is unknown.
     """
-    from ..common.files import write_bytes
-    from ..features.ir.jax_compat import write_bytecode
-    from ..features.ir.platforms import platform_here, platform_of, say_platform
-    from ..features.ir.reader import read_program
+    from ..features.ir.platforms import platform_here, platform_of
     from .devices import is_known, resolve_device
 
     if isinstance(function, str | Path | bytes):
@@ -297,12 +295,30 @@ def save(
     # Of a machine that was never measured, its platform is known all the same.
     unmeasured = device == "local" and not is_known("local", {})
     platform = platform_here() if unmeasured else platform_of(resolve_device(device, {}))
-    source = read_program(_call(function, args, kwargs), platform=platform)
+    return write_program(_call(function, args, kwargs), Path(path), platform)
+
+
+def write_program(program: object, path: Path, platform: Platform) -> Path:
+    """Write a program as StableHLO that names its platform; returns the path.
+
+    Args:
+        program: A function, or one with its arguments.
+        path: File to write: text if it ends in ``.mlir`` or ``.txt``, else bytecode.
+        platform: What a function is lowered for.
+
+    Raises:
+        ProgramError: The function cannot be lowered.
+    """
+    from ..common.files import write_bytes
+    from ..features.ir.jax_compat import write_bytecode
+    from ..features.ir.platforms import say_platform
+    from ..features.ir.reader import read_program
+
+    source = read_program(program, platform=platform)
     module = say_platform(source.module, source.platforms or (platform.name,))
-    target = Path(path)
-    if target.suffix in _TEXT:
+    if path.suffix in _TEXT:
         data = str(module.operation.get_asm(enable_debug_info=True)).encode()
     else:
         data = write_bytecode(module)
-    write_bytes(target, data)
-    return target
+    write_bytes(path, data)
+    return path

@@ -36,6 +36,11 @@ def step(x, w):
     return x.sum()
 
 step.example_args = (jnp.zeros((256, 256)), jnp.zeros((256, 256)))
+
+def step16(x, w):
+    return step(x.astype(jnp.bfloat16), w)
+
+step16.example_args = step.example_args
 """
 OP = ("--op", "linear m=4096 n=4096 k=4096 dtype=bf16", "--device", "chip.yaml")
 PREDICT = ("predict", "a_program_with_a_long_file_name_of_its_own.py:step", "--lowering", "fused")
@@ -48,6 +53,8 @@ COMMANDS = {
     "line": (*PREDICT, "--device", "chip.yaml", "--by", "line"),
     "several": (*PREDICT, "--device", "chip.yaml,h100-sxm"),
     "explain": ("explain", *PREDICT[1:], "--device", "chip.yaml", "--top", "1"),
+    "diff": ("diff", PREDICT[1], PREDICT[1].replace("step", "step16"), "--device", "chip.yaml",
+             "--lowering", "fused"),
     "operator": ("predict", *OP),
     "explain-operator": ("explain", *OP),
     "simulate": ("simulate", *STEP, "--plan", "tp=2,dp=4"),

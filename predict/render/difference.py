@@ -1,0 +1,175 @@
+"""Print the difference of two versions of a program, for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from ...common.interval import Interval
+from ...common.units import duration, likely, plain, size
+from ..difference.compare import Change, Difference
+from .parts import Column, fitted_table, headline, print_notes
+
+#: Changes of the peak of memory that are told, as a share. Engineering choice.
+_TELLING = 0.01
+#: Lines of the source that a change names.
+_LINES = 3
+
+
+def print_difference(console: Console, name: str, found: Difference, excess: str, top: int) -> None:
+    """Print two versions on a device, and what makes the difference.
+
+    Args:
+        console: Where to.
+        name: What the program is called.
+        found: The difference.
+        excess: What is exceeded; empty if nothing is.
+        top: Rows of the table of changes.
+    """
+    console.print(headline(_verdict(found), f"  {name} on {found.device}"))
+    console.print(
+        f"{_timed(found.old)} → {_timed(found.new)}; lowering {found.lowering}; "
+        f"{found.same} kernels are the same"
+    )
+    if memory := _memory(found):
+        console.print(memory)
+    for reason in found.reasons:
+        console.print(reason)
+    if excess:
+        console.print(Text(f"over budget: {excess}", style="bold red"))
+    columns: tuple[Column[Change], ...] = (
+        Column("more", lambda c: signed(c.more_us)),
+        Column("before", lambda c: duration(c.old_us), 2),
+        Column("after", lambda c: duration(c.new_us), 2),
+        Column("kernels", _kernels, 3),
+        Column("line", _lines, justify="left"),
+        Column("what changed", lambda c: "; ".join(c.reasons), justify="left", least=30),
+    )
+    if found.changes:
+        console.print(fitted_table(console.width, columns, found.changes[:top]))
+    if rest := _rest(found, top):
+        console.print(rest)
+    print_notes(console, found.notes)
+
+
+def markdown_differences(found: Iterable[tuple[str, Difference, str]], top: int) -> str:
+    """Write differences as Markdown, for a comment on a pull request.
+
+    Args:
+        found: Name, difference, and what is exceeded of each.
+        top: Rows of each table of changes.
+    """
+    rows = list(found)
+    over = sum(bool(excess) for *_, excess in rows)
+    title = f"{over} of {len(rows)} over budget" if over else "predicted times"
+    table = [
+        (
+            name, own.device, duration(own.old.value), duration(own.new.value),
+            _percent(own.ratio.value), _span(own.ratio), "–" if _equal(own) else likely(own.slower),
+            f"**over**: {excess}" if excess else "",
+        )
+        for name, own, excess in rows
+    ]  # fmt: skip
+    heads = ("program", "device", "before", "after", "change", "90 % interval", "slower?", "")
+    lines = [f"### opcast: {title}", "", *_table(heads, table)]
+    for name, own, excess in rows:
+        lines += ["", *_details(name, own, bool(excess), top)]
+    return "\n".join(lines) + "\n"
+
+
+def _details(name: str, found: Difference, opened: bool, top: int) -> list[str]:
+    rows = [
+        (
+            signed(c.more_us), duration(c.old_us), duration(c.new_us), _lines(c),
+            "; ".join(c.reasons),
+        )
+        for c in found.changes[:top]
+    ]  # fmt: skip
+    said = [_memory(found), *found.reasons, _rest(found, top)]
+    heads = ("more", "before", "after", "line", "what changed")
+    return [
+        f"<details{' open' if opened else ''}><summary>{_escaped(name)} on {found.device}: "
+        f"{_escaped(_verdict(found))}</summary>",
+        "",
+        *(f"- {_escaped(line)}" for line in said if line),
+        "",
+        *(_table(heads, rows) if rows else ()),
+        "",
+        *(f"> {_escaped(note)}  " for note in found.notes),
+        "",
+        "</details>",
+    ]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *([_escaped(cell) for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _escaped(text: str) -> str:
+    """Text without what Markdown or HTML would take for markup: names of kernels and files."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'").replace("\n", " ")
+
+
+def _verdict(found: Difference) -> str:
+    if _equal(found):
+        return "no kernel differs"
+    more = found.ratio.value - 1.0
+    word = "slower" if more > 0 else "faster"
+    chance = likely(found.slower if more > 0 else 1.0 - found.slower)
+    return f"{100 * abs(more):.1f} % {word} ({_span(found.ratio)}; {word}: {chance} likely)"
+
+
+def _equal(found: Difference) -> bool:
+    return not found.changes and found.ratio.value == 1.0
+
+
+def _span(ratio: Interval) -> str:
+    return f"{_percent(ratio.lo)} to {_percent(ratio.hi)}"
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %".replace("-", "−")
+
+
+def _timed(time: Interval) -> str:
+    return f"{duration(time.value)} ({duration(time.lo)} to {duration(time.hi)})"
+
+
+def _memory(found: Difference) -> str:
+    more = found.new_bytes - found.old_bytes
+    told = abs(more) > _TELLING * max(found.new_bytes, 1.0)
+    if not told and found.fits is not False:
+        return ""
+    of = f" of {size(found.device_bytes)}" if found.device_bytes else ""
+    unfit = ", does NOT fit" if found.fits is False else ""
+    return f"peak memory {size(found.old_bytes)} → {size(found.new_bytes)}{of}{unfit}"
+
+
+def _kernels(change: Change) -> str:
+    if change.old_kernels == change.new_kernels:
+        return plain(change.new_kernels)
+    return f"{plain(change.old_kernels)} → {plain(change.new_kernels)}"
+
+
+def _lines(change: Change) -> str:
+    if not change.lines:
+        return change.module or change.kernels[0]
+    more = len(change.lines) - _LINES
+    return ", ".join(change.lines[:_LINES]) + (f" +{more}" if more > 0 else "")
+
+
+def _rest(found: Difference, top: int) -> str:
+    parts = []
+    if left := found.changes[top:]:
+        parts.append(f"{len(left)} more changes {signed(sum(c.more_us for c in left))}")
+    if abs(found.rest_us) >= 1e-3 * found.new.value:
+        parts.append(f"gaps, overlap and neighbours of equal kernels {signed(found.rest_us)}")
+    return "; ".join(parts)
+
+
+def signed(us: float) -> str:
+    """Write a difference of times with its sign."""
+    return f"{'−' if us < 0 else '+'}{duration(abs(us))}"

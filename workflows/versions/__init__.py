@@ -1,0 +1,1 @@
+"""Versions of programs: at git revisions, compared with each other, held to budgets."""

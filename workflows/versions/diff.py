@@ -1,0 +1,275 @@
+"""Compare two versions of programs on devices, and hold the new ones to a budget."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ...common.errors import OpcastError
+from ...common.files import parse_yaml
+from ...common.options import Fallback, LoweringOpt, ModelOpt, Option, Trips, seconds_of
+from ...common.types import JsonMapping
+from ...common.units import duration, likely
+from .revisions import Checkouts, Versioned, checkouts, opened
+
+if TYPE_CHECKING:
+    from ...features.devices.device import DeviceSpec
+    from ...predict.difference.compare import Difference
+    from ...predict.program.predictor import Predictor
+
+#: Keys of an entry of a budget file.
+_KEYS = ("name", "program", "device", "slower", "limit")
+
+
+@dataclass(frozen=True)
+class DiffSettings:
+    """What ``opcast diff`` compares, and when it fails."""
+
+    old: Annotated[
+        str,
+        Option(
+            "Program as it was: a file, module.py:function, or one of them at a git revision, "
+            "REV:PATH. With --budget a revision.",
+            argument=True,
+        ),
+    ]
+    new: Annotated[
+        str,
+        Option(
+            "Program as it is. With --budget a revision, or nothing for the working tree.",
+            argument=True,
+            shows_default=False,
+        ),
+    ] = ""
+    device: Annotated[
+        str,
+        Option("Name (opcast device --list), device file, or 'local'; several with commas."),
+    ] = ""
+    budget: Annotated[
+        Path | None, Option("YAML file of programs and their limits: exits with 1 beyond one.")
+    ] = None
+    fail_above: Annotated[
+        float | None,
+        Option("Exit with 1 if it is slower by more than so many percent.", least=0.0),
+    ] = None
+    sure: Annotated[
+        float, Option("Least probability of that at which to fail.", least=0.0, most=1.0)
+    ] = 0.5
+    model: ModelOpt = "default"
+    lowering: LoweringOpt = "auto"
+    fallback: Fallback = ""
+    trip_count: Trips = None
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a program may take.
+
+    Attributes:
+        name: What it is called.
+        old: Text of the old version (``revisions.py``).
+        new: Text of the new one.
+        devices: Names or files.
+        slower: Share of the old time by which the new one may be slower; ``None`` for any.
+        limit_us: Microseconds that the new one may take; ``None`` for any.
+    """
+
+    name: str
+    old: str
+    new: str
+    devices: tuple[str, ...]
+    slower: float | None = None
+    limit_us: float | None = None
+
+    def excess(self, found: Difference, sure: float) -> str:
+        """Say what is exceeded with at least a probability; empty if nothing is."""
+        said = []
+        if self.slower is not None and (p := found.slower_by(self.slower)) and p >= sure:
+            said.append(f"slower by more than {100 * self.slower:g} % ({likely(p)} likely)")
+        if self.limit_us is not None and (p := found.beyond(self.limit_us)) and p >= sure:
+            said.append(f"above {duration(self.limit_us)} ({likely(p)} likely)")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A program's two versions on a device, and whether the new one is allowed.
+
+    Attributes:
+        name: What the program is called.
+        difference: Of the versions.
+        excess: What is exceeded; empty if nothing is.
+    """
+
+    name: str
+    difference: Difference
+    excess: str = ""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {"name": self.name, **self.difference.to_dict(), "excess": self.excess}
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """All comparisons of a run.
+
+    Attributes:
+        results: By program and device.
+    """
+
+    results: tuple[Judged, ...] = field(default=())
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing is exceeded."""
+        return not any(own.excess for own in self.results)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data, as ``opcast diff --json`` prints it."""
+        return {"passes": self.passes, "results": [own.to_dict() for own in self.results]}
+
+
+def run_diff(settings: DiffSettings) -> DiffReport:
+    """Compare two versions of one program, or of those of a budget.
+
+    Raises:
+        OpcastError: A version, device or budget is not usable.
+    """
+    from ...predict.devices import resolve_device
+    from ...predict.program.predictor import load_for_programs
+
+    predictor = load_for_programs(settings.model)
+    with tempfile.TemporaryDirectory(prefix="opcast-diff-") as made:
+        folder = Path(made).resolve()
+        with checkouts(folder) as trees:
+            found = []
+            for allowed, notes in _asked(settings, trees):
+                devices = [resolve_device(name, predictor.devices) for name in allowed.devices]
+                for own in _differences(allowed, settings, devices, predictor, trees, folder):
+                    excess = allowed.excess(own, settings.sure)
+                    told = replace(own, notes=(*notes, *own.notes))
+                    found.append(Judged(allowed.name, told, excess))
+            return DiffReport(tuple(found))
+
+
+def _differences(
+    allowed: Allowed,
+    settings: DiffSettings,
+    devices: Sequence[DeviceSpec],
+    predictor: Predictor,
+    trees: Checkouts,
+    folder: Path,
+) -> Iterator[Difference]:
+    from ...features.ir.platforms import platform_of
+    from ...features.lowering.options import LoweringOptions
+    from ...predict.difference.compare import Version, compare
+    from ...predict.program.case import ProgramCase
+
+    platforms = list(dict.fromkeys(map(platform_of, devices)))
+    texts = dict.fromkeys((allowed.old, allowed.new))
+    files = {text: opened(text, platforms, trees, folder) for text in texts}
+    for device in devices:
+        options = LoweringOptions(settings.lowering, device, settings.trip_count, settings.fallback)
+        own = {
+            text: Version.of(ProgramCase(file[platform_of(device)], options), predictor)
+            for text, file in files.items()
+        }
+        yield compare(own[allowed.old], own[allowed.new])
+
+
+def _asked(settings: DiffSettings, trees: Checkouts) -> Iterator[tuple[Allowed, tuple[str, ...]]]:
+    """What is compared, with notes on it."""
+    if settings.budget is None:
+        slower = None if settings.fail_above is None else settings.fail_above / 100
+        devices = tuple(settings.device.split(","))
+        yield Allowed(_called(settings.new), settings.old, settings.new, devices, slower), ()
+        return
+    for own in read_budget(settings.budget, settings.old, settings.new):
+        if settings.device:
+            own = replace(own, devices=tuple(settings.device.split(",")))
+        if settings.fail_above is not None and own.slower is None:
+            own = replace(own, slower=settings.fail_above / 100)
+        was = Versioned.parse(own.old)
+        if trees.has(was.revision, was.path):
+            yield own, ()
+        else:
+            note = f"{was.revision} has no {was.path}: the new version is compared with itself"
+            yield replace(own, old=own.new), (note,)
+
+
+def _called(text: str) -> str:
+    return text.rpartition("/")[2]
+
+
+def read_budget(path: Path, old: str, new: str) -> list[Allowed]:
+    """Read a budget: a list of programs with ``name``, ``program``, ``device`` and limits.
+
+    Args:
+        path: YAML file. Programs are files or ``module.py:function``, relative to the current
+            folder. ``slower`` is a percentage, ``limit`` a duration.
+        old: Revision of the old versions.
+        new: Revision of the new ones; empty for the working tree.
+
+    Raises:
+        OpcastError: The file cannot be read, or an entry is not as described.
+    """
+    try:
+        data = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OpcastError(f"the budget cannot be read: {error}", where=str(path)) from None
+    if not isinstance(data, list) or not data:
+        raise OpcastError(
+            "a budget is a list of programs", where=str(path), hint=f"keys: {', '.join(_KEYS)}"
+        )
+    found = []
+    for number, entry in enumerate(data, 1):
+        where = f"{path}, entry {number}"
+        try:
+            found.append(_allowed(entry, old, new))
+        except ValueError as error:
+            raise OpcastError(str(error), where=where) from None
+    return found
+
+
+def _allowed(entry: object, old: str, new: str) -> Allowed:
+    """An entry of a budget.
+
+    Raises:
+        ValueError: It is not as described.
+    """
+    if not isinstance(entry, dict) or not {"program", "device"} <= entry.keys() <= set(_KEYS):
+        raise ValueError(f"has program, device and some of {', '.join(_KEYS)}; not {entry!r}")
+    own: JsonMapping = entry
+    devices = own["device"] if isinstance(own["device"], list) else str(own["device"]).split(",")
+    program = str(own["program"])
+    slower, limit = own.get("slower"), own.get("limit")
+    if slower is None and limit is None:
+        raise ValueError("gives neither slower, such as 3%, nor limit, such as 33ms")
+    return Allowed(
+        str(own.get("name", _called(program))),
+        f"{old}:{program}",
+        f"{new}:{program}" if new else program,
+        tuple(str(name).strip() for name in devices),
+        None if slower is None else _percent(slower) / 100,
+        None if limit is None else 1e6 * seconds_of(str(limit)),
+    )
+
+
+def _percent(value: object) -> float:
+    """A percentage, with or without its sign.
+
+    Raises:
+        ValueError: It is none.
+    """
+    text = str(value).removesuffix("%").strip()
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0.0 <= found < float("inf"):
+        raise ValueError(f"slower: {value!r} is not a percentage: write 3%")
+    return found
