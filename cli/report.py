@@ -25,6 +25,7 @@ from ..workflows.reports.settings import (
     DeviceReportSettings,
     FidelitySettings,
     OperatorReportSettings,
+    SupportReportSettings,
 )
 from .options import make_console, measured_device, print_answer, program_of, refuse, refuse_unused
 
@@ -107,6 +108,14 @@ def devices(settings: DeviceReportSettings) -> None:
 
     # Wide enough for the eleven columns of the report.
     run_device_report(make_console(160), settings)
+
+
+def support(settings: SupportReportSettings) -> None:
+    """Print what was measured of which device, and the errors there."""
+    from ..workflows.reports.support import run_support_report
+
+    # Wide enough for its thirteen columns.
+    run_support_report(make_console(160), settings)
 
 
 def clusters(settings: ClusterReportSettings) -> None:

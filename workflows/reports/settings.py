@@ -44,6 +44,14 @@ class DeviceReportSettings(Settings):
 
 
 @dataclass(frozen=True)
+class SupportReportSettings(Settings):
+    """Settings of ``opcast report support``."""
+
+    command: ClassVar[str] = "report support"
+    out: Annotated[Path | None, Option("Also write it as Markdown.", check=called(".md"))] = None
+
+
+@dataclass(frozen=True)
 class ClusterReportSettings(Settings):
     """Settings of ``opcast report clusters``.
 
