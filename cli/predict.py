@@ -178,7 +178,7 @@ class Shown:
     def table(
         self,
         asked: Asked,
-        answers: Answers,
+        answers: Mapping[str, Answers],
         known: Mapping[str, DeviceSpec],
         here: DeviceSpec | None,
     ) -> None:
@@ -229,7 +229,8 @@ def predict(context: typer.Context, asked: Asked, shown: Shown, operator: Operat
         return
     from ..features.devices.catalogue import has_ranges
 
-    many = len(asked.programs) > 1 or "," in asked.device or bool(shown.out or shown.plot)
+    lists = asked.device + asked.framework
+    many = len(asked.programs) > 1 or "," in lists or bool(shown.out or shown.plot)
     if shown.json_output and not many:
         refuse(context, "--json, which has all kernels", {"top", "by"})
     if shown.by not in ("kernel", "line", "module"):
@@ -237,7 +238,8 @@ def predict(context: typer.Context, asked: Asked, shown: Shown, operator: Operat
     many = many or has_ranges(asked.device)
     if many and not asked.cluster:
         table_of = "a table, which has a row for each program and device but no kernels: give one "
-        refuse(context, table_of + "PROGRAM and one --device", {"top", "by", "timeline"})
+        one = "PROGRAM and one --device" + " and --framework" * ("," in asked.framework)
+        refuse(context, table_of + one, {"top", "by", "timeline"})
     if asked.framework != "xla":
         _predict_torch(context, asked, shown, many)
         return
@@ -260,14 +262,24 @@ def _predict_torch(context: typer.Context, asked: Asked, shown: Shown, many: boo
     if "," in asked.model:
         raise typer.BadParameter(f"--framework {framework} takes a single --model")
     from ..predict.operator.torch_framework import TorchPredictor, check_gpu_here
-    from ..predict.program.many import by_torch
+    from ..predict.program.many import by_torch, by_xla
 
-    pytorch = TorchPredictor(framework, asked.model)
+    names = dict.fromkeys(name.strip() for name in framework.split(","))
+    if len(names) > 1:
+        refuse(context, "several frameworks", {"plot"})
+    predictors = {name: TorchPredictor(name, asked.model) for name in names if name != "xla"}
+    pytorch = next(iter(predictors.values()))
     if "local" in asked.devices:
         check_gpu_here()
     here = asked.here(pytorch.devices)
     if many:
-        shown.table(asked, by_torch(pytorch, strict=asked.strict), pytorch.devices, here)
+        answers = by_torch(predictors, strict=asked.strict)
+        if "xla" in names:
+            from ..predict.program.predictor import load_for_programs
+
+            xla = by_xla(load_for_programs(asked.model), asked.case(None, None))
+            answers = {name: answers.get(name, xla) for name in names}
+        shown.table(asked, answers, pytorch.devices, here)
     else:
         shown.one(pytorch.predict(asked.program, here or asked.device, strict=asked.strict))
 
@@ -326,7 +338,7 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
     # Before the prediction, since the ceilings are part of every feature.
     here = asked.here(predictor.model.devices)
     if many:
-        answers = by_xla(predictor, asked.case(None, None))
+        answers = {"xla": by_xla(predictor, asked.case(None, None))}
         shown.table(asked, answers, predictor.devices, here)
     else:
         shown.one(predictor.answer(asked.case(asked.program, here or asked.device)))
@@ -376,6 +388,8 @@ def explain(
     if asked.framework != "xla":
         spare = {"lowering", "kernel", "neighbours", "trip_count"}
         refuse(context, f"--framework {asked.framework}", spare)
+        if "," in asked.framework:
+            raise typer.BadParameter("explain takes a single --framework")
         from ..predict.operator.torch_framework import TorchPredictor, explain_torch
         from ..predict.render.operator import print_torch_explanation
 

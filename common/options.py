@@ -207,7 +207,7 @@ LossOpt = Annotated[
     str, Option("With --train: cross_entropy or sum; else the module returns its loss.")
 ]
 TorchFrameworkOpt = Annotated[
-    str, Option("Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled.")
+    str, Option("A PyTorch program's kernels: xla, torch-eager, torch-compiled; or a,b of them.")
 ]
 DeviceOpt = Annotated[str, Option("Name (opcast device --list), device file, or 'local'.")]
 Devices = Annotated[

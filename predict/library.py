@@ -1,12 +1,13 @@
-"""opcast inside other programs: one latency, and the predicted time of jitted functions."""
+"""opcast inside other programs: one latency, and the predicted time of functions and modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import DeviceError, OpcastError
 from ..common.interval import InSeconds, latency_fields
@@ -15,6 +16,7 @@ from ..common.units import duration
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..features.kernels.kernel import Kernel
+    from .operator.torch_price import TorchPrediction
     from .program.predictor import Prediction
 
 
@@ -118,13 +120,13 @@ class Budget:
     Attributes:
         device: Device that they are for.
         limit: Seconds that no function may exceed; ``None`` for no limit.
-        predictions: Prediction by name of the function; a function compiled for several shapes has
-            its name followed by ``#2`` and so on.
+        predictions: Prediction by name of the function, or of the module's class; one called with
+            several shapes has its name followed by ``#2`` and so on.
     """
 
     device: DeviceSpec
     limit: float | None = None
-    predictions: dict[str, Prediction] = field(default_factory=dict)
+    predictions: dict[str, Prediction | TorchPrediction] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # The description of a device and the kernels of a prediction fill pages.
@@ -157,19 +159,23 @@ def budget(
     device: str | Path | DeviceSpec,
     model: str | Path = "default",
     lowering: str = "auto",
+    framework: str = "torch-eager",
     quiet: bool = False,
 ) -> Iterator[Budget]:
-    """Predict every jitted JAX function that is first called inside, and print its time.
+    """Predict what is called inside, and print its time: JAX's jitted functions, PyTorch's modules.
 
     Functions are traced as they are called, and lowered for the platform of ``device``. JAX
     compiles a function once for each shape: one that was called before stays unseen, as do JAX's
-    own small functions.
+    own small functions. Of a module its forward pass is predicted, not the step around it
+    (``opcast.predict(…, train=…)``); PyTorch must be imported before the block.
 
     Args:
-        limit: Seconds that no function may exceed.
+        limit: Seconds that no function or module may exceed.
         device: Name, path of a device file, or description.
         model: Name or folder of the model.
-        lowering: ``auto``, ``xla``, ``fused`` or ``op``.
+        lowering: ``auto``, ``xla``, ``fused`` or ``op``, of JAX's functions.
+        framework: Whose kernels a module has, as of ``opcast.predict``; one that ``torch.compile``
+            made has those of ``torch-compiled``, unless it is ``xla``.
         quiet: Print nothing.
 
     Yields:
@@ -181,27 +187,40 @@ def budget(
             and none was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
+    from ..features.ir.torch.called import recorded_modules
     from .api import loaded, predict
     from .devices import resolve_device
 
     # First of all, so that an unknown name fails before anything runs.
     spec = resolve_device(device, loaded(model).devices)
     result = Budget(spec, limit)
-    with recorded_functions() as functions:
+    with recorded_functions() as functions, recorded_modules() as modules:
         yield result
-    if not functions:
+    if not functions and not modules:
         # A limit that was compared with nothing must not pass for one that is kept.
-        unseen = "no jitted function was called for the first time inside the block"
+        unseen = "no jitted function was called for the first time inside the block, and no module"
         why = "JAX compiles a function once for each shape: jax.clear_caches() before the block"
         if limit is not None:
             raise OpcastError(unseen, where="opcast.budget", hint=why)
         if not quiet:
             print(f"opcast.budget: {unseen} ({why})")
     # After the block: predicting compiles, which would be recorded too.
-    for made in functions:
-        times = sum(name.split("#")[0] == made.name for name in result.predictions)
-        name = made.name if not times else f"{made.name}#{times + 1}"
-        found = predict(made.function, *made.args, device=spec, model=model, lowering=lowering)
+    asked: list[tuple[str, Callable[[], Prediction | TorchPrediction]]] = [
+        (
+            own.name,
+            partial(predict, own.function, *own.args, device=spec, model=model, lowering=lowering),
+        )
+        for own in functions
+    ]
+    for call in modules:
+        compiled = framework.replace("torch-eager", "torch-compiled")
+        options = {"model": model, "framework": compiled if call.compiled else framework}
+        one: Any = partial(predict, call.module, *call.args, device=spec, **call.kwargs, **options)
+        asked.append((call.name, one))
+    for stem, ask in asked:
+        times = sum(name.split("#")[0] == stem for name in result.predictions)
+        name = stem if not times else f"{stem}#{times + 1}"
+        found = ask()
         result.predictions[name] = found
         if not quiet:
             span = f"{duration(found.lo_us)} to {duration(found.hi_us)}"

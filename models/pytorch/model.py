@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...common.types import JsonMapping, typed
+from ...common.versions import version_numbers
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch import release_numbers
 from ..core.store import JsonModel
 from ..effects.effects import WHOLE, Effects, Level, Levels, read_levels
 from ..effects.linear import Linear, group_weights
@@ -70,7 +70,7 @@ COSTS = tuple(TorchEffects.levels.prior)
 
 def is_older(release: str, than: tuple[int, int]) -> bool:
     """Whether a release of PyTorch is named and comes before one, given by major and minor."""
-    numbers = release_numbers(release)
+    numbers = version_numbers(release)[:2]
     return bool(numbers) and numbers < than
 
 

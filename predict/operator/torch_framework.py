@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import DeviceError, ProgramError, StrictError
+from ...common.versions import can_be_release
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
 from .torch_attention import MATH, attention_backend
-from .torch_price import AtenEstimate, TorchPrediction, price, works_of
+from .torch_price import MEASURED_RELEASE, AtenEstimate, TorchPrediction, price, works_of
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import AttentionUse, Recording
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Whose kernels a program of PyTorch is priced by, as ``--framework`` takes them.
 FRAMEWORKS = ("xla", "torch-eager", "torch-compiled")
+#: First releases of PyTorch that run so: the first with a compiler is 2.0 (its release notes).
+_FIRST = {"torch-eager": "1.0", "torch-compiled": "2.0"}
 
 
 class TorchPredictor:
@@ -41,7 +44,7 @@ class TorchPredictor:
         model: Name of the model.
 
     Raises:
-        ProgramError: The framework is not known.
+        ProgramError: The framework is not known, or cannot have the release.
         ModelError: The model is not one of operators.
     """
 
@@ -51,6 +54,11 @@ class TorchPredictor:
             raise ProgramError(
                 f"no framework {framework!r} of PyTorch",
                 hint="known: " + ", ".join(FRAMEWORKS) + "; with a release torch-eager@2.4",
+            )
+        if self.release and not can_be_release(self.release, _FIRST[name], MEASURED_RELEASE):
+            raise ProgramError(
+                f"there is no release {self.release} of PyTorch that runs {name}",
+                hint=f"known are {_FIRST[name]} to {MEASURED_RELEASE}",
             )
         self.framework = name
         self.model = OPERATOR_MODEL if str(model) == "default" else str(model)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...common.errors import ProgramError
 from ...common.interval import InSeconds, latency_fields
+from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
@@ -56,6 +57,9 @@ _HOST = fitted("python")
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
 _CUDNN_STEPS = 10.0
+#: Newest release of PyTorch whose whole models were measured (timm.parquet of the published-torch
+#: pack).
+MEASURED_RELEASE = "2.9"
 #: Least share of the estimate that a lower end falls to. Engineering estimate.
 _SHORTEST = 0.05
 _PREFERRED = (
@@ -294,11 +298,12 @@ def _host_seconds(found: Sequence[AtenKernel], framework: str, launch: float) ->
     Args:
         found: The kernels.
         framework: As of :func:`price_works`.
-        launch: For a launch that no Python is run for: autograd's, and the optimiser's of lists.
+        launch: For a launch beside the model's own Python: autograd's, of a compiled backward graph
+            too (no table has one, and it does not launch more than eager does), and the optimiser's
+            of lists.
     """
     python = _HOST.compiled_s if framework == "torch-compiled" else _HOST.eager_s
-    generated = ("forward", "backward") if framework == "torch-compiled" else ("forward",)
-    each = [python if w.phase in generated else launch for w in found]
+    each = [python if w.phase == "forward" else launch for w in found]
     return float(np.dot([w.launches for w in found], each))
 
 
@@ -388,9 +393,20 @@ def price(
             *_attention_notes(recording, spec, found, older),
             *((_RECURRENT_NOTE,) if recording.recurrent else ()),
             *recording.notes,
+            *_release_notes(release),
             *generation_note(spec),
         ),
         memory=memory,
+    )
+
+
+def _release_notes(release: str) -> tuple[str, ...]:
+    """A note where a release is newer than all that were measured."""
+    if not is_newer(release, MEASURED_RELEASE):
+        return ()
+    return (
+        f"PyTorch {release} is newer than the newest release with measured models "
+        f"({MEASURED_RELEASE}): it is predicted as that one",
     )
 
 

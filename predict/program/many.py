@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ def find_chips(
 def predict_many(
     programs: Sequence[Path],
     chips: Sequence[Chip],
-    answers: Answers,
+    answers: Mapping[str, Answers],
     progress: Callable[[int, int], None] | None = None,
     opened: Callable[[Path], object] = Path,
     prices: Mapping[str, float] | None = None,
@@ -96,33 +97,38 @@ def predict_many(
     Args:
         programs: Files of programs, or what ``opened`` takes.
         chips: The devices.
-        answers: :func:`by_xla` or :func:`by_torch`.
+        answers: :func:`by_xla`, and what :func:`by_torch` gives, by framework.
         progress: Told how many of all predictions are done.
         opened: Makes what is read of an entry of ``programs``, once for each; the command line
             imports ``module.py:function`` so.
         prices: Of a device for an hour, by name; under an empty name, of all others.
 
     Returns:
-        A row for each program and design: ``program``, ``device``, the figures of the design,
-        ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by :data:`NOTES`)
-        and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one run. What
-        cannot be predicted has an ``error`` and no time. After Ctrl-C so do the rows that are left,
-        of which ``attrs["left"]`` is the number.
+        A row for each program, design and framework: ``program``, ``device``, the figures of the
+        design, ``latency_us``, ``lo_us``, ``hi_us``, memory, energy, ``notes`` (joined by
+        :data:`NOTES`) and ``error``; with prices also ``cost``, ``cost_lo`` and ``cost_hi`` of one
+        run. What cannot be predicted has an ``error`` and no time. After Ctrl-C so do the rows that
+        are left, of which ``attrs["left"]`` is the number.
     """
     asked = [
-        (str(program), design) for program in programs for chip in chips for design in chip.designs
+        (str(program), design, framework)
+        for program in programs
+        for chip in chips
+        for framework in answers
+        for design in chip.designs
     ]
     rows: list[JsonObject] = []
     try:
         for program in programs:
             read = cache(partial(opened, program))
-            for chip in chips:
-                for design, found in zip(chip.designs, answers(read, chip), strict=True):
+            for chip, framework in product(chips, answers):
+                for found in answers[framework](read, chip):
+                    design = asked[len(rows)][1]
                     if isinstance(found, Exception):
                         own: JsonObject = {"error": _said(found)}
                     else:
                         own = {**found, **_priced(found, design.device.name, prices), "error": ""}
-                    rows.append(_row(str(program), design, own))
+                    rows.append(_row(*asked[len(rows)], own))
                 if progress is not None:
                     progress(len(rows), len(asked))
     except KeyboardInterrupt:
@@ -139,8 +145,9 @@ def predict_many(
     return frame
 
 
-def _row(program: str, design: Design, found: JsonMapping) -> JsonObject:
-    return {"program": program, "device": design.device.name, **design.figures, **found}
+def _row(program: str, design: Design, framework: str, found: JsonMapping) -> JsonObject:
+    own = {"program": program, "device": design.device.name, "framework": framework}
+    return {**own, **design.figures, **found}
 
 
 def _priced(found: JsonMapping, device: str, prices: Mapping[str, float] | None) -> JsonObject:
@@ -198,24 +205,28 @@ def by_xla(predictor: Predictor, like: ProgramCase) -> Answers:
             notes = list(found.notes)
             if design is not chip.designs[0]:
                 notes.append(f"designs of {chip.name} share the kernels of {first.name}")
-            return _figures({**found.to_dict(), "framework": "xla"}, notes)
+            return _figures(found.to_dict(), notes)
 
         return [_caught(partial(one, design)) for design in chip.designs]
 
     return answers
 
 
-def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
+def by_torch(
+    predictors: Mapping[str, TorchPredictor], *, strict: bool = False
+) -> dict[str, Answers]:
     """Predict programs of PyTorch by its own kernels, recorded once for devices of the same ones.
 
     Args:
-        predictor: Loaded models.
+        predictors: Loaded models, by framework.
         strict: Whether an operator without a learned estimate is an error.
     """
     # Kept with its program: the last one only, since they come in order.
     last: list[tuple[object, Recording]] = []
 
-    def answers(opened: Callable[[], object], chip: Chip) -> list[JsonObject | Exception]:
+    def answers(
+        predictor: TorchPredictor, opened: Callable[[], object], chip: Chip
+    ) -> list[JsonObject | Exception]:
         try:
             program = opened()
             before = last[0][1] if last and last[0][0] is program else None
@@ -225,12 +236,11 @@ def by_torch(predictor: TorchPredictor, *, strict: bool = False) -> Answers:
 
         def one(design: Design) -> JsonObject:
             found = predictor.price(last[0][1], design.device, strict=strict)
-            own = {**found.to_dict(), "model": predictor.model}
-            return _figures(own, found.notes)
+            return _figures({**found.to_dict(), "model": predictor.model}, found.notes)
 
         return [_caught(partial(one, design)) for design in chip.designs]
 
-    return answers
+    return {name: partial(answers, predictor) for name, predictor in predictors.items()}
 
 
 def _caught(answer: Callable[[], JsonObject]) -> JsonObject | Exception:
@@ -241,8 +251,9 @@ def _caught(answer: Callable[[], JsonObject]) -> JsonObject | Exception:
 
 
 def _figures(data: Mapping[str, object], notes: Sequence[str]) -> JsonObject:
-    """Columns of a table; a framework of PyTorch has no lowering and predicts no memory."""
-    return {**{name: data.get(name) for name in _FIGURES}, "notes": NOTES.join(notes)}
+    """Columns of a table but the framework; one of PyTorch has no lowering."""
+    own = {name: data.get(name) for name in _FIGURES if name != "framework"}
+    return {**own, "notes": NOTES.join(notes)}
 
 
 def _said(error: Exception) -> str:

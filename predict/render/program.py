@@ -166,15 +166,18 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
     priced = "cost" in frame
     count, runs = runs_priced(float(frame["cost"].max())) if priced else (1.0, "")
     costs = (f"cost {runs}",) if priced else ()
-    names = ("time", "90 % interval", "memory", *costs, "device", "program")
+    several = frame["framework"].nunique() > 1
+    ran = ("framework",) if several else ()
+    names = ("time", "90 % interval", "memory", *costs, *ran, "device", "program")
     # Long names go on in the next line; figures stay whole.
     table = plain_table(*names, right=("time", *costs), fold=("device", "program"))
     for row in frame.head(MOST).to_dict("records"):
         program = Text(Path(str(row["program"])).name)
-        device = Text(str(row["device"]))
+        ran_by = [Text(str(row["framework"]))] if several else []
+        place = [*ran_by, Text(str(row["device"])), program]
         if row["error"]:
             empty = [""] * (1 + priced)
-            table.add_row("none", Text(str(row["error"]), style="red"), *empty, device, program)
+            table.add_row("none", Text(str(row["error"]), style="red"), *empty, *place)
             continue
         span = f"{duration(row['lo_us'])} to {duration(row['hi_us'])}"
         cost = [plain(count * row["cost"]) if pd.notna(row["cost"]) else ""] if priced else []
@@ -183,8 +186,7 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
             span,
             _memory(row["peak_memory_bytes"], row["fits"]),
             *cost,
-            device,
-            program,
+            *place,
         )
     console.print(table)
     if len(frame) > MOST:

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...common.errors import PlanError
 from ...common.files import parse_yaml
 from ...common.types import typed
+from ...common.versions import can_be_release, is_newer, version_numbers
 
 #: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
 #: request only what its cache does not have.
@@ -199,8 +200,7 @@ def known_framework(text: str) -> tuple[str, str]:
         raise PlanError(f"{version!r} is no version of {said}", hint="as in vllm@0.18.0")
     if version and name:
         first, newest = frameworks()[name].releases
-        asked = _numbers(version)
-        if asked < _numbers(first)[: len(asked)] or asked[0] > _numbers(newest)[0] + 1:
+        if not can_be_release(version, first, newest):
             raise PlanError(
                 f"there is no release {version} of {name}", hint=f"known are {first} to {newest}"
             )
@@ -215,19 +215,12 @@ def release_note(name: str, version: str) -> tuple[str, ...]:
         version: Of it; empty for the newest.
     """
     newest = frameworks()[name].releases[1] if name in frameworks() else ""
-    least = _numbers(newest)
-    if _numbers(version)[: len(least)] <= least:
+    if not is_newer(version, newest):
         return ()
     return (
         f"{name} {version} is newer than the newest release with measured runs ({newest}): it is "
         "predicted as that one",
     )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Major, minor and patch number of a version, as far as it says them."""
-    stem = re.match(r"\d+(\.\d+){0,2}", version)
-    return tuple(map(int, stem[0].split("."))) if stem else ()
 
 
 def runs_on(name: str, platform: str, vendor: str) -> bool:
@@ -249,5 +242,5 @@ def engine_era(name: str, version: str) -> str:
         name: Of a framework, in lower case.
         version: Of it; empty for the newest.
     """
-    numbers, known = _numbers(version)[:2], frameworks().get(name)
+    numbers, known = version_numbers(version)[:2], frameworks().get(name)
     return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"

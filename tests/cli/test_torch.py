@@ -136,6 +136,41 @@ def test_tables_take_training_steps_and_frameworks(folder, tmp_path):
     assert rows["torch-eager"][0]["latency_us"] > json.loads(forward.stdout)[0]["latency_us"]
 
 
+def test_a_table_compares_frameworks(folder):
+    path, names = str(folder / "net.pt2"), ["torch-eager", "torch-compiled"]
+    words = ("--device", "l4,tpu-v5e", "--framework", ", ".join(names), "--json")
+    rows = json.loads(opcast("predict", path, *words).stdout)
+    assert [(row["device"], row["framework"]) for row in rows] == [
+        (device, name) for device in ("l4", "tpu-v5e") for name in names
+    ]
+    assert [bool(row["error"]) for row in rows] == [False, False, True, True]
+    words = ("--device", "l4", "--framework", "xla,torch-eager")
+    done = opcast("predict", path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "framework" in done.stdout and "xla" in done.stdout and "torch-eager" in done.stdout
+
+
+def test_a_tied_weight_of_a_file_is_one(tmp_path):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = (
+                torch.nn.Embedding(1000, 64),
+                torch.nn.Linear(64, 1000, bias=False),
+            )
+            self.last.weight = self.first.weight
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    program = torch.export.export(Tied(), (torch.zeros(4, 8, dtype=torch.long),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(program, tmp_path / "tied.pt2")
+    found = predicted(str(tmp_path / "tied.pt2"), "--framework", "torch-eager")
+    assert found["parameter_bytes"] == 4 * 1000 * 64
+
+
 def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
     other = tmp_path / "step.mlir"
     other.write_text(
@@ -167,6 +202,8 @@ def test_tables_say_what_is_not_pytorchs(folder, tmp_path):
         (("--framework", "torch-eager", "--device", "local"), "JAX finds no GPU on this machine"),
         (("--framework", "torch-eager", "--lowering", "fused"), "--lowering does not apply"),
         (("--framework", "jax"), "no framework 'jax'"),
+        (("--framework", "torch-eager@9.9"), "there is no release 9.9 of PyTorch"),
+        (("--framework", "torch-eager,torch-compiled", "--plot", "p.png"), "--plot does not apply"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(folder, arguments, said):

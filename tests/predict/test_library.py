@@ -3,6 +3,7 @@
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from opcast.features.operators import op_features
 from opcast.models.core.registry import PRETRAINED
 from opcast.models.operators import OpModel
 from opcast.models.operators.model import default_settings
-from opcast.predict import library
+from opcast.predict import library, pytest_plugin
 from opcast.predict.library import BudgetExceeded
 
 pytest_plugins = ["pytester"]
@@ -196,6 +197,54 @@ def test_a_function_beyond_its_budget_is_named():
         jax.jit(slow)(jnp.ones(X.shape), jnp.ones(W.shape))
     with pytest.raises(DeviceError), opcast.budget(device="no-such-gpu"):
         raise AssertionError("the block must not run")
+
+
+def test_a_budget_predicts_modules_that_are_called_inside(capsys):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+    x = torch.zeros(8, 64)
+    call = torch.nn.Module.__call__
+    with opcast.budget(device="h100-sxm") as seen:
+        module(x)
+        module(x)
+        module(x[:4])
+        torch.compile(module, backend="eager")(x)
+    assert torch.nn.Module.__call__ is call
+    # Neither layers of the module, nor shapes that it was called with before.
+    assert list(seen.predictions) == ["Sequential", "Sequential#2", "Sequential#3"]
+    frameworks = [own.framework for own in seen.predictions.values()]
+    assert frameworks == ["torch-eager", "torch-eager", "torch-compiled"]
+    own = opcast.predict(module, x, device="h100-sxm", framework="torch-eager")
+    assert seen.predictions["Sequential"].latency_us == own.latency_us
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    with (
+        pytest.raises(BudgetExceeded, match=r"Sequential: predicted to take .* addmm takes"),
+        opcast.budget(1e-6, device="h100-sxm", quiet=True),
+    ):
+        module(x)
+
+
+def test_a_baseline_holds_kernels_that_launches_hide(request, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    options = {"device": "h100-sxm", "framework": "torch-eager"}
+    x = torch.empty(64, 64, device="meta", dtype=torch.bfloat16)
+    words = {"--opcast-baseline": str(tmp_path / "b.json"), "--opcast-update": True}
+    config = SimpleNamespace(rootpath=tmp_path, getoption=words.get)
+    asked = SimpleNamespace(config=config, node=SimpleNamespace(nodeid="t"))
+    check = pytest_plugin.predicted.__wrapped__
+
+    def module(width):
+        with torch.device("meta"):
+            return torch.nn.Linear(64, width, bias=False, dtype=torch.bfloat16)
+
+    first = check(asked)(module(64), x, **options)
+    words["--opcast-update"] = False
+    check(asked)(module(64), x, **options)
+    # The host's launch takes longer than either.
+    more = opcast.predict(module(1 << 16), x, **options)
+    assert more.latency_us == first.latency_us and more.device_us > 3 * first.device_us
+    with pytest.raises(pytest.fail.Exception, match="µs of kernels on h100-sxm, at most"):
+        check(asked)(module(1 << 16), x, **options)
 
 
 SUITE = """

@@ -79,28 +79,43 @@ def _has_rule(target: object, rules: Mapping[object, object]) -> bool:
     return getattr(rules.get(target), "__module__", "").startswith("torch._decomp")
 
 
+def _lies_at(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Which elements of which storage a tensor is; one that holds others is itself."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if is_traceable_wrapper_subclass(tensor):
+        return (id(tensor),)
+    own = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    kind = type(tensor), tensor.dtype
+    return *own, *kind, tuple(tensor.shape), tensor.stride()
+
+
 class Fakes:
     """Tensors of the CPU without memory, one for each real one, so that ties stay.
 
     Attributes:
         mode: What they belong to.
-        made: Of real tensors, by their ``id``.
+        made: Of real tensors, by where they lie: a file brings a tied weight as several tensors.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.made: dict[int, torch.Tensor] = {}
+        self.made: dict[tuple[object, ...], torch.Tensor] = {}
+        # Held, since what lies where is not told apart by what is gone.
+        self._real: list[torch.Tensor] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The one that stands for a tensor."""
         import torch
 
-        if id(tensor) not in self.made:
+        key = _lies_at(tensor)
+        if key not in self.made:
             fake = self.like(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self.made[id(tensor)] = fake
-        return self.made[id(tensor)]
+            self.made[key] = fake
+            self._real.append(tensor)
+        return self.made[key]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A new one of the same shape, order in memory and type.

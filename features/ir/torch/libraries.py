@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....common.errors import ProgramError
-from . import release_numbers
+from ....common.versions import version_numbers
 from .autocast import autocast_module
 from .presets import presets
 from .program import TorchProgram, shortened
@@ -103,7 +103,7 @@ class ModelCase:
         if self.attention:
             return self.attention == "fused"
         # A release without a number, such as a nightly build, is a recent one.
-        return (release_numbers(self.torch) or _FUSED_SINCE) >= _FUSED_SINCE
+        return (version_numbers(self.torch)[:2] or _FUSED_SINCE) >= _FUSED_SINCE
 
     @property
     def recorded(self) -> ModelCase:

@@ -512,6 +512,22 @@ def test_the_host_takes_longer_for_launches_of_python():
     eager = sum(o.launches for o in trained.operators if o.phase == "forward")
     others = sum(o.launches for o in trained.operators) - eager
     assert 36.0 * eager + 5.0 * others < trained.host_us < 36.0 * eager + 15.0 * others
+    # A compiled backward graph has no more launches, of no more each.
+    fewer = predict(module, x, device="a100-sxm-40gb", **{**step, "framework": "torch-compiled"})
+    assert fewer.host_us < trained.host_us
+
+
+def test_releases_that_cannot_be_are_refused_and_newer_ones_noted():
+    for framework in ("torch-eager@9.9", "torch-eager@0.4", "torch-compiled@1.13"):
+        with pytest.raises(ProgramError, match=r"there is no release .* of PyTorch that runs"):
+            TorchPredictor(framework)
+    x, asked = torch.empty(64, device="meta"), "torch-eager@2.{}"
+    notes = [
+        predict(torch.nn.ReLU(), x, device="h100-sxm", framework=asked.format(minor)).notes
+        for minor in (9, 11)
+    ]
+    newer = [any("newer than the newest release" in note for note in own) for own in notes]
+    assert newer == [False, True]
 
 
 class MovedChannels(torch.nn.Module):

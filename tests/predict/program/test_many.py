@@ -205,7 +205,7 @@ def test_lines_of_devices_can_be_told_apart(folder):
     frame = many.predict_many(
         [folder / "mlp.mlir"],
         many.find_chips(names, predictor.devices),
-        many.by_xla(predictor, ProgramCase(None, LoweringOptions("fused"))),
+        {"xla": many.by_xla(predictor, ProgramCase(None, LoweringOptions("fused")))},
     )
     kept = []
     close = pyplot.close
