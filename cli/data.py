@@ -25,7 +25,7 @@ from ..common.options import (
     table_file,
 )
 from ..common.progress import wrote
-from ..workflows.settings import ProfileSettings
+from ..workflows.settings import CampaignSettings, ProfileSettings
 from .options import make_console, print_json, refuse, refuse_unused
 
 
@@ -88,12 +88,13 @@ def data_show(
 
 def data_import(
     context: typer.Context,
-    kind: Annotated[str, Option("What to import: published or trace.", argument=True)],
+    kind: Annotated[str, Option("What to import: published, trace or campaign.", argument=True)],
     paths: Annotated[
         Sequence[Path],
         Option(
             "A folder with published tables; or traces: xplane.pb or log directory of "
-            "jax.profiler, JSON of torch.profiler, SQLite or CSV of Nsight Systems.",
+            "jax.profiler, JSON of torch.profiler, SQLite or CSV of Nsight Systems; or the folder "
+            "or archive of a campaign.",
             argument=True,
         ),
     ],
@@ -105,7 +106,7 @@ def data_import(
     device: Annotated[
         Sequence[str],
         Option(
-            "What a trace ran on: name or device file; by default as it says, or this "
+            "What a trace or campaign ran on: name or device file; by default as it says, or this "
             "machine. Of published tables: file of a device that is not in the catalogue; may be "
             "given again."
         ),
@@ -116,7 +117,7 @@ def data_import(
         Option("Of a trace: keep names of programs, kernels and operators.", ("--keep-names",)),
     ] = False,
 ) -> None:
-    """Convert published latency tables or traces into a dataset.
+    """Convert published latency tables, traces or a campaign into a dataset.
 
     An import that was stopped resumes.
     """
@@ -136,8 +137,22 @@ def data_import(
             tell=lambda what: typer.echo(what, err=True),
         )
         return
+    if kind == "campaign":
+        from ..workflows.campaign import run_import_campaign
+
+        refuse(context, "a campaign", {"program", "device_index", "keep_names"})
+        if len(paths) > 1 or len(device) > 1:
+            raise typer.BadParameter("give one campaign, and one --device at most")
+        run_import_campaign(
+            make_console(),
+            paths[0],
+            out,
+            device=device[0] if device else None,
+            tell=lambda what: typer.echo(what, err=True),
+        )
+        return
     if kind != "published":
-        raise typer.BadParameter(f"cannot import {kind!r}; choose: published, trace")
+        raise typer.BadParameter(f"cannot import {kind!r}; choose: published, trace, campaign")
     refuse(context, "published tables", {"program", "device_index", "keep_names"})
     if len(paths) > 1:
         raise typer.BadParameter("give one folder with published tables")
@@ -310,6 +325,19 @@ def profile(settings: ProfileSettings) -> None:
     from ..workflows.profile import run_profile
 
     run_profile(settings)
+
+
+def campaign(settings: CampaignSettings) -> None:
+    """Measure a GPU or TPU by value in minutes, into one archive to keep and give.
+
+    It survives kills, resumes and ends on time. The exit status is 3 if --slice ended it and the
+    same command goes on, 1 if nothing could be measured.
+    """
+    from ..workflows.campaign import run_campaign
+
+    status = run_campaign(settings)
+    if status:
+        raise typer.Exit(status)
 
 
 def device(

@@ -15,26 +15,31 @@ from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..dataset_folder import sample_rows
 from ..programs.source import random_arguments
-from .plan import WALL_SECONDS, Item, LoadedItem, load_item
-from .runner import STEADY, MakeArguments, Pulse, Runner, module_name, rotation
+from .plan import Item, LoadedItem, load_item
+from .runner import (
+    LONG_SECONDS,
+    PROGRAM_SECONDS,
+    STEADY,
+    WALL_SECONDS,
+    MakeArguments,
+    Pulse,
+    Runner,
+    first_runs,
+    module_name,
+    rotation,
+    wall_runs,
+)
 from .trace import Durations, expected, trace
 
 if TYPE_CHECKING:
     from ...features.lowering.xla import NativeExecutable
 
-# Budgets of one program. They trade the noise of a label against the number of labels in a run, of
-# which more help a model more (engineering choices; docs/measuring.md).
-#: Seconds for the executions of one program.
-PROGRAM_SECONDS = 1.2
-#: First round of executions: seconds, fewest and most. Nine give a median whose 95 % interval lies
-#: inside the sample; beyond 25 it narrows slowly, with the square root of their number.
-_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
 #: Width of the median's 95 % interval that is narrow enough, relative to the median.
 _NARROW = 0.1
 #: Trace sessions of a program: a second one for programs that the first left noisy.
 _SESSIONS = 2
-#: Tries to find the machine undisturbed; programs longer than this many seconds have only one.
-_TRIES, _LONG_SECONDS = 3, 1.0
+#: Tries to find the machine undisturbed; long programs have only one.
+_TRIES = 3
 #: Programs with more argument bytes than this are measured in a session of their own, because a
 #: session keeps the arguments of all its programs in memory.
 _SHARED_BYTES = 256e6
@@ -198,7 +203,7 @@ def _measure_group(
     rounds = max(1, round(limits.wall_s / WALL_SECONDS))
     for _ in range(rounds):
         for program in timed:
-            tries = _TRIES if rounds == 1 and program.seconds < _LONG_SECONDS else 1
+            tries = _TRIES if rounds == 1 and program.seconds < LONG_SECONDS else 1
             program.wall += _wall_steadily(program, pulse, tries)
     for program in group:
         # Frees the arguments on the device.
@@ -249,7 +254,7 @@ def _trace_steadily(group: list[Prepared], pending: dict[int, int], pulse: Pulse
         for program, (ratio, durations) in zip(left, _session(left, pending, pulse), strict=True):
             if ratio < best.get(id(program), (math.inf,))[0]:
                 best[id(program)] = (ratio, durations)
-        left = [p for p in left if best[id(p)][0] > STEADY and p.seconds < _LONG_SECONDS]
+        left = [p for p in left if best[id(p)][0] > STEADY and p.seconds < LONG_SECONDS]
         if not left:
             break
     for program in group:
@@ -292,13 +297,6 @@ def _session(
     ]
 
 
-def first_runs(seconds: float) -> int:
-    """Return the executions in the first session, for a program that takes ``seconds``."""
-    # The fewest regular runs may use 70 % of the budget, which leaves some for a second session.
-    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
-    return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
-
-
 def more_runs(program: Prepared) -> int:
     """Return how many more executions noisy kernels call for, within the time; 0 for none."""
     samples = list(program.durations.values())
@@ -327,16 +325,6 @@ def median_width(samples: Sequence[float]) -> float:
     low = max(0, math.floor(n / 2 - half))
     high = min(n - 1, math.ceil(n / 2 + half))
     return float((ordered[high] - ordered[low]) / max(float(np.median(ordered)), 1e-12))
-
-
-def wall_runs(seconds: float) -> int:
-    """Return the executions for the wall time of a program that takes ``seconds``."""
-    return max(long_runs(seconds), min(_MAX_RUNS, int(WALL_SECONDS / max(seconds, 1e-6))))
-
-
-def long_runs(seconds: float) -> int:
-    """Return the executions of a program so long that it gets the fewest."""
-    return 3 if seconds < _LONG_SECONDS else 2
 
 
 def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:

@@ -17,6 +17,8 @@ import numpy as np
 
 from ...common.errors import ProfileError
 from ...common.types import JsonObject
+from .runner import WALL_SECONDS
+from .worker_client import REPLY_TIMEOUT
 
 if TYPE_CHECKING:
     from ..zoo.registry import Setting
@@ -27,11 +29,6 @@ if TYPE_CHECKING:
 DEFAULT_MIX: dict[str, float] = {"op": 0.35, "random": 0.35, "zoo": 0.30}
 #: Programs measured together in one trace session; models are measured alone.
 BATCH_SIZES: dict[str, int] = {"op": 12, "random": 4, "zoo": 1, "given": 4}
-#: Seconds for whole executions of a program without a trace, in one go (engineering choice).
-WALL_SECONDS = 0.5
-#: Seconds without any reply after which a worker counts as stuck: the slowest compilations of large
-#: training steps take minutes (engineering choice).
-REPLY_TIMEOUT = 600.0
 _REPLICATE = "#"
 
 

@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -18,6 +19,17 @@ Host: TypeAlias = "np.ndarray | jax.Array"
 MakeArguments: TypeAlias = Callable[[int], Sequence[Host]]
 """Draws the arguments of a program from a seed."""
 
+# Budgets of one program. They trade the noise of a label against the number of labels in a run, of
+# which more help a model more (engineering choices; docs/measuring.md).
+#: Seconds for the executions of one program.
+PROGRAM_SECONDS = 1.2
+#: Seconds for whole executions of a program without a trace, in one go.
+WALL_SECONDS = 0.5
+#: First round of executions: seconds, fewest and most. Nine give a median whose 95 % interval lies
+#: inside the sample; beyond 25 it narrows slowly, with the square root of their number.
+_FIRST_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.2, 9, 25
+#: Seconds from which on a program gets the fewest executions.
+LONG_SECONDS = 1.0
 #: Bytes of the last-level cache where they are unknown: the cache of a common server core complex
 #: (engineering estimate).
 DEFAULT_CACHE_BYTES = 32e6
@@ -25,6 +37,23 @@ DEFAULT_CACHE_BYTES = 32e6
 #: large ones exceed it by themselves.
 _MAX_SETS = 8
 _MAX_ROTATED_BYTES = 256e6
+
+
+def first_runs(seconds: float) -> int:
+    """Return the executions in the first session, for a program that takes ``seconds``."""
+    # The fewest regular runs may use 70 % of the budget, which leaves some for a second session.
+    least = _MIN_RUNS if _MIN_RUNS * seconds <= PROGRAM_SECONDS * 0.7 else long_runs(seconds)
+    return max(least, min(_MAX_RUNS, int(_FIRST_SECONDS / max(seconds, 1e-6))))
+
+
+def wall_runs(seconds: float) -> int:
+    """Return the executions for the wall time of a program that takes ``seconds``."""
+    return max(long_runs(seconds), min(_MAX_RUNS, int(WALL_SECONDS / max(seconds, 1e-6))))
+
+
+def long_runs(seconds: float) -> int:
+    """Return the executions of a program so long that it gets the fewest."""
+    return 3 if seconds < LONG_SECONDS else 2
 
 
 def module_name(hlo: str) -> str:
@@ -92,6 +121,14 @@ class Runner:
         self._turn = (self._turn + 1) % len(self._sets)
         return seconds
 
+    def launch(self) -> Sequence[jax.Array]:
+        """Execute once without waiting; returns the outputs."""
+        arguments = self._sets[self._turn]
+        outputs = self._run(arguments)
+        self._restore(arguments, outputs)
+        self._turn = (self._turn + 1) % len(self._sets)
+        return outputs
+
     def _restore(self, arguments: list[jax.Array], outputs: Sequence[jax.Array]) -> None:
         for output, parameter in self._aliases:
             arguments[parameter] = outputs[output]
@@ -102,11 +139,21 @@ class Runner:
                 arguments[i] = array
 
 
+def wide_types() -> AbstractContextManager[object]:
+    """JAX with 64-bit types, which it would silently halve."""
+    import jax
+
+    # JAX before 0.8 has it among what is experimental.
+    place = jax if hasattr(jax, "enable_x64") else jax.experimental
+    context: AbstractContextManager[object] = place.enable_x64(True)
+    return context
+
+
 def _put(host: Sequence[Host]) -> list[jax.Array]:
     """Arrays on the device, 64-bit types kept."""
     import jax
 
-    with jax.enable_x64(True):
+    with wide_types():
         arrays: list[jax.Array] = jax.device_put(list(host))
     wait(arrays)
     return arrays

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.errors import ProfileError
 from ...common.types import JsonMapping
+from .xplane import FileProfile, read_planes
 
 if TYPE_CHECKING:
     from jax.profiler import ProfileData
@@ -122,6 +123,15 @@ def trace(
     Raises:
         ProfileError: The profiler wrote no trace, for instance as another one was active.
     """
+    return durations(recorded(run), executions, reads)
+
+
+def recorded(run: Callable[[], object]) -> ProfileData | FileProfile:
+    """Run ``run`` under the profiler and return what it recorded.
+
+    Raises:
+        ProfileError: The profiler wrote no trace, for instance as another one was active.
+    """
     from jax import profiler
 
     options = profiler.ProfileOptions()
@@ -144,8 +154,9 @@ def trace(
         files = sorted(Path(folder).rglob("*.xplane.pb"))
         if not files:
             raise ProfileError("the profiler wrote no trace", hint="is another trace active?")
-        data = profiler.ProfileData.from_file(str(files[-1]))
-        return durations(data, executions, reads)
+        if profiler.ProfileData is None:  # before JAX 0.7
+            return FileProfile(read_planes(files[-1].read_bytes()))
+        return profiler.ProfileData.from_file(str(files[-1]))
 
 
 def expected(
@@ -164,7 +175,7 @@ def expected(
 
 
 def durations(
-    data: ProfileData,
+    data: ProfileData | FileProfile,
     executions: Mapping[tuple[str, str], int] | None = None,
     reads: Reads | None = None,
 ) -> Durations:
@@ -173,7 +184,7 @@ def durations(
     return executed(data)[0].durations(executions, reads)
 
 
-def executed(data: ProfileData, *, by_program: bool = False) -> list[Executed]:
+def executed(data: ProfileData | FileProfile, *, by_program: bool = False) -> list[Executed]:
     """Return what each device of a trace executed; without accelerators, what the host did.
 
     Args:

@@ -38,7 +38,7 @@ _MEMORY_PART = 0.7
 #: this many bytes.
 _PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
 #: XLA's flag with an empty list: no kind of command is recorded into CUDA graphs.
-_NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, settings: JsonObject, reply: Callable[[dict[str, object]], None]) -> None:
         from . import host
         from .measure import Limits
-        from .plan import WALL_SECONDS
+        from .runner import WALL_SECONDS
 
         memory = float(settings.get("memory", 0)) or _MEMORY_PART * host.free_memory_bytes()
         cache = host.last_cache_bytes() or DEFAULT_CACHE_BYTES
@@ -215,7 +215,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     if has_nvidia_gpu():
         # CUDA graphs hide single kernels from the trace. XLA reads flags once, when it starts.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_NO_COMMAND_BUFFERS}".strip()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_COMMAND_BUFFERS}".strip()
     else:
         limit = float(settings.get("memory", 0))
         _be_first_out_of_memory(limit)

@@ -6,12 +6,18 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from ...common.errors import ProfileError
 from ...common.types import JsonObject
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
-from .plan import REPLY_TIMEOUT, Item
 
+if TYPE_CHECKING:
+    from .plan import Item
+
+#: Seconds without any reply after which a worker counts as stuck: the slowest compilations of large
+#: training steps take minutes (engineering choice).
+REPLY_TIMEOUT = 600.0
 #: Settings of glibc's allocator (mallopt(3)) under which freed memory stays with the process, in
 #: one arena: no mmap for large blocks, no trimming below 100 GB, growth by 64 MiB. With its
 #: defaults results often come in fresh pages, whose faults take up to ten times as long as the
@@ -35,19 +41,27 @@ class WorkerClient:
     Args:
         settings: See :class:`opcast.datagen.profile.worker.Worker`.
         timeout_s: Seconds without any reply after which the worker counts as stuck.
+        module: The worker's module, which takes the settings as its argument.
+        variables: Environment variables to set.
+
+    Attributes:
+        timeout_s: As above; may be changed between requests.
     """
 
     def __init__(
         self,
         settings: Mapping[str, object],
         timeout_s: float = REPLY_TIMEOUT,
+        *,
+        module: str = f"{__package__}.worker",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        self._timeout = timeout_s
+        self.timeout_s = timeout_s
         # Settings of the user take precedence.
         allocator = {k: v for k, v in ALLOCATOR_ENV.items() if k not in os.environ}
         self._worker = WorkerProcess(
-            module_command(f"{__package__}.worker", json.dumps(settings)),
-            variables=allocator,
+            module_command(module, json.dumps(settings)),
+            variables=allocator | dict(variables or {}),
         )
 
     @property
@@ -62,7 +76,7 @@ class WorkerClient:
             WorkerDied: The process is gone, or does not read the request.
         """
         with self._told():
-            self._worker.send(json.dumps({"do": do, **values}).encode(), self._timeout)
+            self._worker.send(json.dumps({"do": do, **values}).encode(), self.timeout_s)
 
     def replies(self) -> Iterator[JsonObject]:
         """Yield the replies to the oldest open request; the last one has ``done``.
@@ -72,7 +86,7 @@ class WorkerClient:
         """
         while True:
             with self._told():
-                reply: dict[str, object] = json.loads(self._worker.receive(self._timeout))
+                reply: dict[str, object] = json.loads(self._worker.receive(self.timeout_s))
             yield reply
             if "done" in reply:
                 return
@@ -97,7 +111,7 @@ class WorkerClient:
             yield
         except WorkerTimeout:
             self.stop()
-            raise WorkerDied(f"no reply for {self._timeout:.0f} s") from None
+            raise WorkerDied(f"no reply for {self.timeout_s:.0f} s") from None
         except WorkerEnded:
             _, how = self._worker.ending()
             last = self._worker.last_error()

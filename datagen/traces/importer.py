@@ -274,7 +274,7 @@ def _of_operators(trace: Trace, index: int | None, device: DeviceSpec, keep_name
             name = operator.name
             found.unmatched[name] = found.unmatched.get(name, 0.0) + operator.total
     if labelled:
-        found.rows, names = _operator_rows(labelled, device, keep_names)
+        found.rows, names = operator_rows(labelled, device, keep_names)
         found.names = names if keep_names else {}
     if trace.ordered:
         for own in devices:
@@ -288,7 +288,7 @@ def is_collective(event: object) -> bool:
     return isinstance(event, TraceKernel) and event.collective is not None
 
 
-def _operator_rows(
+def operator_rows(
     operators: Sequence[TracedOperator], device: DeviceSpec, keep_names: bool
 ) -> tuple[list[Row], dict[str, list[str]]]:
     """Samples of operators, as those of published tables are made."""

@@ -111,8 +111,12 @@ class ModelCase:
         return replace(self, torch="", attention="fused" if self.fused_attention else "written")
 
 
-def build(case: ModelCase) -> TorchProgram:
+def build(case: ModelCase, device: str = "meta") -> TorchProgram:
     """Build a model with its inputs as a program, as :func:`opcast.predict` takes it.
+
+    Args:
+        case: The model.
+        device: Where it is built, by PyTorch's name; on any but ``meta`` with random weights.
 
     Raises:
         ProgramError: The library is missing, or has no such model.
@@ -122,7 +126,7 @@ def build(case: ModelCase) -> TorchProgram:
     own, cast = (getattr(torch, name) if name else None for name in DTYPES[case.dtype])
     train = case.mode == "train"
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
+        with warnings.catch_warnings(), torch.device(device):
             warnings.simplefilter("ignore")
             module, inputs, named = _BUILDERS.get(case.library, _imported)(case)
     except ProgramError:

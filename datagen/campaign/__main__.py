@@ -1,0 +1,52 @@
+"""``python -m opcast.datagen.campaign``: a campaign without opcast's other requirements."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from ...common.errors import OpcastError
+from ...common.options import seconds_of
+from .run import DEVICES, CampaignSettings, Outcome, run_campaign
+
+
+def summary(outcome: Outcome) -> str:
+    """What a call did, in one line."""
+    counts = f"{outcome.done} measured, {outcome.failed} failed, {outcome.left} left"
+    where = f" -> {outcome.archive}" if outcome.archive else ""
+    return f"{counts}; {outcome.why}{where}"
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="opcast campaign", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder; the same again goes on")
+    parser.add_argument("--budget", default="25m", help="time of all slices, such as 25m")
+    parser.add_argument("--slice", default="", help="time of this call, such as 8m")
+    parser.add_argument("--device", default="auto", choices=DEVICES)
+    parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        settings = CampaignSettings(
+            given.out,
+            seconds_of(given.budget),
+            seconds_of(given.slice) if given.slice else None,
+            given.device,
+            given.programs,
+        )
+        outcome = run_campaign(settings)
+    except (OpcastError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what was measured is kept, the same command goes on", file=sys.stderr)
+        return 130
+    print(summary(outcome))
+    return outcome.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""Makes datasets of a campaign's archive: kernels and programs, operators of PyTorch, tables.
+
+Kernels come from the optimised modules and the events of their traces, as a profile's do
+(:mod:`opcast.datagen.profile.measure`); nothing is filled in that was not observed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from ...common.errors import DatasetError, OpcastError
+from ...common.parquet import write_table
+from ...common.types import JsonObject
+from ...features.devices.device import DeviceSpec
+from ...features.ir.reader import read_program
+from ...features.lowering.lower import lower
+from ..dataset_folder import Row, RunWriter, sample_rows
+from ..profile.runner import module_name
+from ..profile.trace import Event, Executed, expected
+from ..traces.aten import TracedOperator
+from ..traces.importer import operator_rows
+from .archive import noise_floor, read_archive
+
+#: Folders and tables of an import.
+KERNELS, OPERATORS, TABLES = "kernels", "operators", "tables"
+#: Tables that are written as they are, with a column of medians.
+_PLAIN = ("models", "products", "walls", "windows", "launches", "anchors", "kernels")
+#: Lists of times, whose median becomes the column ``us``.
+_TIMES = ("walls_us", "us_each", "us", "blocked_us")
+#: Figures of telemetry that rows with a beginning and an end get the median of.
+_READ = ("core_mhz", "power_w", "temperature_c")
+#: A whole run may be this much shorter than its kernels under the profiler, which slows them.
+_SHORTER = 0.8
+
+
+@dataclass
+class ImportedCampaign:
+    """What became of an archive.
+
+    Attributes:
+        digest: Of its files.
+        record: Its record.
+        noise: Its noise floor, computed again.
+        samples: Rows of kernels and programs.
+        operators: Rows of operators of PyTorch.
+        tables: Rows of each other table.
+        without: Programs that gave no row, with reasons.
+        contradictions: Rows that others contradict, in words.
+    """
+
+    digest: str
+    record: JsonObject
+    noise: JsonObject
+    samples: int = 0
+    operators: int = 0
+    tables: dict[str, int] = field(default_factory=dict)
+    without: dict[str, str] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)
+
+
+def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampaign:
+    """Write what a campaign measured into datasets and tables.
+
+    Runs are named after the digest, so that an archive is there once however often it is imported.
+
+    Args:
+        path: A campaign's folder, or its archive.
+        out: Folder to write: ``kernels`` and ``operators`` are datasets, ``tables`` holds the rest.
+        device: What was measured.
+
+    Raises:
+        DatasetError: It is no archive, or was changed.
+    """
+    tables, record, digest = read_archive(path)
+    found = ImportedCampaign(digest, record, noise_floor(tables))
+    run_id = f"campaign-{digest[:12]}"
+    common = {
+        "device": asdict(device),
+        "source": "campaign",
+        "date": datetime.fromtimestamp(float(record["began"]), UTC).isoformat(),
+        "digest": digest,
+        "host": record["hosts"][-1] if record["hosts"] else {},
+        "noise": found.noise,
+        "failed": record["failed"],
+    }
+    rows = _kernel_rows(tables, found)
+    found.samples = _written(out / KERNELS, run_id, common, rows, device)
+    own = [
+        TracedOperator(json.loads(r["row"]), "", "", [u * 1e-6 for u in r["us"]])
+        for r in _pooled(tables.get("operators", []))
+    ]
+    made = operator_rows(own, device, False)[0] if own else []
+    found.operators = _written(out / OPERATORS, run_id, common, made, device)
+    for name in _PLAIN:
+        if tables.get(name):
+            frame = _plain(tables[name], tables.get("telemetry", []), device)
+            (out / TABLES).mkdir(parents=True, exist_ok=True)
+            write_table(frame, out / TABLES / f"{name}.parquet")
+            found.tables[name] = len(frame)
+    if not found.samples and not found.operators and not found.tables:
+        raise DatasetError("the campaign measured nothing", where=str(path))
+    return found
+
+
+def _written(
+    folder: Path, run_id: str, record: JsonObject, rows: Sequence[Row], device: DeviceSpec
+) -> int:
+    if not rows:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = RunWriter(folder, run_id)
+    writer.record |= record
+    if not any(folder.glob(f"samples-{run_id}-*.parquet")):
+        writer.add_rows(rows, device.name)
+        writer.flush()
+    writer.save_record()
+    return len(rows)
+
+
+def _kernel_rows(tables: Mapping[str, Sequence[JsonObject]], found: ImportedCampaign) -> list[Row]:
+    """Samples of all programs whose module and events are there."""
+    events = {r["key"]: r for r in tables.get("events", [])}
+    rows: list[Row] = []
+    for program in tables.get("programs", []):
+        key = str(program["key"])
+        try:
+            own = _samples(program, events.get(key, {}))
+        except OpcastError as error:
+            found.without[key] = str(error)
+            continue
+        if not own:
+            found.without[key] = "no kernel of it appears in the trace"
+        rows += own
+        _contradicted(key, own, program, found)
+    return rows
+
+
+def _samples(program: JsonObject, events: JsonObject) -> list[Row]:
+    if not events:
+        return []
+    hlo = str(program["hlo"])
+    module = module_name(hlo)
+    lowered = lower(read_program(hlo), cache=False)
+    executions, reads = expected(module, lowered)
+    columns = zip(*(events[n] for n in ("op", "name", "run", "start", "end")), strict=True)
+    own = [
+        Event(
+            module,
+            events["ops"][op],
+            run if events["marked"] else None,
+            events["names"][name],
+            float(start),
+            float(end),
+        )
+        for op, name, run, start, end in columns
+    ]
+    durations = Executed(str(events["platform"]), own).durations(executions, reads)
+    seconds = {op: [s for s in times if s > 0] for (_, op), times in durations.items()}
+    walls = [us * 1e-6 for us in program.get("walls_us") or []]
+    family = str(program["family"])
+    # Names of cases tell their sizes; nothing of them is anyone's.
+    return sample_rows(lowered, seconds, walls, family=family, program=str(program["key"]))
+
+
+def _contradicted(
+    key: str, rows: Sequence[Row], program: JsonObject, found: ImportedCampaign
+) -> None:
+    """Note a program whose whole time is shorter than that of its longest kernel."""
+    kernels = [float(str(r["latency_us_p50"])) for r in rows if r["level"] != "program"]
+    walls = program.get("walls_us") or []
+    if kernels and walls and statistics.median(walls) < _SHORTER * max(kernels):
+        found.contradictions.append(
+            f"{key}: {statistics.median(walls):.1f} µs in all, {max(kernels):.1f} µs for one kernel"
+        )
+
+
+def _pooled(rows: Sequence[JsonObject]) -> list[JsonObject]:
+    """Operators of one size as one row: a size is a sample, whichever model it is from."""
+    found: dict[str, JsonObject] = {}
+    for row in rows:
+        own = found.setdefault(str(row["row"]), {"row": row["row"], "us": []})
+        own["us"] += row["us"]
+    return list(found.values())
+
+
+def _plain(
+    rows: Sequence[JsonObject], telemetry: Sequence[JsonObject], device: DeviceSpec
+) -> pd.DataFrame:
+    """A table with the device, medians of times, and of clock, power and heat meanwhile."""
+    times = [float(r["time"]) for r in telemetry]
+    made = []
+    for row in rows:
+        own: dict[str, Any] = {"device": device.name, **row}
+        listed = next((row[n] for n in _TIMES if isinstance(row.get(n), list) and row[n]), None)
+        if listed is not None:
+            own["us_median"] = statistics.median(listed)
+        if isinstance(row.get("walls_us"), list) and "library" in row:
+            # As tables of whole models have it (docs/torch.md).
+            own |= {"id": row["key"], "latency_ms": own["us_median"] * 1e-3, "source": "campaign"}
+        if row.get("begin") and row.get("executions"):
+            row = {**row, "end": row["begin"] + row["us_each"] * row["executions"] * 1e-6}
+        if row.get("begin") and row.get("end"):
+            inside = telemetry[bisect_left(times, row["begin"]) : bisect_right(times, row["end"])]
+            for name in _READ:
+                values = [r[name] for r in inside if r[name] is not None]
+                own[name] = statistics.median(values) if values else None
+        made.append(own)
+    return pd.DataFrame(made)

@@ -1,0 +1,258 @@
+"""A plan's cases as programs that JAX has compiled, with what their executions need."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ProfileError
+from ...common.types import JsonObject
+from ..profile.runner import MakeArguments, module_name, wide_types
+
+if TYPE_CHECKING:
+    import jax
+
+#: Aliased buffers in the head of a module: ``{0}: (2, {}, may-alias)``, or ``{}: (2, {})`` where
+#: the program has one output.
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+#: What names functions, files and lines of whoever wrote a program: the metadata of instructions,
+#: and the tables at the head of a module.
+_METADATA = re.compile(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+_TABLES = re.compile(
+    r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE
+)
+#: Cores for each compilation that runs beside others: XLA uses several by itself.
+_CORES_EACH = 4
+#: Deviation of random weights and inputs: small enough that deep networks do not overflow.
+_DEVIATION = 0.02
+
+
+@dataclass
+class Compiled:
+    """A compiled case.
+
+    Attributes:
+        key: The case's.
+        family: Family of its program; ``op:…`` for a single operation.
+        module: Name of the optimised module, as traces spell it.
+        hlo: Its text, without names of functions, files and lines.
+        run: Executes it on arrays of the device.
+        make_arguments: Draws arguments.
+        bytes: Bytes of the arguments.
+        aliases: Pairs (output, parameter) that share a buffer.
+        compile_s: Seconds that tracing, lowering and compiling took.
+        memory: Bytes by XLA's own account.
+    """
+
+    key: str
+    family: str
+    module: str
+    hlo: str
+    run: Callable[[list[jax.Array]], Sequence[jax.Array]]
+    make_arguments: MakeArguments
+    bytes: int
+    aliases: list[tuple[int, int]]
+    compile_s: float
+    memory: dict[str, int]
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a single operation, whose whole time is mostly its dispatch."""
+        return self.family.startswith("op:")
+
+
+def compile_cases(cases: Sequence[JsonObject]) -> list[Compiled | Exception]:
+    """Compile cases beside one another; what cannot be compiled gives its error."""
+    workers = max(1, min(len(cases), (os.cpu_count() or 1) // _CORES_EACH))
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(_tried, range(len(cases)), cases))
+
+
+def _tried(index: int, case: JsonObject) -> Compiled | Exception:
+    try:
+        return _compile(index, str(case["key"]), case["spec"])
+    except Exception as error:  # compilers fail in many ways
+        return error
+
+
+def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
+    begin = time.perf_counter()
+    if "file" in spec:
+        return _compile_file(key, Path(spec["file"]), begin)
+    flat, structs, donated, make_arguments, family = _function(spec)
+    # Programs of one trace session are told apart by the names of their modules.
+    flat.__name__ = f"case{index}"
+    import jax
+
+    with wide_types():
+        jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
+        compiled = jitted.lower(*structs).compile()
+    text = compiled.as_text() or ""
+    return Compiled(
+        key=key,
+        family=family,
+        module=module_name(text),
+        hlo=anonymous(text),
+        run=lambda arrays: compiled(*arrays),
+        make_arguments=make_arguments,
+        bytes=sum(s.size * s.dtype.itemsize for s in structs),
+        aliases=aliases_of(text),
+        compile_s=time.perf_counter() - begin,
+        memory=_memory(compiled),
+    )
+
+
+def anonymous(hlo: str) -> str:
+    """Leave out of a module what names functions, files and lines."""
+    return _TABLES.sub("", _METADATA.sub("", hlo))
+
+
+def aliases_of(hlo: str) -> list[tuple[int, int]]:
+    """Return the pairs (output, parameter) of a module that share a buffer."""
+    head = hlo.split("\n", 1)[0]
+    start = head.find("input_output_alias=")
+    if start < 0:
+        return []
+    found = _ALIAS.findall(head[start:])
+    return [(int(output or 0), int(parameter)) for output, parameter in found]
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    try:
+        stats = compiled.memory_analysis()
+    except Exception:  # not every backend has it
+        return {}
+    names = ("argument", "output", "temp", "alias")
+    found = {n: getattr(stats, f"{n}_size_in_bytes", None) for n in names}
+    return {f"{n}_bytes": int(v) for n, v in found.items() if v is not None}
+
+
+_Function = tuple[Callable[..., Any], list[Any], list[int], MakeArguments, str]
+
+
+def _function(spec: JsonObject) -> _Function:
+    """Flat function, types of its arguments, donated ones, their values, and the family."""
+    if "zoo" in spec:
+        return _of_zoo(spec)
+    import jax
+
+    if "op" in spec:
+        from .jax_ops import operation
+
+        name = str(spec["op"])
+        function, args = operation(name, spec["shape"], str(spec["dtype"]))
+        with wide_types():
+            make: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
+            structs = [make(shape, dtype) for shape, dtype, _ in args]
+        draw = partial(_draw, structs, [high for *_, high in args])
+        family = f"op:{name.split('.')[1]}"
+        return _flat(function, None), structs, [], draw, family
+    from .jax_models import model
+
+    name = str(spec["model"])
+    function, trees = model(name, spec)
+    leaves = jax.tree.leaves(trees)
+    # Weights and the optimiser's state are updated in place, and so are the caches of a decode.
+    kept = {"train": 3, "decode": 0}.get(str(spec["mode"]), 0)
+    donated = list(range(len(jax.tree.leaves(trees[:kept]))))
+    if spec["mode"] == "decode":
+        donated = list(range(len(jax.tree.leaves(trees[:2])), len(leaves)))
+    top = int(spec.get("vocabulary", 1000))
+    draw = partial(_draw, leaves, [top] * len(leaves))
+    structure = jax.tree.structure(trees)
+    return _flat(function, structure), leaves, donated, draw, name
+
+
+def _flat(function: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+    """A function of flat arguments that returns flat results."""
+    import jax
+
+    def flat(*values: object) -> tuple[Any, ...]:
+        args = values if structure is None else jax.tree.unflatten(structure, values)
+        return tuple(jax.tree.leaves(function(*args)))
+
+    return flat
+
+
+def _of_zoo(spec: JsonObject) -> _Function:
+    """A program of the zoo, which needs flax and optax."""
+    import jax
+
+    from ..zoo import build, parse_settings
+
+    name = str(spec["zoo"])
+    workload = build(name, **parse_settings(name, str(spec["set"]).split()))
+    leaves = jax.tree.leaves(workload.abstract_args)
+    starts = [
+        len(jax.tree.leaves(workload.abstract_args[:i]))
+        for i in range(len(workload.abstract_args) + 1)
+    ]
+    donated = [i for n in workload.donate_argnums for i in range(starts[n], starts[n + 1])]
+
+    def flat(*values: object) -> tuple[Any, ...]:
+        return tuple(jax.tree.leaves(workload.function(*workload.unflatten(list(values)))))
+
+    return flat, leaves, donated, workload.arguments, name
+
+
+def _draw(structs: Sequence[Any], tops: Sequence[int], seed: int) -> list[Any]:
+    """Random values: normal ones, and integers below the end of their range."""
+    import numpy as np
+
+    from ..programs.source import Arg
+
+    rng = np.random.default_rng(seed)
+    found = []
+    for struct, top in zip(structs, tops, strict=True):
+        whole = np.issubdtype(struct.dtype, np.integer)
+        # One type of HLO stands for what is drawn; the array has the program's.
+        arg = Arg(
+            struct.shape,
+            "s32" if whole else "f32",
+            "integer" if whole else "normal",
+            0.0,
+            max(1, min(top or 100, np.iinfo(struct.dtype).max)) if whole else _DEVIATION,
+        )
+        found.append(arg.draw(rng).astype(struct.dtype))
+    return found
+
+
+def _compile_file(key: str, path: Path, begin: float) -> Compiled:
+    """A given program, which needs opcast's own packages beside JAX.
+
+    Raises:
+        ProfileError: They are missing.
+    """
+    try:
+        from ...features.ir.reader import read_program
+        from ...features.lowering.xla import compile_native
+        from ..programs.source import random_arguments
+    except ImportError as error:
+        raise ProfileError(
+            f"programs of one's own need all of opcast: {error}", hint="pip install opcast"
+        ) from None
+    data = path.read_bytes()
+    data = gzip.decompress(data) if path.name.endswith(".gz") else data
+    source = read_program(data if b"\0" in data else data.decode())
+    native = compile_native(source, name=re.sub(r"\W", "_", key.split("/")[-1]))
+    types = native.input_types
+    return Compiled(
+        key=key,
+        family="given",
+        module=module_name(native.hlo),
+        hlo=anonymous(native.hlo),
+        run=native.run,
+        make_arguments=lambda seed: random_arguments(types, seed),
+        bytes=sum(t.nbytes for t in types),
+        aliases=list(native.aliases),
+        compile_s=time.perf_counter() - begin,
+        memory={"peak_bytes": int(native.peak_memory_bytes)},
+    )

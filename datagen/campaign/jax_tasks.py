@@ -1,0 +1,209 @@
+"""What a worker with JAX measures: traced and whole programs, long runs, launches, anchors.
+
+Rows say what was observed. Kernels are made of them where a campaign is imported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from ...common.types import JsonObject
+from ..profile.runner import (
+    DEFAULT_CACHE_BYTES,
+    Runner,
+    first_runs,
+    rotation,
+    wait,
+    wall_runs,
+)
+from .jax_cases import Compiled, compile_cases
+from .timing import time_calls, time_launches, time_windows
+
+#: Takes what was found of a case: rows, or the error that it ended with.
+Tell = Callable[[str, "list[JsonObject] | Exception"], None]
+#: Most executions under the profiler: their events are kept one by one.
+_TRACED = 12
+#: Programs with more argument bytes than this are traced alone, since a session keeps the
+#: arguments of all its programs in memory.
+_SHARED_BYTES = 256e6
+
+
+def describe() -> JsonObject:
+    """Device, versions and host of this process."""
+    from ..profile.host import describe_host
+
+    return dict(describe_host())
+
+
+def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
+    """Measure cases of one kind."""
+    {"traced": traced, "walls": walls, "sustained": sustained, "launches": launches}[kind](
+        cases, tell
+    )
+
+
+def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
+    """Whole programs and operations: their modules, the events of every kernel, whole times."""
+    group: list[tuple[Compiled, Runner, JsonObject]] = []
+    for compiled, runner, row in _ready(cases, tell):
+        if not compiled.single:
+            _time_whole(runner, row)
+        group.append((compiled, runner, row))
+        if compiled.bytes > _SHARED_BYTES:
+            _trace(group, tell)
+    _trace(group, tell)
+
+
+def _ready(
+    cases: Sequence[JsonObject], tell: Tell
+) -> Iterable[tuple[Compiled, Runner, JsonObject]]:
+    """Compiled cases that have run a few times, each with its first times as a row."""
+    from ..profile.host import last_cache_bytes
+
+    cache = last_cache_bytes() or DEFAULT_CACHE_BYTES
+    for case, compiled in zip(cases, compile_cases(cases), strict=True):
+        if isinstance(compiled, Exception):
+            tell(case["key"], compiled)
+            continue
+        try:
+            runner = Runner(
+                compiled.run,
+                compiled.make_arguments,
+                compiled.aliases,
+                rotation(compiled.bytes, cache),
+            )
+            cold = runner.step()
+            warm = [runner.step() for _ in range(1 if cold > 0.3 else 3)]
+        except Exception as error:  # runtimes fail in many ways
+            tell(case["key"], error)
+            continue
+        row: JsonObject = {
+            "table": "programs",
+            "key": compiled.key,
+            "family": compiled.family,
+            "compile_s": round(compiled.compile_s, 4),
+            "cold_us": cold * 1e6,
+            "warm_us": min(warm) * 1e6,
+            "begin": time.time(),
+            **compiled.memory,
+        }
+        yield compiled, runner, row
+
+
+def _time_whole(runner: Runner, row: JsonObject) -> None:
+    seconds = float(row["warm_us"]) * 1e-6
+    row["walls_us"] = [round(runner.step() * 1e6, 3) for _ in range(wall_runs(seconds))]
+
+
+def _trace(group: list[tuple[Compiled, Runner, JsonObject]], tell: Tell) -> None:
+    """Run one trace session, and tell what it shows."""
+    from ..profile.trace import executed, recorded
+
+    if not group:
+        return
+
+    def execute() -> None:
+        for _, runner, row in group:
+            for _ in range(min(_TRACED, first_runs(float(row["warm_us"]) * 1e-6))):
+                runner.step()
+
+    try:
+        found = executed(recorded(execute))[0]
+    except Exception as error:
+        for compiled, _, _ in group:
+            tell(compiled.key, error)
+    else:
+        for compiled, _, row in group:
+            own = [e for e in found.events if e.module == compiled.module]
+            events = _columns(own, compiled.key, found.platform)
+            row |= {"hlo": compiled.hlo, "end": time.time()}
+            tell(compiled.key, [row, events])
+    group.clear()
+
+
+def _columns(events: Sequence[Any], key: str, platform: str) -> JsonObject:
+    """Events as columns; names and runs by number, times in ns from the first start."""
+    zero = min((e.start for e in events), default=0.0)
+    ops, names = (sorted({getattr(e, what) for e in events}) for what in ("op", "name"))
+    runs = list(dict.fromkeys(e.run for e in events))
+    at = {
+        what: {v: i for i, v in enumerate(known)}
+        for what, known in zip(("op", "name", "run"), (ops, names, runs), strict=True)
+    }
+    return {
+        "table": "events",
+        "key": key,
+        "platform": platform,
+        "ops": ops,
+        "names": names,
+        "marked": None not in runs,
+        **{what: [own[getattr(e, what)] for e in events] for what, own in at.items()},
+        "start": [round(e.start - zero) for e in events],
+        "end": [round(e.end - zero) for e in events],
+    }
+
+
+def walls(cases: Sequence[JsonObject], tell: Tell) -> None:
+    """Whole programs as XLA runs them by default: on GPUs with command buffers."""
+    for compiled, runner, row in _ready(cases, tell):
+        try:
+            _time_whole(runner, row)
+        except Exception as error:
+            tell(compiled.key, error)
+            continue
+        tell(compiled.key, [row | {"table": "walls", "end": time.time()}])
+
+
+def sustained(cases: Sequence[JsonObject], tell: Tell) -> None:
+    """Long runs, back to back, in windows: what clocks and power limits leave of the speed."""
+    for case in cases:
+        for compiled, runner, row in _ready([case], tell):
+            try:
+                seconds = float(case["spec"]["seconds"])
+                each = float(row["warm_us"]) * 1e-6
+                windows = time_windows(runner.launch, wait, each, seconds)
+            except Exception as error:
+                tell(compiled.key, error)
+                continue
+            own = [{"table": "windows", "key": compiled.key, **w} for w in windows]
+            tell(compiled.key, [row | {"table": "walls", "end": time.time()}, *own])
+
+
+def launches(cases: Sequence[JsonObject], tell: Tell) -> None:
+    """What a launch costs the host, by the number of arguments."""
+    for case in cases:
+        try:
+            tell(case["key"], [_launch(case["key"], int(case["spec"]["arguments"]))])
+        except Exception as error:
+            tell(case["key"], error)
+
+
+def _launch(key: str, count: int) -> JsonObject:
+    import jax
+    import jax.numpy as jnp
+
+    call = jax.jit(lambda *x: [v + 1.0 for v in x])
+    values = [jnp.zeros((8,), jnp.float32) for _ in range(count)]
+    row: JsonObject = {"table": "launches", "key": key, "framework": "jax", "arguments": count}
+    return row | time_launches(lambda: call(*values), wait)
+
+
+def anchors() -> JsonObject:
+    """Two fixed programs, a product and a pass over memory, which show drift between workers."""
+    import jax
+    import jax.numpy as jnp
+
+    small = jax.default_backend() == "cpu"
+    size, rows = (256, 2**18) if small else (4096, 2**26)
+    dtype = jnp.float32 if small else jnp.bfloat16
+    x, y = jnp.ones((size, size), dtype), jnp.ones((rows,), jnp.float32)
+    found: JsonObject = {"table": "anchors", "framework": "jax", "begin": time.time()}
+    for name, call, value in (
+        ("product_us", jax.jit(lambda a: a @ a), x),
+        ("memory_us", jax.jit(lambda a: a * 1.5 + 1.0), y),
+    ):
+        found[name] = time_calls(partial(call, value), wait)
+    return found

@@ -1,0 +1,148 @@
+"""A campaign's folder: a journal of what was begun and done, and rows in files of their own.
+
+Every line is on disk before the next step, and a file of rows is whole before the journal names it,
+so that a kill at any moment costs what was under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ...common.files import write_bytes
+from ...common.types import JsonObject
+
+_JOURNAL = "journal.jsonl"
+_ROWS = "rows-{:05d}.jsonl.gz"
+#: Times that a case may take the campaign down with it before it is left out.
+_ATTEMPTS = 2
+KILLED = "the campaign was killed while it ran, twice"
+
+
+class Journal:
+    """What has happened so far, and the folder where it is kept.
+
+    Args:
+        folder: The campaign's folder; made if it is not there.
+
+    Attributes:
+        done: Keys of measured cases.
+        failed: Reasons by key of cases that failed.
+        spent_s: Seconds by stage.
+        elapsed_s: Seconds of all slices together.
+        slices: Number of slices begun.
+        began: Time of the first slice, seconds since the epoch; 0 before it.
+        each_s: Seconds that a case took, by kind and worker.
+        notes: What happened beside measuring, such as a worker that did not start.
+        platform: ``gpu``, ``tpu`` or ``cpu``; empty before the first slice.
+        hosts: What each slice saw of the machine.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._path = folder / _JOURNAL
+        self.done: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.spent_s: dict[str, float] = defaultdict(float)
+        self.each_s: dict[tuple[str, str], float] = {}
+        self.elapsed_s = 0.0
+        self.slices = 0
+        self.began = 0.0
+        self._begun: Counter[str] = Counter()
+        self._slice_began = self._last = 0.0
+        self._files: list[str] = []
+        self.notes: list[str] = []
+        self.platform = ""
+        self.hosts: list[JsonObject] = []
+        for event in self._read():
+            self._take(event)
+        self._close_slice()
+        for key, times in self._begun.items():
+            if times >= _ATTEMPTS and key not in self.done and key not in self.failed:
+                self.add("failed", key=key, reason=KILLED)
+
+    def _read(self) -> Iterable[JsonObject]:
+        text = self._path.read_bytes().decode(errors="replace") if self._path.exists() else ""
+        for line in text.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # a line that a kill cut off
+            if isinstance(event, dict) and "event" in event:
+                yield event
+
+    def _close_slice(self) -> None:
+        self.elapsed_s += max(0.0, self._last - self._slice_began)
+        self._slice_began = self._last = 0.0
+
+    def _take(self, event: JsonObject) -> None:
+        """Account for a line."""
+        what, now = event["event"], float(event["time"])
+        if what == "slice":
+            self._close_slice()
+            self._slice_began = now
+            self.began = self.began or now
+            self.slices += 1
+        self._last = now
+        if what == "begin":
+            self._begun.update(event["keys"])
+        elif what == "failed":
+            self.failed[event["key"]] = str(event["reason"])
+        elif what == "host":
+            self.platform = str(event["platform"])
+            self.hosts.append({"slice": self.slices, **event["record"]})
+        elif what == "note":
+            self.notes.append(str(event["text"]))
+        elif what == "block":
+            self.done.update(event["done"])
+            self.failed.update(event["failed"])
+            # The end of the time took these, no fault of their own.
+            self._begun.subtract(event["unfinished"])
+            self.spent_s[event["stage"]] += float(event["seconds"])
+            count = len(event["done"]) + len(event["failed"])
+            if count:
+                self.each_s[event["kind"], event["worker"]] = float(event["seconds"]) / count
+            if event["rows"]:
+                self._files.append(str(event["rows"]))
+
+    def add(self, what: str, **values: object) -> None:
+        """Append a line, on disk when this returns."""
+        event: JsonObject = {"event": what, "time": time.time(), **values}
+        line = json.dumps(event, sort_keys=True) + "\n"
+        with self._path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # close what a kill cut off
+                    line = "\n" + line
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(event)
+
+    def keep(self, rows: Iterable[Mapping[str, object]]) -> str:
+        """Write rows into a file of their own; returns its name for the line of their block."""
+        text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows)
+        if not text:
+            return ""
+        number = len(list(self._folder.glob("rows-*.jsonl.gz")))
+        name = _ROWS.format(number)
+        # No time stamp: equal rows make equal files.
+        write_bytes(self._folder / name, gzip.compress(text.encode(), mtime=0))
+        return name
+
+    def rows(self) -> Iterable[JsonObject]:
+        """Rows of all finished blocks, in order."""
+        for name in self._files:
+            for line in gzip.decompress((self._folder / name).read_bytes()).splitlines():
+                yield json.loads(line)
+
+    @property
+    def finished(self) -> set[str]:
+        """Keys of cases that need no further try."""
+        return self.done | set(self.failed)

@@ -1,0 +1,224 @@
+"""What a campaign measures, in order of value: entries of ``plan.toml`` or ``rehearsal.toml``.
+
+Time goes to the stage that is furthest behind its share, so that a campaign that ends early has
+something of each; within a stage the order is the file's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from ...common.errors import ProfileError
+
+#: What a case is: sizes and words by name.
+Spec = Mapping[str, object]
+#: Files of plans by platform; any other platform has the plan of accelerators.
+_FILES = {"cpu": "rehearsal.toml"}
+#: Marks a second measurement of a case, which tells noise.
+REPLICATE = "#"
+#: Suffixes of given programs.
+_PROGRAMS = (".mlir", ".mlir.gz", ".hlo", ".hlo.gz", ".stablehlo", ".mlirbc")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        key: Identifies it in the journal and in all tables.
+        stage: Stage of the plan.
+        kind: What is done with it, a key of ``worker.KINDS``.
+        worker: Kind of process that measures it, a key of ``client.WORKERS``.
+        spec: Sizes and words by name.
+        timeout_s: Seconds without a reply after which it counts as stuck.
+    """
+
+    key: str
+    stage: str
+    kind: str
+    worker: str
+    spec: Spec = field(hash=False)
+    timeout_s: float = 120.0
+
+    @property
+    def replicate(self) -> bool:
+        """Whether it is a second measurement."""
+        return REPLICATE in self.key
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Cases that are measured alike.
+
+    Attributes:
+        cases: In order of value.
+        block: Cases that one request measures together.
+    """
+
+    cases: tuple[Case, ...]
+    block: int = 1
+
+
+@dataclass
+class Plan:
+    """Entries by stage.
+
+    Attributes:
+        entries: In order of value.
+        shares: Of the time, by stage.
+    """
+
+    entries: Sequence[Entry]
+    shares: Mapping[str, float]
+
+    @property
+    def cases(self) -> list[Case]:
+        """All cases, in the order of the file."""
+        return [case for entry in self.entries for case in entry.cases]
+
+    def next_block(
+        self,
+        done: Iterable[str],
+        spent: Mapping[str, float],
+        workers: Iterable[str],
+        fits: Mapping[tuple[str, str], float],
+        left_s: float,
+        prefer: str = "",
+    ) -> list[Case]:
+        """What to measure next; empty when nothing is left that may end in time.
+
+        Args:
+            done: Keys of finished cases.
+            spent: Seconds by stage.
+            workers: Kinds of workers that run here.
+            fits: Seconds that a case took so far, by kind and worker.
+            left_s: Seconds until the end.
+            prefer: Stage to stay with, if it has something left.
+        """
+        finished, able = set(done), set(workers)
+        found: dict[str, list[Case]] = {}
+        for entry in self.entries:
+            left = [c for c in entry.cases if c.key not in finished and c.worker in able]
+            if not left or left[0].stage in found:
+                continue
+            first = left[0]
+            each = fits.get((first.kind, first.worker), 0.0)
+            count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
+            if count > 0:
+                # Replicates are measured by another process than what they repeat.
+                alike = itertools.takewhile(partial(_alike, first), left)
+                found[first.stage] = list(itertools.islice(alike, count))
+        if not found:
+            return []
+        if prefer in found:
+            return found[prefer]
+        return found[min(found, key=lambda s: spent.get(s, 0.0) / self.shares[s])]
+
+
+def _alike(one: Case, other: Case) -> bool:
+    """Whether one request measures both."""
+    return (one.worker, one.kind, one.replicate) == (other.worker, other.kind, other.replicate)
+
+
+def load_plan(platform: str, programs: Path | None = None) -> Plan:
+    """Read the plan of a platform.
+
+    Args:
+        platform: ``gpu``, ``tpu`` or ``cpu``.
+        programs: Folder of programs of one's own, measured beside the first stage's.
+
+    Raises:
+        ProfileError: The folder has no program.
+    """
+    path = Path(__file__).with_name(_FILES.get(platform, "plan.toml"))
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    entries = [
+        made
+        for entry in data["entry"]
+        if platform in entry.get("on", (platform,))
+        for made in [_entry(entry, _given(programs) if entry.get("given") else [])]
+        if made.cases
+    ]
+    shares = {str(k): float(v) for k, v in data["shares"].items()}
+    return Plan(entries, shares)
+
+
+def _given(folder: Path | None) -> list[dict[str, object]]:
+    if folder is None:
+        return []
+    files = [p for p in sorted(folder.rglob("*")) if p.name.endswith(_PROGRAMS)]
+    if not files:
+        raise ProfileError(
+            "no program in this folder",
+            where=str(folder),
+            hint=f"expected files that end in {', '.join(_PROGRAMS)}",
+        )
+    # Names of files may tell more than their owner wants to give away.
+    return [
+        {"program": f"given-{hashlib.sha256(p.read_bytes()).hexdigest()[:12]}", "file": str(p)}
+        for p in files
+    ]
+
+
+def _entry(data: Mapping[str, object], given: Sequence[Spec]) -> Entry:
+    """Make the cases of an entry: listed ones, the product of a grid, and given programs."""
+    common = _table(data.get("all", {}))
+    specs = [common | _table(spec) for spec in _list(data.get("cases", []))]
+    for grid in _list(data.get("grids", [])):
+        axes = _table(grid)
+        names = list(axes)
+        values = [v if isinstance(v, list) else [v] for v in axes.values()]
+        specs += [
+            common | dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)
+        ]
+    specs += [common | dict(spec) for spec in given]
+    block = int(str(data.get("block", 1)))
+    runs = [_table(run) for run in _list(data["runs"])]
+    cases: list[Case] = []
+    for start in range(0, len(specs), block):
+        # Blocks of several kinds alternate, so that an early end has all kinds of the first ones.
+        for run in runs:
+            cases += [_case(data, run, spec) for spec in specs[start : start + block]]
+    again = int(str(data.get("replicates", 0)))
+    # Spread over the entry, since its first cases are alike.
+    step = max(1, math.ceil(len(specs) / again)) if again else 1
+    for run in runs if again else ():
+        cases += [_case(data, run, spec, f"{REPLICATE}1") for spec in specs[::step]]
+    return Entry(tuple(cases), block)
+
+
+def _case(data: Mapping[str, object], run: Spec, spec: Spec, mark: str = "") -> Case:
+    # A given program's path stays on this machine.
+    named = {k: v for k, v in spec.items() if k != "file"} | {
+        k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")
+    }
+    words = "-".join(_word(name, value) for name, value in named.items())
+    kind, worker = str(run["kind"]), str(run["worker"])
+    key = f"{data['stage']}/{kind}/{words}{mark}"
+    own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
+    return Case(key, str(data["stage"]), kind, worker, own, float(str(run.get("timeout_s", 120.0))))
+
+
+def _word(name: str, value: object) -> str:
+    if isinstance(value, list):
+        value = "x".join(map(str, value))
+    return str(value) if isinstance(value, str) else f"{name}{value}"
+
+
+def _table(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ProfileError(f"a plan has a table where {value!r} stands")
+    return value
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ProfileError(f"a plan has a list where {value!r} stands")
+    return value

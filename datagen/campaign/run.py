@@ -1,0 +1,253 @@
+"""The course of a campaign: find the accelerator, measure by value until the time is up, pack."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.errors import ProfileError
+from ...common.files import locked
+from ...common.types import JsonObject
+from .archive import pack
+from .client import WORKERS, Workers
+from .journal import Journal
+from .plan import Case, Plan, load_plan
+from .record import host_record
+from .telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+#: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
+DEVICES = ("auto", "gpu", "tpu", "cpu")
+#: Exit status: all is measured or the budget used up; nothing could be measured, or the
+#: accelerator is lost; the slice has ended and the same command goes on.
+DONE, FAILED, MORE = 0, 1, 3
+#: Part of a slice for packing the archive, and its bounds in seconds.
+_PACK_PART, _PACK_S = 0.02, (2.0, 20.0)
+#: Part of the budget that a stage gets in one go, since a change of worker costs seconds, and how
+#: many times as long as the last change it is at least.
+_TURN_PART, _STARTS = 1 / 15, 2.0
+#: Pauses in seconds before a worker that does not start is tried again.
+_PAUSES_S = (2.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class CampaignSettings:
+    """Settings of a campaign.
+
+    Attributes:
+        out: Its folder; the same one again goes on.
+        budget_s: Seconds of all slices together.
+        slice_s: Seconds of this call; the whole budget by default.
+        device: One of :data:`DEVICES`.
+        programs: Folder of programs of one's own.
+    """
+
+    out: Path
+    budget_s: float
+    slice_s: float | None = None
+    device: str = "auto"
+    programs: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended.
+
+    Attributes:
+        status: Exit status, one of :data:`DONE`, :data:`FAILED` and :data:`MORE`.
+        archive: The archive; ``None`` if nothing was measured yet.
+        done: Cases measured so far.
+        failed: Cases that failed so far.
+        left: Cases of the plan without a try.
+        why: Reason of the end, in words.
+    """
+
+    status: int
+    archive: Path | None
+    done: int
+    failed: int
+    left: int
+    why: str
+
+
+def run_campaign(settings: CampaignSettings) -> Outcome:
+    """Measure until the slice, the budget or the plan ends; then pack what there is.
+
+    Raises:
+        ProfileError: No framework is installed, none sees the device asked for, or a given folder
+            has no programs.
+    """
+    if settings.device not in DEVICES:
+        raise ProfileError(
+            f"unknown device {settings.device!r}", hint=f"one of {', '.join(DEVICES)}"
+        )
+    began = time.monotonic()
+    settings.out.mkdir(parents=True, exist_ok=True)
+    with locked(settings.out / ".lock"):
+        return _Campaign(settings, began).run()
+
+
+class _Campaign:
+    def __init__(self, settings: CampaignSettings, began: float) -> None:
+        self._settings = settings
+        self._journal = Journal(settings.out)
+        left = settings.budget_s - self._journal.elapsed_s
+        own = min(left, settings.slice_s or left)
+        reserve = min(max(own * _PACK_PART, _PACK_S[0]), _PACK_S[1])
+        self._left_s = left
+        # Whether this call goes on to the end of the budget.
+        self._last = own >= left
+        self._workers = Workers(settings.device, began + own - min(reserve, own / 2))
+        self._hosts: JsonObject = {}
+        self._able: set[str] = set()
+
+    def run(self) -> Outcome:
+        if self._left_s < 1.0:
+            return self._outcome(DONE, load_plan(self._found_before()), "the budget is used up")
+        self._journal.add("slice")
+        plan = load_plan(self._found_before())
+        try:
+            platform = self._find()
+            plan = load_plan(platform, self._settings.programs)
+            telemetry = self._settings.out / f"telemetry-{self._journal.slices:03d}.csv"
+            with Telemetry(telemetry, platform):
+                why = self._loop(plan)
+        except KeyboardInterrupt:
+            self._journal.add("end")
+            self._outcome(MORE, plan, "interrupted")
+            raise
+        finally:
+            self._workers.stop()
+        self._journal.add("end")
+        if why:
+            return self._outcome(FAILED, plan, why)
+        left = self._remaining(plan)
+        if left and not self._last:
+            return self._outcome(MORE, plan, "the slice has ended; the same command goes on")
+        return self._outcome(DONE, plan, "the budget is used up" if left else "all is measured")
+
+    def _found_before(self) -> str:
+        return self._journal.platform or "cpu"
+
+    def _find(self) -> str:
+        """Ask each framework what it sees; those that see the device measure.
+
+        Raises:
+            ProfileError: There is no framework, or no such device.
+        """
+        wanted = self._settings.device
+        seen: dict[str, str] = {}
+        # JAX last, since its worker then measures what comes first.
+        for framework, kind in (("torch", "torch"), ("jax", "xla-plain")):
+            if importlib.util.find_spec(framework) is None:
+                self._hosts[framework] = {"missing": "not installed"}
+                continue
+            try:
+                self._hosts[framework] = self._workers.hello(kind)
+                seen[framework] = str(self._hosts[framework]["platform"])
+            except ProfileError as error:
+                self._hosts[framework] = {"missing": error.what}
+        if not seen:
+            reasons = "; ".join(f"{n}: {h['missing']}" for n, h in self._hosts.items())
+            raise ProfileError(
+                f"no framework can measure here ({reasons})", hint="install jax or torch"
+            )
+        # An accelerator that one framework sees counts, though the other has its CPU build.
+        platform = next((p for p in seen.values() if p != "cpu"), "cpu")
+        if wanted not in ("auto", platform):
+            raise ProfileError(
+                f"no {wanted} is seen: "
+                + ", ".join(f"{name} sees a {own}" for name, own in seen.items()),
+                hint="install the build of the framework for it",
+            )
+        if self._journal.platform not in ("", platform):
+            raise ProfileError(
+                f"the folder has a campaign of a {self._journal.platform}, this is a {platform}",
+                where=str(self._settings.out),
+                hint="give another folder",
+            )
+        able = {name for name, own in seen.items() if own == platform}
+        self._able = {kind for kind, (framework, _) in WORKERS.items() if framework in able}
+        self._journal.add("host", platform=platform, record=host_record(self._hosts, platform))
+        return platform
+
+    def _loop(self, plan: Plan) -> str:
+        """Measure block by block; returns why the campaign has to give up, or nothing."""
+        stage, since = "", time.monotonic()
+        while self._workers.left_s > 0.5:
+            turn = max(self._settings.budget_s * _TURN_PART, _STARTS * self._workers.start_s)
+            prefer = stage if time.monotonic() - since < turn else ""
+            block = plan.next_block(
+                self._journal.finished,
+                self._journal.spent_s,
+                self._able,
+                self._journal.each_s,
+                self._workers.left_s,
+                prefer,
+            )
+            if not block:
+                return ""
+            if block[0].stage != stage:
+                stage, since = block[0].stage, time.monotonic()
+            if not self._measure(block):
+                self._able.discard(block[0].worker)
+            if not self._able:
+                return "the accelerator is lost: no worker starts any more"
+            if self._workers.stuck:
+                return "the driver holds a worker that cannot be ended: restart the machine"
+        return ""
+
+    def _measure(self, block: Sequence[Case]) -> bool:
+        """Measure a block; whether a worker of its kind could be started."""
+        begin = time.monotonic()
+        rows = self._ready(block)
+        if rows is None:
+            return self._workers.left_s < 1.0
+        self._journal.add("begin", keys=[case.key for case in block])
+        found = self._workers.measure(block)
+        self._journal.add(
+            "block",
+            stage=block[0].stage,
+            kind=block[0].kind,
+            worker=block[0].worker,
+            seconds=round(time.monotonic() - begin, 3),
+            done=found.done,
+            failed=found.failed,
+            unfinished=found.unfinished,
+            rows=self._journal.keep([*rows, *found.rows]),
+        )
+        for key, reason in found.failed.items():
+            logger.info("%s failed: %s", key, reason)
+        return True
+
+    def _ready(self, block: Sequence[Case]) -> list[JsonObject] | None:
+        """Have a worker for a block; ``None`` if there is none after several tries."""
+        first = block[0]
+        again = [c.key.partition("#")[0] for c in block if c.replicate]
+        for pause in (*_PAUSES_S, None):
+            try:
+                return self._workers.ready(first.worker, again)
+            except ProfileError as error:
+                self._workers.stop()
+                self._journal.add("note", text=f"worker {first.worker}: {error.what}")
+                if pause is None or self._workers.left_s < 2 * pause:
+                    return None
+                time.sleep(pause)
+        return None
+
+    def _remaining(self, plan: Plan) -> int:
+        finished = self._journal.finished
+        return sum(c.worker in self._able and c.key not in finished for c in plan.cases)
+
+    def _outcome(self, status: int, plan: Plan, why: str) -> Outcome:
+        journal = self._journal
+        if status == DONE and not journal.done:
+            status, why = FAILED, f"nothing could be measured; {why}"
+        archive = pack(self._settings.out, journal, plan, why) if journal.done else None
+        counts = len(journal.done), len(journal.failed), self._remaining(plan)
+        return Outcome(status, archive, *counts, why)

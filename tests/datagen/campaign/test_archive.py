@@ -1,0 +1,237 @@
+"""Archives: whole, within their size, told apart from changed ones; imports by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import zipfile
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from opcast.common.errors import DatasetError, DeviceError
+from opcast.datagen.campaign import archive
+from opcast.datagen.campaign.archive import noise_floor, pack, read_archive
+from opcast.datagen.campaign.importer import import_campaign
+from opcast.datagen.campaign.journal import Journal
+from opcast.datagen.campaign.plan import Case, Entry, Plan
+from opcast.features.dataset import Dataset
+from opcast.features.devices.catalogue import find_device
+from opcast.workflows.campaign import campaign_device
+
+#: What XLA makes of a product and an element-wise kernel for a GPU; the product is split over k, so
+#: that it runs as two kernels.
+HLO = """HloModule jit_case0, is_scheduled=true
+
+%fused (p: bf16[64,64]) -> bf16[64,64] {
+  %p = bf16[64,64]{1,0} parameter(0)
+  ROOT %n = bf16[64,64]{1,0} negate(%p)
+}
+
+ENTRY %main (a: bf16[64,128], b: bf16[128,64]) -> bf16[64,64] {
+  %a = bf16[64,128]{1,0} parameter(0)
+  %b = bf16[128,64]{1,0} parameter(1)
+  %dot.1 = bf16[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %loop_fusion = bf16[64,64]{1,0} fusion(%dot.1), kind=kLoop, calls=%fused
+}
+"""
+KEY = "operations/traced/x"
+
+
+def events(key: str, scale: float = 1.0) -> dict:
+    """Three runs; the product takes 10 + 2 µs, the fusion 4 µs, in each."""
+    start, end, op, name, run = [], [], [], [], []
+    clock = 0.0
+    for turn in range(3):
+        for which, kernel, length in ((0, 0, 10_000), (0, 1, 2_000), (1, 2, 4_000)):
+            start.append(round(clock))
+            clock += length * scale
+            end.append(round(clock))
+            op.append(which)
+            name.append(kernel)
+            run.append(turn)
+    return {
+        "table": "events", "key": key, "platform": "gpu", "ops": ["dot.1", "loop_fusion"],
+        "names": ["gemm", "splitk_reduce", "loop_fusion"], "marked": True, "op": op, "name": name,
+        "run": run, "start": start, "end": end,
+    }  # fmt: skip
+
+
+def program(key: str, **more) -> dict:
+    own = {
+        "table": "programs",
+        "key": key,
+        "family": "test",
+        "hlo": HLO,
+        "begin": 10.0,
+        "end": 12.0,
+    }
+    return {**own, "walls_us": [20.0, 22.0, 21.0], **more}
+
+
+def campaign(folder: Path, rows: list[dict], kind: str = "NVIDIA H200") -> tuple[Journal, Plan]:
+    own = Journal(folder)
+    own.add("slice")
+    host = {"frameworks": {"jax": {"device_kind": kind}}, "libraries": {}}
+    own.add("host", platform="gpu", record=host)
+    keys = sorted({row["key"] for row in rows})
+    own.add(
+        "block", stage="operations", kind="traced", worker="xla", seconds=1.0, done=keys,
+        failed={"programs/traced/y": "XlaRuntimeError: RESOURCE_EXHAUSTED in /home/someone/x.py"},
+        unfinished=[], rows=own.keep(rows),
+    )  # fmt: skip
+    cases = [Case(key, "operations", "traced", "xla", {}) for key in keys]
+    return own, Plan([Entry(tuple(cases))], {"programs": 0.5, "operations": 0.5})
+
+
+def operator(us: list[float]) -> dict:
+    row = {
+        "family": "linear",
+        "op": "linear",
+        "dtype": "bf16",
+        "b": 1,
+        "m": 64,
+        "n": 4096,
+        "k": 4096,
+    }
+    return {"table": "operators", "key": KEY, "row": json.dumps(row), "us": us, "kernels": ["g"]}
+
+
+ROWS = [
+    program(KEY),
+    events(KEY),
+    program(f"{KEY}#1"),
+    events(f"{KEY}#1", 1.1),
+    operator([30.0, 32.0]),
+    operator([34.0]),
+    {"table": "models", "key": "models/m", "library": "timm", "model": "resnet50", "batch": 8,
+     "mode": "infer", "dtype": "bf16", "layout": "nhwc", "framework": "torch-eager",
+     "walls_us": [5000.0, 5100.0, 5200.0], "allocated_bytes": 10, "reserved_bytes": 20,
+     "begin": 100.0, "end": 101.0},
+    {"table": "windows", "key": "products/w", "begin": 100.0, "executions": 10, "us_each": 50000.0},
+    {"table": "anchors", "key": "anchors-xla", "worker": "xla", "product_us": [10.0],
+     "memory_us": [5.0], "begin": 1.0},
+    {"table": "anchors", "key": "anchors-xla", "worker": "xla", "product_us": [12.0],
+     "memory_us": [5.0], "begin": 2.0},
+]  # fmt: skip
+
+
+def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
+    journal, plan = campaign(tmp_path / "c", ROWS)
+    lines = [f"{100 + i / 10:.1f},{1900 + i},2619,{600 + i},50,99" for i in range(-5, 10)]
+    (tmp_path / "c" / "telemetry-001.csv").write_text("\n".join(lines) + "\n99.0,cut o")
+    pack(tmp_path / "c", journal, plan, "done")
+    device = find_device("h200-sxm")
+    found = import_campaign(tmp_path / "c", tmp_path / "out", device)
+    frame = Dataset.load(tmp_path / "out" / "kernels").frame
+    first = frame[frame["program"] == KEY].set_index("kind")["latency_us_p50"]
+    assert first["gemm"] == pytest.approx(12.0)  # both kernels of the product
+    assert first["fusion"] == pytest.approx(4.0)
+    assert first["program"] == pytest.approx(21.0)
+    product = frame[frame["kind"] == "gemm"].iloc[0]
+    assert (product["flops"], product["repeats"]) == (2 * 64 * 128 * 64, 3)
+    assert set(frame["device"]) == {device.name}
+    operators = Dataset.load(tmp_path / "out" / "operators")
+    assert operators.of_operators
+    assert operators.frame["latency_us_p50"].tolist() == [32.0]  # of three calls
+    models = pd.read_parquet(tmp_path / "out" / "tables" / "models.parquet").iloc[0]
+    assert (models["latency_ms"], models["id"]) == (pytest.approx(5.1), "models/m")
+    # Readings of the second that it ran: 600 to 609 W.
+    assert models["power_w"] == pytest.approx(604.5)
+    windows = pd.read_parquet(tmp_path / "out" / "tables" / "windows.parquet").iloc[0]
+    assert windows["core_mhz"] == pytest.approx(1902.5)  # the first half second
+    assert found.noise["replicates"]["events"]["median_ape"] == pytest.approx(0.1 / 1.05)
+    assert found.noise["drift"]["xla product_us"] == {"workers": 2, "range": pytest.approx(2 / 11)}
+    assert found.without == {}
+    assert found.contradictions == []
+    assert "someone" not in json.dumps(found.record)
+    # The same again is there once.
+    import_campaign(tmp_path / "c", tmp_path / "out", device)
+    assert len(Dataset.load(tmp_path / "out" / "kernels").frame) == len(frame)
+
+
+def test_what_contradicts_itself_or_shows_nothing_is_told(tmp_path: Path) -> None:
+    rows = [program("a/short", walls_us=[5.0]), events("a/short"), program("a/none")]
+    journal, plan = campaign(tmp_path, rows)
+    pack(tmp_path, journal, plan, "done")
+    found = import_campaign(tmp_path, tmp_path / "out", find_device("h200-sxm"))
+    assert found.contradictions == ["a/short: 5.0 µs in all, 12.0 µs for one kernel"]
+    assert found.without == {"a/none": "no kernel of it appears in the trace"}
+
+
+def test_equal_content_makes_an_equal_archive_and_a_change_is_refused(tmp_path: Path) -> None:
+    journal, plan = campaign(tmp_path, ROWS)
+    path = pack(tmp_path, journal, plan, "done")
+    data = path.read_bytes()
+    assert pack(tmp_path, Journal(tmp_path), plan, "done").read_bytes() == data
+    _, record, digest = read_archive(path)
+    assert record["failed"]["programs/traced/y"].endswith("RESOURCE_EXHAUSTED in <path>")
+    assert len(digest) == 64
+    with zipfile.ZipFile(path) as own:
+        page = own.read("page.html").decode()
+        files = {name: own.read(name) for name in own.namelist()}
+    assert "NVIDIA H200" in page
+    assert "RESOURCE_EXHAUSTED" in page
+    files["noise.json"] = files["noise.json"].replace(b"0.09", b"0.01")
+    changed = tmp_path / "changed.zip"
+    with zipfile.ZipFile(changed, "w") as own:
+        for name, content in files.items():
+            own.writestr(name, content)
+    with pytest.raises(DatasetError, match="was changed"):
+        read_archive(changed)
+    changed.write_bytes(data[:1000])
+    with pytest.raises(DatasetError, match="no archive of a campaign"):
+        read_archive(changed)
+    with pytest.raises(DatasetError, match="no archive of a campaign"):
+        read_archive(tmp_path / "missing")
+
+
+def test_without_pyarrow_tables_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, plan = campaign(tmp_path, ROWS)
+    whole, *_ = read_archive(pack(tmp_path, journal, plan, "done"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = pack(tmp_path, journal, plan, "done")
+    monkeypatch.undo()
+    with zipfile.ZipFile(path) as own:
+        assert "tables/events.jsonl.gz" in own.namelist()
+    assert read_archive(path)[0] == whole
+
+
+def test_an_archive_stays_within_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    rows = [
+        {"table": "walls", "key": f"{stage}/k/{i}", "walls_us": [draw.random() for _ in range(99)]}
+        for stage in ("programs", "operations")
+        for i in range(20)
+    ]
+    journal, plan = campaign(tmp_path, rows)
+    lines = [f"{i},{draw.random()},1,{draw.random()},1,1" for i in range(4000)]
+    (tmp_path / "telemetry-001.csv").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(archive, "MOST_BYTES", 45_000)
+    tables, record, _ = read_archive(pack(tmp_path, journal, plan, "done"))
+    assert record["telemetry_every"] > 1
+    assert record["left_out"] == []
+    assert len(tables["walls"]) == 40
+    monkeypatch.setattr(archive, "MOST_BYTES", 30_000)
+    path = pack(tmp_path, journal, plan, "done")
+    tables, record, _ = read_archive(path)
+    # The stage of least value goes first, and the record says so.
+    assert record["left_out"] == ["operations"]
+    assert {row["key"].split("/")[0] for row in tables["walls"]} == {"programs"}
+    assert path.stat().st_size <= 30_000
+
+
+def test_noise_of_nothing_is_empty() -> None:
+    assert noise_floor({}) == {"replicates": {}, "drift": {}}
+
+
+def test_an_unknown_chip_needs_a_description(tmp_path: Path) -> None:
+    journal, plan = campaign(tmp_path, ROWS, kind="Frobnicator 9000")
+    _, record, _ = read_archive(pack(tmp_path, journal, plan, "done"))
+    with pytest.raises(DeviceError, match="Frobnicator 9000"):
+        campaign_device(record, None)
+    assert campaign_device(record, "h200-sxm").name == "h200-sxm"
+    known = {**record, "hosts": [{"frameworks": {"jax": {"device_kind": "NVIDIA H200"}}}]}
+    assert campaign_device(known, None).name == "h200-sxm"

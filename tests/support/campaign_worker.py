@@ -1,0 +1,45 @@
+"""A worker of a campaign that measures nothing: each case says how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+from opcast.common.child_process import Channel
+
+
+def main() -> None:
+    channel = Channel()
+    lost = os.environ.get("TEST_CAMPAIGN_LOST", "")
+
+    def reply(**message: object) -> None:
+        channel.send(json.dumps(message).encode())
+
+    for request in map(json.loads, channel):
+        if request["do"] == "anchors":
+            if lost and os.path.exists(lost):  # noqa: PTH110 (no other import)
+                reply(done="anchors", error="RuntimeError: no CUDA-capable device is detected")
+            else:
+                reply(done="anchors", row={"table": "anchors", "product_us": [1.0]})
+            continue
+        for case in request["cases"]:
+            how = case["spec"]["how"]
+            if how == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(600)
+            if how == "fault":
+                reply(key=case["key"], failed="XlaRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS")
+            elif how == "memory":
+                reply(key=case["key"], failed="XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory")
+            elif how != "silent":
+                row = {"table": "t", "key": case["key"], "process": os.getpid()}
+                reply(key=case["key"], rows=[row])
+        reply(done="run")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Measure a campaign, import one, and say what speaks against what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import DatasetError, DeviceError
+from ..common.progress import wrote
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..datagen.campaign.importer import ImportedCampaign
+    from ..features.devices.device import DeviceSpec
+    from .settings import CampaignSettings
+
+#: Most lines of a list that are printed.
+_SHOWN = 8
+
+
+def run_campaign(settings: CampaignSettings) -> int:
+    """Measure, print what was done, and return the exit status."""
+    from ..datagen.campaign.__main__ import summary
+    from ..datagen.campaign.run import CampaignSettings as RunSettings
+    from ..datagen.campaign.run import run_campaign as run
+
+    outcome = run(
+        RunSettings(
+            settings.out, settings.budget_s, settings.slice_s, settings.device, settings.programs
+        )
+    )
+    wrote(outcome.archive or settings.out, summary(outcome))
+    return outcome.status
+
+
+def campaign_device(record: dict[str, object], device: str | None) -> DeviceSpec:
+    """Describe the device of a campaign: as given, else as the catalogue has it.
+
+    Args:
+        record: The campaign's record.
+        device: Name, file or ``local``; ``None`` for the name in the record.
+
+    Raises:
+        DeviceError: The catalogue does not have it, and none is given.
+    """
+    from ..datagen.campaign.archive import device_names
+    from ..features.devices.catalogue import find_device, in_catalogue
+    from ..predict.devices import resolve_device
+
+    if device is not None:
+        return resolve_device(device, {})
+    names = device_names(record)
+    for name in names:
+        if in_catalogue(name):
+            return find_device(name)
+    raise DeviceError(
+        f"the campaign's device is in no catalogue: {', '.join(names) or 'without a name'}",
+        hint="describe it in a file (docs/devices.md) and give --device FILE",
+    )
+
+
+def run_import_campaign(
+    console: Console,
+    path: Path,
+    out: Path,
+    *,
+    device: str | None,
+    tell: Callable[[str], None],
+) -> ImportedCampaign:
+    """Import a campaign, audit it, and print what became of it.
+
+    Args:
+        console: Where to print.
+        path: Its folder or archive.
+        out: Folder to write.
+        device: As for :func:`campaign_device`.
+        tell: Called with a line for each note.
+
+    Raises:
+        OpcastError: It is no archive, was changed, or its device is unknown.
+    """
+    from ..datagen.campaign.archive import read_archive
+    from ..datagen.campaign.importer import KERNELS, OPERATORS, TABLES, import_campaign
+
+    _, record, _ = read_archive(path)
+    spec = campaign_device(record, device)
+    found = import_campaign(path, out, spec)
+    tables = ", ".join(f"{count} of {name}" for name, count in found.tables.items())
+    console.print(
+        f"{spec.name}: {found.samples} samples of kernels and programs ({out / KERNELS}), "
+        f"{found.operators} of operators ({out / OPERATORS}), rows {tables} ({out / TABLES})"
+    )
+    console.print(f"digest {found.digest}")
+    for name, own in found.noise["replicates"].items():
+        console.print(
+            f"noise of {name}: {own['median_ape']:.1%} over {own['pairs']} measured twice"
+        )
+    for name, own in found.noise["drift"].items():
+        console.print(f"drift of {name}: {own['range']:.1%} over {own['workers']} workers")
+    wrong = list(found.contradictions)
+    for part in (KERNELS, OPERATORS):
+        if (out / part).is_dir():
+            wrong += _against_roofline(out / part, spec, tell)
+    _list(console, "contradicted", wrong)
+    _list(console, "without kernels", [f"{k}: {why}" for k, why in found.without.items()])
+    return found
+
+
+def _against_roofline(folder: Path, spec: DeviceSpec, tell: Callable[[str], None]) -> list[str]:
+    """Rows that the device cannot have run so fast, in words."""
+    from ..predict.published.audit import audit
+
+    try:
+        checked = audit(folder, {spec.name: spec})
+    except DatasetError as error:
+        tell(f"note: {folder.name} cannot be audited: {error}")
+        return []
+    for note in checked.notes:
+        tell(f"note: {note}")
+    bad = checked.flagged[checked.flagged["impossible"].astype(bool)]
+    return [
+        f"{row['what']}: {row['reason']}, {row['explanation']}" for row in bad.to_dict("records")
+    ]
+
+
+def _list(console: Console, what: str, lines: Sequence[str]) -> None:
+    if lines:
+        console.print(f"{what}: {len(lines)}")
+        for line in lines[:_SHOWN]:
+            console.print(f"  {line}")
+        if len(lines) > _SHOWN:
+            console.print(f"  and {len(lines) - _SHOWN} others")
