@@ -12,6 +12,27 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from ..common.types import JsonObject
 
 
+class ErrorAnswer(BaseModel):
+    """Why a request was refused."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "error": "DeviceError",
+                    "what": "no device 'h1000'",
+                    "where": "",
+                    "hint": "list them with GET /v1/devices",
+                }
+            ]
+        }
+    )
+    error: str = Field(description="Class of the error.")
+    what: str = Field(description="What is wrong.")
+    where: str = Field("", description="Line, op, row or part of the request.")
+    hint: str = Field("", description="What to do.")
+
+
 class KernelAnswers(BaseModel):
     """Predictions by column, in the order of the request; times in microseconds.
 
@@ -65,10 +86,9 @@ class ProgramKernel(_Timed):
     phase: str = Field(description="forward, backward, recomputed, or empty.")
 
 
-class ProgramAnswer(_Powered):
-    """The time of a program on one device, as ``opcast predict --json`` prints it."""
+class ChangedAnswer(_Powered):
+    """The time of a program on one device, without its kernels."""
 
-    kernels: list[ProgramKernel] = Field(description="In the order of the schedule.")
     share_by_kind: dict[str, float]
     in_domain_share: float
     peak_memory_bytes: float
@@ -80,6 +100,18 @@ class ProgramAnswer(_Powered):
     model: str
     device: str
     notes: list[str]
+
+
+class ProgramAnswer(ChangedAnswer):
+    """The time of a program on one device, as ``opcast predict --json`` prints it."""
+
+    kernels: list[ProgramKernel] = Field(description="In the order of the schedule.")
+
+
+class WhatIfAnswer(BaseModel):
+    """Answers by point, in the order of the request; an error where one cannot be predicted."""
+
+    points: list[ChangedAnswer | ErrorAnswer]
 
 
 class StepTerm(BaseModel):
@@ -258,24 +290,3 @@ class Ready(BaseModel):
     """The server can take programs."""
 
     status: Literal["ready"]
-
-
-class ErrorAnswer(BaseModel):
-    """Why a request was refused."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "error": "DeviceError",
-                    "what": "no device 'h1000'",
-                    "where": "",
-                    "hint": "list them with GET /v1/devices",
-                }
-            ]
-        }
-    )
-    error: str = Field(description="Class of the error.")
-    what: str = Field(description="What is wrong.")
-    where: str = Field("", description="Line, op, row or part of the request.")
-    hint: str = Field("", description="What to do.")

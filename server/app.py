@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -13,13 +11,14 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from .. import __version__
 from ..common.errors import OpcastError
 from . import answers, documents, schemas
+from .bodies import PROGRAM, WHAT_IF, body, malformed, program_task
 from .errors import RequestError, error_response, json_response, page_response
 from .explorer import explorer_page
 from .guard import Direct, Guard
@@ -29,12 +28,7 @@ from .settings import ServerSettings
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-_JSON = "application/json"
-# Content types of an uploaded program: its bytes are the body, its options are in the query.
-_RAW = ("application/octet-stream", "text/plain")
 # Built once: compiling a pydantic validator takes milliseconds, running it microseconds.
-_PROGRAM = TypeAdapter(schemas.ProgramQuery)
-_UPLOAD = TypeAdapter(schemas.ProgramOptions)
 _SIMULATE = TypeAdapter(schemas.SimulateQuery)
 _SIMULATE_SERVING = TypeAdapter(schemas.SimulateServingQuery)
 
@@ -183,7 +177,7 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/predict/kernels")
     async def predict_kernels(request: Request) -> Response:
         """Predict many kernels or operators, given as texts, by column, or as HLO modules."""
-        query = await _body(request, schemas.QUERY)
+        query = await body(request, schemas.QUERY)
         model = service.model(query.model)
         device = service.device(model, query.device)
         return json_response(await service.kernels.answer(query, model, device))
@@ -191,33 +185,41 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/predict/program")
     async def predict_program(request: Request) -> Response:
         """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
-        task, payload = await _program_task(request, service)
+        task, payload = await program_task(request, service, PROGRAM)
         work = service.sandbox.run(task | {"kind": "program"}, payload)
-        status, body = await _while_connected(request, work)
-        return json_response(body, status)
+        status, found = await _while_connected(request, work)
+        return json_response(found, status)
+
+    @post("/v1/what-if")
+    async def what_if(request: Request) -> Response:
+        """Predict a program on devices with other figures, or a workload of other settings."""
+        task, payload = await program_task(request, service, WHAT_IF)
+        work = service.sandbox.run(task | {"kind": "what-if"}, payload)
+        status, found = await _while_connected(request, work)
+        return json_response(found, status)
 
     @post("/v1/report")
     async def report(request: Request) -> Response:
         """Make the page of a program, compared with other devices; bodies as of a prediction."""
-        task, payload = await _program_task(request, service)
+        task, payload = await program_task(request, service, PROGRAM)
         work = service.sandbox.run(task | {"kind": "report"}, payload)
-        status, body = await _while_connected(request, work)
+        status, found = await _while_connected(request, work)
         if status != 200:
-            return json_response(body, status)
-        answer = page_response(body)
-        answer.headers["Content-Location"] = f"/v1/report/{service.kept(body)}"
+            return json_response(found, status)
+        answer = page_response(found)
+        answer.headers["Content-Location"] = f"/v1/report/{service.kept(found)}"
         return answer
 
     @post("/v1/simulate")
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
-        query: schemas.StepBody = await _body(request, _SIMULATE)
+        query: schemas.StepBody = await body(request, _SIMULATE)
         return await _simulated(request, "simulate", query)
 
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
         """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
-        query: schemas.ServingBody = await _body(request, _SIMULATE_SERVING)
+        query: schemas.ServingBody = await body(request, _SIMULATE_SERVING)
         if query.device:
             service.device(service.model(None), query.device)
         return await _simulated(request, "simulate-serving", query)
@@ -230,8 +232,8 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
             raise RequestError(422, "files of the server are not read", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
         work = service.sandbox.run(task, query.model_dump_json().encode())
-        status, body = await _while_connected(request, work)
-        return json_response(body, status)
+        status, found = await _while_connected(request, work)
+        return json_response(found, status)
 
     return handlers
 
@@ -261,108 +263,6 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _program_task(request: Request, service: Service) -> tuple[dict[str, object], bytes]:
-    """What a request asks about a program, and the program.
-
-    Raises:
-        RequestError: The body has another content type or does not fit the schema.
-        OpcastError: There is no such model or device.
-    """
-    if _media_type(request) in _RAW:
-        options = _checked(_UPLOAD, dict(request.query_params))
-        payload = await request.body()
-    else:
-        query = await _body(request, _PROGRAM)
-        _no_other(request.query_params, query)
-        options, payload = query, _payload(query)
-    model = service.program_model(options.model)
-    device = service.check_device(model, options.device)
-    # The program travels beside the task, as bytes: it may be megabytes of binary data.
-    kept = options.model_dump(exclude={"program", "encoding"})
-    return kept | {"model": model, "device": device}, payload
-
-
-async def _body(request: Request, kind: TypeAdapter[T]) -> T:
-    """Parse the body as JSON of a schema.
-
-    Raises:
-        RequestError: The body has another content type or does not fit the schema.
-    """
-    media = _media_type(request)
-    if media != _JSON:
-        raise RequestError(
-            415,
-            f"a body of type {media[:80]!r}",
-            where="header Content-Type",
-            hint="send application/json",
-        )
-    try:
-        return kind.validate_json(await request.body())
-    except ValidationError as error:
-        raise _malformed(error.errors(include_url=False)) from None
-
-
-def _checked(kind: TypeAdapter[T], values: Mapping[str, object]) -> T:
-    try:
-        return kind.validate_python(values)
-    except ValidationError as error:
-        raise _malformed(error.errors(include_url=False)) from None
-
-
-def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
-    """Refuse a query string that contradicts the body.
-
-    Clients generated from the document may repeat options there, or send their defaults.
-    """
-    fields = schemas.ProgramOptions.model_fields
-    for name, text in given.items():
-        same: tuple[str, ...] = ()
-        if name in fields:
-            same = tuple(map(_query_text, (fields[name].default, getattr(body, name))))
-        if text not in same:
-            raise RequestError(
-                400,
-                "options of a JSON body belong into it",
-                where=f"query {name[:80]!r}",
-                hint="only uploads have them in the query",
-            )
-
-
-def _query_text(value: object) -> str:
-    """A value of an option as a query has it."""
-    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
-
-
-def _payload(query: schemas.ProgramQuery) -> bytes:
-    if query.encoding == "text":
-        # JSON may hold lone surrogates, which UTF-8 cannot encode.
-        return query.program.encode("utf-8", "replace")
-    try:
-        # Strict: by default, characters outside of the alphabet would be skipped silently.
-        return base64.b64decode(query.program, validate=True)
-    except (binascii.Error, ValueError):
-        raise RequestError(400, "the program is not base64", where="program") from None
-
-
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def _malformed(errors: Any) -> RequestError:
-    """Convert the first validation error, with its location."""
-    first = errors[0]
-    place = list(first.get("loc", ()))
-    if len(place) > 1 and place[0] in ("ops", "columns", "kernels"):  # the form of the body
-        place = place[1:]
-    # Cut: keys and values come from the request.
-    where = ".".join(map(str, place))[:200]
-    status = 400 if first["type"] == "json_invalid" else 422
-    what = first["msg"]
-    if first["type"] == "string_pattern_mismatch":
-        what = f"not {schemas.ALLOWED[first['ctx']['pattern']]}"
-    return RequestError(status, what[:300], where=where, hint="see /docs")
-
-
 def _add_error_handlers(app: FastAPI) -> None:
     """Give every refusal the same form."""
 
@@ -372,7 +272,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_malformed(error.errors()))
+        return error_response(malformed(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def known(request: Request, error: HTTPException) -> Response:

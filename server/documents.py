@@ -107,6 +107,12 @@ POSTS = {
         _PROGRAM_BODY,
     ),
     "/v1/report": (_PAGE | _ASKED | _errors(403), _PROGRAM_BODY),
+    "/v1/what-if": (
+        _answer(answers.WhatIfAnswer, "As `opcast predict --json` prints it, without kernels.")
+        | _ASKED
+        | _errors(403),
+        _body(_ref("WhatIfQuery")),
+    ),
     "/v1/simulate": (
         _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED,
         _body(_ref("SimulateQuery")),
@@ -147,10 +153,12 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 # Bodies are read by hand, so FastAPI does not see their schemas.
 _BODIES = (
     schemas.ProgramQuery,
+    schemas.WhatIfQuery,
     schemas.SimulateQuery,
     schemas.SimulateServingQuery,
     answers.KernelAnswers,
     answers.ProgramAnswer,
+    answers.WhatIfAnswer,
     answers.StepAnswer,
     answers.ServingAnswer,
 )

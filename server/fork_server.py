@@ -20,29 +20,16 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypedDict
 
 from ..common.child_process import begin_worker, die_with_parent, limit_memory
-from ..common.errors import LoweringError, OpcastError, PlanError, ProgramError
-from ..common.interval import latency_fields
+from ..common.errors import LoweringError, OpcastError, ProgramError
+from ..datagen.zoo import build
 from ..features.devices.catalogue import device_names, find_device
-from ..features.ir.reader import SourceProgram, read_program
-from ..features.lowering.options import LoweringOptions
-from ..features.lowering.target_compiler.process import CompileSettings
-from ..predict.program.predictor import Predictor, ProgramCase, load
-from .errors import RequestError, error_data, status_of
-from .schemas import (
-    ServingBody,
-    SimulateQuery,
-    SimulateServingQuery,
-    StepBody,
-    build,
-    example,
-)
-
-if TYPE_CHECKING:
-    from ..models.operators import OpModel
+from ..predict.program.predictor import Predictor, load
+from . import cluster_tasks, tasks
+from .errors import error_data, status_of
+from .schemas import ServingBody, StepBody, example
+from .tasks import Predictors, Task
 
 logger = logging.getLogger(__name__)
 
@@ -73,24 +60,15 @@ func.func public @main(
 #: Time that one answer may take then. Engineering estimate.
 _WARM_S = 60.0
 
-Predictors = Mapping[str, Predictor]
 Reply = tuple[int, bytes]
-
-
-class Task(TypedDict, total=False):
-    """What a child is asked: all have ``kind`` and limits, the others depend on the kind."""
-
-    kind: str
-    request: str
-    model: str
-    device: str
-    timeout_s: float
-    memory_bytes: int
-    allow_compile: bool
-    lowering: str
-    fallback: str
-    trip_count: int | None
-    strict: bool
+_KINDS: Mapping[str, Callable[[Predictors, Task, bytes], dict[str, object] | str]] = {
+    "program": tasks.predict_program,
+    "report": tasks.report,
+    "what-if": tasks.what_if,
+    "kernels": tasks.predict_kernels,
+    "simulate": cluster_tasks.simulate,
+    "simulate-serving": cluster_tasks.simulate_serving,
+}
 
 
 def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
@@ -98,7 +76,7 @@ def answer(predictors: Predictors, task: Task, payload: bytes) -> Reply:
 
     Args:
         predictors: Loaded models by name.
-        task: ``kind`` (``program``, ``report``, ``kernels`` or ``simulate``) and its parameters.
+        task: ``kind``, a key of the table above, and its parameters.
         payload: The program, or JSON of a request.
     """
     try:
@@ -131,149 +109,6 @@ def _reply(result: dict[str, object]) -> Reply:
         return _refused("its sizes give figures that are not finite", "give smaller sizes")
 
 
-def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """The prediction of a program, as ``opcast predict --json`` prints it.
-
-    Raises:
-        OpcastError: The program, device or lowering is not usable.
-        RequestError: The program would have to be compiled, which is not allowed.
-    """
-    predictor = predictors[task["model"]]
-    source, options = _read(task, payload)
-    return predictor.answer(ProgramCase(source, options, strict=task["strict"])).to_dict()
-
-
-def report(predictors: Predictors, task: Task, payload: bytes) -> str:
-    """The page of a program, as ``opcast report program`` writes it.
-
-    Raises:
-        OpcastError: The program, device or lowering is not usable.
-        RequestError: The program would have to be compiled, which is not allowed.
-    """
-    from ..predict.page.report import ReportOptions, report_page
-
-    source, options = _read(task, payload)
-    return report_page(predictors[task["model"]], source, ReportOptions(options))
-
-
-def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
-    """A program, and how the server may lower it.
-
-    Raises:
-        ProgramError: The program cannot be read.
-        RequestError: The program would have to be compiled, which is not allowed.
-    """
-    source = read_program(payload, trip_counts=task["trip_count"])
-    compiled = source.kind == "hlo" and source.program.is_scheduled
-    lowering = str(task["lowering"])
-    # A compiler runs for minutes on code that a stranger sent; scheduled HLO needs none.
-    if not (task["allow_compile"] or compiled):
-        if lowering == "xla":
-            raise RequestError(
-                403,
-                "this server does not compile programs",
-                where="lowering",
-                hint="ask for fused or op, or start it with --allow-compile",
-            )
-        # ``auto`` may mean the compiler, which must not run here.
-        lowering = "fused" if lowering == "auto" else lowering
-    return source, LoweringOptions(
-        lowering, task["device"], task["trip_count"], task["fallback"], _limits(task)
-    )
-
-
-def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """Columns of predictions of kernels given as HLO text.
-
-    Raises:
-        OpcastError: A text is not a kernel, or the device is unknown.
-    """
-    from ..features.kernels.extract import kernel_from_ir
-    from ..predict.devices import resolve_device
-    from ..predict.program.prediction import check_known
-
-    predictor, kernels = predictors[task["model"]], []
-    # One by one, so that an error can name the row.
-    for row, text in enumerate(json.loads(payload)):
-        try:
-            kernels.append(kernel_from_ir(text))
-        except OpcastError as error:
-            # The class decides the status, so it is kept.
-            raise type(error)(error.what, where=f"kernel {row}", hint=error.hint) from None
-        # Limits of this process, not faults of the row: handled where all tasks end.
-        except (MemoryError, RecursionError):
-            raise
-        except Exception as error:
-            logger.exception("unexpected error in a kernel's text")
-            what = f"no kernel: {type(error).__name__}: {error}"[:300]
-            raise ProgramError(what, where=f"kernel {row}") from None
-    spec = resolve_device(task["device"], predictor.devices)
-    estimates = predictor.model_for(spec).predict_kernels(kernels, spec)
-    check_known(kernels, estimates.source)
-    return {
-        **{
-            k: v.tolist()
-            for k, v in latency_fields(estimates.latency, estimates.lo, estimates.hi).items()
-        },
-        "bound": estimates.bound.tolist(),
-        "source": estimates.source.tolist(),
-        "in_domain": estimates.in_domain.tolist(),
-    }
-
-
-def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """A step on a cluster, as ``opcast simulate --json`` prints it.
-
-    Raises:
-        OpcastError: The workload, plan, cluster or model does not fit.
-    """
-    from ..predict.cluster.step_case import StepCase
-    from ..simulate.step.workload import make_workload, read_by_model
-
-    given = SimulateQuery.model_validate_json(payload).model_dump()
-    case = build(StepCase, given)
-    # Names of workloads alone: no file of the server is read.
-    work = read_by_model(make_workload(given["workload"], case.settings), case.settings)
-    case = replace(case, speed={int(rank): value for rank, value in case.speed.items()})
-    return case.predict(work, _operators(predictors, task)).to_dict()
-
-
-def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
-    """A deployment under a load, as ``opcast simulate-serving --json`` prints it.
-
-    Raises:
-        OpcastError: The model, plan, load or device does not fit.
-    """
-    from ..predict.cluster.deployment import deployment_of
-    from ..predict.cluster.serving import ServingPredictor
-    from ..predict.cluster.serving_case import ServingCase
-    from ..predict.cluster.serving_load import parse_slo
-
-    case = build(ServingCase, SimulateServingQuery.model_validate_json(payload).model_dump())
-    load = case.load
-    loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
-    if len(loads) > 1:
-        raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
-    if not load.rate and load.burstiness != 1.0:
-        raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
-    deployment = deployment_of(case)
-    predictor = ServingPredictor(_operators(predictors, task))
-    found = predictor.predict(deployment, load, slo=parse_slo(case.judged.slo))
-    return found.to_dict(case.judged.price)
-
-
-def _operators(predictors: Predictors, task: Task) -> OpModel | None:
-    """The operators of a served model; ``None`` for rooflines."""
-    return None if task["model"] == "roofline" else predictors[task["model"]].operators
-
-
-def _limits(task: Task) -> CompileSettings:
-    """What a target compiler gets: less time than the request, so that it can be told."""
-    return CompileSettings(
-        timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
-    )
-
-
 def _refused(what: str, hint: str) -> Reply:
     return 422, json.dumps(error_data(ProgramError(what, where="request", hint=hint))).encode()
 
@@ -283,15 +118,6 @@ def ended(task: Mapping[str, object]) -> OpcastError:
     what = "the process that read it crashed, or needed more memory than the server allows"
     kind = LoweringError if str(task["kind"]).startswith("simulate") else ProgramError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
-
-
-_KINDS: dict[str, Callable[[Predictors, Task, bytes], dict[str, object] | str]] = {
-    "program": predict_program,
-    "report": report,
-    "kernels": predict_kernels,
-    "simulate": simulate,
-    "simulate-serving": simulate_serving,
-}
 
 
 def main(control: socket.socket, models: list[str], memory_bytes: int) -> None:
@@ -336,6 +162,8 @@ def _warm(predictors: Predictors, memory_bytes: int) -> None:
         devices = list(kinds.values())
         for kind, device in [*(("program", d) for d in devices), ("report", devices[0])]:
             answer(predictors, {**asked, "kind": kind, "device": device}, _WARM)
+        # Imports what makes workloads; lowering one would start threads, which no fork has.
+        build("mlp")
         for kind, body in ("simulate", StepBody), ("simulate-serving", ServingBody):
             answer(predictors, {"kind": kind, "model": model}, example(body))
 

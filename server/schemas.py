@@ -167,15 +167,50 @@ class ProgramOptions(BaseModel):
     strict: bool = Field(False, description="Refuse kernels without a learned estimate.")
 
 
-class ProgramQuery(ProgramOptions):
-    """A program as text, or as base64 of bytes such as MLIR bytecode."""
+_Settings = dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]]
 
-    program: str = Field(description="StableHLO or HLO.")
+
+class ProgramQuery(ProgramOptions):
+    """A program as text, or as base64 of bytes such as MLIR bytecode; or a workload of the zoo."""
+
+    program: str = Field("", description="StableHLO or HLO; or none, with a workload.")
     encoding: Literal["text", "base64"] = "text"
+    workload: NameOrNone = Field("", description="Of the zoo, as `opcast zoo list` has it.")
+    settings: _Settings = Field({}, description="Of the workload, such as batch and dtype.")
     model_config = ConfigDict(
         strict=True,
         json_schema_extra={
             "examples": [{"device": "h100-sxm", "lowering": "fused", "program": PROGRAM}]
+        },
+    )
+
+
+class Point(Body):
+    """What is changed of a device or of a workload of the zoo."""
+
+    design: dict[Name, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        {}, description="Figures by the keys of a device file, such as hbm_bandwidth_gbps."
+    )
+    power_cap_w: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="Sustained power of a device in watts."
+    )
+    settings: _Settings = Field({}, description="Of the workload, where others than the query's.")
+
+
+class WhatIfQuery(ProgramQuery):
+    """A program, and what would change its time."""
+
+    points: list[Point] = Field(min_length=1, max_length=64)
+    model_config = ConfigDict(
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "device": "h100-sxm",
+                    "workload": "mlp",
+                    "points": [{"design": {"hbm_bandwidth_gbps": 4000}}, {"power_cap_w": 400}],
+                }
+            ]
         },
     )
 
@@ -242,7 +277,6 @@ def _flat(case: type) -> Iterator[tuple[DataField[Any], Any, Option]]:
 
 _Format = Annotated[str, Field(pattern=_FORMAT)]
 _Plan = Annotated[str, Field(max_length=200, pattern=_SETTINGS)]
-_Settings = dict[Name, int | float | bool | Annotated[str, Field(max_length=40)]]
 _Source = Annotated[str, Field(max_length=80)]
 _Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]

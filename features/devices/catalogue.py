@@ -238,7 +238,7 @@ def load_designs(path: Path | str) -> list[Design]:
     Raises:
         DeviceError: As :func:`load_device_file`, or a range is malformed.
     """
-    return [Design(figures, _of_file(sheet)) for figures, sheet in read_designs(Path(path))]
+    return [Design(figures, device_of(sheet)) for figures, sheet in read_designs(Path(path))]
 
 
 def unchanged(path: Path | str) -> DeviceSpec | None:
@@ -250,7 +250,7 @@ def unchanged(path: Path | str) -> DeviceSpec | None:
     sheet = read_designs(Path(path))[0][1]
     if "base" not in sheet.texts:
         return None
-    device = _of_file(replace(sheet, values={}, sources={}, unsourced=()))
+    device = device_of(replace(sheet, values={}, sources={}, unsourced=()))
     return replace(device, name=device.base)
 
 
@@ -304,10 +304,15 @@ def has_ranges(device: str) -> bool:
 
 @cache
 def _load_device_file(path: Path, *_: int | None) -> DeviceSpec:
-    return _of_file(read_sheet(path))
+    return device_of(read_sheet(path))
 
 
-def _of_file(sheet: Sheet) -> DeviceSpec:
+def device_of(sheet: Sheet) -> DeviceSpec:
+    """Describe the device of a sheet, completed from its base.
+
+    Raises:
+        DeviceError: There is no such base, or figures are missing or contradict each other.
+    """
     device = device_of_sheet(_with_base(sheet))
     base = typed_name(sheet.texts["base"]) if "base" in sheet.texts else None
     return replace(device, base=base or "")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+from .catalogue import device_of
 from .device import DeviceSpec, MemoryLevel
+from .sheet import sheet_of
 
+#: Name of a device of which figures are changed, and of its file.
+CHANGED = "what-if"
 #: A device with one of its rates multiplied.
 Scale = Callable[[DeviceSpec, float], DeviceSpec]
 
@@ -44,3 +49,17 @@ def rates_of(device: DeviceSpec) -> dict[str, Scale]:
         "power_w": not device.power_w,
     }
     return {name: scale for name, scale in RATES.items() if not lacking.get(name)}
+
+
+def changed_device(base: str, figures: Mapping[str, float]) -> DeviceSpec:
+    """Make the device of a file that changes figures of a device of the catalogue.
+
+    Args:
+        base: Its name.
+        figures: By the keys of a device file, in its units, such as ``hbm_bandwidth_gbps``.
+
+    Raises:
+        DeviceError: A key is unknown, or a figure is wrong.
+    """
+    file = Path(f"{CHANGED}.yaml")
+    return device_of(sheet_of({"name": CHANGED, "base": base, **figures}, file))

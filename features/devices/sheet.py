@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -95,7 +95,21 @@ def read_sheet(path: Path) -> Sheet:
         DeviceError: There is no such file, it is not YAML, a key is unknown or repeated, a value
             has the wrong type, or a source names a key that has no figure.
     """
-    return _sheet(*_load(path), path)
+    data, lines = _load(path)
+    return _sheet(data, lines, path)
+
+
+def sheet_of(data: Mapping[str, object], path: Path) -> Sheet:
+    """Make the sheet of a device file's content.
+
+    Args:
+        data: What the file would hold.
+        path: Its path, which messages name.
+
+    Raises:
+        DeviceError: As :func:`read_sheet`.
+    """
+    return _sheet(dict(data), {}, path)
 
 
 def read_designs(path: Path) -> list[tuple[dict[str, float], Sheet]]:

@@ -264,6 +264,7 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
         "/v1/report/{digest}",
         "/v1/simulate",
         "/v1/simulate-serving",
+        "/v1/what-if",
     }
     assert "500" in document["paths"]["/v1/predict/program"]["post"]["responses"]
 
@@ -293,7 +294,7 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     assert {op["operationId"] for op in operations.values()} == {
         "health", "ready", "metrics", "devices", "models",
         "predict_kernels", "predict_program", "report", "kept_report",
-        "simulate", "simulate_serving",
+        "simulate", "simulate_serving", "what_if",
     }  # fmt: skip
     # Unions of texts and constants are what generated clients cannot build.
     serving = schemas["SimulateServingQuery"]["properties"]

@@ -12,6 +12,7 @@ import time
 import pytest
 
 import opcast
+from opcast.datagen.zoo import export
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op
 from opcast.server import answers
@@ -236,10 +237,10 @@ def test_serving_is_simulated_as_on_the_command_line(ask):
          "settings such as tp=8,dp=2"),
         (KERNELS, {"device": "h100-sxm", "operator": "linear",
                    "columns": {"m": [1, 2], "n": [1], "k": 1, "dtype": "bf16"}}, 422, "rows"),
-        (PROGRAM, {"device": "h100-sxm", "program": ""}, 422, "empty"),
+        (PROGRAM, {"device": "h100-sxm", "program": ""}, 422, "either a program"),
         (PROGRAM, {"device": "h100-sxm", "program": "/etc/passwd"}, 422, "cannot parse"),
         (PROGRAM, {"device": "h100-sxm", "program": "?", "encoding": "base64"}, 400, "base64"),
-        (PROGRAM, {"device": "h100-sxm"}, 422, "required"),
+        (PROGRAM, {"program": PLAIN}, 422, "required"),
         (SIMULATE, {"workload": "llama", "cluster": "dgx-h100-x16", "plan": "tp=3"}, 422, "3"),
         (SIMULATE, {"workload": "llama", "cluster": "x.yaml"}, 422, "not read"),
     ],
@@ -323,3 +324,38 @@ def test_programs_are_compiled_where_that_is_allowed(start):
         answer = httpx.post(url + PROGRAM, json=body, timeout=90)
         assert answer.status_code == 200, answer.text
         assert answer.json()["compiler"].endswith("cpu") and answer.json()["lowering"] == "xla"
+
+
+def test_what_would_change_it_is_asked_at_once(ask, tmp_path):
+    """Of a device file with other figures, a power cap, and a workload of other settings."""
+    points = [{"design": {"boost_mhz": 1500}, "power_cap_w": 400, "settings": {"batch": 16}}]
+    points += [{"design": {"no_such_figure": 1}}, {"power_cap_w": 1}]
+    body = {"device": "h100-sxm", "lowering": "fused", "workload": "mlp", "points": points}
+    status, found = ask("/v1/what-if", body)
+    assert status == 200
+    changed, unknown, low = found["points"]
+    file, program = tmp_path / "what-if.yaml", tmp_path / "mlp.mlir"
+    file.write_text("name: what-if\nbase: h100-sxm\nboost_mhz: 1500\n")
+    export("mlp", {"batch": 16}, program)
+    asked = {"device": file, "lowering": "fused", "power_cap_w": 400.0}
+    own = opcast.load().predict(program, **asked).to_dict()
+    del own["kernels"]
+    assert set(changed) == set(own) and changed["notes"] == own["notes"]
+    for name in ("latency_us", "lo_us", "hi_us", "energy_j", "peak_memory_bytes"):
+        assert changed[name] == pytest.approx(own[name], rel=1e-9)
+    assert "no_such_figure" in unknown["what"] and unknown["error"] == "DeviceError"
+    assert "outside 175 to 700 W" in low["what"]
+
+
+def test_a_program_or_a_workload_is_asked(ask):
+    body = {"device": "h100-sxm", "lowering": "fused", "workload": "mlp"}
+    status, found = ask(PROGRAM, body | {"settings": {"batch": 16}})
+    assert status == 200
+    lines = [k["source_line"] for k in found["kernels"] if k["source_line"]]
+    # Where the package lies is the server's own affair.
+    assert lines and all(line.startswith("opcast/") for line in lines)
+    for given in {"program": PLAIN}, {"workload": ""}:
+        status, found = ask(PROGRAM, body | given)
+        assert status == 422 and "either a program or a workload" in found["what"]
+    status, found = ask(PROGRAM, body | {"settings": {"bath": 16}})
+    assert status == 422 and "no parameter 'bath'" in found["what"] and "batch" in found["hint"]

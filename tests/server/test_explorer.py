@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli.main import app
+from opcast.server import schemas
 
 from ..predict.pages import running_browser
 
@@ -55,13 +57,29 @@ class Tab:
         assert self.trouble == []
 
 
-def test_a_program_is_asked_for_each_device_and_its_report_is_shown(browser: Any, url: str) -> None:
+def run(commands: str, folder: Path, files: Mapping[str, str], *more: str) -> Any:
+    """What the last of the commands that a page shows prints as JSON, in a folder with files."""
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    with contextlib.chdir(folder):
+        for line in commands.splitlines():
+            own = more if line == commands.splitlines()[-1] else ()
+            done = CliRunner().invoke(app, [*shlex.split(line)[1:], *own])
+            assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_program_is_asked_for_each_device_and_its_report_is_shown(
+    browser: Any, url: str, tmp_path: Path
+) -> None:
     tab = Tab(browser, url, "")
     tab.page.check("input[value=tpu-v5e]")
     tab.page.click("button[type=submit]")
     devices = tab.text("#devices")
     assert "h100-sxm" in devices and "tpu-v5e" in devices and "µs" in devices
-    assert "--device h100-sxm --device tpu-v5e" in tab.text("#command")
+    printed = run(tab.text("#command"), tmp_path, {"program.mlir": schemas.PROGRAM}, "--json")
+    assert [row["device"] for row in printed] == ["h100-sxm", "tpu-v5e"]
+    assert all(f"{row['latency_us']:.3g}" in devices for row in printed)
     tab.page.click("#kernels button")
     report = tab.page.frame_locator("iframe").locator("#overview")
     report.wait_for()
@@ -73,14 +91,56 @@ def test_a_program_is_asked_for_each_device_and_its_report_is_shown(browser: Any
     again.close()
 
 
+def test_sliders_say_at_once_what_the_command_prints(
+    browser: Any, url: str, tmp_path: Path
+) -> None:
+    link = "#program?device=h100-sxm&workload=mlp&settings=batch=64,mode=train"
+    tab = Tab(browser, url, link)
+    tab.page.get_by_role("button", name="Show sliders").click()
+
+    def slide(name: str, place: float) -> float:
+        """Put a slider to a place; milliseconds that the answer takes."""
+        node = f"document.querySelector('#change-{name}')"
+        event = f"{node}.value = {place}; {node}.dispatchEvent(new Event('input'))"
+        tab.page.wait_for_selector(f"#change-{name}:not([disabled])")
+        timed = f"(() => {{ const t = performance.now(); {event}; return performance.now() - t; }})"
+        return float(tab.page.evaluate(f"{timed}()"))
+
+    def shown_and_printed() -> tuple[str, Any]:
+        tab.page.wait_for_selector("#changed[data-by=server]")
+        files = {}
+        if tab.page.locator("#changed-file").count():
+            files["what-if.yaml"] = tab.page.inner_text("#changed-file")
+        printed = run(tab.page.inner_text("#changed-command"), tmp_path, files, "--json")
+        return tab.page.inner_text("#change .figure"), printed
+
+    # At a value that was asked for, and between two of them, where the page first interpolates.
+    assert slide("boost_mhz", 0) < 300
+    shown, printed = shown_and_printed()
+    assert f"{printed['latency_us']:.3g}" in shown and printed["device"] == "what-if"
+    assert slide("batch", 2.5) < 300
+    about = tab.page.inner_text("#change .figure")
+    assert tab.page.get_attribute("#changed", "data-by") == "interpolation"
+    assert slide("power_cap_w", 3) < 300
+    shown, printed = shown_and_printed()
+    assert f"{printed['latency_us']:.3g}" in shown
+    assert "--set batch=91,mode=train" in tab.text("#changed-command")
+    assert float(about.split("µs")[0]) == pytest.approx(printed["latency_us"], rel=0.3)
+    # A link reproduces what was changed.
+    again = Tab(browser, url, tab.page.url.split("/")[-1])
+    again.page.wait_for_selector("#changed[data-by=server]")
+    assert again.page.inner_text("#change .figure") == shown
+    tab.close()
+    again.close()
+
+
 @pytest.mark.parametrize("width", [360, 2560])
-def test_a_step_is_what_the_command_beside_it_prints(browser: Any, url: str, width: int) -> None:
+def test_a_step_is_what_the_command_beside_it_prints(
+    browser: Any, url: str, width: int, tmp_path: Path
+) -> None:
     tab = Tab(browser, url, TRAINING, width)
     shown = tab.text("#step")
-    command = shlex.split(tab.text("#command"))
-    done = CliRunner().invoke(app, [*command[1:], "--json"])
-    assert done.exit_code == 0, done.output
-    answer = json.loads(done.stdout)
+    answer = run(tab.text("#command"), tmp_path, {}, "--json")
     seconds = answer["latency_us"] / 1e6
     assert f"{seconds:.3g}" in shown and f"{100 * answer['mfu']:.1f}" in shown
     days = 1e12 / answer["tokens_per_s"] / 86400

@@ -50,7 +50,11 @@ function programAnswer(query, found) {
       ),
     ),
   );
-  return [devices, ...answers.slice(0, 1).map(({ device, answer }) => kernelCard(query, device, answer))];
+  return [
+    devices,
+    changeCard(query, answers),
+    ...answers.slice(0, 1).map(({ device, answer }) => kernelCard(query, device, answer)),
+  ];
 }
 
 function bar(answer, most) {
@@ -70,7 +74,7 @@ function kernelCard(query, device, answer) {
   const full = el(
     "button",
     { type: "button", onclick: () => showReport(place, full, bodyOf("program", query, device)) },
-    "Roofline, timeline, what would change it",
+    "Roofline, timeline, memory",
   );
   return card(
     {

@@ -2,16 +2,21 @@
 
 const names = (list) => list.map((name) => [name, name]);
 const SETTINGS = "settings";
-const LOWERINGS = ["auto", "fused", "op", ...(DATA.compiles ? ["xla"] : [])];
+const PAIRS = "pairs";
+// A server that compiles nothing takes auto for fused, which a command line does not.
+const LOWERINGS = DATA.compiles ? ["auto", "xla", "fused", "op"] : ["fused", "op"];
+const WORKLOADS = [["", "the program below"], ...names([...Object.keys(DATA.zoo), ...Object.keys(DATA.presets)])];
 // Fields of a question: what the server calls it, in words, and how it is typed. `place` says where it goes when
 // it is not a key of the body itself; `flag` is the option of the command.
 const FIELDS = {
   program: [
     { name: "device", text: "Devices", kind: "devices", broad: true },
+    { name: "workload", text: "Workload", kind: "choice", of: WORKLOADS },
+    { name: "settings", text: "Its settings", hint: "batch=8,dtype=bf16", place: PAIRS, broad: true },
+    { name: "program", text: "Program: StableHLO or HLO, typed or dropped here", kind: "text", broad: true },
     { name: "lowering", text: "Lowering", kind: "choice", of: names(LOWERINGS) },
     { name: "model", text: "Model of kernels", kind: "choice", of: [["", "default"], ...names(DATA.models)] },
     { name: "trip_count", text: "Trips of loops without a count", kind: "number" },
-    { name: "program", text: "Program: StableHLO or HLO, typed or dropped here", kind: "text", broad: true },
   ],
   training: [
     { name: "workload", text: "Model", kind: "list", of: DATA.workloads, needed: true, first: "llama-3-8b" },
@@ -51,6 +56,19 @@ function firstQuestion(kind) {
 }
 
 const devicesOf = (query) => (query.device || "").split(",").filter(Boolean);
+// Settings such as batch=8,dtype=bf16, and back.
+const pairsOf = (text) =>
+  Object.fromEntries(
+    (text || "")
+      .split(",")
+      .filter((pair) => pair.trim())
+      .map((pair) => pair.split("=").map((part) => part.trim()))
+      .map(([name, value]) => [name, value ?? ""]),
+  );
+const textOf = (pairs) =>
+  Object.entries(pairs)
+    .map(([name, value]) => `${name}=${value}`)
+    .join(",");
 
 // The body of the request; of a program, for one device.
 function bodyOf(kind, query, device) {
@@ -60,8 +78,9 @@ function bodyOf(kind, query, device) {
     if (!text || place === "page") continue;
     const value = typed === "number" ? Number(text) : text;
     if (place === SETTINGS) (body.settings ||= {})[name] = value;
-    else body[name] = value;
+    else body[name] = place === PAIRS ? pairsOf(text) : value;
   }
+  if (body.program && bytes) Object.assign(body, { program: bytes, encoding: "base64" });
   return body;
 }
 
@@ -69,26 +88,42 @@ const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replac
 
 // The command line that gives the same answer.
 function commandOf(kind, query) {
+  if (kind === "program") return programCommand(query, query.device || "");
   const parts = ["opcast", COMMANDS[kind]];
-  if (kind === "program") parts.push("program.mlir");
   for (const { name, place } of FIELDS[kind]) {
     const text = (query[name] || "").trim();
-    if (!text || place === "page" || name === "program") continue;
+    if (!text || place === "page") continue;
     if (place === SETTINGS) parts.push("--set", quoted(`${name}=${text}`));
-    else if (name === "device" && kind === "program")
-      parts.push(...devicesOf(query).flatMap((d) => ["--device", quoted(d)]));
     else parts.push(`--${name.replaceAll("_", "-")}`, quoted(text));
   }
   return parts.join(" ");
 }
 
+// Of a program, on devices or a device file; a workload is written first.
+function programCommand(query, device, ...more) {
+  const { workload, settings } = query;
+  const of = Object.keys(pairsOf(settings)).length ? ["--set", quoted(textOf(pairsOf(settings)))] : [];
+  const made = workload ? ["opcast", "zoo", "export", workload, ...of, "--out", "program.mlir"] : [];
+  const options = ["lowering", "model", "trip_count"].filter((name) => query[name]);
+  const named = options.flatMap((name) => [`--${name.replaceAll("_", "-")}`, quoted(query[name])]);
+  const asks = ["opcast", "predict", "program.mlir", "--device", quoted(device), ...named, ...more];
+  return [made, asks].map((words) => words.join(" ")).join("\n").trim();
+}
+
 // The same in Python: a program by the library, others by this server.
 function pythonOf(kind, query) {
   if (kind === "program") {
-    const devices = devicesOf(query).map((d) => JSON.stringify(d));
-    const asked = devices.length === 1 ? devices[0] : `[${devices.join(", ")}]`;
-    const lowering = query.lowering ? `, lowering=${JSON.stringify(query.lowering)}` : "";
-    return `import opcast\nprint(opcast.predict("program.mlir", device=${asked}${lowering}))`;
+    const { workload, settings, lowering } = query;
+    const own = [JSON.stringify(workload), JSON.stringify([textOf(pairsOf(settings))])];
+    const made = workload
+      ? `from opcast.datagen.zoo import export, parse_settings\n` +
+        `export(${own[0]}, parse_settings(${own.join(", ")}), "program.mlir")\n`
+      : "";
+    const how = lowering ? `, lowering=${JSON.stringify(lowering)}` : "";
+    return (
+      `import opcast\n${made}for device in ${JSON.stringify(devicesOf(query))}:\n` +
+      `    print(opcast.predict("program.mlir", device=device${how}))`
+    );
   }
   const body = JSON.stringify(bodyOf(kind, query), null, 4);
   return `import httpx\nprint(httpx.post("${location.origin}${PATHS[kind]}", json=${body}).json())`;
@@ -102,14 +137,17 @@ function linkOf(kind, query) {
 }
 function questionOf(hash) {
   const [kind, rest] = hash.replace(/^#/, "").split(/\?(.*)/s);
-  return [kind, Object.fromEntries(new URLSearchParams(rest || ""))];
+  const query = Object.fromEntries(new URLSearchParams(rest || ""));
+  // Else the command beside it would choose for itself.
+  if (kind === "program" && rest) query.lowering ||= LOWERINGS[0];
+  return [kind, query];
 }
 
 // The form of a question; `ask` gets what was typed.
 function questionForm(kind, query, ask) {
   const inputs = FIELDS[kind].map((field) => [field, input(field, query[field.name] || "")]);
   const read = () => Object.fromEntries(inputs.map(([{ name }, own]) => [name, own.read()]));
-  return el(
+  const form = el(
     "form",
     {
       class: "ask",
@@ -125,6 +163,25 @@ function questionForm(kind, query, ask) {
     ),
     el("button", { type: "submit" }, "Predict"),
   );
+  if (kind === "program") chooseWorkload(Object.fromEntries(inputs.map(([{ name }, own]) => [name, own.node])));
+  return form;
+}
+
+// A workload stands in place of the program; a model by name is one of the zoo with its sizes.
+function chooseWorkload({ workload, settings, program }) {
+  const follow = () => {
+    const chosen = workload.value;
+    program.disabled = program.parentNode.hidden = Boolean(chosen);
+    settings.disabled = !chosen;
+    settings.placeholder = chosen ? textOf(DATA.zoo[chosen]) : "of a workload";
+  };
+  workload.addEventListener("change", () => {
+    const preset = DATA.presets[workload.value];
+    if (preset) workload.value = preset.workload;
+    settings.value = preset ? preset.settings : "";
+    follow();
+  });
+  follow();
 }
 
 function input(field, value) {
@@ -149,13 +206,14 @@ function input(field, value) {
     min: field.kind === "number" ? "0" : null,
     autocomplete: "off",
   });
-  return { node, more: list, read: () => node.value };
+  return { node, more: list, read: () => (node.disabled ? "" : node.value) };
 }
 
-// Devices to tick, those that were learned from first.
+// Devices to tick: the ticked ones, then those that were learned from.
 function deviceChips(field, value) {
   const chosen = new Set(value.split(","));
-  const order = [...DATA.devices].sort((a, b) => b.learned - a.learned || a.name.localeCompare(b.name));
+  const rank = ({ name, learned }) => 2 * chosen.has(name) + learned;
+  const order = [...DATA.devices].sort((a, b) => rank(b) - rank(a) || a.name.localeCompare(b.name));
   const boxes = order.map(({ name, learned, platform }) =>
     el(
       "label",
@@ -169,8 +227,14 @@ function deviceChips(field, value) {
   return { node, read: () => [...node.querySelectorAll(":checked")].map((box) => box.value).join(",") };
 }
 
-// A text into which a file may be dropped; files that are no text are kept as bytes.
+// A text into which a file may be dropped; files that are no text are kept, as base64.
 let bytes = null;
+const base64 = (file) =>
+  new Promise((done) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => done(reader.result.split(",")[1] || ""));
+    reader.readAsDataURL(file);
+  });
 function droppable(field, value) {
   const node = el("textarea", { name: field.name, spellcheck: "false" });
   node.value = value;
@@ -178,7 +242,7 @@ function droppable(field, value) {
   const take = async (file) => {
     if (!file) return;
     const raw = new Uint8Array(await file.arrayBuffer());
-    bytes = raw.includes(0) ? raw : null;
+    bytes = raw.includes(0) ? await base64(file) : null;
     node.value = bytes ? `${file.name}: ${size(raw.length)} of bytecode` : new TextDecoder().decode(raw);
   };
   node.addEventListener("dragover", (event) => {
@@ -193,22 +257,14 @@ function droppable(field, value) {
   });
   const file = el("input", { type: "file", "aria-label": "File of a program" });
   file.addEventListener("change", () => take(file.files[0]));
-  return { node, more: file, read: () => node.value };
+  return { node, more: file, read: () => (node.disabled ? "" : node.value) };
 }
 
 // The server's answer; refusals are thrown with what it says.
 async function asked(path, body) {
   const headers = { "Content-Type": "application/json" };
   if (DATA.secured) headers.Authorization = `Bearer ${token()}`;
-  let target = path;
-  let content = JSON.stringify(body);
-  if (bytes && body.program !== undefined) {
-    const { program, ...options } = body;
-    target = `${path}?${new URLSearchParams(options)}`;
-    headers["Content-Type"] = "application/octet-stream";
-    content = bytes;
-  }
-  const answer = await fetch(target, { method: "POST", headers, body: content });
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
   if (answer.ok) return answer;
   const said = await answer.json().catch(() => ({ what: `status ${answer.status}` }));
   if (answer.status === 401) forgetToken();

@@ -1,0 +1,196 @@
+"""What a child of the fork server is asked about programs and kernels, and how it answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..common.errors import OpcastError, ProgramError
+from ..common.interval import latency_fields
+from ..datagen.zoo import Setting, build, parse_settings
+from ..features.devices.rates import changed_device
+from ..features.ir.reader import SourceProgram, read_program
+from ..features.lowering.options import LoweringOptions
+from ..features.lowering.target_compiler.process import CompileSettings
+from ..predict.program.case import ProgramCase
+from ..predict.program.predictor import Predictor
+from .errors import RequestError, error_data
+
+logger = logging.getLogger(__name__)
+
+
+Predictors = Mapping[str, Predictor]
+
+
+#: Folder of the package as its files name it, which is no part of an answer.
+_ROOT = Path(__file__).parents[1]
+
+
+class Task(TypedDict, total=False):
+    """What a child is asked: all have ``kind`` and limits, the others depend on the kind."""
+
+    kind: str
+    request: str
+    model: str
+    device: str
+    timeout_s: float
+    memory_bytes: int
+    allow_compile: bool
+    lowering: str
+    fallback: str
+    trip_count: int | None
+    strict: bool
+    workload: str
+    settings: Mapping[str, Setting]
+    points: Sequence[Mapping[str, Any]]
+
+
+def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """The prediction of a program, as ``opcast predict --json`` prints it.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable.
+        RequestError: The program would have to be compiled, which is not allowed.
+    """
+    predictor = predictors[task["model"]]
+    source, options = _read(task, payload)
+    return predictor.answer(ProgramCase(source, options, strict=task["strict"])).to_dict()
+
+
+def report(predictors: Predictors, task: Task, payload: bytes) -> str:
+    """The page of a program, as ``opcast report program`` writes it.
+
+    Raises:
+        OpcastError: The program, device or lowering is not usable.
+        RequestError: The program would have to be compiled, which is not allowed.
+    """
+    from ..predict.page.report import ReportOptions, report_page
+
+    source, options = _read(task, payload)
+    return report_page(predictors[task["model"]], source, ReportOptions(options))
+
+
+def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """Predictions of a program on devices with other figures, or of a workload of other settings.
+
+    Each is what ``opcast predict --json`` prints of it without the kernels, or the reason why it
+    cannot be predicted.
+
+    Raises:
+        OpcastError: As for :func:`predict_program`.
+    """
+    predictor = predictors[task["model"]]
+    read: dict[str, tuple[SourceProgram, LoweringOptions]] = {}
+
+    def one(point: Mapping[str, Any]) -> dict[str, object]:
+        key = json.dumps(point["settings"], sort_keys=True)
+        if key not in read:
+            own: Task = {**task, "settings": {**task.get("settings", {}), **point["settings"]}}
+            read[key] = _read(own, payload)
+        source, options = read[key]
+        if point["design"]:
+            # Lowered anew: what XLA fuses depends on a device's rates, too.
+            options = replace(options, device=changed_device(task["device"], point["design"]))
+        case = ProgramCase(source, options, strict=task["strict"], power_cap_w=point["power_cap_w"])
+        found = predictor.answer(case).to_dict()
+        del found["kernels"]
+        return found
+
+    answers = []
+    for point in task["points"]:
+        try:
+            answers.append(one(point))
+        except OpcastError as error:
+            answers.append(error_data(error))
+    return {"points": answers}
+
+
+def _program(task: Task, payload: bytes) -> bytes:
+    """The program of a request: what it holds, or a workload of the zoo.
+
+    Raises:
+        OpcastError: There is no such workload or setting.
+    """
+    if not task.get("workload"):
+        return payload
+    pairs = [f"{name}={value}" for name, value in task["settings"].items()]
+    made = build(task["workload"], **parse_settings(task["workload"], pairs)).serialize("text")
+    # Locations of ops name files of the package; where it lies is the server's own affair.
+    return made.replace(f"{_ROOT}/".encode(), b"opcast/")
+
+
+def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
+    """A program, and how the server may lower it.
+
+    Raises:
+        OpcastError: There is no such workload or setting.
+        ProgramError: The program cannot be read.
+        RequestError: The program would have to be compiled, which is not allowed.
+    """
+    source = read_program(_program(task, payload), trip_counts=task["trip_count"])
+    compiled = source.kind == "hlo" and source.program.is_scheduled
+    lowering = str(task["lowering"])
+    # A compiler runs for minutes on code that a stranger sent; scheduled HLO needs none.
+    if not (task["allow_compile"] or compiled):
+        if lowering == "xla":
+            raise RequestError(
+                403,
+                "this server does not compile programs",
+                where="lowering",
+                hint="ask for fused or op, or start it with --allow-compile",
+            )
+        # ``auto`` may mean the compiler, which must not run here.
+        lowering = "fused" if lowering == "auto" else lowering
+    return source, LoweringOptions(
+        lowering, task["device"], task["trip_count"], task["fallback"], _limits(task)
+    )
+
+
+def predict_kernels(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """Columns of predictions of kernels given as HLO text.
+
+    Raises:
+        OpcastError: A text is not a kernel, or the device is unknown.
+    """
+    from ..features.kernels.extract import kernel_from_ir
+    from ..predict.devices import resolve_device
+    from ..predict.program.prediction import check_known
+
+    predictor, kernels = predictors[task["model"]], []
+    # One by one, so that an error can name the row.
+    for row, text in enumerate(json.loads(payload)):
+        try:
+            kernels.append(kernel_from_ir(text))
+        except OpcastError as error:
+            # The class decides the status, so it is kept.
+            raise type(error)(error.what, where=f"kernel {row}", hint=error.hint) from None
+        # Limits of this process, not faults of the row: handled where all tasks end.
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            logger.exception("unexpected error in a kernel's text")
+            what = f"no kernel: {type(error).__name__}: {error}"[:300]
+            raise ProgramError(what, where=f"kernel {row}") from None
+    spec = resolve_device(task["device"], predictor.devices)
+    estimates = predictor.model_for(spec).predict_kernels(kernels, spec)
+    check_known(kernels, estimates.source)
+    return {
+        **{
+            k: v.tolist()
+            for k, v in latency_fields(estimates.latency, estimates.lo, estimates.hi).items()
+        },
+        "bound": estimates.bound.tolist(),
+        "source": estimates.source.tolist(),
+        "in_domain": estimates.in_domain.tolist(),
+    }
+
+
+def _limits(task: Task) -> CompileSettings:
+    """What a target compiler gets: less time than the request, so that it can be told."""
+    return CompileSettings(
+        timeout_s=0.9 * task["timeout_s"], memory_bytes=task["memory_bytes"], progress=False
+    )
