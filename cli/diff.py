@@ -8,7 +8,15 @@ import typer
 
 from ..common.options import Json, Option, Top
 from ..workflows.versions.diff import DiffSettings
-from .options import make_console, print_json, refuse
+from ..workflows.versions.fits import FitSettings
+from .options import (
+    make_console,
+    print_json,
+    program_of,
+    refuse,
+    torch_program_of,
+    workload_of,
+)
 
 
 def diff(
@@ -47,4 +55,42 @@ def diff(
                 console.print()
             print_difference(console, own.name, own.difference, own.excess, top)
     if not report.passes:
+        raise typer.Exit(1)
+
+
+#: Parameters of a step alone, and of a program alone.
+_OF_STEPS = ("hf", "settings", "cluster", "plan")
+_OF_PROGRAMS = ("train", "loss", "lowering", "trip_count")
+
+
+def fit(context: typer.Context, asked: FitSettings, json_output: Json = False) -> None:
+    """Say whether a program or a training step fits the memory of devices; exits with 1 if not.
+
+    A program needs --device; a step of a model --workload or --hf, with --device or --cluster.
+    """
+    stepped = bool(asked.workload or asked.hf)
+    if stepped == (asked.program is not None):
+        raise typer.BadParameter("give either a PROGRAM, or a model by --workload or --hf")
+    if bool(asked.device) == bool(asked.cluster):
+        raise typer.BadParameter("give one of --device and --cluster")
+    from ..predict.render.fit import print_fit
+    from ..workflows.versions.fits import program_fits, step_fits
+
+    if asked.program is not None:
+        refuse(context, "a program", _OF_STEPS)
+        if asked.framework not in ("", "xla"):
+            refuse(context, f"--framework {asked.framework}", {"lowering", "trip_count"})
+        program = torch_program_of(program_of(asked.program), asked.train, asked.loss)
+        found = program_fits(asked, program)
+    else:
+        refuse(context, "a training step", _OF_PROGRAMS)
+        found = step_fits(asked, workload_of(asked.workload, asked.hf))
+    if json_output:
+        fits = all(own.fits for own in found)
+        print_json({"fits": fits, "results": [own.to_dict() for own in found]})
+    else:
+        console = make_console()
+        for own in found:
+            print_fit(console, own)
+    if not all(own.fits for own in found):
         raise typer.Exit(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import log
+from math import exp, log
 from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -53,6 +53,16 @@ class Interval(NamedTuple):
             return float(self.value <= limit)
         away = log(limit / self.value) / abs(log(end / self.value))
         return _NORMAL.cdf(_NORMAL.inv_cdf(0.95) * away)
+
+    def quantile(self, chance: float) -> float:
+        """What the true value is at most with a probability; as of :meth:`chance_below`.
+
+        Args:
+            chance: Above 0 and below 1.
+        """
+        away = _NORMAL.inv_cdf(chance) / _NORMAL.inv_cdf(0.95)
+        end = self.hi if away >= 0.0 else self.lo
+        return self.value * exp(abs(log(end / self.value)) * away)
 
 
 _NORMAL = NormalDist()

@@ -133,6 +133,11 @@ class TorchMemory:
         return self.needed_bytes <= self.device_bytes if self.device_bytes else None
 
 
+def usable_bytes(spec: DeviceSpec) -> float:
+    """Bytes that a process can have of a device; 0 if its memory is unknown."""
+    return spec.memory_bytes * _USABLE.get(spec.vendor, 1.0)
+
+
 def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> TorchMemory:
     """Replay the storages of a program on a device.
 
@@ -148,7 +153,7 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
     reserved, pinned = (
         (own.peak_allocated, own.peak_allocated) if cpu else (own.peak_reserved, own.peak_pinned)
     )
-    capacity = spec.memory_bytes * _USABLE.get(spec.vendor, 1.0)
+    capacity = usable_bytes(spec)
     below = error * own.peak_allocated
     above = (error if log.framed else _UNFRAMED) * own.peak_allocated
     down, up = hypot(below, _CONTEXT_ERROR), hypot(above, _CONTEXT_ERROR)

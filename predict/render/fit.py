@@ -1,0 +1,39 @@
+"""Print whether a run fits the memory of a device."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from ...common.units import likely, size
+from ..fit import MemoryFit
+from .parts import print_notes
+
+#: Least share of the peak of a part that is told.
+_LEAST = 0.001
+
+
+def print_fit(console: Console, found: MemoryFit) -> None:
+    """Print the verdict, the parts of memory, and the change that would fit."""
+    verdict = ("fits", "bold green") if found.fits else ("does NOT fit", "bold red")
+    needed = found.needed
+    console.print(
+        Text.assemble(
+            verdict,
+            f"  {found.subject} on {found.device}: out of memory {likely(found.out_of_memory)}",
+        )
+    )
+    console.print(
+        f"needs {size(needed.value)}  [{size(needed.lo)} – {size(needed.hi)}] of "
+        f"{size(found.capacity)} ({found.source})"
+    )
+    told = {k: v for k, v in found.parts.items() if v > _LEAST * needed.value}
+    parts = sorted(told.items(), key=lambda own: -own[1])
+    console.print("  " + ", ".join(f"{name} {size(own)}" for name, own in parts))
+    if found.beside:
+        console.print(f"  {found.beside}")
+    if found.change:
+        console.print(f"  would fit with {found.change}")
+    elif not found.fits:
+        console.print("  no small change would fit")
+    print_notes(console, found.notes)

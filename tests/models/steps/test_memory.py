@@ -1,0 +1,53 @@
+"""Intervals of peak memory hold what published steps say of theirs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opcast.models.steps.memory import KNOWN_ENDS, OTHER_ENDS, MemoryLaw, fit_laws, interval_of
+from opcast.predict.cluster.case_table import read_rows
+from opcast.predict.cluster.step_table import fullest, step_row
+
+STEPS = (
+    Path(os.environ.get("OPCAST_PUBLISHED_DATA", "../shared/data"))
+    / "published-steps"
+    / "steps.csv.gz"
+)
+
+
+def test_a_framework_without_a_law_has_the_wider_interval():
+    laws = {"a": MemoryLaw(), "": MemoryLaw()}
+    known, other = (interval_of(laws, name, 100.0) for name in ("a", "b"))
+    assert (known.lo, known.hi) == pytest.approx((100 * np.exp(-0.17), 100 * np.exp(0.36)))
+    assert other.lo < known.lo and other.hi > known.hi
+    assert interval_of(laws, "", 100.0) == other
+
+
+def test_ends_are_those_of_measured_steps():
+    if not STEPS.is_file():
+        pytest.skip("the pack published-steps is not here")
+    table = pd.read_csv(STEPS)
+    rows = [r for r in read_rows(table[table["memory_gib"].notna()], step_row)[0] if r is not None]
+    names = [r.framework for r in rows]
+    stages = [fullest(r) for r in rows]
+    measured = np.array([r.memory_bytes for r in rows])
+    laws = fit_laws(names, stages, measured)
+    kinds = sorted(set(names))
+    own, others = [], []
+    for kind in kinds:
+        at = [i for i, name in enumerate(names) if name == kind]
+        rest = np.median([laws[k].to_list() for k in kinds if k != kind], axis=0)
+        for law, errors in ((laws[kind], own), (MemoryLaw(*rest.tolist()), others)):
+            errors.append(np.log([measured[i] / law.total(stages[i]) for i in at]))
+
+    def inside(errors: list[np.ndarray], ends: tuple[float, float]) -> float:
+        """Every framework counts the same."""
+        return float(np.mean([((e >= ends[0]) & (e <= ends[1])).mean() for e in errors]))
+
+    assert len(rows) > 1500
+    assert 0.87 < inside(own, KNOWN_ENDS) < 0.95 and 0.87 < inside(others, OTHER_ENDS) < 0.95

@@ -1,0 +1,109 @@
+"""Whether programs or a training step fit the memory of devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ...common.options import (
+    HfOpt,
+    LossOpt,
+    LoweringOpt,
+    Option,
+    ProgramOrNone,
+    TrainOpt,
+    Trips,
+    Workload,
+)
+from ...simulate.step.settings import SizesOpt
+
+if TYPE_CHECKING:
+    from ...predict.fit import MemoryFit
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """What ``opcast fit`` is asked: a program, or a step of a model under a plan."""
+
+    program: ProgramOrNone = None
+    device: Annotated[
+        str, Option("Name (opcast device --list) or device file; several with commas.")
+    ] = ""
+    framework: Annotated[
+        str,
+        Option(
+            "Whose kernels a PyTorch program has: xla, torch-eager or torch-compiled. With "
+            "--workload who runs the step, such as nanotron."
+        ),
+    ] = ""
+    train: TrainOpt = ""
+    loss: LossOpt = ""
+    lowering: LoweringOpt = "auto"
+    trip_count: Trips = None
+    workload: Workload = ""
+    hf: HfOpt = None
+    settings: SizesOpt = field(default_factory=dict)
+    cluster: Annotated[
+        str, Option("Of a step: name such as dgx-h100-x128, instead of --device.")
+    ] = ""
+    plan: Annotated[str, Option("Parallel plan such as tp=8,pp=2,dp=8, or a YAML file.")] = ""
+    risk: Annotated[
+        float,
+        Option("Largest probability of running out of memory.", least=0.01, most=0.99),
+    ] = 0.5
+
+
+def program_fits(settings: FitSettings, program: object) -> list[MemoryFit]:
+    """Find out whether a program fits, on each device.
+
+    Args:
+        settings: What is asked.
+        program: What its program's argument stands for.
+
+    Raises:
+        OpcastError: The program or a device is not usable.
+    """
+    from ...features.lowering.options import LoweringOptions
+    from ...predict.devices import resolve_device
+    from ...predict.fit import program_fit, torch_fit
+    from ...predict.operator.torch_framework import TorchPredictor
+    from ...predict.program.case import ProgramCase
+
+    own = settings
+    name = str(own.program).rpartition("/")[2]
+    devices = own.device.split(",")
+    if own.framework not in ("", "xla"):
+        predictor = TorchPredictor(own.framework)
+        return [torch_fit(predictor, program, predictor.device(d), own.risk, name) for d in devices]
+    found = []
+    for device in devices:
+        options = LoweringOptions(own.lowering, resolve_device(device, {}), own.trip_count)
+        found.append(program_fit(ProgramCase(program, options), own.risk, name))
+    return found
+
+
+def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
+    """Find out whether a training step fits, on one device of each name or on a cluster.
+
+    Args:
+        settings: What is asked.
+        workload: Name or file of the model.
+
+    Raises:
+        OpcastError: The model, plan or a cluster is not usable.
+    """
+    from ...predict.cluster.step_case import PlannedStep
+    from ...predict.fit import step_fit
+    from ...simulate.clusters.catalogue import find_cluster
+    from ...simulate.step.workload import read_workload
+
+    own = settings
+    work = read_workload(workload, own.settings)
+    names = [own.cluster] if own.cluster else [f"{name}-x1" for name in own.device.split(",")]
+    found = []
+    for name in names:
+        cluster = find_cluster(name)
+        plan = PlannedStep(cluster=name, plan=own.plan).plan_on(cluster, work)
+        found.append(step_fit(work, cluster, plan, own.framework, own.risk, Path(workload).stem))
+    return found
