@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def summary(outcome: Outcome) -> str:
     return f"{counts}; {outcome.why}{where}"
 
 
+def end_as_interrupted() -> None:
+    """Pack what there is when the machine is taken away, which begins with SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 def main() -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="opcast campaign", description=__doc__)
@@ -29,6 +35,7 @@ def main() -> int:
     parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    end_as_interrupted()
     try:
         settings = CampaignSettings(
             given.out,

@@ -37,7 +37,7 @@ class Journal:
         elapsed_s: Seconds of all slices together.
         slices: Number of slices begun.
         began: Time of the first slice, seconds since the epoch; 0 before it.
-        each_s: Seconds that a case took, by kind and worker.
+        each_s: Seconds that a case took, by stage and kind.
         notes: What happened beside measuring, such as a worker that did not start.
         platform: ``gpu``, ``tpu`` or ``cpu``; empty before the first slice.
         hosts: What each slice saw of the machine.
@@ -107,7 +107,7 @@ class Journal:
             self.spent_s[event["stage"]] += float(event["seconds"])
             count = len(event["done"]) + len(event["failed"])
             if count:
-                self.each_s[event["kind"], event["worker"]] = float(event["seconds"]) / count
+                self.each_s[event["stage"], event["kind"]] = float(event["seconds"]) / count
             if event["rows"]:
                 self._files.append(str(event["rows"]))
 

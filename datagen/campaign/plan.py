@@ -98,7 +98,7 @@ class Plan:
             done: Keys of finished cases.
             spent: Seconds by stage.
             workers: Kinds of workers that run here.
-            fits: Seconds that a case took so far, by kind and worker.
+            fits: Seconds that a case took so far, by stage and kind.
             left_s: Seconds until the end.
             prefer: Stage to stay with, if it has something left.
         """
@@ -109,7 +109,7 @@ class Plan:
             if not left or left[0].stage in found:
                 continue
             first = left[0]
-            each = fits.get((first.kind, first.worker), 0.0)
+            each = fits.get((first.stage, first.kind), 0.0)
             count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
             if count > 0:
                 # Replicates are measured by another process than what they repeat.

@@ -24,7 +24,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert again.done == {"a", "b", "c"}
     assert again.failed == {"d": "out of memory"}
     assert again.spent_s == {"s": 6.0}
-    assert again.each_s == {("k", "xla"): 1.5}
+    assert again.each_s == {("s", "k"): 1.5}
     assert [row["key"] for row in again.rows()] == ["a", "b", "c"]
     assert (again.slices, again.finished) == (1, {"a", "b", "c", "d"})
 

@@ -103,8 +103,8 @@ def test_time_goes_to_the_stage_that_is_furthest_behind() -> None:
     assert keys(["a/k/0"], {"a": 10.0}, prefer="a") == ["a/k/1", "a/k/2"]
     assert keys(spent={"a": 5.0, "b": 2.0}) == ["a/k/0", "a/k/1"]  # 5 / 0.6 < 2 / 0.2
     # A block is cut to what may end in time, and left out if nothing of it does.
-    assert keys(each={("k", "xla"): 30.0}, left=50.0) == ["a/k/0"]
-    assert keys(each={("k", "xla"): 30.0}, left=20.0) == []
+    assert keys(each={("a", "k"): 30.0, ("b", "k"): 30.0}, left=50.0) == ["a/k/0"]
+    assert keys(each={("a", "k"): 30.0, ("b", "k"): 30.0}, left=20.0) == []
     assert keys(workers=("torch",)) == ["c/k/0", "c/k/1"]
 
 

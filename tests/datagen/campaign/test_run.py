@@ -143,6 +143,16 @@ def test_slices_end_on_time_and_say_that_more_is_left(tmp_path: Path) -> None:
     assert Journal(tmp_path).slices == 1
 
 
+def test_a_machine_that_is_taken_away_leaves_an_archive(tmp_path: Path) -> None:
+    own = start(tmp_path, "--budget", "10m")
+    wait_for(tmp_path, "block", 1)
+    own.send_signal(signal.SIGTERM)
+    said, _ = own.communicate(timeout=60)
+    assert own.returncode == 130, said
+    assert "the same command goes on" in said
+    assert read_archive(tmp_path)[1]["ended"] == "interrupted"
+
+
 def test_a_used_up_budget_measures_nothing_more(tmp_path: Path) -> None:
     own = Journal(tmp_path)
     own.add("slice")
