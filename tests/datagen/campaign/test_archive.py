@@ -20,6 +20,7 @@ from opcast.datagen.campaign.plan import Case, Entry, Plan
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
 from opcast.workflows.campaign import campaign_device
+from opcast.workflows.torch_models.rows import model_row
 
 #: What XLA makes of a product and an element-wise kernel for a GPU; the product is split over k, so
 #: that it runs as two kernels.
@@ -138,6 +139,9 @@ def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
     assert operators.frame["latency_us_p50"].tolist() == [32.0]  # of three calls
     models = pd.read_parquet(tmp_path / "out" / "tables" / "models.parquet").iloc[0]
     assert (models["latency_ms"], models["id"]) == (pytest.approx(5.1), "models/m")
+    # Tables of whole models are read as it is (docs/torch.md).
+    row = model_row(models.to_dict())
+    assert (row.measured_s, row.memory_is, row.memory_bytes) == (0.0051, "allocated", 10.0)
     # Readings of the second that it ran: 600 to 609 W.
     assert models["power_w"] == pytest.approx(604.5)
     windows = pd.read_parquet(tmp_path / "out" / "tables" / "windows.parquet").iloc[0]
