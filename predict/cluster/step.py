@@ -395,6 +395,8 @@ def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) ->
     Raises:
         PlanError: The plan does not fit the model or the cluster.
     """
+    if workload.mode != "train":
+        return plan
     chunk = FRAMEWORKS["recipes"].get(framework, {}).get("chunk", 0)
     virtual = workload.layers // (plan.pp * chunk) if chunk else 1
     if plan.pp == 1 or virtual < 2 or resolved(workload, plan, devices).microbatches % plan.pp:

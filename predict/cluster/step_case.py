@@ -137,9 +137,15 @@ class StepCase(PlannedStep):
 
         predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
         said = self.plan_on(predictor.cluster, work)
-        plan = said
+        plan, other = said, None
         if not any(word in self.plan for word in ("schedule", "virtual", "chunks", ".y")):
             plan = interleaved(said, work, predictor.cluster.size, predictor.framework)
+        if plan != said:
+            other = predictor.predict(work, said, speeds=self.speed, remedy=False)
+            chunks = predictor.predict(work, plan, speeds=self.speed, remedy=False)
+            if other.fit.fits and not chunks.fit.fits:
+                # Whoever has no memory for its activations does not interleave.
+                plan, other = said, chunks
         found = predictor.predict(
             work,
             plan,
@@ -149,14 +155,21 @@ class StepCase(PlannedStep):
             explain=self.explain,
             price=self.price,
         )
-        if plan == said:
-            return found
-        plain = predictor.predict(work, said, speeds=self.speed, remedy=False).step.total
-        note = (
-            f"the plan does not say whether its pipeline is interleaved: virtual={plan.virtual} is "
-            f"taken, as recipes of {predictor.framework} do; with schedule=1f1b it takes "
-            f"{duration(plain * 1e6)}, which the interval holds"
-        )
-        lo, hi = min(found.interval.lo, plain), max(found.interval.hi, plain)
-        interval = found.interval._replace(lo=lo, hi=hi)
-        return replace(found, interval=interval, described=(*found.described, note))
+        return found if other is None else _either(found, other, predictor.framework)
+
+
+def _either(found: StepPrediction, other: StepPrediction, framework: str) -> StepPrediction:
+    """A step whose pipeline may be interleaved or not: one interval for both."""
+    whose = f"recipes of {framework}" if framework else "published runs of large models"
+    taken = f"virtual={found.plan.virtual} is taken, as in {whose}; with schedule=1f1b"
+    if found.plan.virtual == 1:
+        taken = "schedule=1f1b is taken, since only that fits; "
+        taken += f"with virtual={other.plan.virtual}, as in {whose},"
+    note = (
+        f"the plan does not say whether its pipeline is interleaved: {taken} it takes "
+        f"{duration(other.step.total * 1e6)}; the interval holds both"
+    )
+    lo = min(found.interval.lo, other.interval.lo)
+    hi = max(found.interval.hi, other.interval.hi)
+    interval = found.interval._replace(lo=lo, hi=hi)
+    return replace(found, interval=interval, described=(*found.described, note))

@@ -129,6 +129,26 @@ def test_a_pipeline_of_which_nothing_is_said_is_as_in_recipes():
     assert not [note for note in plain.notes() if "interleaved" in note]
 
 
+@pytest.mark.parametrize(
+    ("devices", "batch", "seq", "plan", "tflops"),
+    [
+        # Table 4 of "The Llama 3 Herd of Models" (arXiv:2407.21783): bf16, interleaved (3.3.2).
+        (8192, 2048, 8192, "tp=8,pp=16,dp=64", 430),
+        (16384, 2048, 8192, "tp=8,pp=16,dp=128", 400),
+        (16384, 128, 131072, "tp=8,cp=16,pp=16,dp=8", 380),
+    ],
+)
+def test_metas_run_lies_in_the_interval_of_a_plan_that_says_no_schedule(
+    devices, batch, seq, plan, tflops
+):
+    case = StepCase(cluster=f"dgx-h100-x{devices}", plan=f"{plan},zero=1")
+    work = make_workload("llama", {**LLAMA_405B, "batch": batch, "seq": seq})
+    found = case.predict(work, None)
+    seconds = work.model_flops() / devices / (tflops * 1e12)
+    assert found.interval.lo < seconds < found.interval.hi
+    assert [note for note in found.notes() if "interleaved" in note]
+
+
 def test_measured_collectives_count_inside_a_box():
     cluster = find_cluster("h100-sxm-x8")
     learned = learned_time("all_reduce", 64e6, range(8), cluster)
