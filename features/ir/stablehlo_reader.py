@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...common.collection import paused_collection
 from ...common.errors import ProgramError
 from .jax_compat import parse_module
 from .mlir.opcodes import is_quantised, with_storage_types
@@ -76,7 +75,7 @@ def read_module(
 ) -> Program:
     """Read a parsed MLIR module, otherwise as :func:`read_mlir`."""
     try:
-        with module.context, _paused_collection():
+        with module.context, paused_collection():
             program = ModuleReader(module, origin).read()
     except (UnicodeDecodeError, RuntimeError) as error:
         # Damaged bytecode can hold names that are not UTF-8, or regions that nest without end.
@@ -85,15 +84,3 @@ def read_module(
         raise ProgramError(what, where=origin) from error
     set_trip_counts(program, trip_counts)
     return program
-
-
-@contextmanager
-def _paused_collection() -> Iterator[None]:
-    """Pause garbage collection: it is 15 % of reading a large program, and finds no garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from ...common.collection import paused_collection
 from ...common.errors import CompilerError, DeviceError, LoweringError, ProgramError
 from ...common.jax_platforms import device_files
 from ..devices.catalogue import find_typed, load_device_file
@@ -84,7 +85,7 @@ def lower_with(source: object, options: LoweringOptions) -> LoweredProgram:
     options.check()
     platform = platform_of(device) if device is not None else None
     program = read_program(source, trip_counts=options.trip_counts, platform=platform)
-    with well_formed(program):
+    with well_formed(program), paused_collection():
         lowered = _lower(program, device, options)
         notes = [program.note, sharding_note(program)]
         notes += [platform_note(program, device)] if device is not None else []

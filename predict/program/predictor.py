@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.collection import paused_collection
 from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
 from ...features.devices.identity import former_speeds, speed_of
@@ -152,9 +153,10 @@ class Predictor:
         """
         from ...features.ir.untrusted import well_formed
 
-        source, lowered, device = case.lower(self)
+        with paused_collection():
+            source, lowered, device = case.lower(self)
         # HLO attributes that contradict their shapes surface only while features are computed.
-        with well_formed(source):
+        with well_formed(source), paused_collection():
             return self.predict_lowered(
                 lowered,
                 device,

@@ -90,17 +90,22 @@ def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]
     """Order the nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
     order: list[Node] = list(first)
     done = {id(node) for node in first}
+    begun: set[int] = set()
     for root in roots:
         # With an explicit stack: chains of ops are longer than Python's recursion limit.
         stack = [root]
         while stack:
             node = stack[-1]
-            if id(node) not in done:
-                missing = [operand for operand in node.operands if id(operand) not in done]
-                if missing:
-                    stack += missing[::-1]
-                    continue
-                done.add(id(node))
+            key = id(node)
+            if key not in done:
+                if key not in begun:
+                    begun.add(key)
+                    missing = [operand for operand in node.operands if id(operand) not in done]
+                    if missing:
+                        stack += missing[::-1]
+                        continue
+                # What was missing stood above it on the stack.
+                done.add(key)
                 order.append(node)
             stack.pop()
     return order

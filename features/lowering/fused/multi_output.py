@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...ir.op_table import UPDATES
 from .clusters import Cluster, Clusters, is_loop_reduction, owner, reduction, source_of
+from .dependences import Dependences
 from .graph import Node
 from .priority import MAX_OPERANDS, narrow_reduction
 from .work import LAUNCH_S, Machine, Work
@@ -32,6 +33,7 @@ class MultiOutputFusion:
     def __init__(self, clusters: Clusters, machine: Machine) -> None:
         self.clusters = clusters
         self.machine = machine
+        self.needs = Dependences(clusters)
 
     def run(self) -> None:
         """Go through the graph from its results to its arguments."""
@@ -57,7 +59,7 @@ class MultiOutputFusion:
                 first, second = readers[i], readers[j]
                 fits = self._alike(first, second) and _shares(node, first, second)
                 if fits and self._apart(first, second):
-                    readers[i] = self.clusters.merge(readers[i], readers[j])
+                    readers[i] = self.needs.merge(first, second)
                     del readers[j]
                 else:
                     j += 1
@@ -80,7 +82,7 @@ class MultiOutputFusion:
             # them.
             if self._between(producer, consumer) or not self._pays(producer, consumer):
                 continue
-            self.clusters.merge(producer, consumer)
+            self.needs.merge(producer, consumer)
             return
 
     def _alike(self, first: Cluster, second: Cluster) -> bool:
@@ -103,29 +105,14 @@ class MultiOutputFusion:
 
     def _apart(self, first: Cluster, second: Cluster) -> bool:
         """Return whether neither needs the other."""
-        return not (self._reaches(first, second) or self._reaches(second, first))
+        return not (self.needs.reaches(first, second) or self.needs.reaches(second, first))
 
     def _between(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer also needs the producer by way of a third kernel."""
         others = [p for p in self.clusters.producers(consumer) if p is not producer]
-        return any(other is not consumer and self._reaches(other, producer) for other in others)
-
-    def _reaches(self, start: Cluster, target: Cluster) -> bool:
-        """Return whether ``start`` needs a result of ``target``, directly or not."""
-        first = min(self.clusters.position[id(root)] for root in target.roots)
-        by_root = self.clusters.by_root
-        stack, seen = [start], {id(start)}
-        while stack:
-            for node in stack.pop().makers:
-                producer = by_root.get(id(node))
-                if producer is target:
-                    return True
-                # What ends before the target's first root cannot depend on it: the search stays
-                # short.
-                if producer is not None and producer.last > first and id(producer) not in seen:
-                    seen.add(id(producer))
-                    stack.append(producer)
-        return False
+        return any(
+            other is not consumer and self.needs.reaches(other, producer) for other in others
+        )
 
 
 def _joins(cluster: Cluster) -> bool:

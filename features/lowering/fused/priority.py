@@ -157,11 +157,11 @@ class PriorityFusion:
         if not consumers or not (producer.loops or rows or self._followed(producer, consumers)):
             return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
+        if not all(consumer.consumes for consumer in consumers):
+            return None
         apart = self._alone(producer).seconds + LAUNCH_S * (1 + len(consumers))
         together = LAUNCH_S * len(consumers)
         for consumer in consumers:
-            if not consumer.consumes:
-                return None
             joined = self._joined(producer, consumer)
             if joined is None:
                 return None
