@@ -27,8 +27,18 @@ FILE = Path(__file__).parents[1] / "pretrained" / "fused.json"
 ALL = "all"
 #: Programs that a group has at least: its ends are those of all programs else. Engineering choice.
 LEAST = 4
+#: Share of bytes between kernels, and of FLOPs outside products, from which the compiler's counts
+#: are told: below, 6 and 1 % of the random compositions differ by more than a tenth, above 44 and
+#: 18 % (``tests/bench/fused_error.py``).
+COUNTS = {"bytes": 0.2, "flops": 0.5}
 #: Half-width in logarithms from which a note says so.
 _TELLING = log(1.25)
+_COUNTED = {
+    "bytes": "bytes ({share:.0%} pass between kernels or through library calls, which it may join, "
+    "part or lay out otherwise)",
+    "flops": "FLOPs ({share:.0%} are outside products: what several kernels read, each may compute "
+    "again)",
+}
 _WORDS = {
     "gather_scatter": "gathers and updates in place",
     "random": "random numbers",
@@ -102,6 +112,46 @@ def shipped(platform: str) -> Mapping[str, Ends]:
     return {group: (lo, hi) for group, (lo, hi) in kept["ends"].items()}
 
 
+def uncertain_counts(lowered: LoweredProgram) -> dict[str, float]:
+    """Find which of a program's counts rest on how kernels are formed, and by what share.
+
+    Returns:
+        ``bytes``: share of those that pass between kernels, which the compiler may join or part
+        otherwise; with library calls, 1, for their layouts are not known. ``flops``: share of those
+        outside products, which each kernel that reads them may compute again. Only where they are
+        above :data:`COUNTS`.
+    """
+    kernels = [k for k in lowered.kernels if k.takes_time]
+    moved = sum(k.bytes * k.multiplicity for k in kernels)
+    flops = sum(k.flops * k.multiplicity for k in kernels)
+    alone = sum(k.flops * k.multiplicity for k in kernels if k.kind not in ("gemm", "conv"))
+    found = {
+        "bytes": max(0.0, 1.0 - lowered.entry_bytes / moved) if moved else 0.0,
+        "flops": alone / flops if flops and len(kernels) > 1 else 0.0,
+    }
+    if any(k.kind == "custom_call" for k in kernels):
+        found["bytes"] = 1.0
+    return {what: share for what, share in found.items() if share > COUNTS[what]}
+
+
+@cache
+def shipped_counts(platform: str) -> Mapping[str, Ends]:
+    """The compiler's count over ours where :func:`uncertain_counts` names it: 5 and 95 % ends."""
+    kept = json.loads(FILE.read_text())["platforms"].get(platform, {})
+    return {what: (lo, hi) for what, (lo, hi) in kept.get("counts", {}).items()}
+
+
+def count_note(lowered: LoweredProgram, device: DeviceSpec) -> tuple[str, ...]:
+    """Say by how much the compiler's counts of bytes and FLOPs may differ, and why."""
+    ends = shipped_counts(device.platform)
+    said = []
+    for what, share in uncertain_counts(lowered).items() if lowered.lowering == "fused" else ():
+        if what in ends:
+            low, high = ends[what]
+            said.append(f"{low:.2f} to {high:.2f} times the {_COUNTED[what].format(share=share)}")
+    return (f"counts of lowering fused: the compiler's are {', and '.join(said)}",) if said else ()
+
+
 def ends_of(parts: Mapping[str, float], known: Mapping[str, Ends]) -> Ends:
     """Ends of a program in logarithms from the share of each group in its time.
 
@@ -144,12 +194,14 @@ def lowering_note(
     known = shipped(device.platform)
     if lowered.lowering != "fused" or not known:
         return ()
+    counted = count_note(lowered, device)
     parts = shares(lowered.kernels, latency_s)
     low, high = ends_of(parts, known)
     if max(-low, high) < _TELLING:
-        return ()
+        return counted
     worst = max(parts, key=lambda group: parts[group] * max(map(abs, known.get(group, known[ALL]))))
     return (
         f"lowering fused: the compiler's kernels may take {exp(low):.2f} to {exp(high):.2f} times "
         f"as long as these, mostly for {_WORDS.get(worst, worst)} ({parts[worst]:.0%} of the time)",
+        *counted,
     )

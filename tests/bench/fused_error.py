@@ -26,7 +26,7 @@ from scipy.special import ndtr
 
 from opcast.common.errors import UnknownCallError
 from opcast.features.devices.catalogue import find_device
-from opcast.models.program.fused_error import FILE, ends_of, fit
+from opcast.models.program.fused_error import COUNTS, FILE, ends_of, fit
 from opcast.models.trust.calibrator import NORMAL_90, Ends
 from opcast.predict.program.predictor import load
 from opcast.tests.support.drawn_programs import Case, cases, text_of
@@ -54,6 +54,11 @@ class Row(NamedTuple):
     def score(self) -> float:
         """Logarithm of the compiler's time over ours."""
         return log(self.xla.us / self.fused.us)
+
+    def differs(self, what: str) -> bool:
+        """Whether a count is more than 10 % from the compiler's."""
+        ours, theirs = getattr(self.fused, what), getattr(self.xla, what)
+        return bool(abs(ours - theirs) > 0.1 * theirs + 1e3)
 
     def covered(self, ends: dict[str, Ends]) -> float:
         """Chance that the interval holds the truth: the compiler's price with its own error."""
@@ -126,14 +131,25 @@ def fitted(rows: Sequence[Row]) -> dict[str, Ends]:
     )
 
 
+def counts_of(rows: Sequence[Row]) -> dict[str, Ends]:
+    """The compiler's counts over ours where the answer says that they differ: 5 and 95 % ends."""
+    found = {}
+    for what in COUNTS:
+        own = [r for r in rows if what in r.fused.uncertain and getattr(r.fused, what) > 0.0]
+        ratios = [getattr(r.xla, what) / getattr(r.fused, what) for r in own]
+        low, high = np.quantile(ratios, (0.05, 0.95))
+        found[what] = (float(low), float(high))
+    return found
+
+
 def table(rows: Sequence[Row]) -> str:
     """The table in Markdown; intervals are those from the other devices' errors."""
     names = dict.fromkeys(row.device for row in rows)
     others = {name: fitted([r for r in rows if r.device != name]) for name in names}
     lines = [
         "| class of op | n | median | mean | bias | beyond 2× | inside | covered | bytes | FLOPs "
-        "| worst |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| silent | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     kinds = [*dict.fromkeys(row.case.kind for row in rows), "all"]
     for kind in kinds:
@@ -148,16 +164,16 @@ def _line(kind: str, rows: Sequence[Row], ends: dict[str, dict[str, Ends]]) -> s
     worst = rows[int(np.abs(scores).argmax())]
     inside = np.mean([row.inside(ends[row.device]) for row in rows])
     covered = np.mean([row.covered(ends[row.device]) for row in rows])
-    counts = [
-        np.mean([abs(getattr(r.fused, what) - of) > 0.1 * of + 1e3 for r in rows
-                 for of in (getattr(r.xla, what),)])
-        for what in ("bytes", "flops")
-    ]  # fmt: skip
+    counts = [np.mean([row.differs(what) for row in rows]) for what in COUNTS]
+    silent = np.mean([
+        any(row.differs(what) and what not in row.fused.uncertain for what in COUNTS)
+        for row in rows
+    ])  # fmt: skip
     return (
         f"| {kind} | {len(rows)} | {np.median(errors):.1%} | {errors.mean():.1%} | "
         f"{np.expm1(-np.mean(scores)):+.1%} | {np.sum(np.abs(scores) > log(2.0))} | {inside:.0%} | "
         f"{covered:.0%} | {counts[0]:.0%} | {counts[1]:.0%} | "
-        f"{exp(-worst.score):.2f} (`{worst.case.name}`) |"
+        f"{silent:.0%} | {exp(-worst.score):.2f} (`{worst.case.name}`) |"
     )
 
 
@@ -188,17 +204,21 @@ def main() -> None:
         )
     print(json.dumps(ends))
     if given.write:
-        FILE.write_text(_shipped(ends, len(rows), given.platform))
+        FILE.write_text(_shipped(ends, rows, given.platform))
         mark = re.compile(_MARK.format(given.platform, given.platform), re.DOTALL)
         DOCS.write_text(mark.sub(lambda m: f"{m[1]}\n{text}\n\n{m[2]}", DOCS.read_text()))
 
 
-def _shipped(ends: dict[str, Ends], count: int, platform: str) -> str:
+def _shipped(ends: dict[str, Ends], rows: Sequence[Row], platform: str) -> str:
     """The file of ends, with those of a platform anew."""
     data = json.loads(FILE.read_text())
-    rounded = {group: [round(lo, 3) + 0.0, round(hi, 3)] for group, (lo, hi) in ends.items()}
-    data["platforms"][platform] = {"cases": count, "ends": rounded}
+    own = {"cases": len(rows), "ends": _rounded(ends), "counts": _rounded(counts_of(rows))}
+    data["platforms"][platform] = own
     return json.dumps(data, indent=1) + "\n"
+
+
+def _rounded(ends: dict[str, Ends]) -> dict[str, list[float]]:
+    return {group: [round(lo, 3) + 0.0, round(hi, 3)] for group, (lo, hi) in ends.items()}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.process import CompileSettings, compile_programs
 from opcast.features.lowering.target_compiler.target import target_of
-from opcast.models.program.fused_error import lowering_note, shares
+from opcast.models.program.fused_error import lowering_note, shares, uncertain_counts
 from opcast.predict.program.predictor import Predictor
 
 #: Programs of one compile process.
@@ -34,6 +34,7 @@ class Price(NamedTuple):
         flops: FLOPs that they do.
         shares: Share of each group in the time.
         notes: What the answer says of the lowering.
+        uncertain: Counts that the answer says may be the compiler's in other amounts.
     """
 
     us: float
@@ -44,6 +45,7 @@ class Price(NamedTuple):
     flops: float
     shares: Mapping[str, float]
     notes: tuple[str, ...]
+    uncertain: tuple[str, ...]
 
 
 def on_stream(device: DeviceSpec) -> DeviceSpec:
@@ -99,6 +101,7 @@ def priced(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) ->
         _total(times, [k.flops for k in kernels]),
         shares(lowered.kernels, latency),
         said,
+        tuple(uncertain_counts(lowered)),
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
+from ....common.types import JsonObject
 from ...ir.program import Computation, Op, Program, TensorType, WindowDim
 from .folding import padded, reshape, splat, splat_node, spread
 from .graph import Graph, Node, element, rewrite
@@ -27,6 +29,8 @@ SCAN = 16
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
 #: takes (found by compiling for an H100 with JAX 0.10).
 TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
+#: Functions that are ops of HLO, which GPUs have in a library: not spelled out as polynomials.
+_LIBRARY_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh")
 
 
 def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
@@ -55,6 +59,10 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
         if not on_tpu:
+            if opcode.removeprefix("chlo.") in _LIBRARY_FUNCTIONS:
+                return replace(node, opcode=opcode.removeprefix("chlo."))
+            if opcode == "bitcast-convert" and node.size == node.operands[0].size:
+                return replace(node, opcode="bitcast")
             if opcode == "rng-bit-generator":
                 return philox(node)
             if opcode == "topk":
@@ -379,19 +387,30 @@ def _cropped(node: Node) -> Node | None:
 
 
 def _chooser(program: Program, dtype: str, rank: int) -> str:
-    """Make a computation that keeps the larger of two values, and its position."""
+    """Make a computation that keeps the larger of two values that were met, and its position."""
     name = f"opcast.larger.{dtype}.{rank}"
     if name in program.computations:
         return name
     types = [TensorType(dtype), *[TensorType(_INDEX)] * rank]
     ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
     count = len(types)
-    ops.append(Op(f"{name}.c", "compare", (0, count), (TensorType("pred"),), {"direction": "GE"}))
-    chosen = []
+    # Position -1: no element yet, which the other one then replaces.
+    ops.append(Op(f"{name}.n", "constant", (), (TensorType(_INDEX),), {"value": -1}))
+    steps: tuple[tuple[str, tuple[int, ...], JsonObject], ...] = (
+        ("compare", (0, count), {"direction": "GE"}),
+        ("compare", (1, 2 * count), {"direction": "NE"}),
+        ("compare", (count + 1, 2 * count), {"direction": "NE"}),
+        ("not", (2 * count + 3,), {}),
+        ("and", (2 * count + 1, 2 * count + 2), {}),
+        ("or", (2 * count + 5, 2 * count + 4), {}),
+    )
+    for i, (opcode, read, attrs) in enumerate(steps):
+        ops.append(Op(f"{name}.c{i}", opcode, read, (TensorType("pred"),), attrs))
+    test, chosen = len(ops) - 1, []
     for i, t in enumerate(types):
-        # Value and positions are selected together, by one comparison of the values.
+        # Value and positions are selected together.
         chosen.append(len(ops))
-        ops.append(Op(f"{name}.s{i}", "select", (2 * count, i, count + i), (t,)))
+        ops.append(Op(f"{name}.s{i}", "select", (test, i, count + i), (t,)))
     ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))
     program.computations[name] = Computation(name, ops, len(ops) - 1)
     return name

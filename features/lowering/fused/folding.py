@@ -127,19 +127,38 @@ def _cast(value: Any, dtype: str) -> object:
 
 
 def _sink(node: Node) -> Node | None:
-    """Turn an elementwise op on broadcast scalars into the broadcast of an op on scalars."""
-    shape = node.type.shape
-    if not shape:
+    """Turn an elementwise op on broadcasts into the broadcast of an op on what they repeat.
+
+    All are of scalars but for one array, as in XLA's
+    TryToSinkBroadcastAfterOpWithUniqueNonScalarOperand.
+    """
+    if not node.type.shape:
         return None
-    scalars = []
-    for operand in node.operands:
-        # Only broadcasts of scalars: other ones would need matching dimensions.
-        if operand.opcode != "broadcast" or operand.operands[0].type.shape:
-            return None
-        scalars.append(operand.operands[0])
-    result = TensorType(node.type.dtype)
-    inner = Node(node.opcode, scalars, (result,), dict(node.attrs), source=node.source)
-    return Node("broadcast", [inner], node.results, {"dimensions": ()}, source=node.source)
+    operands = [_one_iota(operand) for operand in node.operands]
+    if any(operand.opcode != "broadcast" for operand in operands):
+        return None
+    small = {id(o): o for o in operands if o.operands[0].type.shape}
+    if len(small) > 1:
+        return None
+    wide = next(iter(small.values()), operands[0])
+    shape = wide.operands[0].type.shape
+    inner = [
+        o.operands[0] if o is wide else spread(o.operands[0], (), shape, o.source) for o in operands
+    ]
+    result = TensorType(node.type.dtype, shape)
+    made = Node(node.opcode, inner, (result,), dict(node.attrs), source=node.source)
+    dims = wide.attrs["dimensions"]
+    return Node("broadcast", [made], node.results, {"dimensions": dims}, source=node.source)
+
+
+def _one_iota(node: Node) -> Node:
+    """Write an iota of several dimensions as the broadcast of one along its own."""
+    dims = tuple(node.attrs.get("dimensions", ()))
+    if node.opcode != "iota" or len(dims) != 1 or len(node.type.shape) < 2:
+        return node
+    kind = TensorType(node.type.dtype, (node.type.shape[dims[0]],))
+    along = Node("iota", [], (kind,), {"dimensions": (0,)}, source=node.source)
+    return Node("broadcast", [along], node.results, {"dimensions": dims}, source=node.source)
 
 
 def simplify_view(node: Node) -> Node | None:

@@ -35,6 +35,7 @@ from .loops import (
 )
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
+from .narrow_floats import widen
 from .priority import PriorityFusion, join_fills, own_fills
 from .products import canonical_dots, sink_transposes
 from .reductions import (
@@ -79,6 +80,8 @@ def lower_fused(
     drop_dead_state(graph)
     # Library forms leave reshapes and transposes between ops, hence simplify() once more after it.
     prepare(graph, machine, program)
+    if not machine.fused_products:
+        widen(graph, machine, program)
     simplify(graph, program)
     donated = {parameter for _, parameter in program.aliases}
     copy_results(graph, donated)

@@ -32,15 +32,16 @@ def simplify(graph: Graph, program: Program) -> None:
         program: Has the computations that its nodes call.
     """
     for _ in range(_MAX_ROUNDS):
-        changed = _round(graph, program)
-        for node in graph.nodes():
+        changed, nested = _round(graph, program)
+        for node in graph.nodes() if nested else ():
             for inner in node.graphs:
                 simplify(inner, program)
         if not changed:
             return
 
 
-def _round(graph: Graph, program: Program) -> bool:
+def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
+    """Simplify each node once; returns whether any changed, and whether any has graphs."""
     replaced: dict[int, Node] = {}
     known: dict[Hashable, Node] = {}
     # Nodes are told apart by id(): those that were replaced must stay alive, or a new node could
@@ -48,8 +49,9 @@ def _round(graph: Graph, program: Program) -> bool:
     keep: list[Node] = []
     # Nodes that stand for all equal ones.
     settled: set[int] = set()
-    changed = False
+    changed = nested = False
     for node in graph.nodes():
+        nested = nested or bool(node.graphs)
         for i, operand in enumerate(node.operands):
             new = replaced.get(id(operand))
             if new is not None:
@@ -69,7 +71,7 @@ def _round(graph: Graph, program: Program) -> bool:
             replaced[id(node)] = same
             changed = True
     graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
-    return changed
+    return changed, nested
 
 
 def _fresh(node: Node, known: dict[Hashable, Node], settled: set[int]) -> list[Node]:
@@ -108,6 +110,10 @@ def _rewrite(node: Node, program: Program) -> Node | None:
         summed = _scatter_into(node, program)
         if summed is not None:
             return summed
+    if node.opcode == "reduce":
+        summed = _negative_sum(node, program)
+        if summed is not None:
+            return summed
     rule = _RULES.get(node.opcode)
     if rule is not None:
         rewritten = rule(node)
@@ -137,9 +143,20 @@ def _scatter_into(node: Node, program: Program) -> Node | None:
     return None
 
 
-def _adds(scatter: Node, program: Program) -> bool:
-    """Return whether a scatter adds its updates to what is there."""
-    only = program.computations[scatter.called[0]].only_op if scatter.called else None
+def _negative_sum(node: Node, program: Program) -> Node | None:
+    """Negate a sum instead of what it adds up, as come gradients of softmax."""
+    if node.is_tuple or node.operands[0].opcode != "negate" or not _adds(node, program):
+        return None
+    if not is_splat(node.operands[1], 0):
+        return None
+    operands = [node.operands[0].operands[0], node.operands[1]]
+    summed = Node("reduce", operands, node.results, node.attrs, node.called, source=node.source)
+    return Node("negate", [summed], node.results, source=node.source)
+
+
+def _adds(user: Node, program: Program) -> bool:
+    """Return whether a scatter or reduction adds."""
+    only = program.computations[user.called[0]].only_op if user.called else None
     return only is not None and only.opcode == "add" and len(set(only.operands)) == 2
 
 
@@ -184,7 +201,15 @@ def _multiply(node: Node) -> Node | None:
             known = splat(first)
             if known is not None:
                 return _binary("multiply", node, second, splat_node(known * factor, node.type))
-    return _neutral(node)
+    return _masked(node) or _neutral(node)
+
+
+def _masked(node: Node) -> Node | None:
+    """Choose between a value and zero instead of multiplying it by a converted predicate."""
+    for this, other in (node.operands, node.operands[::-1]):
+        if this.opcode == "convert" and this.operands[0].type.dtype == "pred":
+            return _binary("select", node, this.operands[0], other, splat_node(0, node.type))
+    return None
 
 
 def _clamp(node: Node) -> Node | None:
@@ -271,7 +296,9 @@ def _convert(node: Node) -> Node | None:
 
 
 #: Types of floats whose detour over fewer bits the compiler drops, with the wider one.
-_FLOATING = frozenset((("bf16", "f32"), ("f16", "f32"), ("bf16", "f64"), ("f16", "f64")))
+_FLOATING = frozenset(
+    (narrow, wide) for narrow in ("bf16", "f16", "f8e4m3fn", "f8e5m2") for wide in ("f32", "f64")
+)
 #: Pairs of types of which the second holds each value of the first.
 _WIDER = _FLOATING | {
     ("f32", "f64"),

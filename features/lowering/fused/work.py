@@ -35,6 +35,7 @@ class Machine:
         clock: Hertz.
         lanes: Vector lanes of a multiprocessor.
         tensor_fusion: Whether softmax becomes one kernel (Triton: compute capability 8.0 up).
+        bf16_arithmetic: Whether sums and products of bf16 have instructions of their own.
         channels_last: Whether convolutions of any type run with channels innermost.
         half_channels_last: Whether those of images in 16-bit floats do.
         fused_products: Whether products take in what makes their operands and follows them, and
@@ -47,6 +48,7 @@ class Machine:
     clock: float = 1.98e9
     lanes: int = 128
     tensor_fusion: bool = True
+    bf16_arithmetic: bool = True
     channels_last: bool = True
     half_channels_last: bool = True
     fused_products: bool = False
@@ -74,6 +76,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         clock=device.clock_hz or usual.clock,
         lanes=device.lanes_per_core or usual.lanes,
         tensor_fusion=modern,
+        bf16_arithmetic=(capability or 0) >= 90,
         channels_last=capability >= 90 if capability else modern,
         half_channels_last=capability >= 70 if capability else True,
     )

@@ -10,7 +10,15 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.features.lowering.lower import lower
-from opcast.models.program.fused_error import ALL, ends_of, fit, shipped
+from opcast.models.program.fused_error import (
+    ALL,
+    COUNTS,
+    count_note,
+    ends_of,
+    fit,
+    shipped,
+    shipped_counts,
+)
 from opcast.predict.program.predictor import load
 
 from ....support.drawn_programs import COMPOSITIONS, cases, text_of
@@ -26,7 +34,7 @@ def check(names, device_name):
     texts = {name: text_of(name) for name in names}
     modules = compiled(texts, device)
     assert len(modules) == len(texts)
-    errors, silent, held = [], set(), []
+    errors, silent, held, unsaid = [], set(), [], []
     for name, text in texts.items():
         ours, theirs = prices(predictor, text, modules[name], device)
         ratio = theirs.us / ours.us
@@ -38,10 +46,15 @@ def check(names, device_name):
             <= np.hypot(log(ours.hi / ours.us), high)
         )
         held.append(inside)
+        for what in set(COUNTS) - set(ours.uncertain):
+            count, truth = getattr(ours, what), getattr(theirs, what)
+            unsaid.append(abs(count - truth) > 0.1 * truth + 1e3)
         if not 0.5 <= ratio <= 2.0 and not (inside and ours.notes):
             silent.add(name)
     assert np.median(errors) <= 0.20
     assert np.mean(held) >= 0.85
+    # Counts of which the answer says nothing agree within a tenth.
+    assert np.mean(unsaid) <= 0.06
     return silent
 
 
@@ -87,3 +100,19 @@ def test_the_interval_of_fused_is_wider_than_that_of_its_kernels():
     assert low < 0.0 < high
     assert ours.latency_us == alone.latency_us
     assert ours.lo_us < alone.lo_us < alone.hi_us < ours.hi_us
+
+
+def test_an_answer_says_which_counts_rest_on_how_kernels_are_formed():
+    device = find_device("h100-sxm")
+
+    def notes(text):
+        return count_note(lower(text, "fused", device=device), device)
+
+    one = """module @m { func.func public @main(%x: tensor<4096xf32>) -> tensor<4096xf32> {
+      %0 = stablehlo.tanh %x : tensor<4096xf32>
+      return %0 : tensor<4096xf32> } }"""
+    assert notes(one) == ()
+    (said,) = notes(text_of("cumlogsumexp"))
+    assert "bytes" in said and "FLOPs" in said
+    for low, high in shipped_counts("gpu").values():
+        assert 0.3 < low <= 1.0 <= high < 3.0

@@ -205,3 +205,53 @@ def test_an_a100_has_channels_innermost_in_half_precision_alone(dtype, expected)
     arguments = spec(8, 64, 32, 32, dtype=dtype), spec(64, 64, 3, 3, dtype=dtype)
     found = kernels(convolve, *arguments, device=find_device("a100-sxm-80gb"))
     assert [k.kind for k in found].count("copy") == expected
+
+
+N = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("device", "function", "each"),
+    [
+        # FLOPs of an element, by XLA's count of its own kernels for both devices.
+        ("h100-sxm", lambda x, y: x + y, 1),
+        ("a100-sxm-80gb", lambda x, y: x + y, 4),
+        ("h100-sxm", lambda x, y: x / y, 4),
+        ("h100-sxm", lambda x, y: jnp.maximum(x, -y), 2),
+        ("h100-sxm", lambda x, y: jnp.exp(x) * y, 1),
+    ],
+)
+def test_arithmetic_that_bf16_lacks_runs_between_conversions(device, function, each):
+    arguments = spec(N, dtype=BF16), spec(N, dtype=BF16)
+    (kernel,) = kernels(function, *arguments, device=find_device(device))
+    assert (kernel.flops, kernel.bytes) == (each * N, 3 * 2 * N)
+
+
+def test_a_sum_of_bf16_is_one_of_f32_where_bf16_has_no_sums():
+    def total(x):
+        return jax.lax.reduce(x, jnp.zeros((), BF16), jax.lax.add, (1,))
+
+    flops = {}
+    for name in ("h100-sxm", "a100-sxm-80gb"):
+        found = kernels(total, spec(1024, 1024, dtype=BF16), device=find_device(name))
+        flops[name] = sum(k.flops for k in found)
+    # A conversion of each element and result more.
+    assert flops["a100-sxm-80gb"] - flops["h100-sxm"] == pytest.approx(N + 1024, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "flops"),
+    [
+        # Negated once a row; chosen instead of multiplied; indexes compute their row alone.
+        (lambda x: (-x).sum(1), 1023 * 1024 + 1024),
+        (lambda x: x * (x > 0.0), 2 * N),
+        (lambda x: jax.lax.broadcasted_iota(F32, (1024, 1024), 1) * 3.0, 1024),
+        (jnp.arccos, 0),
+        (jnp.sinh, 0),
+        (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32) >> 3, N),
+        (lambda x: x.astype(jnp.float8_e4m3fn).astype(F32) + x, N),
+    ],
+)
+def test_flops_are_those_of_the_simplified_kernels(function, flops):
+    found = kernels(function, spec(1024, 1024))
+    assert sum(k.flops for k in found) == pytest.approx(flops, rel=1e-3)
