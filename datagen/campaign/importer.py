@@ -151,19 +151,23 @@ def _samples(program: JsonObject, events: JsonObject) -> list[Row]:
     module = module_name(hlo)
     lowered = lower(read_program(hlo), cache=False)
     executions, reads = expected(module, lowered)
+    # Events on GPUs do not tell their run: all runs of the program are counted as one.
+    marked = bool(events["marked"])
+    count = 1 if marked else int(program["runs"])
     columns = zip(*(events[n] for n in ("op", "name", "run", "start", "end")), strict=True)
     own = [
         Event(
             module,
             events["ops"][op],
-            run if events["marked"] else None,
+            run if marked else 0,
             events["names"][name],
             float(start),
             float(end),
         )
         for op, name, run, start, end in columns
     ]
-    durations = Executed(str(events["platform"]), own).durations(executions, reads)
+    counts = {name: number * count for name, number in executions.items()}
+    durations = Executed(str(events["platform"]), own).durations(counts, reads)
     seconds = {op: [s for s in times if s > 0] for (_, op), times in durations.items()}
     walls = [us * 1e-6 for us in program.get("walls_us") or []]
     family = str(program["family"])

@@ -105,9 +105,12 @@ def _trace(group: list[tuple[Compiled, Runner, JsonObject]], tell: Tell) -> None
     if not group:
         return
 
+    for _, _, row in group:
+        row["runs"] = min(_TRACED, first_runs(float(row["warm_us"]) * 1e-6))
+
     def execute() -> None:
         for _, runner, row in group:
-            for _ in range(min(_TRACED, first_runs(float(row["warm_us"]) * 1e-6))):
+            for _ in range(row["runs"]):
                 runner.step()
 
     try:

@@ -26,6 +26,8 @@ from .trace import Nested, Operator, Trace, TraceKernel
 
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+#: Whole replays of graphs, by nsys' default; the kernel table then lacks what they ran.
+_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _RUNTIME, _STRINGS, _NVTX = "CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS"
 _HINT = "record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite"
 #: Parts of the text of ranges: of XLA, of PyTorch, and of steps that programs mark.
@@ -99,7 +101,13 @@ def _read(path: Path, base: sqlite3.Connection) -> Trace:
             copy.copy = True
             devices[row["deviceId"]].append(copy)
     gpus = _rows(base, "TARGET_INFO_GPU", ("name",)) if "TARGET_INFO_GPU" in tables else []
-    return Trace.of_gpus(path, "nsys", devices, [str(row["name"]) for row in gpus])
+    replays = len(_rows(base, _GRAPHS, ("start",))) if _GRAPHS in tables else 0
+    hidden = (
+        f"{replays} replays of CUDA graphs are recorded whole, without their kernels: record with "
+        "--cuda-graph-trace=node"
+    )
+    names_of = [str(row["name"]) for row in gpus]
+    return Trace.of_gpus(path, "nsys", devices, names_of, notes=[hidden] if replays else [])
 
 
 def _rows(base: sqlite3.Connection, table: str, columns: Sequence[str]) -> list[dict[str, int]]:
@@ -124,7 +132,7 @@ def _ranges(
     steps: list[tuple[float, float, int]] = []
     rows = _rows(base, _NVTX, ("start", "end", "text", "textId", "globalTid"))
     for number, row in enumerate(rows):
-        if not row["end"]:
+        if (row["end"] or -1) < row["start"]:
             continue  # a mark, or a range that was never closed
         text = str(row["text"] or "") or strings.get(row["textId"], "")
         threads[row["globalTid"]].append((row["start"], row["end"], _Range(text, number)))

@@ -156,6 +156,20 @@ def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
     assert len(Dataset.load(tmp_path / "out" / "kernels").frame) == len(frame)
 
 
+def test_runs_that_a_gpu_does_not_mark_are_counted(tmp_path: Path) -> None:
+    # One kernel runs twice in each execution, so that its name alone tells nothing.
+    own = events("a/x")
+    own |= {"marked": False, "run": [0] * 9, "names": ["same", "same", "loop_fusion"]}
+    own["name"] = [0 if name < 2 else 2 for name in own["name"]]
+    rows = [program("a/x", runs=3), own]
+    journal, plan = campaign(tmp_path, rows)
+    pack(tmp_path, journal, plan, "done")
+    import_campaign(tmp_path, tmp_path / "out", find_device("h200-sxm"))
+    frame = Dataset.load(tmp_path / "out" / "kernels").frame.set_index("kind")
+    assert frame.loc["gemm", "latency_us_p50"] == pytest.approx(12.0)
+    assert frame.loc["gemm", "repeats"] == 3
+
+
 def test_what_contradicts_itself_or_shows_nothing_is_told(tmp_path: Path) -> None:
     rows = [program("a/short", walls_us=[5.0]), events("a/short"), program("a/none")]
     journal, plan = campaign(tmp_path, rows)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,43 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
         trace_files([tmp_path / "absent"])
     with pytest.raises(DatasetError, match="no profile in this directory"):
         trace_files([tmp_path])
+
+
+def test_replays_of_graphs_without_their_kernels_are_told(tmp_path: Path) -> None:
+    path = nsys_sqlite(tmp_path / "t.sqlite", [RUN])
+    assert read_trace(path).notes == []
+    with closing(sqlite3.connect(path)) as base:
+        # The columns that nsys exports at the granularity of graphs, its default.
+        base.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER NOT NULL, end INTEGER "
+            "NOT NULL, deviceId INTEGER, contextId INTEGER, streamId INTEGER, correlationId "
+            "INTEGER, globalPid INTEGER, graphId INTEGER, graphExecId INTEGER)"
+        )
+        row = (100, 900, 0, 1, 7, 55, 5 << 24, 109, 110)
+        base.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?,?,?,?,?,?,?,?,?)", [row] * 2
+        )
+        base.commit()
+    (note,) = read_trace(path).notes
+    assert note.startswith("2 replays of CUDA graphs")
+    assert "--cuda-graph-trace=node" in note
+
+
+def test_columns_and_tables_that_present_versions_add(tmp_path: Path) -> None:
+    path = nsys_sqlite(tmp_path / "t.sqlite", [RUN, RUN])
+    with closing(sqlite3.connect(path)) as base:
+        for column in ("contextId", "greenContextId", "graphNodeId", "launchType", "mangledName"):
+            base.execute(f"ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL ADD COLUMN {column} INTEGER")
+        for column in ("rangeId", "domainId", "endGlobalTid", "jsonTextId"):
+            base.execute(f"ALTER TABLE NVTX_EVENTS ADD COLUMN {column} INTEGER")
+        # A domain, a mark, and a range that was still open at the end.
+        for start, end, kind in ((0, None, 75), (50, None, 34), (60, -1, 59)):
+            columns = "(start, end, eventType, text, globalTid)"
+            values = (start, end, kind, "step 1", (5 << 24) + 77)
+            base.execute(f"INSERT INTO NVTX_EVENTS {columns} VALUES (?,?,?,?,?)", values)
+        base.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")
+        base.execute("INSERT INTO META_DATA_EXPORT VALUES ('EXPORT_SCHEMA_VERSION', '3.25.0')")
+        base.commit()
+    (found,) = traced_programs(read_trace(path), [program()])
+    assert len(found.runs) == 2
+    assert found.durations["dot.2"] == pytest.approx([10e-6, 10e-6])
