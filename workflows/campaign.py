@@ -22,16 +22,15 @@ _SHOWN = 8
 
 def run_campaign(settings: CampaignSettings) -> int:
     """Measure, print what was done, and return the exit status."""
-    from ..datagen.campaign.__main__ import end_as_interrupted, summary
+    from ..datagen.campaign.__main__ import ended_as_interrupted, summary
     from ..datagen.campaign.run import CampaignSettings as RunSettings
     from ..datagen.campaign.run import run_campaign as run
 
-    end_as_interrupted()
-    outcome = run(
-        RunSettings(
-            settings.out, settings.budget_s, settings.slice_s, settings.device, settings.programs
-        )
+    own = RunSettings(
+        settings.out, settings.budget_s, settings.slice_s, settings.device, settings.programs
     )
+    with ended_as_interrupted():
+        outcome = run(own)
     wrote(outcome.archive or settings.out, summary(outcome))
     return outcome.status
 

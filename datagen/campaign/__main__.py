@@ -6,6 +6,8 @@ import argparse
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...common.errors import OpcastError
@@ -20,9 +22,14 @@ def summary(outcome: Outcome) -> str:
     return f"{counts}; {outcome.why}{where}"
 
 
-def end_as_interrupted() -> None:
-    """Pack what there is when the machine is taken away, which begins with SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C: a machine that is taken away begins with it."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> int:
@@ -35,7 +42,6 @@ def main() -> int:
     parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    end_as_interrupted()
     try:
         settings = CampaignSettings(
             given.out,
@@ -44,7 +50,8 @@ def main() -> int:
             given.device,
             given.programs,
         )
-        outcome = run_campaign(settings)
+        with ended_as_interrupted():
+            outcome = run_campaign(settings)
     except (OpcastError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

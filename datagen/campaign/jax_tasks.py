@@ -5,11 +5,14 @@ Rows say what was observed. Kernels are made of them where a campaign is importe
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from ...common import worker_process
+from ...common.errors import ProfileError
 from ...common.types import JsonObject
 from ..profile.runner import (
     DEFAULT_CACHE_BYTES,
@@ -69,6 +72,7 @@ def _ready(
             tell(case["key"], compiled)
             continue
         try:
+            _check_fits(compiled)
             runner = Runner(
                 compiled.run,
                 compiled.make_arguments,
@@ -91,6 +95,24 @@ def _ready(
             **compiled.memory,
         }
         yield compiled, runner, row
+
+
+def _check_fits(compiled: Compiled) -> None:
+    """Refuse what would not fit: a host out of memory ends more than this process.
+
+    Raises:
+        ProfileError: The program needs too much of the device, or its arguments of the host.
+    """
+    from ..profile.host import memory_bytes
+
+    needed = compiled.bytes + compiled.memory.get("temp_bytes", 0)
+    for what, bytes_, limit in (
+        ("the device has", needed, memory_bytes() or math.inf),
+        # Random arguments are drawn on the host, where a copy may exist for a moment.
+        ("drawn on a host of", 2 * compiled.bytes, worker_process.memory_bytes() or math.inf),
+    ):
+        if bytes_ > limit:
+            raise ProfileError(f"needs {bytes_ / 1e9:.3g} GB, {what} {limit / 1e9:.3g} GB")
 
 
 def _time_whole(runner: Runner, row: JsonObject) -> None:
