@@ -202,9 +202,11 @@ class Products:
         key = f"xla/{shape}"
         if rate not in _XLA_FORMATS or key not in self.operators.families:
             return False
-        # XLA's only AMD table, of MI300X, makes programs of MI350 worse (docs/gpu.md).
+        # On AMD's chips a table speaks for the chip that it was measured on alone: no other
+        # library's products stand in for them there, and that of a sibling makes programs of MI350
+        # worse (docs/gpu.md).
         if not self.device.runs_cuda:
-            return False
+            return self.operators.knows(key, self.device.name)
         if rate in _FP8:
             # XLA's fp8 rows of Hopper are not to be trusted (README of the XLA pack).
             return not self.operators.knows_architecture(f"graph/{shape}", self.device)

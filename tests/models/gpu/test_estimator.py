@@ -130,6 +130,23 @@ def test_a_batch_of_products_is_a_product_of_all_their_rows(model: CostModel) ->
     assert batched * 1e6 == pytest.approx(31.6, rel=0.15)
 
 
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "mi350x"])
+def test_a_product_on_amd_is_that_of_the_operator_query(model: CostModel, name: str) -> None:
+    """One where XLA measured the chip itself; else both intervals hold a common time."""
+    device = find_device(name)
+    assert isinstance(model.estimator, GpuEstimator)
+    ask = Products(model.estimator.operators, device, model.estimator.memory)
+    sizes = {"m": [4096, 2048, 1024], "n": [4096, 14336, 2048], "k": [4096, 4096, 2048]}
+    rows = pd.DataFrame({**sizes, "b": 1, "rate": "bf16", "width": 2.0})
+    found = ask.products(rows)
+    named = pd.DataFrame({**sizes, "b": 1, "op": "linear", "dtype": "bf16"})
+    alone = ask.operators.predict("xla/linear", named, device)
+    assert (np.maximum(found.lo, alone.lo) < np.minimum(found.hi, alone.hi)).all()
+    if name != "mi350x":
+        # The start of a replayed graph instead of a cold one is all that differs.
+        assert found.latency == pytest.approx(alone.latency, rel=0.25)
+
+
 def test_an_image_is_gathered_element_by_element(model: CostModel) -> None:
     device = find_device("a100-sxm-40gb")
     assert isinstance(model.estimator, GpuEstimator)
