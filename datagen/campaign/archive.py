@@ -53,7 +53,8 @@ def pack(folder: Path, journal: Journal, plan: Plan, why: str) -> Path:
     """
     tables: dict[str, list[JsonObject]] = defaultdict(list)
     for row in journal.rows():
-        tables[row.pop("table")].append(row)
+        table = row.pop("table")
+        tables[table].append(scrubbed(row) if table == "notes" else row)
     readings = _readings(folder)
     record = _record(journal, plan, why)
     stages = list(plan.shares)
@@ -160,7 +161,7 @@ def _table(rows: Rows) -> tuple[str, bytes]:
         text = "".join(json.dumps(row) + "\n" for row in whole)
         return ".jsonl.gz", gzip.compress(text.encode(), 9, mtime=0)
     out = io.BytesIO()
-    parquet.write_table(pa.Table.from_pylist(whole), out, compression="zstd", compression_level=19)
+    parquet.write_table(pa.Table.from_pylist(whole), out, compression="zstd", compression_level=9)
     return ".parquet", out.getvalue()
 
 
@@ -229,6 +230,8 @@ def page(record: JsonObject, noise: JsonObject, tables: Mapping[str, Rows]) -> s
         "<h2>Noise</h2>",
         _html_table(("table", "measured twice", "median difference"), pairs),
         _html_table(("anchor", "workers", "range"), drift),
+        "<h2>Notes</h2>",
+        _html_table(("case", "note"), ((r["key"], r["text"]) for r in tables.get("notes", ()))),
         "<h2>Failed</h2>",
         _html_table(("case", "reason"), record["failed"].items()),
     ]

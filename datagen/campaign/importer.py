@@ -53,7 +53,7 @@ class ImportedCampaign:
         samples: Rows of kernels and programs.
         operators: Rows of operators of PyTorch.
         tables: Rows of each other table.
-        without: Programs that gave no row, with reasons.
+        without: Programs and models without kernels, with reasons.
         contradictions: Rows that others contradict, in words.
     """
 
@@ -92,6 +92,7 @@ def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampai
         "noise": found.noise,
         "failed": record["failed"],
     }
+    found.without |= {str(r["key"]): str(r["text"]) for r in tables.get("notes", [])}
     rows = _kernel_rows(tables, found)
     found.samples = _written(out / KERNELS, run_id, common, rows, device)
     own = [
@@ -138,7 +139,7 @@ def _kernel_rows(tables: Mapping[str, Sequence[JsonObject]], found: ImportedCamp
             found.without[key] = str(error)
             continue
         if not own:
-            found.without[key] = "no kernel of it appears in the trace"
+            found.without.setdefault(key, "no kernel of it appears in the trace")
         rows += own
         _contradicted(key, own, program, found)
     return rows

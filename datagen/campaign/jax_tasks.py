@@ -138,6 +138,10 @@ def _trace(group: list[tuple[Compiled, Runner, JsonObject]], tell: Tell) -> None
     try:
         # Of several devices, the one that ran the programs.
         found = max(executed(recorded(execute)), key=lambda device: len(device.events))
+    except ProfileError as error:  # whole times are there in any case
+        for compiled, _, row in group:
+            note = {"table": "notes", "key": compiled.key, "text": f"no kernels: {error}"}
+            tell(compiled.key, [row | {"hlo": compiled.hlo, "end": time.time()}, note])
     except Exception as error:
         for compiled, _, _ in group:
             tell(compiled.key, error)

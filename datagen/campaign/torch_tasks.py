@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import platform
 import tempfile
 import time
@@ -16,12 +15,11 @@ from typing import Any
 
 import torch
 
+from ...common.errors import DatasetError
 from ...common.types import JsonObject
 from ...features.ir.torch.libraries import DTYPES, ModelCase, build
 from ..profile.runner import wall_runs
 from .timing import time_calls, time_launches, time_windows
-
-logger = logging.getLogger(__name__)
 
 #: Takes what was found of a case: rows, or the error that it ended with.
 Tell = Callable[[str, "list[JsonObject] | Exception"], None]
@@ -232,8 +230,7 @@ def _kernels(key: str, step: Callable[[], Any], steps: int = _TRACED) -> list[Js
         from ..traces.aten import traced_operators
         from ..traces.kineto import read_kineto
     except ImportError as error:  # NumPy is missing
-        logger.warning("no kernels of %s: %s", key, error)
-        return []
+        return [_note(key, error)]
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         for _ in range(steps):
@@ -242,7 +239,10 @@ def _kernels(key: str, step: Callable[[], Any], steps: int = _TRACED) -> list[Js
     with tempfile.TemporaryDirectory(prefix="opcast-trace-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = [e for d in read_kineto(path).devices for e in d.executed.events]
+        try:
+            events = [e for d in read_kineto(path).devices for e in d.executed.events]
+        except DatasetError as error:  # the driver lets nobody trace
+            return [_note(key, error)]
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in events:
         kernels[event.name].append((event.end - event.start) * 1e-3)
@@ -256,6 +256,10 @@ def _kernels(key: str, step: Callable[[], Any], steps: int = _TRACED) -> list[Js
             row = {"table": "operators", "key": key, "row": json.dumps(operator.row), "us": us}
             found.append(row | {"kernels": sorted(operator.kernels)})
     return found
+
+
+def _note(key: str, error: Exception) -> JsonObject:
+    return {"table": "notes", "key": key, "text": f"no kernels: {error}"}
 
 
 def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
