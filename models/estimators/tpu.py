@@ -186,10 +186,11 @@ class TpuEstimator(XGBoostEstimator):
     def notes(self, kernels: Sequence[Kernel], device: DeviceSpec) -> tuple[str, ...]:
         """Limits of the prediction, for its notes."""
         notes = ["learned from estimates of the TPU's compiler, not from measurements"]
-        if kernels and not any(k.cycles > 0.0 for k in kernels):
+        estimated = [k for k in kernels if is_estimated(k)]
+        if estimated and not any(k.cycles > 0.0 for k in estimated):
             notes.append(
-                "the compiler made none of these kernels, nor estimated their time; to have it: "
-                "opcast compilers install tpu"
+                "the TPU's compiler estimated none of these kernels; its own have estimates: "
+                "--lowering xla, where it is installed (opcast compilers install tpu)"
             )
         if not in_catalogue(device.name):
             notes.append(f"the estimates are for TPUs of the catalogue, not for {device.name}")

@@ -171,20 +171,32 @@ def widened(
 ) -> ProgramPrediction:
     """Widen a program's interval by what its lowering may be wrong by.
 
+    A TPU runs no program op by op: there ``op`` has the ends of ``fused``, whose kernels take in
+    more ops, and the fewer kernels of the compiler may take as little as the fastest program can.
+
     Args:
-        wall: Time and ends in seconds.
-        lowered: The program; nothing changes unless it was lowered by ``fused``.
+        wall: Time, ends and least time in seconds.
+        lowered: The program; nothing changes unless it was lowered by ``fused``, or by ``op`` for a
+            TPU.
         latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
         device: Nothing is known of the error on platforms that were not compared.
     """
     known = shipped(device.platform)
-    if lowered.lowering != "fused" or not known or wall.lo <= 0.0:
+    apart = _op_by_op(lowered, device)
+    if not (lowered.lowering == "fused" or apart) or not known or wall.lo <= 0.0:
         return wall
     low, high = ends_of(shares(lowered.kernels, latency_s), known)
+    if apart:
+        # In quadrature with the kernels' own end, which only lowers what is cut at the least time.
+        low = min(low, log(max(wall.least, 1e-12) / wall.latency))
     return wall._replace(
         lo=wall.latency * exp(-hypot(log(wall.latency / wall.lo), low)),
         hi=wall.latency * exp(hypot(log(wall.hi / wall.latency), high)),
     )
+
+
+def _op_by_op(lowered: LoweredProgram, device: DeviceSpec) -> bool:
+    return lowered.lowering == "op" and device.platform == "tpu"
 
 
 def lowering_note(
@@ -192,6 +204,11 @@ def lowering_note(
 ) -> tuple[str, ...]:
     """Say where the compiler's kernels may take a time of their own; as :func:`widened`."""
     known = shipped(device.platform)
+    if _op_by_op(lowered, device):
+        return (
+            "lowering op: a TPU runs no program op by op, and its compiler's kernels may take as "
+            "little as the lower end, the least that the program takes: --lowering fused is closer",
+        )
     if lowered.lowering != "fused" or not known:
         return ()
     counted = count_note(lowered, device)

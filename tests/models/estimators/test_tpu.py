@@ -26,6 +26,7 @@ from opcast.models.core.kernel_table import concatenate, kernel_table
 from opcast.models.estimators.tpu import MEASURED, TpuEstimator, by_compiler, is_estimated
 from opcast.models.program.schedule_cost import Overhead, schedule_cost
 from opcast.models.trust.calibrator import UNCALIBRATED
+from opcast.predict.program.predictor import load
 
 DATA = Path(__file__).parents[2] / "features" / "data" / "absent"
 V5E = find_device("tpu-v5e")
@@ -126,8 +127,8 @@ def test_kernels_of_another_lowering_stay_near_their_roofline(model: TpuEstimato
     found = by_compiler(near, own, V5E)
     np.testing.assert_array_equal(found.latency, near.latency)
     assert not found.in_domain[held].any()
-    assert any("made none" in note for note in model.notes(own, V5E))
-    assert not any("made none" in note for note in model.notes(kernels("v5e_bias"), V5E))
+    assert any("estimated none" in note for note in model.notes(own, V5E))
+    assert not any("estimated none" in note for note in model.notes(kernels("v5e_bias"), V5E))
 
 
 def test_kernels_with_an_estimate_are_learned(model: TpuEstimator) -> None:
@@ -250,3 +251,19 @@ def test_a_sort_takes_the_passes_of_its_network(model: TpuEstimator) -> None:
     assert found.latency == pytest.approx([seconds + V5E.floor])
     assert found.lo == pytest.approx(found.latency / 4)
     assert found.hi == pytest.approx(found.latency * 4)
+
+
+def test_a_program_op_by_op_reaches_from_its_floor_to_what_fused_may_take() -> None:
+    text = """module @m { func.func public @main(%x: tensor<2048x1024xbf16>,
+        %w: tensor<1024x4096xbf16>) -> tensor<2048x4096xbf16> {
+      %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0]
+        : (tensor<2048x1024xbf16>, tensor<1024x4096xbf16>) -> tensor<2048x4096xbf16>
+      %1 = stablehlo.tanh %0 : tensor<2048x4096xbf16>
+      return %1 : tensor<2048x4096xbf16> } }"""
+    predictor = load()
+    op, fused = (predictor.predict(text, device="tpu-v5e", lowering=own) for own in ("op", "fused"))
+    # At least the product at the peak of 197 TFLOP/s; what the compiler takes is within.
+    assert op.lo_us == pytest.approx(2 * 2048 * 1024 * 4096 / 197e12 * 1e6, rel=0.1)
+    assert op.lo_us <= fused.latency_us <= op.hi_us
+    assert op.hi_us > 1.5 * op.latency_us
+    assert any("op by op" in note for note in op.notes)
