@@ -107,6 +107,10 @@ def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampai
             (out / TABLES).mkdir(parents=True, exist_ok=True)
             write_table(frame, out / TABLES / f"{name}.parquet")
             found.tables[name] = len(frame)
+    power = _power(tables, record, device)
+    if power:
+        write_table(pd.DataFrame(power), out / TABLES / "power.parquet")
+        found.tables["power"] = len(power)
     if not found.samples and not found.operators and not found.tables:
         raise DatasetError("the campaign measured nothing", where=str(path))
     return found
@@ -195,6 +199,32 @@ def _pooled(rows: Sequence[JsonObject]) -> list[JsonObject]:
         own = found.setdefault(str(row["row"]), {"row": row["row"], "us": []})
         own["us"] += row["us"]
     return list(found.values())
+
+
+def _power(
+    tables: Mapping[str, Sequence[JsonObject]], record: JsonObject, device: DeviceSpec
+) -> list[JsonObject]:
+    """Products that ran for seconds, as tables of power have them (docs/simulate.md).
+
+    Time, power and clock are those of the second half of their windows, when heat and limits have
+    settled.
+    """
+    windows = [r for r in tables.get("windows", []) if r.get("m")]
+    frame = _plain(windows, tables.get("telemetry", []), device) if windows else pd.DataFrame()
+    if "power_w" not in frame or not frame["power_w"].notna().any():
+        return []
+    limit = str((record["hosts"][-1].get("nvidia") or {}).get("power.limit", "")).split(" ")[0]
+    made: list[JsonObject] = []
+    for key, rows in frame.groupby("key", sort=False):
+        late = rows.iloc[len(rows) // 2 :]
+        sizes = {name: rows.iloc[0][name] for name in ("dtype", "m", "n", "k")}
+        own: JsonObject = {"id": key, "source": "campaign", "op": "linear", "family": "linear"}
+        own |= {"device": device.name, "b": 1, **sizes}
+        own |= {"latency_us": late["us_each"].median(), "power_w": late["power_w"].median()}
+        own["core_mhz"] = late["core_mhz"].median()
+        own["power_limit_w"] = float(limit) if limit.replace(".", "").isdigit() else None
+        made.append(own)
+    return [row for row in made if pd.notna(row["power_w"])]
 
 
 def _plain(

@@ -344,7 +344,8 @@ def _sustained(key: str, spec: JsonObject) -> list[JsonObject]:
     call = _product(spec)
     each = min(time_calls(call, _wait, 5)) * 1e-6
     found = time_windows(call, _wait, each, float(spec["seconds"]))
-    return [{"table": "windows", "key": key, **window} for window in found]
+    sizes = {name: spec[name] for name in ("dtype", "m", "n", "k")}
+    return [{"table": "windows", "key": key, **sizes, **window} for window in found]
 
 
 def _launches(key: str, spec: JsonObject) -> list[JsonObject]:

@@ -62,6 +62,7 @@ def campaign(folder: Path, rows: list[dict], kind: str = "NVIDIA H200") -> tuple
     own = Journal(folder)
     own.add("slice")
     host = {"frameworks": {"jax": {"device_kind": kind}}, "libraries": {}}
+    host["nvidia"] = {"name": kind, "power.limit": "700.00 W"}
     own.add("host", platform="gpu", record=host)
     keys = sorted({row["key"] for row in rows})
     own.add(
@@ -97,7 +98,10 @@ ROWS = [
      "mode": "infer", "dtype": "bf16", "layout": "nhwc", "framework": "torch-eager",
      "walls_us": [5000.0, 5100.0, 5200.0], "allocated_bytes": 10, "reserved_bytes": 20,
      "begin": 100.0, "end": 101.0},
-    {"table": "windows", "key": "products/w", "begin": 100.0, "executions": 10, "us_each": 50000.0},
+    # Half a second, then a tenth twice: readings are 600 W and one more each tenth.
+    *({"table": "windows", "key": "products/w", "dtype": "bf16", "m": 64, "n": 64, "k": 64,
+       "begin": 100.0 + begin, "executions": count, "us_each": us}
+      for begin, count, us in ((0.0, 10, 50000.0), (0.55, 2, 40000.0), (0.75, 2, 42000.0))),
     {"table": "anchors", "key": "anchors-xla", "worker": "xla", "product_us": [10.0],
      "memory_us": [5.0], "begin": 1.0},
     {"table": "anchors", "key": "anchors-xla", "worker": "xla", "product_us": [12.0],

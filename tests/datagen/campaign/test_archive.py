@@ -51,6 +51,11 @@ def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
     assert models["power_w"] == pytest.approx(604.5)
     windows = pd.read_parquet(tmp_path / "out" / "tables" / "windows.parquet").iloc[0]
     assert windows["core_mhz"] == pytest.approx(1902.5)  # the first half second
+    # The second half of three windows: the last two.
+    power = pd.read_parquet(tmp_path / "out" / "tables" / "power.parquet").iloc[0]
+    assert (power["id"], power["dtype"], power["m"]) == ("products/w", "bf16", 64)
+    assert (power["latency_us"], power["power_limit_w"]) == (41000.0, 700.0)
+    assert power["power_w"] == pytest.approx((606.0 + 608.0) / 2)
     assert found.noise["replicates"]["events"]["median_ape"] == pytest.approx(0.1 / 1.05)
     assert found.noise["drift"]["xla product_us"] == {"workers": 2, "range": pytest.approx(2 / 11)}
     assert found.without == {}
