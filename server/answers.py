@@ -254,6 +254,34 @@ class _Served(_Powered):
 ServingAnswer = create_model("ServingAnswer", __base__=_Served, **_LATENCIES)
 
 
+class SearchAnswer(BaseModel):
+    """Deployments, as ``opcast plan-serving --json`` prints them; each has a prediction's keys."""
+
+    best: dict[str, object] | None = Field(description="null if none keeps the objective.")
+    by_estimate_only: bool
+    surest: dict[str, object] | None
+    nearest: list[str] = Field(description="Where none keeps it: what comes nearest.")
+    reasons: list[str]
+    commands: dict[str, str] = Field(description="Launch commands of the best, by framework.")
+    launch: dict[str, list[dict[str, object]]] = Field(description="Their flags, with reasons.")
+    front: list[dict[str, object]]
+    judged: int
+    pruned: int
+    refused: dict[str, str]
+    fewest_devices: int | None
+    stopped: bool
+
+
+class SweepAnswer(BaseModel):
+    """Plans of a step, of which the front has those that no other beats."""
+
+    judged: int
+    fits: int
+    tokens: int = Field(description="Of a step.")
+    front: list[dict[str, object]] = Field(description="Columns as `opcast sweep` writes them.")
+    nearest_miss: str = Field(description="Where none fits: the plan that misses least.")
+
+
 class DeviceEntry(BaseModel):
     """A device that can be predicted."""
 

@@ -17,8 +17,9 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..common.errors import OpcastError
-from . import answers, documents, schemas
+from . import answers, cluster_schemas, documents, schemas
 from .bodies import PROGRAM, WHAT_IF, body, malformed, program_task
+from .cluster_schemas import ModelBody
 from .errors import RequestError, error_response, json_response, page_response
 from .explorer import explorer_page
 from .guard import Direct, Guard
@@ -29,8 +30,10 @@ from .settings import ServerSettings
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 # Built once: compiling a pydantic validator takes milliseconds, running it microseconds.
-_SIMULATE = TypeAdapter(schemas.SimulateQuery)
-_SIMULATE_SERVING = TypeAdapter(schemas.SimulateServingQuery)
+_SIMULATE: TypeAdapter[ModelBody] = TypeAdapter(cluster_schemas.SimulateQuery)
+_SIMULATE_SERVING: TypeAdapter[ModelBody] = TypeAdapter(cluster_schemas.SimulateServingQuery)
+_SWEEP: TypeAdapter[ModelBody] = TypeAdapter(cluster_schemas.SweepQuery)
+_PLAN_SERVING: TypeAdapter[ModelBody] = TypeAdapter(cluster_schemas.PlanServingQuery)
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
@@ -213,22 +216,30 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/simulate")
     async def simulate(request: Request) -> Response:
         """Predict one training step on a cluster under a parallel plan."""
-        query: schemas.StepBody = await body(request, _SIMULATE)
-        return await _simulated(request, "simulate", query)
+        return await clustered(request, "simulate", _SIMULATE)
 
     @post("/v1/simulate-serving")
     async def simulate_serving(request: Request) -> Response:
         """Predict latencies, throughput and memory of engines that serve a decoder under a load."""
-        query: schemas.ServingBody = await body(request, _SIMULATE_SERVING)
-        if query.device:
-            service.device(service.model(None), query.device)
-        return await _simulated(request, "simulate-serving", query)
+        return await clustered(request, "simulate-serving", _SIMULATE_SERVING)
 
-    async def _simulated(
-        request: Request, kind: str, query: schemas.StepBody | schemas.ServingBody
-    ) -> Response:
+    @post("/v1/sweep")
+    async def sweep(request: Request) -> Response:
+        """Evaluate the parallel plans of a training step on a cluster, and find the best."""
+        return await clustered(request, "sweep", _SWEEP)
+
+    @post("/v1/plan-serving")
+    async def plan_serving(request: Request) -> Response:
+        """Search engines, plans and batches for the cheapest that keep a service objective."""
+        return await clustered(request, "plan-serving", _PLAN_SERVING)
+
+    async def clustered(request: Request, kind: str, schema: TypeAdapter[ModelBody]) -> Response:
+        query = await body(request, schema)
+        device, cluster = (str(getattr(query, name, "")) for name in ("device", "cluster"))
+        if device:
+            service.device(service.model(None), device)
         # ``find_cluster`` also reads files; no name in a request may be used as a path.
-        if query.cluster.lower().endswith((".yaml", ".yml")):
+        if cluster.lower().endswith((".yaml", ".yml")):
             raise RequestError(422, "files of the server are not read", where="cluster")
         task = {"kind": kind, "model": service.operator_model(query.model)}
         work = service.sandbox.run(task, query.model_dump_json().encode())

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import PlanError
-from .schemas import SimulateQuery, SimulateServingQuery, build
+from .cluster_schemas import (
+    PlanServingQuery,
+    SearchCase,
+    SimulateQuery,
+    SimulateServingQuery,
+    SweepQuery,
+    build,
+)
 from .tasks import Predictors, Task
 
 if TYPE_CHECKING:
     from ..models.operators import OpModel
+    from ..predict.cluster.serving_case import ModelCase
+    from ..simulate.step.workload import Workload
+
+#: A configuration that came with a request, in the folder of its child alone.
+_CONFIG = Path("config.json")
 
 
 def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
@@ -20,14 +37,44 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
         OpcastError: The workload, plan, cluster or model does not fit.
     """
     from ..predict.cluster.step_case import StepCase
-    from ..simulate.step.workload import make_workload, read_by_model
 
     given = SimulateQuery.model_validate_json(payload).model_dump()
     case = build(StepCase, given)
-    # Names of workloads alone: no file of the server is read.
-    work = read_by_model(make_workload(given["workload"], case.settings), case.settings)
     case = replace(case, speed={int(rank): value for rank, value in case.speed.items()})
-    return case.predict(work, _operators(predictors, task)).to_dict()
+    return case.predict(_trained(given), _operators(predictors, task)).to_dict()
+
+
+def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """The plans of a step that ``opcast sweep`` evaluates, and their Pareto front.
+
+    Raises:
+        OpcastError: The workload, grid, cluster or model does not fit.
+    """
+    from ..predict.sweep.job import SweepJob, nearest_miss
+    from ..predict.sweep.run import Sweep, grid, pareto
+    from ..predict.sweep.space import parse_grid
+
+    given = SweepQuery.model_validate_json(payload).model_dump()
+    work = _trained(given)
+    by = {name: given[name] for name in ("framework", "compiled")}
+    # The default model's operators are those that commands take.
+    by |= {} if task["model"] == "default" else {"model": task["model"]}
+    job = SweepJob(work, given["power_cap_w"], **by)
+    prices = {"": given["price"]} if given["price"] else {}
+    with TemporaryDirectory() as folder:
+        own = Sweep(job, Path(folder), prices=prices)
+        axes = parse_grid(given["grid"]) if given["grid"] else {}
+        rows = grid(own, [given["cluster"]], [work.batch], axes)
+    # JSON has no NaN, which stands for what is not known.
+    front = pareto(rows).astype(object)
+    plans = front.where(front.notna(), None).drop(columns=["key", "error"]).to_dict("records")
+    return {
+        "judged": int((rows["plan"] != "").sum()),
+        "fits": int(rows["fits"].sum()),
+        "tokens": work.batch * work.seq,
+        "front": [{str(name): value for name, value in plan.items()} for plan in plans],
+        "nearest_miss": nearest_miss(job, rows),
+    }
 
 
 def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
@@ -41,17 +88,93 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     from ..predict.cluster.serving_case import ServingCase
     from ..predict.cluster.serving_load import parse_slo
 
-    case = build(ServingCase, SimulateServingQuery.model_validate_json(payload).model_dump())
+    given = SimulateServingQuery.model_validate_json(payload).model_dump()
+    case = build(ServingCase, given)
     load = case.load
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
     if len(loads) > 1:
         raise PlanError(f"{' and '.join(loads)} exclude each other", hint="one of them")
     if not load.rate and load.burstiness != 1.0:
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
-    deployment = deployment_of(case)
+    with _served(given, case.model) as model:
+        deployment = deployment_of(replace(case, model=model), files=model.hf is not None)
     predictor = ServingPredictor(_operators(predictors, task))
     found = predictor.predict(deployment, load, slo=parse_slo(case.judged.slo))
     return found.to_dict(case.judged.price)
+
+
+def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
+    """The search of deployments, as ``opcast plan-serving --json`` prints it.
+
+    Raises:
+        OpcastError: The model, load or device does not fit.
+    """
+    from ..predict.cluster.deployment import deployment_of
+    from ..predict.cluster.serving import ServingPredictor
+    from ..predict.cluster.serving_case import FleetCase, ServingCase
+    from ..predict.cluster.serving_load import parse_load, parse_slo
+    from ..predict.plan.serving_search import search
+    from ..simulate.serving.checkpoints import find_checkpoint
+
+    given = PlanServingQuery.model_validate_json(payload).model_dump()
+    case = build(SearchCase, given)
+    spec = parse_load(given["load"])
+    if spec.requests is not None:
+        raise PlanError("files of the server are not read", where="load")
+    options = case.options
+    with _served(given, case.model) as model:
+        # Caches move where the search puts prompts apart.
+        own = ServingCase(model, FleetCase(device=given["device"]), replace(options, transfer=0.0))
+        base = replace(deployment_of(own, files=model.hf is not None), options=options, context=0)
+        checkpoint = find_checkpoint(model.workload or str(model.hf))
+    predictor, kept = ServingPredictor(_operators(predictors, task)), parse_slo(case.judged.slo)
+    apart = not given["together"]
+    found = search(predictor, base, given["gpus"], spec, kept, apart=apart)
+    return found.to_dict(checkpoint, case.judged.price)
+
+
+def _trained(given: Mapping[str, Any]) -> Workload:
+    """The workload of a step: by name, as no file of the server is read, or of a configuration.
+
+    Raises:
+        PlanError: There is no such workload, or its sizes do not fit.
+    """
+    from ..simulate.step.workload import make_workload, read_by_model, read_workload
+
+    with _configured(given) as path:
+        if path is not None:
+            return read_workload(str(path), given["settings"])
+        return read_by_model(make_workload(given["workload"], given["settings"]), given["settings"])
+
+
+@contextmanager
+def _served(given: Mapping[str, Any], model: ModelCase) -> Iterator[ModelCase]:
+    """The model that is served, by name or of a configuration."""
+    with _configured(given) as path:
+        yield replace(model, hf=path) if path is not None else model
+
+
+@contextmanager
+def _configured(given: Mapping[str, Any]) -> Iterator[Path | None]:
+    """The file of the configuration of a request, if it has one.
+
+    Raises:
+        PlanError: There are both a workload and a configuration, or neither.
+    """
+    if bool(given["workload"]) == bool(given["config"]):
+        raise PlanError("give either a workload or a config", where="workload")
+    if not given["config"]:
+        yield None
+        return
+    # This process answers one request, so that its folder is its own; messages name the file alone.
+    before = Path.cwd()
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            _CONFIG.write_text(given["config"], encoding="utf-8", errors="replace")
+            yield _CONFIG
+        finally:
+            os.chdir(before)
 
 
 def _operators(predictors: Predictors, task: Task) -> OpModel | None:

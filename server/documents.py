@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from ..common.types import JsonObject
-from . import answers, schemas
+from . import answers, cluster_schemas, schemas
 
 _REF = "#/components/schemas/{model}"
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
@@ -117,6 +117,14 @@ POSTS = {
         _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED,
         _body(_ref("SimulateQuery")),
     ),
+    "/v1/sweep": (
+        _answer(answers.SweepAnswer, "Plans as `opcast sweep` writes them.") | _ASKED,
+        _body(_ref("SweepQuery")),
+    ),
+    "/v1/plan-serving": (
+        _answer(answers.SearchAnswer, "As `opcast plan-serving --json` prints it.") | _ASKED,
+        _body(_ref("PlanServingQuery")),
+    ),
     "/v1/simulate-serving": (
         _answer(answers.ServingAnswer, "As `opcast simulate-serving --json` prints it.") | _ASKED,
         _body(_ref("SimulateServingQuery")),
@@ -154,11 +162,15 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 _BODIES = (
     schemas.ProgramQuery,
     schemas.WhatIfQuery,
-    schemas.SimulateQuery,
-    schemas.SimulateServingQuery,
+    cluster_schemas.SimulateQuery,
+    cluster_schemas.SimulateServingQuery,
+    cluster_schemas.SweepQuery,
+    cluster_schemas.PlanServingQuery,
     answers.KernelAnswers,
     answers.ProgramAnswer,
     answers.WhatIfAnswer,
     answers.StepAnswer,
     answers.ServingAnswer,
+    answers.SweepAnswer,
+    answers.SearchAnswer,
 )

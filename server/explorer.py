@@ -14,7 +14,15 @@ from ..simulate.step.presets import find_preset, preset_names
 from . import schemas
 from .service import Service
 
-_SCRIPTS = ("breakdown.js", "ask.js", "answers.js", "change.js", "explore.js")
+_SCRIPTS = (
+    "breakdown.js",
+    "ask.js",
+    "charts.js",
+    "plans.js",
+    "answers.js",
+    "change.js",
+    "explore.js",
+)
 #: Workloads that models by name are made of, with what their sizes leave open.
 _OF_MODELS = {
     "llama": {"batch": 1, "dtype": "bf16", "scan_layers": "true"},

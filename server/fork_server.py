@@ -27,8 +27,8 @@ from ..datagen.zoo import build
 from ..features.devices.catalogue import device_names, find_device
 from ..predict.program.predictor import Predictor, load
 from . import cluster_tasks, tasks
+from .cluster_schemas import SearchBody, ServingBody, StepBody, SweepQuery, example
 from .errors import error_data, status_of
-from .schemas import ServingBody, StepBody, example
 from .tasks import Predictors, Task
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,12 @@ func.func public @main(
   return %3, %4 : tensor<64xbf16>, tensor<1x8x8x64xbf16>
 }
 }"""
+_EXAMPLES = (
+    ("simulate", StepBody),
+    ("simulate-serving", ServingBody),
+    ("sweep", SweepQuery),
+    ("plan-serving", SearchBody),
+)
 #: Time that one answer may take then. Engineering estimate.
 _WARM_S = 60.0
 
@@ -68,6 +74,8 @@ _KINDS: Mapping[str, Callable[[Predictors, Task, bytes], dict[str, object] | str
     "kernels": tasks.predict_kernels,
     "simulate": cluster_tasks.simulate,
     "simulate-serving": cluster_tasks.simulate_serving,
+    "sweep": cluster_tasks.sweep,
+    "plan-serving": cluster_tasks.plan_serving,
 }
 
 
@@ -116,7 +124,8 @@ def _refused(what: str, hint: str) -> Reply:
 def ended(task: Mapping[str, object]) -> OpcastError:
     """The error to return for a task whose process died."""
     what = "the process that read it crashed, or needed more memory than the server allows"
-    kind = LoweringError if str(task["kind"]).startswith("simulate") else ProgramError
+    programs = ("program", "report", "what-if", "kernels")
+    kind = ProgramError if task["kind"] in programs else LoweringError
     return kind(what, where=str(task["kind"]), hint="is it complete and well formed?")
 
 
@@ -164,7 +173,7 @@ def _warm(predictors: Predictors, memory_bytes: int) -> None:
             answer(predictors, {**asked, "kind": kind, "device": device}, _WARM)
         # Imports what makes workloads; lowering one would start threads, which no fork has.
         build("mlp")
-        for kind, body in ("simulate", StepBody), ("simulate-serving", ServingBody):
+        for kind, body in _EXAMPLES:
             answer(predictors, {"kind": kind, "model": model}, example(body))
 
 

@@ -261,9 +261,11 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
         "/v1/predict/kernels",
         "/v1/predict/program",
         "/v1/report",
+        "/v1/plan-serving",
         "/v1/report/{digest}",
         "/v1/simulate",
         "/v1/simulate-serving",
+        "/v1/sweep",
         "/v1/what-if",
     }
     assert "500" in document["paths"]["/v1/predict/program"]["post"]["responses"]
@@ -294,7 +296,7 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
     assert {op["operationId"] for op in operations.values()} == {
         "health", "ready", "metrics", "devices", "models",
         "predict_kernels", "predict_program", "report", "kept_report",
-        "simulate", "simulate_serving", "what_if",
+        "simulate", "simulate_serving", "what_if", "sweep", "plan_serving",
     }  # fmt: skip
     # Unions of texts and constants are what generated clients cannot build.
     serving = schemas["SimulateServingQuery"]["properties"]
@@ -305,6 +307,8 @@ def test_the_document_suits_generated_clients(client: Client) -> None:
         ("predict/program", "ProgramAnswer"),
         ("simulate", "StepAnswer"),
         ("simulate-serving", "ServingAnswer"),
+        ("sweep", "SweepAnswer"),
+        ("plan-serving", "SearchAnswer"),
     ):
         content = operations[f"/v1/{path}"]["responses"]["200"]["content"]
         assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer}"}

@@ -8,12 +8,15 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import pytest
 from typer.testing import CliRunner
 
 from opcast.cli.main import app
+from opcast.common.parquet import read_table
+from opcast.predict.sweep.run import pareto
 from opcast.server import schemas
 
 from ..predict.pages import running_browser
@@ -149,6 +152,61 @@ def test_a_step_is_what_the_command_beside_it_prints(
         tab.page.get_by_role("button", name="JSON").click()
     (kept,) = json.loads(Path(saved.value.path()).read_text())
     assert kept["latency_us"] == pytest.approx(answer["latency_us"])
+    tab.close()
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 32000,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def test_plans_of_a_pasted_model_are_what_sweep_writes(
+    browser: Any, url: str, tmp_path: Path
+) -> None:
+    config = json.dumps(CONFIG)
+    query = {
+        "config": config, "cluster": "dgx-h100-x16", "batch": 64, "price": 2, "tokens": 100,
+        "grid": "tp=1/2,pp=1,recompute=none,split=1",
+    }  # fmt: skip
+    tab = Tab(browser, url, f"#plans?{urlencode(query)}")
+    shown = tab.text("#plans")
+    command = tab.text("#command")
+    (tmp_path / "config.json").write_text(config)
+    with contextlib.chdir(tmp_path):
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    front = pareto(read_table(tmp_path / "plans" / "sweep.parquet"))
+    assert f"{len(front)} that no other beats" in shown
+    best = front.iloc[0]
+    assert best["plan"] in shown and f"{best['step_us'] / 1e3:.3g}\xa0ms" in shown
+    days = 100e9 / best["tokens_per_s"] / 86400
+    assert f"{days:.3g}" in shown and f"${days * 24 * 16 * 2:,.0f}" in shown
+    with tab.page.expect_download() as saved:
+        tab.page.locator("#plans").get_by_role("button", name="PNG").click()
+    assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
+    # A plan is a link to its step.
+    tab.page.get_by_role("link", name=best["plan"], exact=True).click()
+    step = tab.text("#step")
+    printed = run(tab.text("#command"), tmp_path, {}, "--json")
+    assert f"{printed['latency_us'] / 1e3:.3g}" in step and f"{days:.3g} days" in step
+    tab.close()
+
+
+def test_deployments_are_what_plan_serving_prints(browser: Any, url: str, tmp_path: Path) -> None:
+    query = {
+        "workload": "llama-3.1-8b", "device": "h100-sxm", "gpus": 1, "framework": "vllm",
+        "load": "concurrency=8,prompt=512,output=64,count=32", "slo": "tpot=30ms", "price": 2,
+    }  # fmt: skip
+    tab = Tab(browser, url, f"#deployments?{urlencode(query)}", width=360)
+    shown, launched = tab.text("#best"), tab.text("#launch")
+    printed = run(tab.text("#command"), tmp_path, {}, "--json")
+    best = printed["best"]
+    assert best["deployment"] in shown and f"{best['p90_tpot_ms']:.3g}" in shown
+    assert f"{best['output_throughput_per_gpu']:.0f}" in shown
+    assert f"${best['dollars_per_million_tokens']:.3g}" in shown
+    assert all(command in launched for command in printed["commands"].values())
     tab.close()
 
 

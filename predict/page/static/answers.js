@@ -15,10 +15,13 @@ const ENERGIES = [
   [1e-6, "µJ"],
 ];
 const joules = (value) => withUnit(value, ENERGIES);
-const dollars = (value) => (value === undefined || value === null ? "–" : `$${significant(value)}`);
+const dollars = (value) =>
+  value === undefined || value === null ? "–" : `$${value < 1000 ? significant(value) : whole(value)}`;
 
 // The headline of an answer: [value, low, high] in microseconds, and in words what it is.
 const HEADLINES = {
+  plans: ({ front: [a] }) => [a?.latency_us, a?.lo_us, a?.hi_us, a ? `a step under ${a.plan}` : "no plan fits"],
+  deployments: ({ best: a }) => (a ? [...HEADLINES.serving(a).slice(0, 3), `a token of ${a.deployment}`] : [null, null, null, "none keeps it"]),
   program: (a) => [a.latency_us, a.lo_us, a.hi_us, "one run of the program"],
   training: (a) => [a.latency_us, a.lo_us, a.hi_us, "one training step"],
   serving: (a) => [
@@ -29,24 +32,25 @@ const HEADLINES = {
 
 function programAnswer(query, found) {
   const answers = found.filter((f) => f.answer);
-  const most = Math.max(...answers.map((f) => f.answer.hi_us), 1e-9);
+  const times = answers.map(({ device, answer: a }) => [device, a.lo_us, a.hi_us, a.latency_us]);
+  const drawn = rangeChart("Times with their 90 % intervals", "opcast-program", times, duration);
   const devices = card(
-    { id: "devices", title: "Devices", says: "Time of one run, with its 90 % interval." },
+    { id: "devices", title: "Devices", says: "Time of one run, with its 90 % interval.", tools: [drawn.tool] },
+    drawn.host,
     table(
       "Predicted times",
-      ["device", "time", "90 % interval", "", "peak memory", "energy", "in domain"],
+      ["device", "time", "90 % interval", "peak memory", "energy", "in domain"],
       found.map(({ device, answer, refusal }) =>
         answer
           ? [
               device,
               duration(answer.latency_us),
               between(answer.lo_us, answer.hi_us, duration),
-              bar(answer, most),
               `${size(answer.peak_memory_bytes)}${answer.fits === false ? ", does not fit" : ""}`,
               joules(answer.energy_j),
               percent(answer.in_domain_share),
             ]
-          : [device, "–", refusal.what, "", "", "", ""],
+          : [device, "–", refusal.what, "", "", ""],
       ),
     ),
   );
@@ -55,16 +59,6 @@ function programAnswer(query, found) {
     changeCard(query, answers),
     ...answers.slice(0, 1).map(({ device, answer }) => kernelCard(query, device, answer)),
   ];
-}
-
-function bar(answer, most) {
-  const at = (us) => `${(us / most) * 100}%`;
-  return el(
-    "div",
-    { class: "range", "aria-hidden": "true" },
-    el("i", { class: "band", style: { left: at(answer.lo_us), width: at(answer.hi_us - answer.lo_us) } }),
-    el("b", { class: "dot", style: { left: at(answer.latency_us) } }),
-  );
 }
 
 function kernelCard(query, device, answer) {
@@ -122,13 +116,16 @@ function trainingAnswer(query, [{ answer: a }]) {
     ["host", a.host_us, "gap"],
   ].filter(([, us]) => us > 0);
   const memory = Object.entries(a.memory_bytes).filter(([name, held]) => name !== "total" && held > 0);
-  const tokens = Number(query.tokens) * 1e9;
-  const days = tokens ? tokens / a.tokens_per_s / DAY_S : 0;
-  const daysOf = [a.lo_us, a.hi_us].map((us) => (days * us) / a.latency_us);
-  const steps = (days * DAY_S * 1e6) / a.latency_us;
+  const trained = trainingOf(query, a, (a.tokens_per_s * a.latency_us) / 1e6);
+  const drawn = rangeChart(
+    "Parts of a step",
+    "opcast-step",
+    parts.map(([name, us, shade]) => [name, 0, us, undefined, shade]),
+    duration,
+  );
   return [
     card(
-      { id: "step", title: `${query.workload} on ${a.devices} × ${a.device}` },
+      { id: "step", title: `${modelOf(query)} on ${a.devices} × ${a.device}` },
       el(
         "div",
         { class: "hero" },
@@ -145,17 +142,21 @@ function trainingAnswer(query, [{ answer: a }]) {
             a.capacity_bytes ? a.memory_bytes_per_device / a.capacity_bytes : null,
           ),
           tile("Energy of a step", joules(a.energy_j), between(a.energy_lo_j, a.energy_hi_j, joules)),
-          days ? tile("Training", `${significant(days)} days`, between(...daysOf, significant)) : null,
-          days && a.cost ? tile("Cost", dollars(a.cost * steps), `${dollars(a.cost)} a step`) : null,
+          trained ? tile("Training", `${significant(trained.days)} days`, between(...trained.ends, significant)) : null,
+          trained?.dollars ? tile("Cost", dollars(trained.dollars), `${dollars(a.cost)} a step`) : null,
         ),
       ),
       el("p", { class: "small soft" }, `Plan ${a.plan}; known: ${a.known}.`),
       notes(a.notes),
     ),
     card(
-      { id: "parts", title: "Where the time goes" },
-      stackedBar(parts),
-      barTable("Parts of a step", parts, a.latency_us),
+      { id: "parts", title: "Where the time goes", tools: [drawn.tool] },
+      drawn.host,
+      table(
+        "Parts of a step",
+        ["part", "time", "share"],
+        parts.map(([name, us]) => [name, duration(us), percent(us / a.latency_us)]),
+      ),
     ),
     card(
       { id: "memory", title: "Where the memory goes" },
@@ -173,6 +174,13 @@ function servingAnswer(query, [{ answer: a }]) {
   const levels = ["mean", "median", "p90", "p99"];
   const metrics = ["ttft", "tpot", "itl", "e2el"];
   const ends = (key, show) => between(a[`${key}_lo`], a[`${key}_hi`], show);
+  const rows = ["ttft", "tpot", "itl"].flatMap((m) => ["median", "p99"].map((level) => [m, level, `${level}_${m}_ms`]));
+  const drawn = rangeChart(
+    "Latencies with 90 % intervals",
+    "opcast-serving",
+    rows.map(([m, level, key]) => [`${m.toUpperCase()} ${level}`, ...["_lo", "_hi", ""].map((end) => a[key + end] * 1e3)]),
+    duration,
+  );
   const cell = (key) => [ms(a[key]), el("div", { class: "small soft" }, ends(key, ms))];
   // A tile of a figure that not every answer has.
   const figure = (key, text, show = significant) =>
@@ -181,7 +189,7 @@ function servingAnswer(query, [{ answer: a }]) {
     card(
       {
         id: "service",
-        title: `${query.workload} on ${a.gpus} × ${a.device}`,
+        title: `${modelOf(query)} on ${a.gpus} × ${a.device}`,
         says: `${a.framework || "no engine named"}, plan ${a.plan}; known: ${a.known}.`,
       },
       el(
@@ -197,7 +205,8 @@ function servingAnswer(query, [{ answer: a }]) {
       notes(a.notes),
     ),
     card(
-      { id: "latencies", title: "Latencies" },
+      { id: "latencies", title: "Latencies", tools: [drawn.tool] },
+      drawn.host,
       table(
         "Latencies with 90 % intervals",
         ["", ...levels],
@@ -207,7 +216,13 @@ function servingAnswer(query, [{ answer: a }]) {
   ];
 }
 
-const ANSWERS = { program: programAnswer, training: trainingAnswer, serving: servingAnswer };
+const ANSWERS = {
+  program: programAnswer,
+  training: trainingAnswer,
+  plans: plansAnswer,
+  serving: servingAnswer,
+  deployments: deploymentsAnswer,
+};
 
 // The server's refusal, in its words.
 function refused({ what, message, where, hint }) {
@@ -230,7 +245,7 @@ function elsewhere(kind, query, found) {
       title: "The same elsewhere",
       tools: [
         button("JSON", () => save(`${file}.json`, "application/json", JSON.stringify(kept, null, 1))),
-        button("CSV", () => save(`${file}.csv`, "text/csv", csv(kept))),
+        button("CSV", () => save(`${file}.csv`, "text/csv", csv(found[0].answer?.front || kept))),
         button("Compare", () => pin(kind, query)),
       ],
     },

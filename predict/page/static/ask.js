@@ -8,6 +8,17 @@ const LOWERINGS = DATA.compiles ? ["auto", "xla", "fused", "op"] : ["fused", "op
 const WORKLOADS = [["", "the program below"], ...names([...Object.keys(DATA.zoo), ...Object.keys(DATA.presets)])];
 // Fields of a question: what the server calls it, in words, and how it is typed. `place` says where it goes when
 // it is not a key of the body itself; `flag` is the option of the command.
+const CONFIG = { name: "config", text: "or its config.json", kind: "long", broad: true };
+const MODEL = { name: "workload", text: "Model", kind: "list", of: DATA.workloads };
+const TRAINED = [
+  { name: "batch", text: "Sequences a step", kind: "number", place: SETTINGS, first: "64" },
+  { name: "seq", text: "Tokens of a sequence", kind: "number", place: SETTINGS },
+  { name: "layers", text: "Layers, if not the model's", kind: "number", place: SETTINGS },
+  { name: "framework", text: "Framework", hint: "nemo, megatron …" },
+  { name: "price", text: "Price of a device for an hour, $", kind: "number" },
+  { name: "tokens", text: "Tokens to train on, in 10⁹", kind: "number", place: "page" },
+];
+const CLUSTER = { name: "cluster", text: "Cluster", kind: "list", of: DATA.clusters, needed: true, first: "dgx-h100-x16" };
 const FIELDS = {
   program: [
     { name: "device", text: "Devices", kind: "devices", broad: true },
@@ -19,18 +30,21 @@ const FIELDS = {
     { name: "trip_count", text: "Trips of loops without a count", kind: "number" },
   ],
   training: [
-    { name: "workload", text: "Model", kind: "list", of: DATA.workloads, needed: true, first: "llama-3-8b" },
-    { name: "cluster", text: "Cluster", kind: "list", of: DATA.clusters, needed: true, first: "dgx-h100-x16" },
+    { ...MODEL, first: "llama-3-8b" },
+    CLUSTER,
     { name: "plan", text: "Plan", hint: "tp=8,dp=2", first: "tp=8,dp=2" },
-    { name: "batch", text: "Sequences a step", kind: "number", place: SETTINGS, first: "64" },
-    { name: "seq", text: "Tokens of a sequence", kind: "number", place: SETTINGS },
-    { name: "layers", text: "Layers, if not the model's", kind: "number", place: SETTINGS },
-    { name: "framework", text: "Framework", hint: "nemo, megatron …" },
-    { name: "price", text: "Price of a device for an hour, $", kind: "number" },
-    { name: "tokens", text: "Tokens to train on, in 10⁹", kind: "number", place: "page" },
+    ...TRAINED,
+    CONFIG,
+  ],
+  plans: [
+    { ...MODEL, first: "llama-3-8b" },
+    CLUSTER,
+    { name: "grid", text: "Axes, if not all", hint: "tp=4/8,recompute=none" },
+    ...TRAINED,
+    CONFIG,
   ],
   serving: [
-    { name: "workload", text: "Model", kind: "list", of: DATA.workloads, needed: true, first: "llama-3.1-8b" },
+    { ...MODEL, first: "llama-3.1-8b" },
     { name: "device", text: "Device", kind: "list", of: DATA.devices.map((d) => d.name), first: "h100-sxm" },
     { name: "cluster", text: "Cluster, if not one device", kind: "list", of: DATA.clusters },
     { name: "plan", text: "Plan", hint: "tp=2" },
@@ -43,10 +57,28 @@ const FIELDS = {
     { name: "count", text: "Requests", kind: "number", first: "200" },
     { name: "slo", text: "Objective", hint: "ttft=500ms,tpot=30ms" },
     { name: "price", text: "Price of a device for an hour, $", kind: "number" },
+    CONFIG,
+  ],
+  deployments: [
+    { ...MODEL, first: "llama-3.1-8b" },
+    { name: "device", text: "Device", kind: "list", of: DATA.devices.map((d) => d.name), needed: true, first: "h100-sxm" },
+    { name: "gpus", text: "Devices at most", kind: "number", needed: true, first: "2" },
+    { name: "framework", text: "Engine", kind: "list", of: DATA.frameworks, first: "vllm" },
+    { name: "weights", text: "Format of weights", hint: "fp8" },
+    { name: "load", text: "Load", needed: true, broad: true, first: "rate=4,prompt=1024,output=256,count=200" },
+    { name: "slo", text: "Objective", hint: "ttft=500ms,tpot=30ms", first: "tpot=30ms" },
+    { name: "price", text: "Price of a device for an hour, $", kind: "number" },
+    CONFIG,
   ],
 };
-const PATHS = { program: "/v1/predict/program", training: "/v1/simulate", serving: "/v1/simulate-serving" };
-const COMMANDS = { program: "predict", training: "simulate", serving: "simulate-serving" };
+const PATHS = {
+  program: "/v1/predict/program",
+  training: "/v1/simulate",
+  plans: "/v1/sweep",
+  serving: "/v1/simulate-serving",
+  deployments: "/v1/plan-serving",
+};
+const COMMANDS = { training: "simulate", plans: "sweep", serving: "simulate-serving", deployments: "plan-serving" };
 
 // A question with what a newcomer would ask first.
 function firstQuestion(kind) {
@@ -75,7 +107,7 @@ function bodyOf(kind, query, device) {
   const body = {};
   for (const { name, kind: typed, place } of FIELDS[kind]) {
     const text = name === "device" && device ? device : (query[name] || "").trim();
-    if (!text || place === "page") continue;
+    if (!text || place === "page" || (name === "workload" && query.config)) continue;
     const value = typed === "number" ? Number(text) : text;
     if (place === SETTINGS) (body.settings ||= {})[name] = value;
     else body[name] = place === PAIRS ? pairsOf(text) : value;
@@ -92,11 +124,12 @@ function commandOf(kind, query) {
   const parts = ["opcast", COMMANDS[kind]];
   for (const { name, place } of FIELDS[kind]) {
     const text = (query[name] || "").trim();
-    if (!text || place === "page") continue;
-    if (place === SETTINGS) parts.push("--set", quoted(`${name}=${text}`));
+    if (!text || place === "page" || (name === "workload" && query.config)) continue;
+    if (name === "config") parts.push("--hf", "config.json");
+    else if (place === SETTINGS) parts.push("--set", quoted(`${name}=${text}`));
     else parts.push(`--${name.replaceAll("_", "-")}`, quoted(text));
   }
-  return parts.join(" ");
+  return [...parts, ...(kind === "plans" ? ["--out", "plans"] : [])].join(" ");
 }
 
 // Of a program, on devices or a device file; a workload is written first.
@@ -191,6 +224,11 @@ function input(field, value) {
     const node = picker(field.text, field.of, () => {});
     node.value = value || field.of[0][0];
     node.name = field.name;
+    return { node, read: () => node.value };
+  }
+  if (field.kind === "long") {
+    const node = el("textarea", { name: field.name, spellcheck: "false", class: "short" });
+    node.value = value;
     return { node, read: () => node.value };
   }
   const known = (field.kind === "list" ? field.of : []).map((value) => el("option", { value }));

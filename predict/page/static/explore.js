@@ -3,12 +3,16 @@
 const TABS = [
   ["program", "Program"],
   ["training", "Training"],
+  ["plans", "Find a plan"],
   ["serving", "Serving"],
+  ["deployments", "Find a deployment"],
   ["compare", "Compare"],
 ];
 const SAYS = {
   program: "How long a StableHLO or HLO program takes on each device.",
   training: "A step of a model on a cluster under a plan: time, memory, cost.",
+  plans: "The parallel plans of a model on a cluster that no other beats in time, memory, energy and cost.",
+  deployments: "Engines, plans and batches of a model that is served: the cheapest that keeps an objective.",
   serving: "An engine under load: latencies, throughput, cost.",
   compare: "Questions that were kept with “Compare”, asked again and side by side.",
 };
@@ -87,6 +91,7 @@ async function showCompared(given) {
     return;
   }
   const rows = [];
+  const times = [];
   for (const link of pinned) {
     const [kind, query] = questionOf(link);
     const words = el("a", { href: link }, commandOf(kind, query));
@@ -99,6 +104,7 @@ async function showCompared(given) {
         if (refusal) rows.push([words, device, "–", refusal.what, "", drop]);
         else {
           const [us, lo, hi, what] = HEADLINES[kind](answer);
+          if (us) times.push([`${times.length + 1}: ${device}`, lo, hi, us]);
           rows.push([words.cloneNode(true), device, duration(us), between(lo, hi, duration), what, drop]);
         }
       }
@@ -107,8 +113,9 @@ async function showCompared(given) {
     }
   }
   if (own !== turn) return;
+  const drawn = times.length ? rangeChart("Times with their 90 % intervals", "opcast-compare", times, duration) : null;
   const heads = ["question", "on", "time", "90 % interval", "of", ""];
-  place.replaceChildren(card({ id: "compared" }, table("Questions side by side", heads, rows)));
+  place.replaceChildren(card({ id: "compared", title: "Side by side", tools: [drawn?.tool] }, drawn?.host, table("Questions side by side", heads, rows)));
 }
 
 const linksOf = (hash) => new URLSearchParams(hash.split("?").slice(1).join("?")).getAll("q");
@@ -117,8 +124,10 @@ function route() {
   const [kind, query] = questionOf(location.hash || "#program");
   const known = TABS.some(([own]) => own === kind) ? kind : "program";
   links.forEach((link) => {
-    if (link.dataset.kind === known) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
+    if (link.dataset.kind === known) {
+      link.setAttribute("aria-current", "page");
+      link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    } else link.removeAttribute("aria-current");
   });
   if (known === "compare") showCompared(linksOf(location.hash));
   else showQuestion(known, query);

@@ -1,0 +1,271 @@
+"""Bodies of questions about clusters and serving: the fields of what command lines ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, is_dataclass
+from dataclasses import Field as DataField
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from ..common.options import Option, described
+from ..predict.cluster.serving_case import EngineOptions, JudgedBy, ModelCase, ServingCase
+from ..predict.cluster.step_case import StepCase
+from .schemas import (
+    AXES,
+    FORMAT,
+    LOAD,
+    PLAN_SETTINGS,
+    RANK,
+    TOKENS,
+    Body,
+    Checkpoint,
+    CheckpointOrNone,
+    Name,
+    NameOrNone,
+    Settings,
+)
+
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
+
+
+def body_of(
+    name: str, case: type, base: type[B], narrower: Mapping[str, Any], *left_out: str
+) -> type[B]:
+    """Make the schema of a request.
+
+    Args:
+        name: Of the schema.
+        case: Dataclass, whose fields that are dataclasses are flattened.
+        base: What the schema extends; its own fields count.
+        narrower: Types of fields of which a server takes less than a command line, by name.
+        left_out: Names of fields that requests do not have.
+    """
+    made: dict[str, Any] = {}
+    for field, hint, option in _flat(case):
+        if field.name in base.model_fields or field.name in left_out:
+            continue
+        known = {"ge": option.least, "le": option.most}
+        limits: dict[str, Any] = {k: v for k, v in known.items() if v is not None}
+        if option.unit is not None or hint is float:
+            limits["allow_inf_nan"] = False
+        if option.choices:
+            hint = Literal[option.choices]
+        if field.name in narrower:
+            hint, limits = narrower[field.name], {}
+        made_anew = field.default_factory is not MISSING
+        limits |= (
+            {"default_factory": field.default_factory} if made_anew else {"default": field.default}
+        )
+        # Names of options are those of fields.
+        words = option.help.replace("--", "")
+        made[field.name] = (hint, Field(description=words, **limits))
+    return create_model(name, __base__=base, __doc__=base.__doc__, **made)
+
+
+def example(body: type[Body]) -> bytes:
+    """Return the first example of a request, as JSON."""
+    extra: Any = body.model_config["json_schema_extra"]
+    return json.dumps(extra["examples"][0]).encode()
+
+
+def build(case: type[T], given: Mapping[str, Any]) -> T:
+    """Make a dataclass from the values of a request, by name."""
+    values: dict[str, Any] = {}
+    for field, hint, option in described(case):
+        if is_dataclass(hint) and isinstance(hint, type):
+            values[field.name] = build(hint, given)
+        elif option is not None and field.name in given:
+            own = given[field.name]
+            values[field.name] = own if option.unit is None else own * option.unit
+    return case(**values)
+
+
+def _flat(case: type) -> Iterator[tuple[DataField[Any], Any, Option]]:
+    for field, hint, option in described(case):
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _flat(hint)
+        elif option is not None:
+            yield field, hint, option
+
+
+_Format = Annotated[str, Field(pattern=FORMAT)]
+_Plan = Annotated[str, Field(max_length=200, pattern=PLAN_SETTINGS)]
+_Source = Annotated[str, Field(max_length=80)]
+_Price = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+# Most people's lengths are numbers.
+_Lengths = Annotated[
+    str,
+    Field(max_length=60, pattern=TOKENS),
+    BeforeValidator(lambda given: str(given) if type(given) is int else given),
+]
+
+
+#: Texts are names, never files; NumPy's generators take no negative seeds.
+_STEP: dict[str, Any] = {
+    "plan": _Plan,
+    "settings": Settings,
+    "framework": NameOrNone,
+    "source": _Source,
+    # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.
+    "jitter": Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)],
+    # Keys of JSON objects are texts; six digits exceed any cluster of the catalogue.
+    "speed": dict[Annotated[str, Field(pattern=RANK)], float],
+    "price": _Price | None,
+    "power_cap_w": Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None,
+    "seed": _Seed,
+}
+
+
+class ModelBody(Body):
+    """A model by name, or by its configuration."""
+
+    workload: CheckpointOrNone = Field(
+        "",
+        description="A model by name: llama-3.1-70b, Qwen/Qwen3-32B; of steps also llama, moe, "
+        "gpt or bert with settings.",
+    )
+    config: Annotated[str, Field(max_length=100_000)] = Field(
+        "", description="Instead of a workload: the text of a model's config.json."
+    )
+    model: Name | None = Field(None, description="A model of operators, or roofline.")
+
+
+class StepBody(ModelBody):
+    """A training step on a cluster, as ``opcast simulate`` takes it."""
+
+    cluster: Name = Field(description="Such as dgx-h100-x128.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama",
+                    "cluster": "dgx-h100-x16",
+                    "plan": "tp=8,dp=2",
+                    "settings": {"layers": 4, "batch": 16},
+                }
+            ]
+        }
+    )
+
+
+# The models of steps that a command takes are files.
+SimulateQuery = body_of("SimulateQuery", StepCase, StepBody, _STEP, "steps")
+
+
+class SweepQuery(ModelBody):
+    """Plans of a training step on a cluster, as ``opcast sweep`` evaluates them."""
+
+    cluster: Name = Field(description="Such as dgx-h100-x16.")
+    settings: Settings = Field({}, description="Sizes of the model, such as batch and seq.")
+    grid: Annotated[str, Field(max_length=200, pattern=AXES)] = Field(
+        "", description="Values of each axis, such as tp=4/8,recompute=none/full."
+    )
+    framework: NameOrNone = Field("", description="Framework that runs it; else an average.")
+    compiled: bool = Field(False, description="Steps are compiled, or replayed as CUDA graphs.")
+    price: _Price | None = Field(None, description="Price of a device for an hour.")
+    power_cap_w: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="Sustained power of a device in watts."
+    )
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama",
+                    "cluster": "dgx-h100-x16",
+                    "grid": "tp=4/8,pp=1,data=dp,recompute=none,schedule=1f1b,split=1",
+                    "settings": {"layers": 4, "batch": 16},
+                }
+            ]
+        }
+    )
+
+
+#: Texts are names, never files; and what would take a server long is refused.
+_SERVING: dict[str, Any] = {
+    **dict.fromkeys(("weights", "experts", "activations", "kv_cache"), _Format),
+    **dict.fromkeys(("plan", "prefill"), _Plan),
+    **dict.fromkeys(("prompt", "output"), _Lengths),
+    "settings": Settings,
+    "draft": Checkpoint,
+    "framework": Annotated[str, Field(max_length=60)],
+    "source": _Source,
+    "slo": Annotated[str, Field(max_length=80)],
+    "linear_layers": Annotated[int, Field(ge=0, le=10_000)],
+    **dict.fromkeys(("replicas", "prefill_replicas"), Annotated[int, Field(ge=0, le=4096)]),
+    # The simulation takes 0.1 ms a request, and each answer is three runs.
+    **dict.fromkeys(("concurrency", "batch", "count"), Annotated[int, Field(ge=0, le=100_000)]),
+    **dict.fromkeys(("transfer", "rate", "price"), _Price),
+    "burstiness": Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)],
+    "drafts": Annotated[int, Field(ge=0, le=64)],
+    "accepted": Annotated[float, Field(ge=1, le=65, allow_inf_nan=False)],
+    "seed": _Seed,
+}
+
+
+class ServingBody(ModelBody):
+    """A deployment under a load, as ``opcast simulate-serving`` takes it."""
+
+    cluster: NameOrNone = Field("", description="Such as h100-sxm-x8; or a device.")
+    device: NameOrNone = ""
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama-3.1-8b",
+                    "device": "h100-sxm",
+                    "plan": "tp=1",
+                    "concurrency": 8,
+                    "count": 16,
+                    "model": "roofline",
+                }
+            ]
+        }
+    )
+
+
+SimulateServingQuery = body_of(
+    "SimulateServingQuery", ServingCase, ServingBody, _SERVING, "hf", "requests"
+)
+
+
+@dataclass(frozen=True)
+class SearchCase:
+    """What deployments have in common, and what makes one good."""
+
+    model: ModelCase
+    options: EngineOptions
+    judged: JudgedBy
+
+
+class SearchBody(ModelBody):
+    """Deployments on devices under a load, as ``opcast plan-serving`` searches them."""
+
+    device: Name = Field(description="A device that GET /v1/devices lists, or an alias of it.")
+    gpus: Annotated[int, Field(ge=1, le=256)] = Field(
+        description="Number of devices at most; fewer are tried too."
+    )
+    load: Annotated[str, Field(max_length=120, pattern=LOAD)] = Field(
+        description="concurrency=64 or rate=4, with prompt=1024,output=256,count=500."
+    )
+    together: bool = Field(False, description="Try no workers that run prompts alone.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "workload": "llama-3.1-8b",
+                    "device": "h100-sxm",
+                    "gpus": 1,
+                    "load": "concurrency=8,count=16",
+                    "slo": "tpot=50ms",
+                }
+            ]
+        }
+    )
+
+
+PlanServingQuery = body_of("PlanServingQuery", SearchCase, SearchBody, _SERVING, "hf")
