@@ -109,7 +109,9 @@ class Plan:
             if not left or left[0].stage in found:
                 continue
             first = left[0]
-            each = fits.get((first.stage, first.kind), 0.0)
+            # A long run says itself how long it is at least.
+            least = float(str(first.spec.get("seconds", 0.0)))
+            each = max(fits.get((first.stage, first.kind), 0.0), least)
             count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
             if count > 0:
                 # Replicates are measured by another process than what they repeat.

@@ -110,6 +110,7 @@ class _Campaign:
         if self._left_s < 1.0:
             return self._outcome(DONE, load_plan(self._found_before()), "the budget is used up")
         self._journal.add("slice")
+        before = len(self._journal.finished)
         plan = load_plan(self._found_before())
         try:
             platform = self._find()
@@ -127,6 +128,9 @@ class _Campaign:
         if why:
             return self._outcome(FAILED, plan, why)
         left = self._remaining(plan)
+        if left and not self._last and len(self._journal.finished) == before:
+            # Else a script that goes on until the status is another would never end.
+            return self._outcome(FAILED, plan, "the slice is too short for what is left")
         if left and not self._last:
             return self._outcome(MORE, plan, "the slice has ended; the same command goes on")
         return self._outcome(DONE, plan, "the budget is used up" if left else "all is measured")

@@ -105,6 +105,10 @@ def test_time_goes_to_the_stage_that_is_furthest_behind() -> None:
     # A block is cut to what may end in time, and left out if nothing of it does.
     assert keys(each={("a", "k"): 30.0, ("b", "k"): 30.0}, left=50.0) == ["a/k/0"]
     assert keys(each={("a", "k"): 30.0, ("b", "k"): 30.0}, left=20.0) == []
+    long = Case("d/k/0", "d", "k", "xla", {"seconds": 60})
+    slow = Plan([Entry((long,))], {"d": 1.0})
+    assert slow.next_block((), {}, ("xla",), {}, 59.0) == []
+    assert slow.next_block((), {}, ("xla",), {}, 61.0) == [long]
     assert keys(workers=("torch",)) == ["c/k/0", "c/k/1"]
 
 
