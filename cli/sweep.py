@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,15 @@ from ..common.options import (
 from ..common.progress import wrote
 from ..predict.plan.case import PlanCase
 from ..workflows.sweep import SweepSettings, run_sweep
-from .options import make_console, print_answer, program_of, refuse, require_plots, workload_of
+from .options import (
+    make_console,
+    print_answer,
+    print_json,
+    program_of,
+    refuse,
+    require_plots,
+    workload_of,
+)
 
 
 def sweep(
@@ -129,3 +139,37 @@ def tune_kernel(
     console.print(candidates_table(best, console.width))
     if note := ties_note(ranked):
         console.print(f"note: {note}")
+
+
+def screen(
+    file: Annotated[
+        Path, Option("Candidates, a JSON object a line; - for standard input.", argument=True)
+    ] = Path("-"),
+    device: Annotated[str, Option("Device of candidates that name none.")] = "",
+    least: Annotated[
+        float,
+        Option("Least probability to be the fastest that is worth a measurement.", least=0, most=1),
+    ] = 0.05,
+) -> None:
+    """Predict candidates by the thousand, and say which are not worth measuring.
+
+    Prints a line of JSON for each, in their order; an empty line answers those before it.
+    docs/agents.md lists what a candidate may be.
+    """
+    from ..predict.screen import answer_lines
+
+    with contextlib.ExitStack() as stack:
+        try:
+            piped = str(file) == "-"
+            lines = sys.stdin if piped else stack.enter_context(file.open(encoding="utf-8"))
+        except OSError as error:
+            raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from None
+        good = total = 0
+        for answers in answer_lines(lines, device, least):
+            total += len(answers)
+            good += sum("error" not in own for own in answers)
+            for own in answers:
+                print_json(own)
+            sys.stdout.flush()
+    if total and not good:
+        raise typer.Exit(1)

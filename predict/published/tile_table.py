@@ -74,7 +74,7 @@ def rank_configurations(table: pd.DataFrame, model: TileModel) -> pd.DataFrame:
         DeviceError: A device is not in the catalogue.
     """
     rows = tile_rows(table.reset_index(drop=True))
-    _check_settings(rows, model)
+    check_settings(rows, model)
     said = model.predict(rows)
     # A measured time gives way to the predicted one, which has the same name.
     frame = table.reset_index(drop=True).assign(
@@ -89,7 +89,7 @@ def rank_configurations(table: pd.DataFrame, model: TileModel) -> pd.DataFrame:
     return frame.sort_values(["device", "op", "args", "rank"]).reset_index(drop=True)
 
 
-def _check_settings(rows: TileRows, model: TileModel) -> None:
+def check_settings(rows: TileRows, model: TileModel) -> None:
     """Refuse settings that nothing is known of: they would be ignored.
 
     Raises:

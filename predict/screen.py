@@ -1,0 +1,287 @@
+"""Thousands of candidates at once: how long each takes, and which are worth measuring.
+
+A candidate is a mapping, as a line of JSON has it: an operator of a library (``op`` with sizes), a
+kernel with a tile configuration (``op``, ``implementation``, ``args``, ``config``), or a training
+step under a plan (``workload``, ``cluster``, ``plan``). Those of one ``group`` compete: each gets
+the probability that it is the fastest, or within :data:`CLOSE` of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..common.errors import OpcastError, PlanError, ProgramError
+from ..common.files import parse_json
+from ..common.interval import latency_fields
+from ..common.types import JsonMapping, JsonObject
+from ..models.trust.calibrator import NORMAL_90
+
+if TYPE_CHECKING:
+    from ..models.operators import OpModel
+    from .cluster.step import StepPredictor
+
+#: Answers for candidates of one kind.
+Answering = Callable[[Sequence[JsonObject]], "Sequence[Screened | OpcastError]"]
+#: Share by which a candidate may be slower than the fastest and still count as one of them.
+CLOSE = 0.05
+#: Draws of the errors; the standard error of a probability of 5 % is 0.7 %.
+_DRAWS = 1000
+#: Least probability on a device of which nothing like it was measured. With each device of the
+#: table of tiles left out, 13 % of the candidates whose probability comes out below 5 % are among
+#: the fastest (tests/predict/test_screen.py): there the order tells too little to discard any.
+LEAST_UNSEEN = 0.2
+#: Scopes of estimates that rest on measurements of the device, or of one like it.
+_KNOWN = ("known", "sibling", "calibrated")
+
+
+@dataclass(frozen=True)
+class Screened:
+    """Predicted time of a candidate, in microseconds.
+
+    Attributes:
+        latency_us: Estimate.
+        lo_us: Lower end of the 90 % interval.
+        hi_us: Upper end.
+        scope: What the estimate rests on: ``known``, ``sibling``, ``calibrated`` or ``unseen``.
+        chance: Probability to be among the fastest of its group; ``None`` where it has none.
+    """
+
+    latency_us: float
+    lo_us: float
+    hi_us: float
+    scope: str
+    chance: float | None = None
+
+
+def chances(
+    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, groups: Sequence[Hashable], seed: int = 0
+) -> np.ndarray:
+    """How likely each candidate is within :data:`CLOSE` of the fastest of its group, ``(n,)``.
+
+    Errors are taken as log-normal on each side and as independent: errors in common do not change
+    an order, so that less is discarded than could be.
+
+    Args:
+        latency: Estimates, shape ``(n,)``.
+        lo: Lower ends of their 90 % intervals.
+        hi: Upper ends.
+        groups: Which candidates compete.
+        seed: Of the draws.
+    """
+    _, own = np.unique([str(group) for group in groups], return_inverse=True)
+    order = np.argsort(own, kind="stable")
+    starts = np.flatnonzero(np.diff(own[order], prepend=-1))
+    place = own[order]
+    middle = np.log(latency[order])
+    ends = np.log(latency[order] / lo[order]), np.log(hi[order] / latency[order])
+    below, above = (end / NORMAL_90 for end in ends)
+    random, count = np.random.default_rng(seed), np.zeros(len(order))
+    for _ in range(_DRAWS):
+        error = random.standard_normal(len(order))
+        drawn = middle + error * np.where(error < 0.0, below, above)
+        count += drawn <= np.minimum.reduceat(drawn, starts)[place] + np.log1p(CLOSE)
+    found = np.empty(len(order))
+    found[order] = count / _DRAWS
+    return found
+
+
+def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened | OpcastError]:
+    """Predict candidates, and how likely each is among the fastest of its group.
+
+    Args:
+        candidates: As the module describes. Kernels with tiles and plans without a ``group``
+            compete with those of the same problem; other operators without one with none.
+        device: Device of candidates that name none.
+
+    Returns:
+        For each its answer, or what is wrong with it.
+    """
+    found: list[Screened | OpcastError] = [ProgramError("not answered")] * len(candidates)
+    groups: dict[int, Hashable] = {}
+    asked: dict[Answering, list[int]] = {}
+    given = [_given(candidate, device) for candidate in candidates]
+    for number, own in enumerate(given):
+        kind: Answering = _operators
+        if "plan" in own or "implementation" in own:
+            kind = _plans if "plan" in own else _tiles
+        asked.setdefault(kind, []).append(number)
+        if group := own.get("group"):
+            groups[number] = str(group)
+        elif kind is not _operators:
+            groups[number] = _problem(own)
+    for kind, numbers in asked.items():
+        answers = _each(kind, [given[number] for number in numbers])
+        for number, answer in zip(numbers, answers, strict=True):
+            found[number] = answer
+    known = [(n, own) for n, own in enumerate(found) if isinstance(own, Screened) and n in groups]
+    if known:
+        latency, low, high = np.array([(o.latency_us, o.lo_us, o.hi_us) for _, o in known]).T
+        likely = chances(latency, low, high, [groups[n] for n, _ in known]).tolist()
+        for (n, answer), chance in zip(known, likely, strict=True):
+            least = 0.0 if answer.scope in _KNOWN else LEAST_UNSEEN
+            found[n] = replace(answer, chance=max(chance, least))
+    return found
+
+
+def answer_lines(
+    lines: Iterable[str], device: str = "", least: float = 0.05
+) -> Iterator[list[JsonObject]]:
+    """Answer lines of JSON, in their order; an empty line ends a batch, whose candidates compete.
+
+    Args:
+        lines: An object each.
+        device: Device of candidates that name none.
+        least: Least probability to be among the fastest that is worth a measurement.
+
+    Yields:
+        For each batch the keys of :class:`Screened` of each candidate, its ``id`` if it has one,
+        and ``measure``, where it competes with others; or ``error``.
+    """
+    batch: list[JsonObject] = []
+    for line in chain(lines, [""]):
+        if line.strip():
+            batch.append(_read(line))
+            continue
+        good = [own for own in batch if "error" not in own]
+        answers = iter(screen(good, device))
+        told = [own if "error" in own else _told(own, next(answers), least) for own in batch]
+        if told:
+            yield told
+        batch = []
+
+
+def _read(line: str) -> JsonObject:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        return {"error": f"not JSON: {error}"}
+    if isinstance(found, str):
+        return {"op": found}
+    return found if isinstance(found, dict) else {"error": "not a JSON object"}
+
+
+def _told(own: JsonObject, answer: Screened | OpcastError, least: float) -> JsonObject:
+    named = {"id": own["id"]} if "id" in own else {}
+    if isinstance(answer, OpcastError):
+        return {**named, "error": str(answer)}
+    said = {**named, **asdict(answer)}
+    return said if answer.chance is None else {**said, "measure": answer.chance >= least}
+
+
+def _given(candidate: JsonMapping, device: str) -> JsonObject:
+    return {"device": device, **candidate} if device else dict(candidate)
+
+
+def _problem(own: JsonMapping) -> str:
+    names = ("device", "op", "args", "workload", "set", "cluster")
+    return "|".join(str(own.get(name, "")) for name in names)
+
+
+def _each(kind: Answering, asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
+    """Answers of one kind: all at once, or by halves where one of them is at fault."""
+    try:
+        return list(kind(asked))
+    except OpcastError as error:
+        wrong = error
+    except (KeyError, ValueError, TypeError) as error:
+        wrong = ProgramError(f"not as described: {type(error).__name__}: {error}")
+    if len(asked) == 1:
+        return [wrong]
+    # Halves, so that few faulty ones among thousands cost little.
+    middle = len(asked) // 2
+    return [*_each(kind, asked[:middle]), *_each(kind, asked[middle:])]
+
+
+def _rows(
+    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, scope: Sequence[str]
+) -> list[Screened]:
+    """Answers of times in seconds."""
+    times = (each.tolist() for each in latency_fields(latency, lo, hi).values())
+    return [
+        Screened(middle, low, high, str(kind))
+        for middle, low, high, kind in zip(*times, scope, strict=True)
+    ]
+
+
+def _operators(asked: Sequence[JsonObject]) -> list[Screened]:
+    from ..features.operators.query import OTHER_LIBRARIES, parse_op
+    from .devices import resolve_device
+
+    specs = {name: resolve_device(name, {}) for name in {str(own["device"]) for own in asked}}
+    rows = []
+    for own in asked:
+        spec = specs[str(own["device"])]
+        vendor = spec.vendor if spec.vendor in OTHER_LIBRARIES else ""
+        rows.append({**parse_op(str(own["op"]), vendor), "device": spec.name})
+    model = _operator_model(frozenset(str(row["key"]) for row in rows))
+    # A device of the model keeps its own description.
+    model.described.update((s.name, s) for s in specs.values() if s.name not in model.devices)
+    said = model.predict(pd.DataFrame(rows))
+    return _rows(said.latency, said.lo, said.hi, said.scope.tolist())
+
+
+@lru_cache(maxsize=8)
+def _operator_model(keys: frozenset[str]) -> OpModel:
+    """The shipped model with some families."""
+    from ..models.operators import OpModel
+    from .locate import OPERATOR_MODEL, find_model
+
+    return OpModel.load(find_model(OPERATOR_MODEL), only=sorted(keys))
+
+
+def _tiles(asked: Sequence[JsonObject]) -> list[Screened]:
+    from ..models.tiles.model import TileModel
+    from ..models.tiles.rows import tile_rows
+    from .published.tile_table import check_settings
+
+    texts = [
+        {k: json.dumps(v) if k in ("args", "config") and not isinstance(v, str) else v
+         for k, v in own.items()}
+        for own in asked
+    ]  # fmt: skip
+    rows, model = tile_rows(pd.DataFrame(texts)), TileModel.find()
+    check_settings(rows, model)
+    said = model.predict(rows)
+    return _rows(said.seconds, said.lo, said.hi, said.scope.tolist())
+
+
+def _plans(asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
+    found: list[Screened | OpcastError] = []
+    for own in asked:
+        # One by one: unlike the others they are not priced together.
+        try:
+            found.append(_plan(own))
+        except OpcastError as error:
+            found.append(error)
+    return found
+
+
+def _plan(own: JsonObject) -> Screened:
+    from ..simulate.step.plan import parse_plan
+    from ..simulate.step.settings import sizes_of
+    from ..simulate.step.workload import read_workload
+
+    predictor = _step_predictor(str(own["cluster"]), str(own.get("framework", "")))
+    work = read_workload(str(own["workload"]), sizes_of([str(own.get("set", ""))]))
+    said = predictor.predict(work, parse_plan(str(own["plan"])), remedy=False)
+    if not said.fit.fits:
+        raise PlanError(said.fit.reason(), where=said.plan.text())
+    time = said.interval
+    return Screened(1e6 * time.value, 1e6 * time.lo, 1e6 * time.hi, "known")
+
+
+@lru_cache(maxsize=8)
+def _step_predictor(cluster: str, framework: str) -> StepPredictor:
+    from ..models.core.registry import OPERATOR_MODEL
+    from .cluster.step import StepPredictor
+    from .operator.step_operators import load_step_model
+
+    return StepPredictor(cluster, load_step_model(OPERATOR_MODEL), framework=framework)
