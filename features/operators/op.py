@@ -31,6 +31,9 @@ _TOGETHER = 2048
 #: squared ReLU: Nemotron 3 (``mlp_hidden_act`` of their configurations).
 UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
 
+#: Mark of TensorRT-LLM's kernels for them.
+NO_GATE = "nongated"
+
 
 class Family(NamedTuple):
     """Facts of a family of operators.
@@ -358,7 +361,7 @@ def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:
         kernel: Name of the kernel, empty if unknown.
     """
     known = (inner, topk, experts) in UNGATED
-    return "nongated" in kernel or (known and "trtllm" in kernel)
+    return NO_GATE in kernel or (known and "trtllm" in kernel)
 
 
 def op_flops(params: JsonMapping) -> float:

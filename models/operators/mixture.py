@@ -17,6 +17,7 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...features.operators.columns import OpRows, texts_of
+from ...features.operators.op import NO_GATE, UNGATED
 from ..trust.calibrator import NORMAL_90
 from .family_tables import constants
 from .prediction import FamilyPrediction, joined
@@ -131,7 +132,7 @@ class Menu:
 
         Args:
             row: Names of an operator; one that is absent or empty is open. ``vendor`` may name that
-                of the device that is asked for.
+                of the device that is asked for; ``gated`` is not empty for gated experts.
             device: The device whose own libraries count, if it has any for the format.
         """
         asked = {c: row.get(c, "") for c in (*FORMAT, *LIBRARY)}
@@ -145,6 +146,9 @@ class Menu:
         found = own or found
         vendor = row.get("vendor", "")
         found = [choice for choice in found if not has_none(vendor, choice.names[0])] or found
+        if row.get("gated"):
+            # Kernels of experts without a gate compute two matrices where these have three.
+            found = [choice for choice in found if NO_GATE not in choice.names[1]] or found
         if not found:
             return []
         weights = np.array([choice.share for choice in found])
@@ -167,7 +171,7 @@ class Menu:
             The rows, the position of each one's origin and its weight.
         """
         rows = OpRows.of(rows)
-        places = {"device": like, "vendor": vendors}
+        places = {"device": like, "vendor": vendors, "gated": _gated(rows)}
         code, names = _distinct(rows.with_texts(places), tuple(places))
         found = [self.of_row(own, own["device"]) for own in names]
         sizes = np.array([len(own) for own in found], np.intp)
@@ -201,6 +205,15 @@ class Menu:
                 for c in data
             ]
         )
+
+
+def _gated(rows: OpRows) -> np.ndarray:
+    """``yes`` for experts of models that are not known to have no gate, shape ``(n,)``."""
+    sizes = [rows.numbers(column) for column in ("inter", "topk", "experts")]
+    bare = np.zeros(len(rows), bool)
+    for known in UNGATED:
+        bare |= np.all([own == value for own, value in zip(sizes, known, strict=True)], axis=0)
+    return np.where(np.isfinite(sizes[0]) & ~bare, "yes", "").astype(object)
 
 
 def has_none(vendor: str, framework: str) -> bool:

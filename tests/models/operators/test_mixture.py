@@ -159,3 +159,22 @@ def test_saved_families_keep_their_menu(fitted, tmp_path):
     manifest = fitted.save(tmp_path)
     again = FamilyModel.load(FAMILY, tmp_path, manifest)
     assert again.menu.choices == fitted.menu.choices
+
+
+def test_gated_experts_are_not_mixed_with_kernels_that_have_no_gate():
+    formats = ("moe", "bf16", "")
+    names = (("trtllm", "moe_torch_flow_nongated"), ("trtllm", "moe_torch_flow_cutlass"))
+    menu = Menu([Choice(formats, own, ("a",), 0.5) for own in names])
+    # Mixtral, and Nemotron 3, whose experts have no gate: either kernel runs these.
+    sizes = {"tokens": 8, "hidden": 4096, "inter": [14336, 1856], "topk": [2, 6]}
+    rows = pd.DataFrame({**sizes, "experts": [8, 128], "op": "moe", "dtype": "bf16"})
+    place = np.full(2, "a", object)
+    table, origin, weight = menu.expanded(rows, place, np.full(2, "NVIDIA", object))
+    assert [list(table.texts("kernel")[origin == at]) for at in (0, 1)] == [
+        [names[1][1]],
+        [own[1] for own in names],
+    ]
+    assert weight.tolist() == [1.0, 0.5, 0.5]
+    # Named, it is what was asked for.
+    named = menu.of_row({"op": "moe", "dtype": "bf16", "kernel": names[0][1]}, "a")
+    assert [choice.names for choice, _ in named] == [names[0]]
