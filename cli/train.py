@@ -96,8 +96,8 @@ class Learned:
         Path | None, Option("Instead of --data: a table of measured serving to learn from.")
     ] = None
     models: Annotated[
-        Path | None,
-        Option("Instead of --data: a table of whole PyTorch models; see docs/torch.md."),
+        list[Path] | None,
+        Option("Instead of --data: table of whole PyTorch models; may be given again."),
     ] = None
     power: Annotated[
         Path | None, Option("Instead of --data: a table of operators with their board power.")

@@ -369,10 +369,10 @@ class ModelTableSettings(Settings):
 
 @dataclass(frozen=True)
 class ModelLearnSettings(Settings):
-    """Settings of the command that learns from a table of whole models.
+    """Settings of the command that learns from tables of whole models.
 
     Attributes:
-        table: The table, CSV or parquet.
+        table: The tables, CSV or parquet.
         out: File for the model.
         track: Whether to log to MLflow.
         ray: Address of a Ray cluster; empty for none.
@@ -380,7 +380,7 @@ class ModelLearnSettings(Settings):
     """
 
     command: ClassVar[str] = "train --models"
-    table: Path
+    table: Sequence[Path]
     out: Path
     track: bool = True
     ray: str = ""

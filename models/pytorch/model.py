@@ -23,9 +23,9 @@ _ROUNDS = 4
 #: be like those; and beyond which its kernels' own errors say more than those of whole models.
 _BEYOND, _FAR = 1.1, 2.0
 #: Half-width, in logarithms, of the error of programs on GPUs that are unlike those learned from:
-#: of other chips, formats or mixes of kernels. Of 421 rows of transformers and diffusers on A100,
-#: A10, V100 and RTX 4090, which it was chosen on and no effect was learned from, 90 % are inside
-#: with it (some 80 % without; huggingface.parquet of the published-torch pack).
+#: of other formats or mixes of kernels. Of 421 rows of transformers and diffusers on A100, A10,
+#: V100 and RTX 4090, before any of them was learned from, 90 % were inside with it and some 80 %
+#: without (huggingface.parquet of the published-torch pack).
 UNLIKE = 0.35
 #: Half-width, in logarithms, of how unlike a chip may be to the only one that was learned from: its
 #: clock under load, its memory, how cores of two kinds share work. Engineering estimate.
@@ -33,8 +33,8 @@ UNSEEN = 0.4
 #: The same of what was never measured on a CPU: training, 16 bits, or eager PyTorch where all rows
 #: are compiled. Engineering estimate.
 _UNLIKE_CPU = 0.7
-#: Peak of products of 16 bits over that of f32 operations from which a GPU is unlike those that
-#: were learned from, where it is 2: 4 on an A10, 8 on V100 and T4, 16 on A100.
+#: Peak of products of 16 bits over that of f32 operations from which what goes beside products
+#: decides: it is 2 on GeForce cards, 4 on an A10, 8 on V100 and T4, 16 on A100.
 _LEADING = 3.0
 #: First release whose kernels are as those of recent ones, by platform.
 _RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
@@ -90,7 +90,7 @@ def torch_context(device: DeviceSpec, framework: str, release: str = "") -> dict
         "framework": framework,
         "device": device.name,
         "release": release if old else "",
-        "leading": "yes" if not cpu and _lead(device) >= _LEADING else "",
+        "leading": "" if cpu else ("yes" if _lead(device) >= _LEADING else "no"),
     }
 
 
@@ -105,8 +105,8 @@ class TorchModel(JsonModel):
 
     Attributes:
         effects: By class of cost.
-        ends: Ends of the interval as logarithms of factors on the estimate, by ``known`` (chips
-            whose models were learned from) or ``new``, alone and with framework and mode.
+        ends: Ends of the interval as logarithms of factors on the estimate, by the keys of
+            :func:`end_keys`.
         shares: Largest share of each class of cost in the models that were learned from.
         provenance: What it was learned from.
     """
@@ -150,8 +150,8 @@ class TorchModel(JsonModel):
             return None
         keys = self._keys(context, train)
         ends = next((self.ends[key] for key in keys if key in self.ends), None)
-        unlike = context["leading"] or not self._alike(seconds, narrow)
-        return widened(ends, UNLIKE) if ends and unlike else ends
+        alike = self.effects.knows("leading", context["leading"]) and self._alike(seconds, narrow)
+        return ends if alike or not ends else widened(ends, UNLIKE)
 
     def _alike(self, seconds: Mapping[str, float], narrow: bool, beyond: float = _BEYOND) -> bool:
         """Whether no class of cost takes a much larger share than in what was learned from."""
@@ -159,9 +159,9 @@ class TorchModel(JsonModel):
         shares = all(s <= beyond * self.shares.get(c, 0.0) * total for c, s in seconds.items())
         return shares and narrow == self.narrow
 
-    def _keys(self, context: Mapping[str, str], train: bool) -> tuple[str, str]:
+    def _keys(self, context: Mapping[str, str], train: bool) -> tuple[str, ...]:
         known = "known" if self.effects.knows("device", context["device"]) else "new"
-        return end_keys(known, context["framework"], train)
+        return end_keys(known, context, train)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -193,7 +193,7 @@ class CpuTorchModel(TorchModel):
         self, seconds: Mapping[str, float], context: Mapping[str, str], train: bool, narrow: bool
     ) -> Ends | None:
         """As of :class:`TorchModel`; never ``None``."""
-        special, known = self._keys(context, train)
+        special, *_, known = self._keys(context, train)
         if special in self.ends and self._alike(seconds, narrow):
             return self.ends[special]
         return widened(self.ends.get(special, self.ends[known]), _UNLIKE_CPU)
@@ -204,9 +204,16 @@ def widened(ends: Ends, by: float) -> Ends:
     return -hypot(ends[0], by), hypot(ends[1], by)
 
 
-def end_keys(known: str, framework: str, train: bool) -> tuple[str, str]:
-    """Keys of ends, the more special one first."""
-    return f"{known}/{framework}/{'train' if train else 'infer'}", known
+def end_keys(known: str, context: Mapping[str, str], train: bool) -> tuple[str, ...]:
+    """Keys of ends, the most special one first.
+
+    Args:
+        known: ``known`` of chips whose models were learned from, else ``new``.
+        context: From :func:`torch_context`.
+        train: Whether it is a training step.
+    """
+    own = f"{known}/leading" if context["leading"] == "yes" else known
+    return f"{own}/{context['framework']}/{'train' if train else 'infer'}", own, known
 
 
 @dataclass(frozen=True)
@@ -218,17 +225,21 @@ class Measured:
         contexts: From :func:`torch_context`.
         logs: Logarithms of measured seconds, shape ``(n,)``.
         groups: Model of each: rows of one count by the root of their number.
+        apart: Whether a class has no effects, since its kernels were measured by themselves, bool,
+            shape ``(n, costs)``.
     """
 
     seconds: np.ndarray
     contexts: list[dict[str, str]]
     logs: np.ndarray
     groups: np.ndarray
+    apart: np.ndarray
 
     def predicted(self, effects: TorchEffects) -> np.ndarray:
         """Seconds by class of cost under effects, shape ``(n, costs)``."""
         logs = [effects.log_factors(context) for context in self.contexts]
-        return self.seconds * np.exp([[own[cost] for cost in COSTS] for own in logs])
+        each = np.array([[own[cost] for cost in COSTS] for own in logs])
+        return np.asarray(self.seconds * np.exp(np.where(self.apart, 0.0, each)))
 
     def fit(self, learn: np.ndarray) -> TorchEffects:
         """Effects that the rows ``learn`` (bool, shape ``(n,)``) teach."""
@@ -236,7 +247,8 @@ class Measured:
         for _ in range(_ROUNDS):
             own = self.predicted(effects)
             total = own.sum(axis=1)
-            slopes = dict(zip(COSTS, (own / total[:, None]).T, strict=True))
+            shares = np.where(self.apart, 0.0, own / total[:, None])
+            slopes = dict(zip(COSTS, shares.T, strict=True))
             slopes[WHOLE] = np.ones(len(total))
             linear = Linear.around(effects, self.contexts, slopes, self.logs, np.log(total))
             effects = linear.solve(learn, weight)

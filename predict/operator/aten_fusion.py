@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,7 +10,7 @@ from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import AtenCall, Recording
 from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, Use
-from .aten_work import CONVOLUTION, AtenKernel, moving, used
+from .aten_work import CONVOLUTION, AtenKernel, evaluated, moving, used
 from .compiled_layout import lays_channels_last
 
 #: Operators that torch.compile makes no kernels of its own for.
@@ -23,8 +23,14 @@ _OPAQUE = (
 #: Operators that read each element of an operand for several results: the operand is written first
 #: (``realize_hint`` of torch/_inductor/lowering.py).
 _WINDOWS = ("aten.avg_pool2d", "aten.avg_pool3d", "aten.max_pool2d_with_indices")
-#: Norms whose rows are too long for a block to hold, which reads them again for the result.
-_LONG_ROWS = ("aten.native_group_norm",)
+#: Norms over more elements than a block holds: sums over them come first, and what makes the result
+#: reads as many of the operands again.
+_LONG_ROWS = {
+    "aten.native_group_norm": 1,
+    "aten.native_group_norm_backward": 2,
+    "aten.native_batch_norm": 1,
+    "aten.native_batch_norm_backward": 2,
+}
 #: Whose operators the compiler generates code for; those of other libraries are called.
 _OWN = ("aten.", "prims.")
 
@@ -127,12 +133,9 @@ class _Fusion:
         # A table is read as far as it is looked up.
         tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
         uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
-        uses += [Use(c.inputs[0].memory, c.inputs[0].bytes, False) for c in _again(group.calls)]
-        uses += [
-            Use(memory, size, True)
-            for memory, size in made.items()
-            if memory in self._kept or self._readers.get(memory, set()) - {home}
-        ]
+        written = {m for m in made if m in self._kept or self._readers.get(m, set()) - {home}}
+        uses += [Use(m, size, False) for m, size in _again(group.calls, made.keys() - written)]
+        uses += [Use(m, made[m], True) for m in made if m in written]
         total = float(sum(use.bytes for use in uses))
         last = group.calls[-1]
         names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
@@ -142,6 +145,21 @@ class _Fusion:
         return moving(name, dtype, total, **where)
 
 
-def _again(calls: Sequence[AtenCall]) -> list[AtenCall]:
-    """Norms of a kernel that read their operand a second time."""
-    return [call for call in calls if call.name in _LONG_ROWS]
+def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
+    """Memory that norms of a kernel read a second time, and bytes of it.
+
+    Args:
+        calls: Of the kernel.
+        held: What it makes and never writes: its own operands are read again for it.
+    """
+    sources: dict[int, dict[int, int]] = {}
+    found: list[tuple[int, int]] = []
+    for call in calls:
+        reads: dict[int, int] = {}
+        for at, t in enumerate(call.inputs):
+            own = sources[t.memory] if t.memory in held & sources.keys() else {t.memory: t.bytes}
+            reads |= own
+            if at < _LONG_ROWS.get(call.name, 0) and not evaluated(call):
+                found += own.items()
+        sources |= {t.memory: reads for t in call.outputs}
+    return found

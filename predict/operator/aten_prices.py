@@ -12,7 +12,7 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse
 from ...features.operators.op import Op, least_seconds
-from ...features.operators.physics import resident_share
+from ...features.operators.physics import fitted, resident_share
 from ...features.operators.query import TABLE_NAMES
 from ...features.operators.schema import DTYPES
 from ...models.gpu.attention import attention_answer
@@ -48,6 +48,8 @@ _PERSISTENT = 3.0
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
 _EMPTY, _SMALL, _LARGE, _LEAST, _MOST = 6 * 8192.0, 0.4, 32.0, 2e6, 1e9
+#: Shares of the bandwidth of large passes.
+_STREAMS = fitted("streams")
 #: How keys of rows begin that say what a kernel takes by itself, not within whole steps.
 ALONE = ("eager/", "tuned/")
 #: Families of the model of operators that prices need; the others need not be read.
@@ -131,6 +133,10 @@ class AtenPrices:
             large = max(_LARGE * self._cache, _MOST)
             launch, near, far = self._moves([_EMPTY, small, large], f32)
             main = (far - launch) / large
+            if self._spec.runs_cuda and not f32:
+                share = 1.0 / (main * self._spec.bandwidth)
+                share = min(max(share, _STREAMS.least), _STREAMS.most)
+                main = 1.0 / (share * self._spec.bandwidth)
             self._rates[f32] = _Rates(launch, min((near - launch) / small, main), main)
         return self._rates[f32]
 

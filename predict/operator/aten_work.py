@@ -313,9 +313,12 @@ def _traffic(call: AtenCall) -> float:
         width = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         return 2.0 * width * prod(a) * b[-2]
     whole = float(sum(t.bytes for t in (*call.outputs, *call.inputs)))
-    # Evaluated, a batch norm has its moments already: one pass.
-    evaluated = call.name == "aten.native_batch_norm" and call.numbers[-3] is False
-    return whole * (1.0 if evaluated else _AGAIN.get(call.name, 1.0))
+    return whole * (1.0 if evaluated(call) else _AGAIN.get(call.name, 1.0))
+
+
+def evaluated(call: AtenCall) -> bool:
+    """Whether a call is a batch norm that has its moments already and reads its operand once."""
+    return call.name == "aten.native_batch_norm" and call.numbers[-3] is False
 
 
 def _convolution(call: AtenCall) -> tuple[int, ...]:

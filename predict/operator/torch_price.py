@@ -57,6 +57,11 @@ _HOST = fitted("python")
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
 _CUDNN_STEPS = 10.0
+#: Families of operators that measure classes of cost by themselves.
+_MEASURED_BY = {
+    "graph/linear": ("product", "bmm"),
+    "graph/context_attention": ("attention", "attention_backward"),
+}
 #: Newest release of PyTorch whose whole models were measured (timm.parquet of the published-torch
 #: pack).
 MEASURED_RELEASE = "2.9"
@@ -245,8 +250,9 @@ def price_works(
         context = torch_context(spec, framework, release)
         costs = [cost_class(w, compiled) for w in found]
         factors = learned.factors(costs, context)
-        if not learned.effects.knows("device", spec.name):
-            factors[[_measured(w, spec, bundle) for w in found]] = 1.0
+        if context["leading"] == "yes" or not learned.effects.knows("device", spec.name):
+            own = measured_costs(spec, bundle)
+            factors[[cost in own for cost in costs]] = 1.0
         times = np.maximum(times * factors[:, None], least[:, None])
         train = any(w.phase == "backward" for w in found)
         ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train, narrow)
@@ -315,16 +321,19 @@ def computes_narrow(found: Sequence[AtenKernel]) -> bool:
     return flops["narrow"] > flops["others"]
 
 
-def _measured(work: AtenKernel, spec: DeviceSpec, bundle: OpModel) -> bool:
-    """Whether the kernel was measured on a chip of the architecture, by itself.
+def measured_costs(spec: DeviceSpec, bundle: OpModel) -> frozenset[str]:
+    """Classes of cost whose kernels were measured by themselves on a chip of the architecture.
 
     How fast products and attention are under load differs most between architectures (clocks,
     power), so that nothing is taken over from models on chips of others.
     """
-    key = {PRODUCT: "graph/linear", ATTENTION: "graph/context_attention"}.get(work.kind, "")
-    family = bundle.families.get(key)
-    chips = [bundle.devices[name] for name in family.devices] if family else []
-    return any(chip.architecture == spec.architecture for chip in chips)
+    found: set[str] = set()
+    for key, costs in _MEASURED_BY.items():
+        family = bundle.families.get(key)
+        chips = [bundle.devices[name] for name in family.devices] if family else []
+        if any(chip.architecture == spec.architecture for chip in chips):
+            found |= set(costs)
+    return frozenset(found)
 
 
 def seconds_by_class(costs: Sequence[str], seconds: np.ndarray) -> dict[str, float]:

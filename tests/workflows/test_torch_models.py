@@ -32,7 +32,7 @@ from opcast.predict.operator.torch_framework import TorchPredictor
 from opcast.workflows.torch_models.calibrate import errors_left_out, log_factors
 from opcast.workflows.torch_models.evaluate import as_run, choices, judge_models
 from opcast.workflows.torch_models.rows import ModelRow, model_row
-from opcast.workflows.torch_models.train import train_models
+from opcast.workflows.torch_models.train import left_out_figures, train_models
 
 torch = pytest.importorskip("torch")
 
@@ -165,14 +165,19 @@ def test_effects_are_found_again_and_left_out_rows_are_predicted() -> None:
     factors[COSTS.index("conv")], factors[COSTS.index("pass")] = 2.0, 0.5
     contexts = [torch_context(device, "torch-eager") for _ in range(n)]
     names = np.array([f"m{i}" for i in range(n)])
-    data = Measured(seconds, contexts, np.log(seconds @ factors), names)
+    data = Measured(
+        seconds, contexts, np.log(seconds @ factors), names, np.zeros(seconds.shape, bool)
+    )
     cases = [ModelCase("timm", name) for name in names]
     rows = [ModelRow(c.model, c, device.name, "torch-eager", 1.0) for c in cases]
-    model, errors = train_models(data, rows, list(names))
+    model, left = train_models(data, rows, list(names))
     assert model.factors(["conv", "pass"], contexts[0]) == pytest.approx([2.0, 0.5], rel=0.1)
-    assert np.abs(errors["family"]).max() < 0.05
+    assert np.abs(left["family"][:, 0]).max() < 0.05
+    # Intervals of four fifths of the families hold about 90 % of the others.
+    error, lo, hi = left["family"].T
+    assert 0.8 < np.mean((lo <= error) & (error <= hi)) < 0.97
     # No other chip, mode, layout or release is there to learn from.
-    assert errors[["chip", "mode", "layout", "release"]].isna().all(axis=None)
+    assert all(np.isnan(left[way]).all() for way in ("chip", "mode", "layout", "release"))
     found = model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False, True)
     assert found is not None and -0.05 < found[0] <= 0.0 <= found[1] < 0.05
     # Softmax was never seen, nor a program of products alone.
@@ -187,6 +192,87 @@ def test_effects_are_found_again_and_left_out_rows_are_predicted() -> None:
     # Nor one of f32.
     assert model.interval({"conv": 1.0, "pass": 0.1}, contexts[0], False, False) is None
     assert TorchModel.from_dict(model.to_dict()).ends.keys() == model.ends.keys()
+
+
+def test_chips_with_leading_products_have_effects_and_ends_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    names = ("rtx-3090", "rtx-4090", "a100-sxm-40gb", "v100-sxm-16gb")
+    chips, n = np.repeat(names, 60), 240
+    seconds = np.zeros((n, len(COSTS)))
+    for cost in ("conv", "pass", "product"):
+        seconds[:, COSTS.index(cost)] = rng.uniform(0.1, 1.0, n)
+    # What a chip does beside products takes half as long again where these are fast.
+    leading = np.isin(chips, names[2:])
+    logs = np.log(seconds.sum(axis=1)) + np.log(1.5) * leading
+    # The V100 is slower than all others by a tenth beyond that.
+    logs = logs + 0.1 * (chips == names[3]) + rng.normal(0.0, 0.02, n)
+    contexts = [torch_context(find_device(chip), "torch-eager") for chip in chips]
+    assert [context["leading"] for context in contexts] == [
+        "yes" if own else "no" for own in leading
+    ]
+    models = np.array([f"m{i % 60}" for i in range(n)])
+    cases = [ModelCase("timm", model) for model in models]
+    rows = [
+        ModelRow(str(i), case, str(chip), "torch-eager", 1.0)
+        for i, (case, chip) in enumerate(zip(cases, chips, strict=True))
+    ]
+    data = Measured(seconds, contexts, logs, models, np.zeros(seconds.shape, bool))
+    model, left = train_models(data, rows, list(models))
+    # Learned from the other such chip: without it, the A100 would be off by 0.4.
+    a100 = left["chip"][chips == names[2], 0]
+    assert abs(np.median(a100)) < 0.15
+    # A new chip may be like the most unlike one: the worst of four decides, not a quantile of all.
+    worst = max(np.quantile(left["chip"][chips == chip, 0], 0.9) for chip in names)
+    assert model.ends["new"][1] >= worst
+    assert model.ends["known"][1] < 0.15
+    for known in ("known", "new"):
+        (plain, own) = (model.ends[key] for key in (known, f"{known}/leading"))
+        assert own[0] <= plain[0] and own[1] >= plain[1]
+    # Such chips are no longer unlike all that was learned from.
+    alike = {"conv": 1.0, "pass": 1.0, "product": 1.0}
+    assert (
+        model.interval(alike, contexts[-1], False, True)
+        == model.ends["known/leading/torch-eager/infer"]
+    )
+    # Figures are of each table.
+    tables = ["first" if own else "second" for own in leading]
+    figures = left_out_figures(left, tables).set_index(["table", "left_out"])
+    assert figures.loc[("first", "chip"), "rows"] == 120
+    apes = np.abs(np.expm1(-left["chip"][leading, 0]))
+    assert figures.loc[("first", "chip"), "mape"] == pytest.approx(apes.mean())
+    known = figures.xs("family", level="left_out")
+    assert (known["coverage"] > 0.8).all() and known["width"].between(1.0, 1.3).all()
+
+
+@pytest.mark.usefixtures("library")
+def test_tables_teach_one_model(tmp_path: Path) -> None:
+    paths = [
+        written(
+            tmp_path / f"{name}.parquet",
+            *[
+                {
+                    "model": model,
+                    "device": chip,
+                    "batch": 256,
+                    "latency_ms": 25.6,
+                    "id": f"{name}{model}",
+                }
+                for model in ("small", "wide")
+            ],
+        )
+        for name, chip in (("first", "rtx-4090"), ("second", "a100-sxm-40gb"))
+    ]
+    out = tmp_path / "own.json"
+    command = ["train", "--out", str(out), "--no-track"]
+    for path in paths:
+        command += ["--models", str(path)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "first" in done.output and "second" in done.output
+    assert TorchModel.load(out).devices == ["a100-sxm-40gb", "rtx-4090"]
+    # Finished rows are kept by their ids.
+    done = CliRunner().invoke(app, [*command[:-1], str(paths[0])])
+    assert done.exit_code != 0 and "several rows have the same id" in str(done.exception)
 
 
 @pytest.mark.usefixtures("library")

@@ -17,25 +17,30 @@ from ...models.pytorch.model import (
     UNSEEN,
     CpuTorchModel,
     Measured,
+    TorchEffects,
     TorchModel,
     end_keys,
     torch_context,
     widened,
 )
-from ...models.trust.calibrator import Calibrator, ends, including_zero
+from ...models.trust.calibrator import MIN_SCORES, Calibrator, Ends, ends, including_zero
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
+from ...predict.operator.torch_framework import operator_bundle
+from ...predict.operator.torch_price import measured_costs
 from ..judging import FOLDS, keep_learned
 from .rows import Asking, ModelRow, model_row, seconds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from ..settings import ModelLearnSettings
 
+#: What was left out where errors of known chips, and of new ones, come from.
+_LEFT = {"known": "family", "new": "chip"}
 #: Runs whose host may take longer than this share of the kernels' time tell little of kernels.
 _HOST = 0.7
 
@@ -61,31 +66,16 @@ def measured_models(
         raise DatasetError(
             "no row with a measured time can be learned from", hint="latency_ms holds milliseconds"
         )
-    contexts = []
-    for row in kept:
-        framework, _, release = row.framework.partition("@")
-        contexts.append(torch_context(resolve_device(row.device, {}), framework, release))
+    contexts, bundle = [], operator_bundle("default")
+    apart = np.zeros((len(kept), len(COSTS)), bool)
+    for row, own in zip(kept, apart, strict=True):
+        (framework, _, release), spec = row.framework.partition("@"), resolve_device(row.device, {})
+        contexts.append(torch_context(spec, framework, release))
+        if contexts[-1]["leading"] == "yes" and bundle is not None:
+            own[:] = [cost in measured_costs(spec, bundle) for cost in COSTS]
     logs = np.log([row.measured_s for row in kept])
     groups = np.array([row.case.model for row in kept])
-    return Measured(np.array(found), contexts, logs, groups), kept
-
-
-def left_out(data: Measured, key: np.ndarray) -> np.ndarray:
-    """Errors of rows by what all rows with another value of a key taught, shape ``(n,)``.
-
-    Args:
-        data: Measured models.
-        key: Of each row.
-
-    Returns:
-        ``log(measured / predicted)``; NaN where no other rows are.
-    """
-    errors = np.full(len(key), np.nan)
-    for value in np.unique(key):
-        judge = key == value
-        if not judge.all():
-            errors[judge] = data.errors(data.fit(~judge))[judge]
-    return errors
+    return Measured(np.array(found), contexts, logs, groups, apart), kept
 
 
 def train_models(
@@ -94,7 +84,7 @@ def train_models(
     families: Sequence[str],
     seed: int = 0,
     kind: type[TorchModel] = TorchModel,
-) -> tuple[TorchModel, pd.DataFrame]:
+) -> tuple[TorchModel, dict[str, np.ndarray]]:
     """Learn effects and intervals.
 
     Args:
@@ -105,68 +95,138 @@ def train_models(
         kind: Of GPUs, or of CPUs.
 
     Returns:
-        The model, and the errors of rows left out in each way.
+        The model, and of rows left out in each way their errors ``log(measured / predicted)`` and
+        the ends of their intervals, shape ``(n, 3)``; NaN where no other rows are, and ends where
+        those of the kernels say more.
     """
+    left = left_out_keys(rows, families, seed)
+    trained = np.array([row.case.mode == "train" for row in rows])
+    found = {name: np.full((len(rows), 3), np.nan) for name in left}
+    parts = [(name, left[name] == value) for name in left for value in np.unique(left[name])]
+    parts = [(name, judge) for name, judge in parts if not judge.all()]
+    fits = [data.fit(~judge) for _, judge in parts]
+    for (name, judge), effects in zip(parts, fits, strict=True):
+        found[name][judge, 0] = data.errors(effects)[judge]
+    errors = {name: own[:, 0] for name, own in found.items()}
+    keys = {
+        known: np.array(
+            [end_keys(known, *own) for own in zip(data.contexts, trained.tolist(), strict=True)]
+        )
+        for known in _LEFT
+    }
+
+    def made(effects: TorchEffects, learn: np.ndarray) -> TorchModel:
+        model = kind(effects)
+        model.ends = _ends(errors, keys, left["chip"], learn)
+        own = data.predicted(effects)[learn]
+        shares = (own / own.sum(axis=1, keepdims=True)).max(axis=0)
+        model.shares = {cost: float(s) for cost, s in zip(COSTS, shares, strict=True) if s > 0.0}
+        model.provenance = {
+            "rows": int(learn.sum()),
+            "models": int(pd.Series([row.case.model for row in rows])[learn].nunique()),
+            "devices": sorted(set(left["chip"][learn].tolist())),
+            "vendors": sorted({data.contexts[at]["all"] for at in np.flatnonzero(learn)}),
+        }
+        return model
+
+    for (name, judge), effects in zip(parts, fits, strict=True):
+        model, seconds = made(effects, ~judge), data.predicted(effects)
+        for at in np.flatnonzero(judge):
+            own = dict(zip(COSTS, seconds[at].tolist(), strict=True))
+            span = model.interval(own, data.contexts[at], bool(trained[at]), kind.narrow)
+            found[name][at, 1:] = span or np.nan
+    everything = np.ones(len(rows), bool)
+    return made(data.fit(everything), everything), found
+
+
+def left_out_keys(
+    rows: Sequence[ModelRow], families: Sequence[str], seed: int = 0
+) -> dict[str, np.ndarray]:
+    """What is left out in each way: a value of each row, text, shape ``(n,)``."""
     codes = pd.factorize(pd.Series(families))[0]
     order = np.random.default_rng(seed).permutation(codes.max() + 1)
-    keys = {
+    return {
         "family": (order[codes] % FOLDS).astype(str),
         "chip": np.array([row.device for row in rows]),
         "mode": np.array([row.case.mode for row in rows]),
         "layout": np.array([row.case.layout for row in rows]),
         "release": np.array([row.case.torch for row in rows]),
     }
-    errors = pd.DataFrame({name: left_out(data, key) for name, key in keys.items()})
-    model = kind(data.fit(np.ones(len(rows), bool)))
+
+
+def _ends(
+    errors: Mapping[str, np.ndarray],
+    keys: Mapping[str, np.ndarray],
+    chips: np.ndarray,
+    learn: np.ndarray,
+) -> dict[str, Ends]:
+    """Ends of intervals: known chips by families that were left out, new ones by chips.
+
+    Too few chips are measured for a quantile of how they differ: a new one may be like the most
+    unlike of them.
+
+    Args:
+        errors: Of rows that were left out, in each way.
+        keys: Of their ends, by ``known`` and ``new``, the most special ones first, ``(n, keys)``.
+        chips: Of the rows.
+        learn: Rows that count, bool.
+    """
     found = Calibrator[str]()
-    trained = np.array([row.case.mode == "train" for row in rows])
-    for known, way in (("known", "family"), ("new", "chip")):
-        score = errors[way].to_numpy()
-        both = [
-            end_keys(known, context["framework"], bool(train))
-            for context, train in zip(data.contexts, trained, strict=True)
-        ]
-        at = np.isfinite(score)
-        if not at.any():
-            continue
-        special = [pair[0] for pair, own in zip(both, at, strict=True) if own]
-        found.pool(score[at], special)
-        found.ends[known] = including_zero(ends(score[at]))
-    for key in [key for key in found.ends if key.startswith("known")]:
+    for known, way in _LEFT.items():
+        at = np.flatnonzero(learn & np.isfinite(errors[way]))
+        for level in keys[known][at].T:
+            if known == "new":
+                # Chips are too few to tell apart those with leading products.
+                level = np.array([key.replace("/leading", "") for key in level])
+            for key in np.unique(level):
+                own = at[level == key]
+                if len(own) < MIN_SCORES and key != known:
+                    continue
+                sets = (
+                    [own] if known == "known" else [own[chips[own] == c] for c in set(chips[own])]
+                )
+                each = np.array([including_zero(ends(errors[way][one])) for one in sets])
+                found.ends[str(key)] = float(each[:, 0].min()), float(each[:, 1].max())
+    # Those of chips with leading products last, of which less is known.
+    for key in sorted((k for k in found.ends if k.startswith("known")), key=_is_leading):
         new = key.replace("known", "new", 1)
+        for own in (key, new) if _is_leading(key) else ():
+            found.widen(own, own.replace("/leading", ""))
         # Who knows less is not surer.
         found.widen(new, key)
-        if len(set(keys["chip"])) < 2:
+        if len(set(chips[learn])) < 2:
             # One chip says nothing of how others differ.
             found.ends[new] = widened(found.ends[new], UNSEEN)
-    model.ends = found.ends
-    own = data.predicted(model.effects)
-    shares = (own / own.sum(axis=1, keepdims=True)).max(axis=0)
-    model.shares = {cost: float(s) for cost, s in zip(COSTS, shares, strict=True) if s > 0.0}
-    model.provenance = {
-        "rows": len(rows),
-        "models": int(pd.Series([row.case.model for row in rows]).nunique()),
-        "devices": sorted({row.device for row in rows}),
-        "vendors": sorted({context["all"] for context in data.contexts}),
-    }
-    return model, errors
+    return found.ends
+
+
+def _is_leading(key: str) -> bool:
+    return "/leading" in key
 
 
 def run_train_models(console: Console, settings: ModelLearnSettings) -> dict[str, TorchModel]:
-    """Learn from a table of whole models, print errors of what was left out, save and track.
+    """Learn from tables of whole models, print errors of what was left out, save and track.
 
     Returns:
         The models by platform: of GPUs in the file of the settings, of CPUs beside it.
     """
-    table = read_cases(settings.table, "models")
-    said = read_rows(table, model_row)[0]
-    rows = [row for row in said if row is not None and np.isfinite(row.measured_s)]
+    told: list[tuple[ModelRow, str, str]] = []
+    for path in settings.table:
+        table = read_cases(path, "models")
+        families = table["family"] if "family" in table else pd.Series("", table.index)
+        for row, family in zip(read_rows(table, model_row)[0], families, strict=True):
+            if row is not None and np.isfinite(row.measured_s):
+                # Of presets the model comes before the part of it that runs.
+                told.append((row, path.stem, str(family or row.case.model.partition("/")[0])))
+    rows = [row for row, _, _ in told]
+    if len({row.id for row in rows}) < len(rows):
+        raise DatasetError("several rows have the same id", hint="give each row an id of its own")
     kept = settings.out.with_name(f"{settings.out.stem}-seconds.jsonl")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     identity = f"{__version__} {model_hash(OPERATOR_MODEL)}"
     with counting("recording models") as show:
         seconds = Asking("default", settings.ray, kept, identity, seconds_of).predict(rows, show)
-    families = dict(zip(table["id"].astype(str), table.get("family", table["model"]), strict=True))
+    of_row = {row.id: (table, family) for row, table, family in told}
     platforms = [_platform(row) for row in rows]
     found = {}
     for platform, kind in (("gpu", TorchModel), ("cpu", CpuTorchModel)):
@@ -174,12 +234,13 @@ def run_train_models(console: Console, settings: ModelLearnSettings) -> dict[str
         if not at and (platform != "gpu" or set(platforms) & {"cpu"}):
             continue
         data, own = measured_models([rows[i] for i in at], [seconds[i] for i in at])
-        names = [str(families[r.id]) for r in own]
-        model, errors = train_models(data, own, names, settings.seed, kind)
-        figures = left_out_figures(errors)
+        names = [of_row[row.id][1] for row in own]
+        model, judged = train_models(data, own, names, settings.seed, kind)
+        figures = left_out_figures(judged, [of_row[row.id][0] for row in own])
         title = f"whole models that were left out ({platform}), errors in %"
         print_frame(console, in_percent(figures), title)
-        long = figures.melt("left_out", ["mape", "median_ape"])
+        named = figures.assign(left_out=figures["table"] + "/" + figures["left_out"])
+        long = named.melt("left_out", ["mape", "median_ape"])
         cpu = "-cpu" if platform == "cpu" else ""
         out = replace(settings, out=settings.out.with_stem(f"{settings.out.stem}{cpu}"))
         keep_learned(console, out, model, len(model.effects.values), len(own), figures, long)
@@ -195,19 +256,31 @@ def _platform(row: ModelRow) -> str:
         return ""
 
 
-def left_out_figures(errors: pd.DataFrame) -> pd.DataFrame:
-    """Errors with families, chips … left out; the frame as of :func:`train_models`."""
+def left_out_figures(left: Mapping[str, np.ndarray], tables: Sequence[str]) -> pd.DataFrame:
+    """Errors of each table's rows with families, chips … left out; widths are medians.
+
+    Args:
+        left: From :func:`train_models`.
+        tables: Table of each row.
+    """
     records = []
-    for name in errors:
-        logs = errors[name].dropna().to_numpy()
-        apes = np.abs(np.expm1(-logs))
-        records.append(
-            {
-                "left_out": str(name),
-                "rows": len(logs),
-                "mape": float(apes.mean()) if len(logs) else np.nan,
-                "median_ape": float(np.median(apes)) if len(logs) else np.nan,
-                "bias": float(np.expm1(-np.median(logs))) if len(logs) else np.nan,
-            }
-        )
+    for table in dict.fromkeys(tables):
+        for name, own in left.items():
+            logs, lo, hi = own[(np.array(tables) == table) & np.isfinite(own[:, 0])].T
+            if not len(logs):
+                continue
+            apes, spans = np.abs(np.expm1(-logs)), (hi - lo)[np.isfinite(lo)]
+            inside = ((lo <= logs) & (logs <= hi))[np.isfinite(lo)]
+            records.append(
+                {
+                    "table": table,
+                    "left_out": name,
+                    "rows": len(logs),
+                    "mape": float(apes.mean()),
+                    "median_ape": float(np.median(apes)),
+                    "bias": float(np.expm1(-np.median(logs))),
+                    "coverage": float(inside.mean()) if len(spans) else np.nan,
+                    "width": float(np.exp(np.median(spans))) if len(spans) else np.nan,
+                }
+            )
     return pd.DataFrame(records)

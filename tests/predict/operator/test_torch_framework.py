@@ -20,6 +20,7 @@ from opcast.features.ir.torch.record import AttentionUse  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.aten_fusion import fused  # noqa: E402
+from opcast.predict.operator.aten_prices import AtenPrices  # noqa: E402
 from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_attention import attention_backend  # noqa: E402
 from opcast.predict.operator.torch_framework import (  # noqa: E402
@@ -350,6 +351,38 @@ def test_windows_and_long_norms_read_memory_again():
     norm = torch.nn.Sequential(torch.nn.GroupNorm(1, 16), torch.nn.ReLU())
     (kernel,) = fused(record(meta(norm, (1, 16, 64, 64))))
     assert 3 * image < kernel.bytes < 3.01 * image
+
+
+def test_compiled_batch_norms_in_training_go_over_their_operands_twice():
+    def convolution():
+        return torch.nn.Conv2d(16, 16, 1, bias=False)
+
+    net = torch.nn.Sequential(
+        convolution(), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), convolution()
+    )
+    image, shape = 4 * 8 * 16 * 64 * 64, (8, 16, 64, 64)
+    found = fused(record(meta(net, shape, train="sgd", loss="sum")))
+    forward, backward = (w for w in found if "batch_norm" in w.name)
+    # Moments of the image, then the image for the result.
+    assert 3 * image < forward.bytes < 3.01 * image
+    # Sums over the image and its masked gradient (what comes, and the result as the mask), then
+    # all three again for the gradient, which is written.
+    assert backward.phase == "backward" and 7 * image < backward.bytes < 7.01 * image
+    (evaluated,) = (w for w in fused(record(meta(net.eval(), shape))) if "batch_norm" in w.name)
+    assert 2 * image < evaluated.bytes < 2.01 * image
+
+
+def test_passes_of_unmeasured_chips_stream_at_what_measured_ones_reach():
+    x, shares = torch.empty(2**30, dtype=torch.float16, device="meta"), []
+    (kernel,) = works(record(TorchProgram(torch.nn.ReLU(), (x,))).calls)
+    assert kernel.bytes == 2 * x.nbytes
+    for name in ("a100-sxm-80gb", "rtx-4090", "v100-sxm-16gb", "l4"):
+        spec = find_device(name)
+        prices = AtenPrices(spec, operator_bundle("default"), 1.0, 1.0)
+        shares.append(kernel.bytes / prices([kernel])[0][0, 0] / spec.bandwidth)
+    # 0.84 on A100; between 0.83 (A40) and 0.91 (H100) elsewhere (features/operators/fitted.yaml).
+    assert shares[0] == pytest.approx(0.84, abs=0.01)
+    assert all(0.82 < share < 0.92 for share in shares)
 
 
 def test_products_split_chains_and_nothing_runs_before_its_operands():
