@@ -10,8 +10,23 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def home() -> Path:
-    """Return the user's folder: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
+    """Return the folder of caches: ``$OPCAST_CACHE``, else ``opcast`` in the XDG cache folder."""
     if override := os.environ.get("OPCAST_CACHE"):
         return Path(override)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "opcast"
+    return _xdg("XDG_CACHE_HOME", ".cache")
+
+
+def data_home() -> Path:
+    """Return the folder of what nothing can make anew, such as registered models.
+
+    ``$OPCAST_DATA``, else ``$OPCAST_CACHE`` where that is set, as one folder was for all, else
+    ``opcast`` in the XDG data folder.
+    """
+    if override := os.environ.get("OPCAST_DATA") or os.environ.get("OPCAST_CACHE"):
+        return Path(override)
+    return _xdg("XDG_DATA_HOME", ".local/share")
+
+
+def _xdg(variable: str, default: str) -> Path:
+    base = os.environ.get(variable)
+    return (Path(base) if base else Path.home() / default) / "opcast"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError, ModelError
 from ..common.files import file_stamp, parse_json
-from ..common.paths import home
+from ..common.paths import data_home, home
 from ..features.devices.device import DeviceSpec
 from ..models.core.registry import CPU_MODEL, GPU_MODEL, PRETRAINED, TPU_MODEL, UNTRAINED
 from ..models.core.registry import OPERATOR_MODEL as OPERATOR_MODEL
@@ -31,8 +33,30 @@ PLATFORM_DEFAULTS = {"gpu": GPU_MODEL, "tpu": TPU_MODEL}
 
 
 def registered() -> Path:
-    """Return the folder of models registered with ``opcast train --register NAME``."""
-    return home() / "models"
+    """Return the folder of models registered with ``opcast train --register NAME``.
+
+    Models that earlier versions registered in the folder of caches are moved here, unless one of
+    their name is here already: who clears caches would lose them.
+    """
+    folder, before = data_home() / "models", home() / "models"
+    if before != folder and before.is_dir():
+        _move(before, folder)
+    return folder
+
+
+def _move(before: Path, folder: Path) -> None:
+    """Move models to another folder; where that is not possible, say so and leave them."""
+    for model in sorted(before.glob("*")):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / model.name).exists():
+                shutil.move(model, folder / model.name)
+                logger.warning("moved the registered model %s to %s", model.name, folder)
+        except OSError as error:
+            logger.warning("the registered model %s is not found: move it to %s yourself (%s)",
+                           model, folder, error)  # fmt: skip
+    with contextlib.suppress(OSError):
+        before.rmdir()
 
 
 def available() -> dict[str, Path]:

@@ -13,7 +13,7 @@ _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds
 _WHY = {
     400: "The body is not JSON.",
     401: "The token is missing or wrong.",
-    403: "The program would have to be compiled, which the server was not allowed.",
+    403: "The program would have to be compiled, or loaded by PyTorch, which was not allowed.",
     404: "The device or model is not known.",
     413: "The body, or the number of kernels, exceeds the limit.",
     415: "The body has another content type.",

@@ -197,6 +197,7 @@ class Sandbox:
         task["timeout_s"] = _TIME_SHARE * self.settings.timeout_s
         task["memory_bytes"] = self.settings.memory_bytes
         task["allow_compile"] = self.settings.allow_compile
+        task["allow_torch"] = self.settings.allow_torch
         task["request"] = REQUEST_ID.get()
         ours, theirs = socket.socketpair()
         # Closed when the request is cancelled, too, which ends the child.

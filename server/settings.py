@@ -40,6 +40,12 @@ class ServerSettings:
     allow_compile: Annotated[
         bool, Option("Allow requests to run target compilers.", ("--allow-compile",))
     ] = False
+    allow_torch: Annotated[
+        bool,
+        Option(
+            "Allow requests to load PyTorch's .pt2 files, which may run code.", ("--allow-torch",)
+        ),
+    ] = False
     timeout_s: Annotated[
         float,
         Option("Time limit of a request.", ("--timeout",), "Run", parse=seconds_of, typed="60s"),

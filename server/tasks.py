@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
 from ..common.errors import OpcastError, ProgramError
@@ -14,11 +15,15 @@ from ..common.interval import latency_fields
 from ..datagen.zoo import Setting, build, parse_settings
 from ..features.devices.rates import changed_device
 from ..features.ir.reader import SourceProgram, read_program
+from ..features.ir.torch.program import TorchProgram
 from ..features.lowering.options import LoweringOptions
 from ..features.lowering.target_compiler.process import CompileSettings
 from ..predict.program.case import ProgramCase
 from ..predict.program.predictor import Predictor
 from .errors import RequestError, error_data
+
+#: How zip archives begin, which torch.export.save writes.
+_ZIP = b"PK\x03\x04"
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,7 @@ class Task(TypedDict, total=False):
     timeout_s: float
     memory_bytes: int
     allow_compile: bool
+    allow_torch: bool
     lowering: str
     fallback: str
     trip_count: int | None
@@ -109,6 +115,29 @@ def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, obj
     return {"points": answers}
 
 
+def _source(task: Task, program: bytes) -> SourceProgram:
+    """Read a program; PyTorch's exports only where the operator allows it.
+
+    Raises:
+        ProgramError: It cannot be read.
+        RequestError: It is PyTorch's, which is not allowed.
+    """
+    trips = task["trip_count"]
+    if not program.startswith(_ZIP):
+        return read_program(program, trip_counts=trips)
+    if not task.get("allow_torch"):
+        raise RequestError(
+            403,
+            "this server loads no PyTorch files (.pt2), for loading one may run code",
+            where="program",
+            hint="start it with: opcast serve --allow-torch; or send StableHLO (docs/torch.md)",
+        )
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "program.pt2")
+        path.write_bytes(program)
+        return read_program(TorchProgram(path, origin=path.name), trip_counts=trips)
+
+
 def _program(task: Task, payload: bytes) -> bytes:
     """The program of a request: what it holds, or a workload of the zoo.
 
@@ -131,7 +160,7 @@ def _read(task: Task, payload: bytes) -> tuple[SourceProgram, LoweringOptions]:
         ProgramError: The program cannot be read.
         RequestError: The program would have to be compiled, which is not allowed.
     """
-    source = read_program(_program(task, payload), trip_counts=task["trip_count"])
+    source = _source(task, _program(task, payload))
     compiled = source.kind == "hlo" and source.program.is_scheduled
     lowering = str(task["lowering"])
     # A compiler runs for minutes on code that a stranger sent; scheduled HLO needs none.

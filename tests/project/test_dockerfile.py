@@ -11,6 +11,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -80,6 +82,30 @@ def test_what_pip_is_told_exists():
     assert pinned is not None and arguments["TORCH"].strip('"') == pinned[1]
     found = re.fullmatch(r"/src\[([\w,]+)\]", package[2])
     assert found is not None and set(found[1].split(",")) <= set(extras)
+
+
+def test_constraints_pin_all_dependencies_within_their_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wanted = [
+        *project["dependencies"],
+        *(r for name in ("track", "gnn", "serve") for r in extras[name]),
+    ]
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+            assert "<" in str(requirement.specifier), requirement
+    (package,) = (rest for word, rest in instructions() if word == "RUN" and "/src[" in rest)
+    assert "--constraint /src/constraints.txt" in package and not ignored(ROOT / "constraints.txt")
+
+
+def test_the_server_in_the_image_is_watched():
+    (check,) = (rest for word, rest in instructions() if word == "HEALTHCHECK")
+    assert "8000/health" in check
+    command = json.loads(check[check.index("[") :])
+    compile(command[2], "HEALTHCHECK", "exec")
 
 
 def test_what_the_package_needs_is_not_ignored():

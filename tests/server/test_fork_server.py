@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import opcast
 from opcast.common.errors import DeviceError, InternalError, PlanError
 from opcast.server import fork_server
 from opcast.server.fork_server import REPLY, TASK
@@ -91,3 +92,24 @@ def test_json_has_no_infinity(monkeypatch):
     monkeypatch.setitem(fork_server._KINDS, "program", lambda *_: {"latency_us": float("inf")})
     status, body = fork_server.answer({}, {"kind": "program"}, b"")
     assert status == 422 and b"not finite" in body
+
+
+def test_files_of_pytorch_are_loaded_where_the_operator_allows_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    file = tmp_path / "m.pt2"
+    module = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU()).eval()
+    torch.export.save(torch.export.export(module, (torch.zeros(8, 64),)), file)
+    predictors = {"default": opcast.load()}
+    task = {
+        "kind": "program", "model": "default", "device": "h100-sxm", "lowering": "fused",
+        "fallback": "", "trip_count": None, "strict": False, "allow_compile": False,
+        "timeout_s": 60.0, "memory_bytes": 2**32,
+    }  # fmt: skip
+    status, body = fork_server.answer(predictors, task, file.read_bytes())
+    refused = json.loads(body)
+    assert status == 403 and "may run code" in refused["what"]
+    assert "opcast serve --allow-torch" in refused["hint"]
+    status, body = fork_server.answer(predictors, task | {"allow_torch": True}, file.read_bytes())
+    own = opcast.predict(file, device="h100-sxm", lowering="fused")
+    assert status == 200
+    assert json.loads(body)["latency_us"] == pytest.approx(own.latency_us, rel=1e-9)
