@@ -257,3 +257,23 @@ def serve(settings: ServerSettings) -> None:
         ) from None
     # On stderr, once the port is bound: with --port 0 nobody knows it before.
     run(settings, lambda url: typer.echo(f"{url}/docs  (loading models)", err=True))
+
+
+def mcp() -> None:
+    """Serve tools for agents over standard input and output (MCP).
+
+    It runs until its input ends; an agent starts it itself (docs/agents.md).
+    """
+    from ..common.errors import OpcastError
+    from ..common.plugins import extra_hint
+
+    try:
+        from ..server.agent import make_server
+
+        server = make_server()
+    except ImportError as error:
+        raise OpcastError(
+            f"the packages of the agents' server are not installed: {error}",
+            hint=extra_hint("mcp"),
+        ) from None
+    server.run()

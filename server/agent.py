@@ -1,0 +1,212 @@
+"""Tools of agents by the Model Context Protocol (MCP), over standard input and output.
+
+They call what the commands call, on the machine of whoever runs the agent: files may be named, and
+functions of Python files are imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+from pydantic import Field
+
+from .. import __version__
+from ..common.errors import OpcastError, ProgramError
+from ..common.types import JsonObject
+from . import cluster_tasks
+from .cluster_schemas import ModelBody
+from .schemas import Lowering
+from .tasks import Predictors, Task
+
+if TYPE_CHECKING:
+    from ..features.ir.jax_function import FunctionCall
+
+    # Classes that are made when their module is imported are no types for a type checker.
+    SimulateQuery = ModelBody
+    SimulateServingQuery = ModelBody
+    SweepQuery = ModelBody
+else:
+    from .cluster_schemas import SimulateQuery, SimulateServingQuery, SweepQuery
+
+F = TypeVar("F", bound=Callable[..., JsonObject])
+
+#: One question at a time: models are loaded once, and configurations are files of the process.
+_LOCK = threading.Lock()
+#: Kernels of a program that an answer has unless it is asked for more.
+TOP = 10
+
+Program = Annotated[
+    str,
+    Field(
+        description="Path of StableHLO, HLO or an export, or module.py:function of a function in "
+        "JAX with example_args."
+    ),
+]
+Operator = Annotated[
+    str,
+    Field(description="Such as: linear m=4096 n=4096 k=4096 dtype=bf16; see opcast://operators"),
+]
+Device = Annotated[
+    str, Field(description="Name of opcast://devices such as h100-sxm, or a device file.")
+]
+Top = Annotated[int, Field(ge=1, le=1000, description="Number of costliest kernels to give.")]
+
+
+def predict_program(
+    program: Program, device: Device, lowering: Lowering = "auto", top: Top = TOP
+) -> JsonObject:
+    """Predict the time of a program on a device that need not be present.
+
+    Gives the time with its 90 % interval, memory, energy, and the costliest kernels with their
+    bottleneck and source line. The lowering fused takes seconds; xla needs the device's compiler.
+    """
+    from ..predict.api import predict
+
+    found: JsonObject = predict(_opened(program), device=device, lowering=lowering).to_dict()
+    kernels = sorted(found["kernels"], key=lambda k: -k["latency_us"] * k["multiplicity"])
+    return {**found, "kernels": kernels[:top], "kernel_count": len(kernels)}
+
+
+def predict_operator(op: Operator, device: Device) -> JsonObject:
+    """Predict the latency of one operator of a library on a device, with its 90 % interval."""
+    from ..predict.operator.case import OperatorCase
+    from ..predict.operator.predict import predict_op
+
+    return predict_op(OperatorCase(op, device)).to_dict()
+
+
+def predict_step(query: SimulateQuery) -> JsonObject:
+    """Predict a training step of a model on a cluster under a parallel plan: time, memory, MFU."""
+    return _clustered(cluster_tasks.simulate, query)
+
+
+def predict_serving(query: SimulateServingQuery) -> JsonObject:
+    """Predict latencies, throughput and memory of engines that serve a model under a load."""
+    return _clustered(cluster_tasks.simulate_serving, query)
+
+
+def find_plan(query: SweepQuery) -> JsonObject:
+    """Evaluate parallel plans of a training step on a cluster: the Pareto front, fastest first."""
+    return _clustered(cluster_tasks.sweep, query)
+
+
+def explain(
+    device: Device,
+    program: Program = "",
+    op: Operator | None = None,
+    lowering: Lowering = "auto",
+    top: Annotated[int, Field(ge=1, le=100)] = 3,
+) -> JsonObject:
+    """Explain a predicted time: what physics says of the costliest kernels, and what was learned.
+
+    Give either a program or an operator.
+    """
+    if bool(program) == bool(op):
+        raise ProgramError("give either a program or an op")
+    if op:
+        from ..predict.operator.case import OperatorCase
+        from ..predict.operator.predict import explain_operator
+
+        return cast("JsonObject", explain_operator(OperatorCase(op, device)).to_dict())
+    from ..features.lowering.options import LoweringOptions
+    from ..predict.api import loaded
+    from ..predict.program.case import ProgramCase
+    from ..predict.program.explain import explain as explain_program
+
+    case = ProgramCase(_opened(program), LoweringOptions(lowering, device))
+    return cast("JsonObject", explain_program(loaded("default"), case, top=top).to_dict())
+
+
+#: By the names that agents see.
+TOOLS: tuple[Callable[..., JsonObject], ...] = (
+    predict_program, predict_operator, predict_step, predict_serving, find_plan, explain,
+)  # fmt: skip
+
+
+def devices() -> str:
+    """Names of the devices of the catalogue, one a line."""
+    from ..features.devices.catalogue import device_names
+
+    return "\n".join(device_names())
+
+
+def operators() -> str:
+    """Families of operators, each with its parameters, one a line."""
+    from ..features.operators.schema import FAMILIES, PARAMETERS
+
+    return "\n".join(f"{name}: {' '.join(PARAMETERS[kind])}" for name, kind in FAMILIES.items())
+
+
+def workloads() -> str:
+    """Names of the models that steps and serving know, one a line."""
+    from ..simulate.step.presets import preset_names
+
+    return "\n".join(preset_names())
+
+
+#: By the addresses that agents see.
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    f"opcast://{own.__name__}": own for own in (devices, operators, workloads)
+}
+
+
+def _opened(program: str) -> Path | FunctionCall:
+    from ..features.ir.jax_function import is_function_path, load_function
+
+    path = Path(program)
+    if is_function_path(program) and not path.exists():
+        return load_function(program)
+    if not path.is_file():
+        raise ProgramError("no such file", where=program)
+    return path
+
+
+def _clustered(
+    task: Callable[[Predictors, Task, bytes], JsonObject], query: ModelBody
+) -> JsonObject:
+    from ..predict.api import loaded
+
+    name = query.model or "default"
+    predictors = {} if name == "roofline" else {name: loaded(name)}
+    return task(predictors, {"model": name}, query.model_dump_json().encode())
+
+
+def _alone(tool: F, refusal: Callable[[str], Exception]) -> F:
+    """A tool that waits for the one before.
+
+    Args:
+        tool: The tool.
+        refusal: Makes what tells an agent why it has no answer; of other errors it sees no text.
+    """
+
+    @wraps(tool)
+    def alone(*args: Any, **kwargs: Any) -> JsonObject:
+        try:
+            with _LOCK:
+                return tool(*args, **kwargs)
+        except OpcastError as error:
+            raise refusal(str(error)) from error
+
+    return cast("F", alone)
+
+
+def make_server() -> Any:
+    """Make the server: an ``mcp.server.MCPServer`` with the tools and documents."""
+    from mcp.server import MCPServer
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    server = MCPServer(
+        "opcast",
+        version=__version__,
+        instructions="Predicts how long ML programs, operators, training steps and serving take on "
+        "GPUs, TPUs and clusters, without running them. Every time has a 90 % interval.",
+    )
+    for tool in TOOLS:
+        server.tool()(_alone(tool, ToolError))
+    for address, document in DOCUMENTS.items():
+        server.resource(address, mime_type="text/plain")(document)
+    return server
