@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,10 +53,27 @@ class Tab:
         self.page.wait_for_selector(selector)
         return str(self.page.inner_text(selector))
 
+    def picture(self, name: str, last: str) -> None:
+        """Draw a picture of the docs anew, if ``OPCAST_SCREENSHOTS`` names their folder.
+
+        Args:
+            name: Of the file.
+            last: Selector of the last card in it.
+        """
+        if folder := os.environ.get("OPCAST_SCREENSHOTS"):
+            self.page.mouse.move(0, 0)
+            self.page.evaluate("scrollTo(0, 0)")
+            box = self.page.locator(last).bounding_box()
+            clip = {"x": 0, "y": 0, "width": 1280, "height": box["y"] + box["height"] + 16}
+            self.page.screenshot(path=Path(folder, name), full_page=True, clip=clip)
+
     def close(self) -> None:
-        """End, after checking that nothing went wrong and nothing is cut off at the side."""
+        """End, after checking that nothing went wrong, is cut off at the side or has no label."""
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert self.page.evaluate(wide) <= 0
+        nameless = "(n) => !n.labels.length && !n.getAttribute('aria-label')"
+        fields = "[...document.querySelectorAll('input, select, textarea')]"
+        assert self.page.evaluate(f"{fields}.filter({nameless}).length") == 0
         self.page.close()
         assert self.trouble == []
 
@@ -133,6 +151,7 @@ def test_sliders_say_at_once_what_the_command_prints(
     again = Tab(browser, url, tab.page.url.split("/")[-1])
     again.page.wait_for_selector("#changed[data-by=server]")
     assert again.page.inner_text("#change .figure") == shown
+    tab.picture("explorer-program.png", "#change")
     tab.close()
     again.close()
 
@@ -186,6 +205,7 @@ def test_plans_of_a_pasted_model_are_what_sweep_writes(
     with tab.page.expect_download() as saved:
         tab.page.locator("#plans").get_by_role("button", name="PNG").click()
     assert Path(saved.value.path()).read_bytes().startswith(b"\x89PNG")
+    tab.picture("explorer-plans.png", "#plans")
     # A plan is a link to its step.
     tab.page.get_by_role("link", name=best["plan"], exact=True).click()
     step = tab.text("#step")
