@@ -17,7 +17,8 @@ from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
 from .torch_attention import MATH, attention_backend
-from .torch_price import MEASURED_RELEASE, AtenEstimate, TorchPrediction, price, works_of
+from .torch_notes import MEASURED_RELEASE
+from .torch_price import AtenEstimate, TorchPrediction, price, works_of
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import AttentionUse, Recording

@@ -17,7 +17,6 @@ import numpy as np
 
 from ...common.errors import ProgramError
 from ...common.interval import InSeconds, latency_fields
-from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
@@ -32,20 +31,16 @@ from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
 from .aten_costs import cost_class
 from .aten_fusion import fused
-from .aten_prices import ALONE, AtenPrices, attention_library, bound_of, least_times
+from .aten_prices import ALONE, AtenPrices, bound_of, least_times
 from .aten_work import (
-    ATTENTION,
-    PRODUCT,
-    SORTS,
     AtenKernel,
     check_priced,
     works,
 )
 from .compiled_storages import compiled_storages
-from .cpu_prices import CpuPrices, cpu_notes
-from .step_operators import FLASH2
-from .torch_attention import CUDNN
+from .cpu_prices import CpuPrices
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
+from .torch_notes import RECURRENT, attention_notes, kernel_name, kernel_notes, release_notes
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
@@ -62,19 +57,8 @@ _MEASURED_BY = {
     "graph/linear": ("product", "bmm"),
     "graph/context_attention": ("attention", "attention_backward"),
 }
-#: Newest release of PyTorch whose whole models were measured (timm.parquet of the published-torch
-#: pack).
-MEASURED_RELEASE = "2.9"
 #: Least share of the estimate that a lower end falls to. Engineering estimate.
 _SHORTEST = 0.05
-_PREFERRED = (
-    "attention is cuDNN's, which PyTorch prefers on this chip since its cuDNN is 9.15.1, as in its "
-    "packages for CUDA 13; with an older one, or for CUDA 12, "
-)
-_RECURRENT_NOTE = (
-    "recurrent layers are priced step by step, as written out; cuDNN, which PyTorch calls on GPUs, "
-    "may be up to ten times faster, which the interval allows for"
-)
 
 
 @dataclass(frozen=True)
@@ -379,7 +363,7 @@ def price(
         host_us=priced.host_s * 1e6,
         operators=tuple(
             AtenEstimate(
-                name=_named(w, spec),
+                name=kernel_name(w, spec),
                 kind=w.kind,
                 shape=w.shape,
                 dtype=w.dtype,
@@ -398,73 +382,15 @@ def price(
         ),
         parameter_bytes=recording.parameter_bytes,
         notes=(
-            *_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
-            *_attention_notes(recording, spec, found, older),
-            *((_RECURRENT_NOTE,) if recording.recurrent else ()),
+            *kernel_notes(framework, spec, found, times, sources, priced.host_s > priced.device_s),
+            *attention_notes(recording, spec, found, older.latency_us if older else None),
+            *((RECURRENT,) if recording.recurrent else ()),
             *recording.notes,
-            *_release_notes(release),
+            *release_notes(release),
             *generation_note(spec),
         ),
         memory=memory,
     )
-
-
-def _release_notes(release: str) -> tuple[str, ...]:
-    """A note where a release is newer than all that were measured."""
-    if not is_newer(release, MEASURED_RELEASE):
-        return ()
-    return (
-        f"PyTorch {release} is newer than the newest release with measured models "
-        f"({MEASURED_RELEASE}): it is predicted as that one",
-    )
-
-
-def _named(work: AtenKernel, spec: DeviceSpec) -> str:
-    """An operator's name, of attention with the library that PyTorch calls."""
-    library = attention_library(spec, work) if work.kind == ATTENTION else ""
-    return f"{work.name} ({library})" if library else work.name
-
-
-def _attention_notes(
-    recording: Recording,
-    spec: DeviceSpec,
-    found: Sequence[AtenKernel],
-    older: TorchPrediction | None,
-) -> tuple[str, ...]:
-    """Whose attention is called, and what other releases of PyTorch call."""
-    if spec.platform == "cpu":
-        return ()
-    notes = []
-    calls = [w for w in found if w.kind == ATTENTION]
-    by_cudnn = [w for w in calls if attention_library(spec, w) == CUDNN]
-    if older is not None:
-        notes.append(
-            f"{_PREFERRED}no fused kernel takes it (a mask rules FlashAttention out, grouped keys "
-            "the memory-efficient one): keys and values are repeated, the softmax goes over "
-            f"memory, and the program takes {older.latency_us / 1e3:.3g} ms, which the interval "
-            "reaches to; repeating keys and values in the model (repeat_interleave) avoids that"
-        )
-    elif by_cudnn:
-        plain = any(not w.masked for w in by_cudnn)
-        factor = FLASH2.get(spec.architecture, 1.0)
-        notes.append(
-            _PREFERRED
-            + "it is "
-            + (
-                "FlashAttention 2 (as with sdpa_kernel(SDPBackend.FLASH_ATTENTION)), about "
-                f"{factor:g} times as long over many queries"
-                if plain
-                else "the memory-efficient kernel, which takes a mask and is slower"
-            )
-        )
-    if any(not one for one in recording.attention.values()):
-        notes.append(
-            "attention is written out (SDPBackend.MATH), as no fused kernel of PyTorch takes it on "
-            "this device: FlashAttention takes no mask, nor is_causal where there are other "
-            "numbers of queries and keys; the memory-efficient one takes no grouped keys "
-            "(enable_gqa); all need four dimensions and heads of a multiple of 8"
-        )
-    return tuple(notes)
 
 
 def _mostly_f32(found: Sequence[AtenKernel]) -> bool:
@@ -472,52 +398,3 @@ def _mostly_f32(found: Sequence[AtenKernel]) -> bool:
     for w in found:
         sizes["f32" if w.dtype == "f32" else "narrow"] += w.bytes
     return sizes["f32"] > sizes["narrow"]
-
-
-def _notes(
-    framework: str,
-    spec: DeviceSpec,
-    found: Sequence[AtenKernel],
-    times: np.ndarray,
-    sources: Sequence[str],
-    host_bound: bool,
-) -> tuple[str, ...]:
-    if spec.platform == "cpu":
-        known = CpuTorchModel.find().devices
-        return cpu_notes(spec, found, framework == "torch-compiled", known)
-    kernels = (
-        "the operators of ATen as eager PyTorch launches them, one kernel after the other, without "
-        "CUDA graphs"
-        if framework == "torch-eager"
-        else "products and attention of PyTorch's libraries, with chains of element-wise operators "
-        "fused as torch.compile does; gradients keep what the forward pass computed"
-    )
-    train = any(w.phase == "backward" for w in found)
-    notes = [
-        kernels
-        + ("; the backward pass is autograd's own graph, the optimiser foreach's" if train else "")
-        + "; for the same program under XLA leave --framework out"
-    ]
-    if host_bound:
-        compiled = framework == "torch-compiled"
-        faster = "CUDA graphs" if compiled else "torch.compile or CUDA graphs"
-        notes.append(
-            "the host's launches take longer than the kernels: a larger batch takes little longer, "
-            f"and {faster} would be faster; the estimate is for libraries such as transformers; "
-            "plain modules on a fast processor take down to a quarter of it"
-        )
-    guessed = times[[s == "roofline" for s in sources], 0].sum() / (times[:, 0].sum() or 1.0)
-    if guessed > 0.25:
-        notes.append(f"{guessed:.0%} of the kernels' time is of the roofline of {spec.name}")
-    wide = any(w.dtype == "f32" and w.kind == PRODUCT for w in found)
-    if wide and spec.matrix_peak("tf32") > 1.5 * spec.matrix_peak("f32"):
-        notes.append(
-            "matrix products of f32 run in full f32, PyTorch's default; "
-            "torch.set_float32_matmul_precision('high') would take TF32, which is not predicted"
-        )
-    if any(f"aten.{w.name}" in SORTS for w in found):
-        notes.append(
-            "sort and topk are priced by the passes of a radix sort over their values, not by "
-            "measured kernels"
-        )
-    return tuple(notes)
