@@ -335,7 +335,7 @@ def campaign(settings: CampaignSettings) -> None:
     """
     from ..workflows.campaign import run_campaign
 
-    status = run_campaign(settings)
+    status = run_campaign(settings, lambda what: typer.echo(what, err=True))
     if status:
         raise typer.Exit(status)
 

@@ -20,8 +20,13 @@ if TYPE_CHECKING:
 _SHOWN = 8
 
 
-def run_campaign(settings: CampaignSettings) -> int:
-    """Measure, print what was done, and return the exit status."""
+def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int:
+    """Measure, print what was done, and return the exit status.
+
+    Args:
+        settings: What is measured, and how long.
+        tell: Called with a line for each block, and for each case that failed.
+    """
     from ..datagen.campaign.__main__ import ended_as_interrupted, summary
     from ..datagen.campaign.run import CampaignSettings as RunSettings
     from ..datagen.campaign.run import run_campaign as run
@@ -30,7 +35,7 @@ def run_campaign(settings: CampaignSettings) -> int:
         settings.out, settings.budget_s, settings.slice_s, settings.device, settings.programs
     )
     with ended_as_interrupted():
-        outcome = run(own)
+        outcome = run(own, tell)
     wrote(outcome.archive or settings.out, summary(outcome))
     return outcome.status
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,7 +40,6 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
     given = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         settings = CampaignSettings(
             given.out,
@@ -51,7 +49,7 @@ def main() -> int:
             given.programs,
         )
         with ended_as_interrupted():
-            outcome = run_campaign(settings)
+            outcome = run_campaign(settings, lambda what: print(what, file=sys.stderr))
     except (OpcastError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

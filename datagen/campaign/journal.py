@@ -34,7 +34,6 @@ class Journal:
         done: Keys of measured cases.
         failed: Reasons by key of cases that failed.
         spent_s: Seconds by stage.
-        elapsed_s: Seconds of all slices together.
         slices: Number of slices begun.
         began: Time of the first slice, seconds since the epoch; 0 before it.
         each_s: Seconds that a case took, by stage and kind.
@@ -51,10 +50,11 @@ class Journal:
         self.failed: dict[str, str] = {}
         self.spent_s: dict[str, float] = defaultdict(float)
         self.each_s: dict[tuple[str, str], float] = {}
-        self.elapsed_s = 0.0
+        self._closed_s = 0.0
         self.slices = 0
         self.began = 0.0
         self._begun: Counter[str] = Counter()
+        self._under_way: list[str] = []
         self._slice_began = self._last = 0.0
         self._files: list[str] = []
         self.notes: list[str] = []
@@ -78,7 +78,7 @@ class Journal:
                 yield event
 
     def _close_slice(self) -> None:
-        self.elapsed_s += max(0.0, self._last - self._slice_began)
+        self._closed_s += max(0.0, self._last - self._slice_began)
         self._slice_began = self._last = 0.0
 
     def _take(self, event: JsonObject) -> None:
@@ -92,6 +92,11 @@ class Journal:
         self._last = now
         if what == "begin":
             self._begun.update(event["keys"])
+            self._under_way = list(event["keys"])
+        elif what == "end":
+            # Who interrupts a campaign does not blame what was under way.
+            self._begun.subtract(self._under_way)
+            self._under_way = []
         elif what == "failed":
             self.failed[event["key"]] = str(event["reason"])
         elif what == "host":
@@ -104,6 +109,7 @@ class Journal:
             self.failed.update(event["failed"])
             # The end of the time took these, no fault of their own.
             self._begun.subtract(event["unfinished"])
+            self._under_way = []
             self.spent_s[event["stage"]] += float(event["seconds"])
             count = len(event["done"]) + len(event["failed"])
             if count:
@@ -141,6 +147,11 @@ class Journal:
         for name in self._files:
             for line in gzip.decompress((self._folder / name).read_bytes()).splitlines():
                 yield json.loads(line)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of all slices together, each until its last line."""
+        return self._closed_s + max(0.0, self._last - self._slice_began)
 
     @property
     def finished(self) -> set[str]:

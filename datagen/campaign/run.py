@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from .journal import Journal
 from .plan import Case, Plan, load_plan
 from .record import host_record
 from .telemetry import Telemetry
-
-logger = logging.getLogger(__name__)
 
 #: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
 DEVICES = ("auto", "gpu", "tpu", "cpu")
@@ -75,8 +72,14 @@ class Outcome:
     why: str
 
 
-def run_campaign(settings: CampaignSettings) -> Outcome:
+def run_campaign(
+    settings: CampaignSettings, tell: Callable[[str], None] = lambda what: None
+) -> Outcome:
     """Measure until the slice, the budget or the plan ends; then pack what there is.
+
+    Args:
+        settings: What is measured, and how long.
+        tell: Called with a line for each block, and for each case that failed.
 
     Raises:
         ProfileError: No framework is installed, none sees the device asked for, or a given folder
@@ -89,12 +92,15 @@ def run_campaign(settings: CampaignSettings) -> Outcome:
     began = time.monotonic()
     settings.out.mkdir(parents=True, exist_ok=True)
     with locked(settings.out / ".lock"):
-        return _Campaign(settings, began).run()
+        return _Campaign(settings, began, tell).run()
 
 
 class _Campaign:
-    def __init__(self, settings: CampaignSettings, began: float) -> None:
+    def __init__(
+        self, settings: CampaignSettings, began: float, tell: Callable[[str], None]
+    ) -> None:
         self._settings = settings
+        self._tell = tell
         self._journal = Journal(settings.out)
         left = settings.budget_s - self._journal.elapsed_s
         own = min(left, settings.slice_s or left)
@@ -119,6 +125,8 @@ class _Campaign:
             with Telemetry(telemetry, platform):
                 why = self._loop(plan)
         except KeyboardInterrupt:
+            # It may have come between a line and what is known of it here.
+            self._journal = Journal(self._settings.out)
             self._journal.add("end")
             self._outcome(MORE, plan, "interrupted")
             raise
@@ -158,8 +166,10 @@ class _Campaign:
                 self._hosts[framework] = {"missing": error.what}
         if not seen:
             reasons = "; ".join(f"{n}: {h['missing']}" for n, h in self._hosts.items())
+            late = self._workers.left_s < 1.0
             raise ProfileError(
-                f"no framework can measure here ({reasons})", hint="install jax or torch"
+                f"no framework can measure here ({reasons})",
+                hint="give it more time" if late else "install jax or torch",
             )
         # An accelerator that one framework sees counts, though the other has its CPU build.
         platform = next((p for p in seen.values() if p != "cpu"), "cpu")
@@ -226,7 +236,9 @@ class _Campaign:
             rows=self._journal.keep([*rows, *found.rows]),
         )
         for key, reason in found.failed.items():
-            logger.info("%s failed: %s", key, reason)
+            self._tell(f"{key} failed: {reason}")
+        done = len(self._journal.done)
+        self._tell(f"{self._journal.elapsed_s:.0f} s: {block[0].stage}, {done} cases measured")
         return True
 
     def _ready(self, block: Sequence[Case]) -> list[JsonObject] | None:

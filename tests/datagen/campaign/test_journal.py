@@ -61,6 +61,15 @@ def test_a_case_that_takes_the_campaign_down_twice_is_left_out(tmp_path: Path) -
     assert "c" not in Journal(tmp_path).finished
 
 
+def test_a_case_that_is_interrupted_is_tried_again(tmp_path: Path) -> None:
+    for _ in range(3):
+        own = Journal(tmp_path)
+        own.add("slice")
+        own.add("begin", keys=["a"])
+        own.add("end")  # of Ctrl-C
+    assert Journal(tmp_path).finished == set()
+
+
 def test_time_is_that_of_all_slices_without_what_lies_between(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     events = [("slice", 100.0), ("note", 107.0), ("slice", 500.0), ("note", 503.0)]
