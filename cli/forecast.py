@@ -123,7 +123,7 @@ def _ends(figure: str) -> tuple[str, str]:
 def _issue(path: Path, out: Path) -> None:
     """Answer every question; a file that is there is dated, and stays as it is."""
     from .. import __version__
-    from ..common.errors import FileError
+    from ..common.errors import DatasetError, FileError
     from ..common.files import write_text
     from ..models.core.registry import PRETRAINED
     from ..workflows.training import digests
@@ -136,10 +136,16 @@ def _issue(path: Path, out: Path) -> None:
         )
     questions = _questions(path)
     answers: dict[str, dict[str, object]] = {}
+    faults: list[str] = []
     with contextlib.chdir(path.parent), counting("questions") as show:
         for name, question in questions.items():
-            answers[name] = question.answer(name)
-            show(len(answers), len(questions))
+            try:
+                answers[name] = question.answer(name)
+            except DatasetError as error:
+                faults.append(one_line(error))
+            show(len(answers) + len(faults), len(questions))
+    if faults:
+        raise DatasetError("; ".join(faults), where=str(path), hint="nothing was written")
     models = sorted(file for file in PRETRAINED.iterdir() if file.name != "cards")
     data = {
         "issued": datetime.now(UTC).date().isoformat(),
@@ -177,7 +183,7 @@ def _score(path: Path, measured: Path) -> None:
 
     frame = _scored(path, measured)
     rows = measured_rows(frame, "predicted", "measured", ("lo", "hi"))
-    shown = rows[["question", "predicted", "lo", "hi", "measured", "inside"]].copy()
+    shown = rows[["question", "figure", "predicted", "lo", "hi", "measured", "inside"]].copy()
     shown["error %"] = 100 * (rows["predicted"] / rows["measured"] - 1)
     console = make_console()
     print_frame(console, shown, f"forecast of {path.name}")
@@ -203,12 +209,13 @@ def _scored(path: Path, measured: Path) -> pd.DataFrame:
 
     try:
         answers = read_json(path)["answers"]
-        table = pd.read_csv(measured)[["question", "measured"]]
+        table = pd.read_csv(measured)[["question", "measured"]].astype({"measured": float})
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DatasetError(
             f"no forecast, or no table of it: {error}",
             where=f"{path}, {measured}",
-            hint="a forecast of --out, and a table with the columns question and measured",
+            hint="a forecast of --out, and a table with the columns question and measured, numbers "
+            "in the unit of the figure (latency_us: microseconds)",
         ) from None
     unknown = sorted({*table["question"].astype(str)} - {*answers})
     if unknown or table.empty:

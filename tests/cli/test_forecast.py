@@ -96,7 +96,11 @@ def test_questions_that_cannot_be_asked(tmp_path, questions, said):
 
 @pytest.mark.parametrize(
     ("table", "said"),
-    [("question,measured\nz,1\n", "measures z"), ("a,b\n1,2\n", "columns question and measured")],
+    [
+        ("question,measured\nz,1\n", "measures z"),
+        ("a,b\n1,2\n", "columns question and measured"),
+        ("question,measured\na,200us\n", "'200us'"),
+    ],
 )
 def test_tables_that_score_nothing(tmp_path, table, said):
     (tmp_path / "f.json").write_text('{"answers": {"a": {"predicted": 1}}}')
@@ -104,6 +108,13 @@ def test_tables_that_score_nothing(tmp_path, table, said):
     done = opcast("forecast", "f.json", "--measured", "m.csv", cwd=tmp_path)
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    lines = [f"  {name}: predict --op 'nope m=1' --device l4" for name in "ab"]
+    (tmp_path / "q.yaml").write_text("\n".join(("questions:", *lines)))
+    said = opcast("forecast", "q.yaml", "--out", "f.json", cwd=tmp_path).stderr
+    assert "question a" in said and "question b" in said
 
 
 def test_one_of_both(folder):
