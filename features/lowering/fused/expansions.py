@@ -12,15 +12,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ....common.types import JsonObject
 from ...ir.program import Computation, Op, Program, TensorType, WindowDim
-from .folding import padded, reshape, splat, splat_node, spread
+from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
+from .pooling import INDEX, cropped, scattered
 from .random_bits import philox
 from .reductions import adder
 
-#: Type of positions in an array.
-_INDEX = "s32"
 #: Types of the parts of complex numbers.
 _PARTS = {"c64": "f32", "c128": "f64"}
 #: Elements of a scan that one thread computes from scratch for each result; longer ones become
@@ -49,9 +47,9 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
         if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
             return node.operands[0].operands[int(node.attrs["index"])]
         if opcode == "select-and-scatter" and len(node.called) == 2:
-            return _scattered(node, program)
+            return scattered(node, program)
         if opcode == "slice":
-            return _cropped(node)
+            return cropped(node)
         if opcode == "reduce-window":
             return _scan(node, program)
         if opcode == "exponential" and node.type.dtype in _PARTS:
@@ -202,14 +200,14 @@ def _largest(node: Node, along: int, program: Program, count: int = 0) -> Node:
         return Node(
             "custom-call", [values], node.results, target, is_tuple=True, source=node.source
         )
-    kind = TensorType(_INDEX, shape)
+    kind = TensorType(INDEX, shape)
     places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
     ordered = Node(
         "sort",
         [values, places],
         (values.type, kind),
         {"dimension": along, "is_stable": False},
-        (_comparator(program, (dtype, _INDEX)),),
+        (_comparator(program, (dtype, INDEX)),),
         is_tuple=True,
         source=node.source,
     )
@@ -235,7 +233,7 @@ def _stable(node: Node) -> Node | None:
     along = int(node.attrs.get("dimension", 0))
     if not node.attrs.get("is_stable"):
         return None
-    kind = TensorType(_INDEX, node.operands[0].type.shape)
+    kind = TensorType(INDEX, node.operands[0].type.shape)
     places = Node("iota", [], (kind,), {"dimensions": (along,)}, source=node.source)
     made = Node(
         "sort",
@@ -327,90 +325,3 @@ def _masked(value: Node, rows: int, bounds: tuple[Node, Node]) -> Node:
     kind = TensorType(value.type.dtype, shape)
     wide = spread(value, tuple(range(1, len(shape))), shape, value.source)
     return Node("select", [inside, wide, splat_node(0, kind)], (kind,), source=value.source)
-
-
-def _scattered(node: Node, program: Program) -> Node:
-    operand, source, start = node.operands
-    shape, windows = operand.type.shape, source.type.shape
-    rank = len(shape)
-    whole = TensorType(_INDEX, shape)
-    places = [Node("iota", [], (whole,), {"dimensions": (d,)}) for d in range(rank)]
-    # Position -1 marks a window that met no element yet.
-    none = splat_node(-1, TensorType(_INDEX))
-    kinds = (TensorType(operand.type.dtype, windows), *[TensorType(_INDEX, windows)] * rank)
-    search = Node(
-        "reduce-window",
-        [operand, *places, start, *[none] * rank],
-        kinds,
-        {"window": node.attrs["window"]},
-        (_chooser(program, operand.type.dtype, rank),),
-        [],
-        True,
-        node.source,
-    )
-    column = TensorType(_INDEX, (source.type.size, 1))
-    columns = [
-        Node("reshape", [element(search, d + 1)], (column,), source=node.source)
-        for d in range(rank)
-    ]
-    kind = TensorType(_INDEX, (source.type.size, rank))
-    indices = Node("concatenate", columns, (kind,), {"dimensions": (1,)}, source=node.source)
-    flat = TensorType(source.type.dtype, (source.type.size,))
-    updates = Node("reshape", [source], (flat,), source=node.source)
-    zeros = Node("broadcast", [start], node.results, {"dimensions": ()}, source=node.source)
-    every = tuple(range(rank))
-    attrs = {
-        "update_window_dims": (),
-        "inserted_window_dims": every,
-        "scatter_dims_to_operand_dims": every,
-        "index_vector_dim": 1,
-        "indices_are_sorted": False,
-        "unique_indices": False,
-    }
-    called = (node.called[1],)
-    return Node(
-        "scatter", [zeros, indices, updates], node.results, attrs, called, source=node.source
-    )
-
-
-def _cropped(node: Node) -> Node | None:
-    """Scatter single elements into the part that is read: what falls outside is dropped anyway."""
-    made = node.operands[0]
-    limits = node.attrs.get("slice", ())
-    if made.opcode != "scatter" or made.attrs.get("update_window_dims") or made.is_tuple:
-        return None
-    if splat(made.operands[0]) is None or any((low, step) != (0, 1) for low, _, step in limits):
-        return None
-    zeros = splat_node(splat(made.operands[0]), node.type, node.source)
-    operands = [zeros, *made.operands[1:]]
-    return Node("scatter", operands, node.results, made.attrs, made.called, source=made.source)
-
-
-def _chooser(program: Program, dtype: str, rank: int) -> str:
-    """Make a computation that keeps the larger of two values that were met, and its position."""
-    name = f"opcast.larger.{dtype}.{rank}"
-    if name in program.computations:
-        return name
-    types = [TensorType(dtype), *[TensorType(_INDEX)] * rank]
-    ops = [Op(f"{name}.p{i}", "parameter", (), (t,), {"index": i}) for i, t in enumerate(types * 2)]
-    count = len(types)
-    # Position -1: no element yet, which the other one then replaces.
-    ops.append(Op(f"{name}.n", "constant", (), (TensorType(_INDEX),), {"value": -1}))
-    steps: tuple[tuple[str, tuple[int, ...], JsonObject], ...] = (
-        ("compare", (0, count), {"direction": "GE"}),
-        ("compare", (1, 2 * count), {"direction": "NE"}),
-        ("compare", (count + 1, 2 * count), {"direction": "NE"}),
-        ("not", (2 * count + 3,), {}),
-        ("and", (2 * count + 1, 2 * count + 2), {}),
-        ("or", (2 * count + 5, 2 * count + 4), {}),
-    )
-    for i, (opcode, read, attrs) in enumerate(steps):
-        ops.append(Op(f"{name}.c{i}", opcode, read, (TensorType("pred"),), attrs))
-    test, chosen = len(ops) - 1, []
-    for i, t in enumerate(types):
-        # Value and positions are selected together.
-        chosen.append(len(ops))
-        ops.append(Op(f"{name}.s{i}", "select", (test, i, count + i), (t,)))
-    ops.append(Op(f"{name}.t", "tuple", tuple(chosen), tuple(types), is_tuple=True))
-    program.computations[name] = Computation(name, ops, len(ops) - 1)
-    return name
