@@ -67,6 +67,7 @@ def program_fits(settings: FitSettings, program: object) -> list[MemoryFit]:
     from ...features.lowering.options import LoweringOptions
     from ...predict.devices import resolve_device
     from ...predict.fit import program_fit, torch_fit
+    from ...predict.locate import trained_devices
     from ...predict.operator.torch_framework import TorchPredictor
     from ...predict.program.case import ProgramCase
 
@@ -76,9 +77,9 @@ def program_fits(settings: FitSettings, program: object) -> list[MemoryFit]:
     if own.framework not in ("", "xla"):
         predictor = TorchPredictor(own.framework)
         return [torch_fit(predictor, program, predictor.device(d), own.risk, name) for d in devices]
-    found = []
+    found, known = [], trained_devices()
     for device in devices:
-        options = LoweringOptions(own.lowering, resolve_device(device, {}), own.trip_count)
+        options = LoweringOptions(own.lowering, resolve_device(device, known), own.trip_count)
         found.append(program_fit(ProgramCase(program, options), own.risk, name))
     return found
 
