@@ -22,6 +22,8 @@ FIRST = "first"
 KNOWN = "known"
 #: Value of the level ``spread`` of prompts that run on workers of their own.
 APART = "disaggregated"
+#: Name of the level of whose servers hand requests over between workers of two kinds.
+HANDOVER = "handover"
 #: Levels that every row has a value of, even where nobody says which: it is one of all that could
 #: be.
 _HIDDEN = ("source", "cluster", "stack", "stack_experts", "framework", "engine")
@@ -56,7 +58,8 @@ class ServingEffects(Effects):
             shares: Of :data:`COSTS` in it, shape ``(costs,)``.
         """
         values: dict[str, Value] = dict(context)
-        values |= {name: ("", 1.0) for name in _HIDDEN if not context.get(name)}
+        hidden = (*_HIDDEN, HANDOVER) if context.get("spread") == APART else _HIDDEN
+        values |= {name: ("", 1.0) for name in hidden if not context.get(name)}
         sure = self.log_deviations(values)
         parts = [share * sure[cost] for cost, share in zip(COSTS, shares.tolist(), strict=True)]
         return hypot(REPEATS, sure[WHOLE], sure[FIRST] if metric == "ttft" else 0.0, *parts)

@@ -38,25 +38,25 @@ class EndKey(NamedTuple):
         metric: What is predicted.
         queued: Whether it is mostly waiting.
         apart: Whether prompts run on workers of their own.
-        framework: Whose these are; empty for all.
+        models: ``dense`` or ``experts``; empty for all.
         elsewhere: Whether nobody measured the machines, by their source and device.
     """
 
     metric: str
     queued: bool = False
     apart: bool = False
-    framework: str = ""
+    models: str = ""
     elsewhere: bool = False
 
     def __str__(self) -> str:
-        """As in files, such as ``ttft-queued-apart-sglang/elsewhere``."""
-        kind = (self.metric, "queued" * self.queued, "apart" * self.apart, self.framework)
+        """As in files, such as ``ttft-queued-apart/elsewhere`` and ``tpot-dense``."""
+        kind = (self.metric, "queued" * self.queued, "apart" * self.apart, self.models)
         return "/".join(filter(None, ("-".join(filter(None, kind)), "elsewhere" * self.elsewhere)))
 
     @property
     def shared(self) -> EndKey:
-        """The key that all frameworks have in common."""
-        return self._replace(framework="")
+        """The key that all models have in common."""
+        return self._replace(models="")
 
     def fallbacks(self) -> Iterator[EndKey]:
         """The key and those that stand in for it, the most special one first."""
@@ -68,13 +68,16 @@ class EndKey(NamedTuple):
 def kind_of(metric: str, queued: float, context: Context) -> EndKey:
     """Key of what an interval is of, without what is known of the row.
 
-    Waiting makes times to the first token another one, workers that run prompts alone all times.
-    How long these take to hand a request over is the framework's own: without a column that says
-    why, TensorRT-LLM takes seconds on some machines, which says nothing of the others.
+    Waiting makes times to the first token another one, and so do workers that run prompts alone;
+    a further token is what it is elsewhere. Which kernels an engine has for experts differs by
+    factors, those of dense layers are much alike.
     """
     first, apart = metric == "ttft", context.get("spread") == APART
-    named = context.get("framework", "") if first and apart else ""
-    return EndKey(metric, first and queued > SATURATED, apart, named)
+    models = "experts" if context.get("expert_format") else "dense"
+    if first or metric == "per_token":
+        # What passes take is a part of these, beside what waits and what a whole run holds.
+        models = ""
+    return EndKey(metric, first and queued > SATURATED, first and apart, models)
 
 
 class Score(NamedTuple):
@@ -131,9 +134,10 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
         for key in [key for key in kind.ends if key.elsewhere]:
             kind.widen(key, key._replace(elsewhere=False))
         for key, (low, high) in kind.ends.items():
-            # One framework's runs are some of all, so that they do not tell of more that may be.
-            least, most = kind.ends.get(key.shared, (low, high))
-            kind.ends[key] = (max(low, least), min(high, most))
+            if key.elsewhere:
+                # How far off the next machines may be is told by those of all models.
+                least, most = kind.ends.get(key.shared, (low, high))
+                kind.ends[key] = (max(low, least), min(high, most))
     return {str(key): own for key, own in found.ends.items()} | {
         bound_of(key): own for key, own in bounds.ends.items()
     }

@@ -248,7 +248,7 @@ def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict
     """
     ends = {}
     cases = product((*METRICS, REQUEST_TIME), (0.0, 1.0), ("", APART))
-    for kind in {kind_of(metric, queued, {"spread": how}) for metric, queued, how in cases}:
+    for kind in {kind_of(name, queued, {"spread": how}).shared for name, queued, how in cases}:
         left = errors.get(str(kind), ())
         keys = map(str, kind._replace(elsewhere=not left).fallbacks())
         low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)

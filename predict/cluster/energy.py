@@ -69,8 +69,12 @@ def serving_energy(
         deployment: What serves.
         load: The requests.
         run: What became of them.
-        total: Seconds from the first request to the last token, with their interval.
+        total: Seconds from the first request to the last token of all that is asked about, with
+            their interval.
     """
+    # The run is of some of the requests; what all of them take is in proportion.
+    more = load.count / len(load.prompts)
+    total = Interval(*(end / more for end in total))
     spec = read_device(deployment.device)
     model, plan = deployment.model, deployment.engine.plan
     workers = [deployment.engine, *([deployment.prefill] if deployment.prefill else [])]
@@ -101,7 +105,8 @@ def serving_energy(
         spec.bandwidth,
         np.zeros(1, bool),
     )
-    return energy(spec, work, np.array([busy]), busy, total, deployment.devices, idle=idle)
+    joules = energy(spec, work, np.array([busy]), busy, total, deployment.devices, idle=idle)
+    return joules and Interval(*(end * more for end in joules))
 
 
 def _read_weights(deployment: Deployment, tokens: float) -> float:

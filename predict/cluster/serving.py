@@ -30,7 +30,6 @@ from ...simulate.serving.latencies import (
     wider,
 )
 from ...simulate.serving.load import Load, Run, Station
-from ...simulate.serving.memory import MemoryParts
 from ...simulate.serving.policies import frameworks, release_note
 from ..devices import generation_note
 from ..operator.prices import weight_only
@@ -42,6 +41,7 @@ from .serving_engine import (
     Engines,
     cache_transfer,
     engine_memory,
+    engine_notes,
     levels,
     request_delay,
     request_floors,
@@ -93,17 +93,20 @@ class Simulated:
 
     @property
     def span(self) -> float:
-        """Seconds that the load takes."""
-        if not self.load.concurrency:
+        """Seconds that the load takes, with the requests that those of a closed loop stand for."""
+        times, load = self.run.finished - self.run.sent, self.load
+        if not load.concurrency:
             return self.run.makespan
+        whole = self.run.makespan + float(times @ (load.counts - 1.0)) / load.concurrency
         # Of a closed loop, what makes requests longer makes fewer of them come.
-        simulated = float((self.run.finished - self.run.sent).mean())
-        return self.run.makespan * self.seen.figure("e2e", "mean") / simulated
+        return (
+            whole * self.seen.figure("e2e", "mean") / float(np.average(times, weights=load.counts))
+        )
 
     def seconds(self, metric: str) -> float:
         """Mean of one of :data:`opcast.models.serving.model.METRICS`."""
         if metric == "per_token":
-            return self.span / float(self.load.outputs.sum())
+            return self.span / float(self.load.outputs @ self.load.counts)
         return self.seen.figure(metric, "mean")
 
     def shares(self, metric: str) -> np.ndarray:
@@ -229,18 +232,25 @@ class ServingPredictor:
         tier = self.model.tier(found.context)
         overload = 0.0
         if is_open(spec, load):
-            ends, spans, overload = self._open(found, tier, queued, spec.rate or load.rate)
+            room = capacity(load, *found.stations) / (spec.rate or load.rate)
+            ends, spans, overload = self._open(found, tier, queued, room)
+            share = 1.0 / room
+            full = f"{share:.0%} of what they serve at most is offered" if share > KEPT else ""
         else:
             ends, spans = self._tied(found, tier, queued)
+            waits = (typical_wait(load, run) if load.concurrency else queued) > SATURATED
+            full = "times to the first token are mostly waiting" if waits else ""
         figures = {}
         for metric in METRICS:
             for level in ("mean", "std", *LEVELS):
                 own = [each.figure(metric, level) for each in (seen, *ends)]
                 name = f"p{level}" if isinstance(level, int) else level
                 figures[f"{metric}/{name}"] = Interval(own[0], min(own), max(own))
-        count, tokens = len(load.prompts), float(load.outputs.sum())
-        rates = [1.0 / span for span in spans]
-        low, high = min(rates), max(rates)
+        spent = Interval(spans[0], min(spans), max(spans))
+        requests, tokens = (
+            Interval(total / spent.value, total / spent.hi, total / spent.lo)
+            for total in (load.count, float(load.outputs @ load.counts))
+        )
         good = [each.good(slo) for each in (seen, *ends)]
         if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
             # The longer the load lasts, the fewer of its requests are in time.
@@ -253,8 +263,8 @@ class ServingPredictor:
             load=load,
             run=run,
             figures=figures,
-            requests_per_s=Interval(count * rates[0], count * low, count * high),
-            tokens_per_s=Interval(tokens * rates[0], tokens * low, tokens * high),
+            requests_per_s=requests,
+            tokens_per_s=tokens,
             good=Interval(good[0], min(good), max(good)),
             slo=slo,
             memory=memory.to_dict() | cache.parts,
@@ -263,16 +273,15 @@ class ServingPredictor:
             known=tier,
             notes=(
                 *wide_notes(found.deployment),
-                *_notes(found, tier, queued, self.model.effects.values, memory),
-                *tail_note(spec, load, run, saturated=queued > SATURATED),
+                *engine_notes(deployment.options, memory),
+                *_notes(found, tier, full, self.model.effects.values),
+                *tail_note(spec, load, run, saturated=overload > 0.5),
                 *context_note(deployment.context, load),
                 *release_note(deployment.framework, deployment.version),
                 *self.model.source_note(deployment.source, deployment.spec.name),
             ),
             states=states_of(run, cache.tokens, deployment.engine.count),
-            energy=serving_energy(
-                deployment, load, run, Interval(spans[0], min(spans), max(spans))
-            ),
+            energy=serving_energy(deployment, load, run, spent),
             overload=overload,
         )
 
@@ -283,7 +292,7 @@ class ServingPredictor:
         return {metric: spread(found.context, metric, found.shares(metric)) for metric in metrics}
 
     def _open(
-        self, found: Simulated, tier: str, queued: float, rate: float
+        self, found: Simulated, tier: str, queued: float, room: float
     ) -> tuple[list[Served], list[float], float]:
         """Latencies of an open load at both ends, how long its run takes, and overload's chance.
 
@@ -294,7 +303,7 @@ class ServingPredictor:
             found: The estimate.
             tier: What is known of the deployment.
             queued: Share of the time to the first token that is waiting.
-            rate: Requests a second that are offered.
+            room: What the engines serve at most over what is offered.
         """
         load, run = found.load, found.run
         spreads = self._spreads(found)
@@ -302,8 +311,6 @@ class ServingPredictor:
             metric: self.model.interval(metric, tier, queued, found.context, spreads[metric])
             for metric in MODEL_METRICS
         }
-        # What the engines serve at most over what is offered.
-        room = capacity(load, *found.stations) / rate
         fast, slow = factors["per_token"]
         ends, spans = [], [run.makespan]
         for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):
@@ -331,25 +338,23 @@ class ServingPredictor:
         )
         sides = zip(known["ttft"], known["tpot"], known[REQUEST_TIME], strict=True)
         ends = [tied(found.seen, one, later, both, found.floor) for one, later, both in sides]
-        span = found.span
-        return ends, [span, *(span * end.figure("e2e", "mean") / whole for end in ends)]
+        times = [end.figure("e2e", "mean") / whole for end in (found.seen, *ends)]
+        return ends, [found.span * time for time in times]
 
 
 def _notes(
     found: Simulated,
     tier: str,
-    queued: float,
+    full: str,
     handovers: Iterable[str],
-    memory: MemoryParts,
 ) -> tuple[str, ...]:
     """What lies outside of what was measured.
 
     Args:
         found: What was simulated.
         tier: What is known of it.
-        queued: Share of the time to the first token that is waiting.
+        full: Why the engines are saturated; empty if they are not.
         handovers: Names of the effects that were learned, those of handing over among them.
-        memory: Of a device.
     """
     own, load = found.deployment, found.load
     known = {
@@ -361,11 +366,6 @@ def _notes(
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
-    if memory.gave_way:
-        notes.append(
-            "the framework's own share of the memory leaves no cache: nearly all is taken, which "
-            "its launch command has to say (memory)"
-        )
     if own.prefill is not None:
         said = "few runs of engines with prompts on workers of their own were measured"
         named = f"request/handover/{own.framework}|"
@@ -383,9 +383,8 @@ def _notes(
         if weight_only(name, spec)
     ]
     notes += generation_note(spec)
-    closed = load.concurrency > 0
-    if (typical_wait(load, found.run) if closed else queued) > SATURATED:
-        notes.append("times to the first token are mostly waiting: the engines are saturated")
+    if full:
+        notes.append(f"the engines are saturated: {full}")
     mean = float(load.outputs.mean())
     if 1 < load.concurrency < len(load.outputs) and load.outputs.std() <= IN_STEP * mean:
         notes.append(

@@ -35,6 +35,12 @@ TRACE_COLUMNS = (
 )
 #: Tokens of a block whose hash Mooncake's traces give (Qin et al., Mooncake, FAST 2025).
 MOONCAKE_BLOCK = 512
+#: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and of
+#: other loads.
+WAVES, COUNT = 10, 1000
+#: Fewest of a closed loop for each in flight that are simulated, and number from which no more are:
+#: the later ones stand for the rest.
+LEAST_WAVES, MOST_REQUESTS = 3, 3000
 #: Rates that differ by less are taken for equal.
 RATE_TIE = 0.02
 
@@ -60,15 +66,18 @@ def draw(spec: LoadSpec) -> Load:
             where="load",
             hint=f"none is below 0, and there are at most {MOST} requests",
         )
-    count = spec.count or 10 * spec.concurrency or 1000
+    count = spec.count or WAVES * spec.concurrency or COUNT
     count = spec.batch if spec.kind == "static-batch" else count
+    asked = count
+    if spec.concurrency and not spec.count:
+        count = min(count, max(LEAST_WAVES * spec.concurrency, MOST_REQUESTS))
     rng = np.random.default_rng(spec.seed)
     arrivals = np.zeros(count)
     if spec.kind == "open-poisson":
         shape = spec.burstiness
         arrivals = np.cumsum(rng.gamma(shape, 1.0 / (spec.rate * shape), count))
     prompts, outputs = (parse_lengths(t)(rng, count) for t in (spec.prompt, spec.output))
-    return Load(prompts, outputs, arrivals, spec.concurrency)
+    return Load(prompts, outputs, arrivals, spec.concurrency, stands_for=asked)
 
 
 #: Fields of a load that texts name otherwise.

@@ -79,7 +79,8 @@ class ServingPrediction:
         """Energy of a request and of an output token; empty where power is not known."""
         if self.energy is None:
             return {}
-        parts = {"request": len(self.load.prompts), "output_token": int(self.load.outputs.sum())}
+        load = self.load
+        parts = {"request": load.count, "output_token": float(load.outputs @ load.counts)}
         return {name: _scaled(self.energy, 1.0 / count) for name, count in parts.items()}
 
     def to_dict(self, price: float = 0.0) -> dict[str, object]:
@@ -88,15 +89,16 @@ class ServingPrediction:
         Args:
             price: Dollars of a device and hour; 0 for none.
         """
-        prompts, outputs = int(self.load.prompts.sum()), int(self.load.outputs.sum())
+        load, count = self.load, self.load.count
+        prompts, outputs = (round(float(own @ load.counts)) for own in (load.prompts, load.outputs))
         rate, run, gpus = self.requests_per_s, self.run, self.deployment.devices
-        prompt_rate = prompts / len(self.load.prompts)
+        prompt_rate = prompts / count
         data: dict[str, object] = {
             **latency_fields(*self.figures["e2e/mean"]),
-            "num_prompts": len(self.load.prompts),
+            "num_prompts": count,
             "burstiness": self.spec.burstiness,
-            "duration": len(self.load.prompts) / rate.value,
-            "completed": len(self.load.prompts),
+            "duration": count / rate.value,
+            "completed": count,
             "total_input_tokens": prompts,
             "total_output_tokens": outputs,
             "max_concurrency": self.load.concurrency or None,

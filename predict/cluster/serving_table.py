@@ -7,11 +7,14 @@ them, latencies and throughput. The columns are those of published tables (docs/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, gcd
 from pathlib import Path
 from typing import Any, cast
+
+import pandas as pd
 
 from ...common.errors import DatasetError, PlanError
 from ...common.types import JsonObject
@@ -22,19 +25,18 @@ from ...simulate.serving.policies import framework_defaults, framework_of, frame
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ...simulate.step.presets import find_preset
 from ...simulate.step.workload import Workload, make_workload
-from .case_table import Cells, meaning, noted_share, noted_sizes
+from .case_table import Cells, meaning, noted_share, noted_sizes, read_rows
 from .deployment import Deployment, Workers
 from .serving_case import EngineOptions, LoadSpec
 from .serving_engine import engine_cache
-from .serving_load import draw
+from .serving_load import WAVES, draw
 
 #: Kinds of load.
 LOADS = ("closed", "open", "open-poisson", "offline", "static-batch", "trace", "single-stream")
 #: What may be measured, with its unit as the suffix says.
 ANSWERS = ("ttft_ms", "tpot_ms", "itl_ms", "out_tok_s", "j_per_tok", "power_w")
-#: Requests of a closed loop for each in flight, as benchmark scripts send (InferenceX: 10), and
-#: most of an engine that are simulated: more waves than three change means by a few per cent.
-WAVES, LEAST_WAVES, MOST_REQUESTS = 10, 3, 3000
+#: Most requests of an engine that are simulated of loads that are no closed loops.
+MOST_REQUESTS = 3000
 #: Requests a second from which all are sent at once.
 UNLIMITED = 1e4
 
@@ -112,6 +114,43 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         group=cell.text("model_group") or cell.text("model"),
         measured={name: value for name, value in measured.items() if value == value and value > 0},
     )
+
+
+def serving_rows(
+    table: pd.DataFrame, folder: Path = Path()
+) -> tuple[list[ServingRow | None], list[str]]:
+    """Rows of a table of serving, and for each that cannot be expressed why.
+
+    Of engines behind workers that run prompts alone, what no column says is how many sequences they
+    were started for: where recipes size them (``sized``), the power of two below what the most
+    requests of a series give a rank. Ranks with sequences of their own have more room than that.
+
+    Args:
+        table: As :func:`~.case_table.read_cases` gives.
+        folder: That its traces are in.
+    """
+    rows, reasons = read_rows(table, partial(serving_row, folder=folder))
+    counted = table.reindex(columns=["decode_workers"]).notna().all(axis=1)
+    series: dict[Hashable, list[int]] = {}
+    for at, (row, known) in enumerate(zip(rows, counted, strict=True)):
+        if row is not None and known and _is_sized(row):
+            spec = replace(row.spec, concurrency=0, count=0)
+            series.setdefault((row.deployment, spec), []).append(at)
+    for places in series.values():
+        own = [row for row in map(rows.__getitem__, places) if row is not None]
+        most = max(row.spec.concurrency for row in own) / own[0].deployment.engine.count
+        limit = 1 << max(0, int(most).bit_length() - 1)
+        for at, row in zip(places, own, strict=True):
+            options = replace(row.deployment.options, max_batch=limit)
+            rows[at] = replace(row, deployment=replace(row.deployment, options=options))
+    return rows, reasons
+
+
+def _is_sized(row: ServingRow) -> bool:
+    """Whether a row's decoding engines were started for its load, without a limit that it says."""
+    own = row.deployment
+    apart = own.prefill is not None and own.engine.plan.dp == 1 and row.spec.concurrency > 0
+    return apart and framework_defaults(own.framework).sized and not own.options.max_batch
 
 
 def served_model(cell: Cells) -> ServedModel:
@@ -311,9 +350,9 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     if kind == "static-batch":
         return replace(own, batch=concurrency)
     if kind == "closed":
-        waves = concurrency * min(WAVES, max(LEAST_WAVES, most // concurrency))
-        count = min(waves, max(concurrency, count)) if count else waves
-        return replace(own, concurrency=concurrency, count=count)
+        # Longer loops are as those of the default length, but for a start that counts less.
+        few = 0 < count < WAVES * concurrency
+        return replace(own, concurrency=concurrency, count=max(concurrency, count) if few else 0)
     rate = cell.number("request_rate", 0.0) if kind.startswith("open") else 0.0
     count = min(most, count or most)
     return replace(own, rate=rate if 0.0 < rate < UNLIMITED else 0.0, count=count)

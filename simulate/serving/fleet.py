@@ -245,6 +245,7 @@ def _of_one(load: Load, station: Station) -> float:
         outputs=load.outputs[at],
         arrivals=np.zeros(count),
         concurrency=0,
+        stands_for=0,
         hits=None if load.hits is None else load.hits[at],
         blocks=_repeated(load.blocks, count),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Served:
         e2e: Time to the last token.
         gaps: Times between tokens of all requests, sorted.
         weights: How many tokens came after each gap.
+        counts: How many requests each stands for.
     """
 
     ttft: np.ndarray
@@ -52,27 +54,29 @@ class Served:
     e2e: np.ndarray
     gaps: np.ndarray
     weights: np.ndarray
+    counts: np.ndarray
 
     def figure(self, metric: str, level: int | str) -> float:
         """A percentile of a metric, its ``mean`` or its ``std``; 0 where there is none."""
         if metric == "itl":
             return _weighted(self.gaps, self.weights, level)
         values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
-        values = values[np.isfinite(values)]
-        if not len(values):
-            return 0.0
-        if isinstance(level, int):
+        known = np.isfinite(values)
+        values, counts = values[known], self.counts[known]
+        if isinstance(level, int) and len(values) and (counts == 1.0).all():
             return float(np.percentile(values, level))
-        return float(values.mean() if level == "mean" else values.std())
+        order = np.argsort(values)
+        return _weighted(values[order], counts[order], level)
 
     def good(self, slo: Slo) -> float:
         """Share of the requests that keep an SLO."""
         tpot = np.nan_to_num(self.tpot, nan=0.0)
         kept = (self.ttft <= slo.ttft) & (tpot <= slo.tpot) & (self.e2e <= slo.e2e)
-        return float(kept.mean())
+        return float(np.average(kept, weights=self.counts))
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray, level: int | str) -> float:
+    """A percentile of sorted values, their ``mean`` or ``std``; 0 where there is none."""
     if not len(values):
         return 0.0
     if isinstance(level, int):
@@ -105,10 +109,10 @@ def served(
         times, weights = (np.array(column, float) for column in zip(*gaps, strict=True))
     else:
         known = np.isfinite(tpot)
-        times, weights = tpot[known] / slower, (load.outputs - 1.0)[known]
+        times, weights = tpot[known] / slower, ((load.outputs - 1.0) * load.counts)[known]
     order = np.argsort(times)
     between = np.maximum(times[order] * slower, floor.tpot.min())
-    return Served(ttft, tpot, ttft + after, between, weights[order])
+    return Served(ttft, tpot, ttft + after, between, weights[order], load.counts)
 
 
 def tied(
@@ -124,12 +128,12 @@ def tied(
         floor: Least times, below which no factor takes them.
     """
     e2e = np.maximum(seen.e2e * whole, floor.e2e)
-    return Served(
-        np.maximum(np.minimum(seen.ttft * first, e2e), floor.ttft),
-        np.maximum(seen.tpot * slower, floor.tpot),
-        e2e,
-        np.maximum(seen.gaps * slower, floor.tpot.min()),
-        seen.weights,
+    return replace(
+        seen,
+        ttft=np.maximum(np.minimum(seen.ttft * first, e2e), floor.ttft),
+        tpot=np.maximum(seen.tpot * slower, floor.tpot),
+        e2e=e2e,
+        gaps=np.maximum(seen.gaps * slower, floor.tpot.min()),
     )
 
 
@@ -181,7 +185,8 @@ def queued_share(load: Load, run: Run) -> float:
     least was alone, or nearly so. What a cache has of a prompt is not run.
     """
     waits, alone = _waits(load, run)
-    return max(0.0, 1.0 - float(alone.mean()) / float(waits.mean()))
+    mean = partial(np.average, weights=load.counts)
+    return max(0.0, 1.0 - float(mean(alone)) / float(mean(waits)))
 
 
 def typical_wait(load: Load, run: Run) -> float:

@@ -101,6 +101,8 @@ class Load:
         blocks: Names of the blocks of each prompt, equal where prompts begin alike; empty for a
             load that says nothing of them.
         block_tokens: Tokens of each of these blocks.
+        stands_for: Requests of a closed loop that goes on, of which these are the first; 0 for
+            these alone.
     """
 
     prompts: np.ndarray
@@ -111,6 +113,26 @@ class Load:
     hits: np.ndarray | None = None
     blocks: Sequence[Sequence[int]] = ()
     block_tokens: int = 512
+    stands_for: int = 0
+
+    @property
+    def count(self) -> int:
+        """Requests that are asked about."""
+        return max(self.stands_for, len(self.prompts))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """How many requests each stands for, shape ``(n,)``.
+
+        Those that a closed loop sends at once when it begins queue for prompts as no later ones do,
+        the last run in batches that empty, and both come once, however long the loop lasts: those
+        between them stand for what is not simulated.
+        """
+        each = np.ones(len(self.prompts))
+        if self.count > len(each):
+            ends = self.concurrency
+            each[ends:-ends] = (self.count - 2.0 * ends) / (len(each) - 2.0 * ends)
+        return each
 
     @property
     def rate(self) -> float:

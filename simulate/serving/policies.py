@@ -125,6 +125,8 @@ class Framework:
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
         kernels: Whose kernels it runs.
+        sized: Whether recipes start its engines for as many sequences as a load has, a power of
+            two.
         handover: What a note says of handing requests over; empty for nothing.
         launch: How a worker is launched; ``None`` where that is not known.
     """
@@ -140,6 +142,7 @@ class Framework:
     budgets: dict[str, int] = field(default_factory=dict)
     cache_follows: tuple[str, ...] = ()
     kernels: str = "vllm"
+    sized: bool = False
     handover: str = ""
     launch: Launcher | None = None
 

@@ -26,6 +26,7 @@ from opcast.predict.cluster.serving_engine import engine_memory
 from opcast.predict.cluster.serving_table import (
     ServingRow,
     serving_row,
+    serving_rows,
 )
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.serving_operators import load_serving_operators
@@ -35,9 +36,8 @@ from opcast.workflows.serving.evaluate import (
     evaluate_serving,
     judged_rows,
 )
+from opcast.workflows.serving.rows import busy_share, counted, settled_rows
 from opcast.workflows.serving.train import (
-    busy_share,
-    counted,
     left_out_serving,
     left_outs,
     train_serving,
@@ -229,6 +229,26 @@ def test_workers_that_nobody_counted_are_not_learned_from() -> None:
     assert counted(pd.DataFrame({"tp": [4]})).all()
 
 
+def test_first_tokens_with_set_up_are_not_learned_from() -> None:
+    split = {
+        "prefill_tp": 1, "decode_tp": 1, "prefill_workers": 1, "decode_workers": 1,
+        "tp": None, "n_gpus": None, "ttft_ms": 1.0, "tpot_ms": 5.0,
+    }  # fmt: skip
+    asked = table(**split).assign(concurrency=2)
+    predictor = ServingPredictor(None, ServingModel())
+    own = evaluate_serving(asked, predictor.model, None)[0]["ttft_ms"]
+    asked["ttft_ms"] = own * [2.0, 4.0, 1.0, 4.0, 1.0, 1.0]
+    asked.loc[3, ["prefill_tp", "decode_tp", "tp"]] = [None, None, 2]
+    rows = [row for row in read_rows(asked, serving_row)[0] if row is not None]
+    said: list[str] = []
+    kept = settled_rows(predictor, rows, said.append)
+    # Two requests do not wait four times what one takes; of engines that do both nothing is left.
+    has = ["ttft_ms" in row.measured for row in kept]
+    assert has == [True, False, True, True, True, True]
+    assert all("tpot_ms" in row.measured for row in kept) and said[0].endswith(": 1")
+    assert settled_rows(predictor, kept[3:4], said.append) == kept[3:4]
+
+
 def test_faulty_rows_are_not_learned_from(plain: pd.DataFrame) -> None:
     asked = table(tpot_ms=plain["tpot_ms"], flags=["impossible: x"] * 2 + [None] * 4)
     _, left = train_serving(asked, None, lambda _: None, Path())
@@ -338,7 +358,7 @@ def compare_with_commands(asked: pd.DataFrame, folder: Path, model: str) -> None
     """Assert that tables and commands give one answer, to the last digit."""
     operators = load_serving_operators(model)
     frame = evaluate_serving(asked, ServingModel.find(), operators, folder=TABLE.parent)[0]
-    rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
+    rows = serving_rows(asked, TABLE.parent)[0]
     for said, row, (_, cells) in zip(frame.to_dict("records"), rows, asked.iterrows(), strict=True):
         assert row is not None and not said["reason"], said
         result = CliRunner().invoke(app, typed(row, cells, folder, model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,10 +27,10 @@ from ...models.serving.model import (
     group_key,
     own_ends,
 )
-from ...predict.cluster.case_table import read_cases, read_rows
+from ...predict.cluster.case_table import read_cases
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
-from ...predict.cluster.serving_table import ServingRow, serving_row
+from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..measured.calibration_samples import check_unseen
 from .evaluate import observer
@@ -73,7 +72,7 @@ def calibrate_serving(
     table = table.copy()
     said = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
     table["source"] = said.fillna(OWN).replace("", OWN)
-    rows, reasons = read_rows(table, partial(serving_row, folder=folder))
+    rows, reasons = serving_rows(table, folder)
     own = [row for row in rows if row is not None and row.measured]
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,9 +16,9 @@ from ...common.progress import counting, wrote
 from ...models.operators import OpModel
 from ...models.serving.effects import Observe, Observed, ServingEffects, linear_serving
 from ...models.serving.model import METRICS, ServingModel
-from ...predict.cluster.case_table import FAULTS, read_cases, read_rows, reason_of
+from ...predict.cluster.case_table import FAULTS, read_cases, reason_of
 from ...predict.cluster.serving import ServingPredictor
-from ...predict.cluster.serving_table import ServingRow, serving_row
+from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import (
     FIGURES,
@@ -129,7 +128,7 @@ def evaluate_serving(
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have answers.
         show: Told of progress.
     """
-    rows, reasons = read_rows(table, partial(serving_row, folder=folder))
+    rows, reasons = serving_rows(table, folder)
     learn = to_learn(table)
     if calibrate:
         model = _calibrated(

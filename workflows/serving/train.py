@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,20 +25,18 @@ from ...models.serving.effects import (
 )
 from ...models.serving.ends import LEAST, Score, kind_of, serving_ends
 from ...models.serving.model import (
-    METRICS,
     REQUEST_TIME,
     Known,
     ServingModel,
     group_key,
 )
-from ...predict.cluster.case_table import read_cases, read_rows
+from ...predict.cluster.case_table import read_cases
 from ...predict.cluster.serving import ServingPredictor
-from ...predict.cluster.serving_load import draw
-from ...predict.cluster.serving_table import ServingRow, serving_row
+from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ...simulate.serving.floor import EngineFloor
 from ..judging import few_of_each, keep_learned, named_folds
-from .evaluate import measured_seconds, observer
+from .evaluate import observer
+from .rows import FAULTY, MOST_ROWS, Tell, counted, possible_rows, set_of, settled_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,19 +44,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..settings import ServingSettings
-
-#: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
-FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable"
-#: Columns whose absence leaves open how many workers share the requests, where ``prefill_tp`` says
-#: that some run prompts alone.
-COUNTS = ("prefill_workers", "decode_workers")
-#: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
-#: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
-MOST_BUSY = 0.7
-#: Share of a set's rows from which, if they are beyond that, none of the set is learned from.
-WRONG = 0.05
-#: Most rows of a source, model, framework and device that are learned from.
-MOST_ROWS = 25
 
 #: What is left out, and the level of a context that it is.
 LEFT_OUT = (
@@ -79,8 +64,6 @@ TOGETHER = (
 
 #: Begins columns that say whether a latency lies inside its interval.
 INSIDE = "inside "
-
-Tell = Callable[[str], None]
 
 
 def train_serving(
@@ -111,7 +94,7 @@ def train_serving(
     """
     flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
     good = table[~flags.str.contains(FAULTY) & counted(table)]
-    read, _ = read_rows(good, partial(serving_row, folder=folder))
+    read, _ = serving_rows(good, folder)
     rows = [row for row in read if row is not None and row.measured]
     if not rows:
         raise DatasetError(
@@ -119,13 +102,14 @@ def train_serving(
         )
     rows = possible_rows(rows, tell)
     # A group counts by the root of its rows, so that more of them take time and teach little.
-    rows = [rows[at] for at in few_of_each(list(map(_set_of, rows)), MOST_ROWS, seed)]
+    rows = [rows[at] for at in few_of_each(list(map(set_of, rows)), MOST_ROWS, seed)]
     measured = _measured(rows)
     predictor = ServingPredictor(
         operators,
         ServingModel(start.effects if start else ServingEffects(), provenance=measured),
         tables=len(rows),
     )
+    rows = settled_rows(predictor, rows, tell)
     contexts = [predictor.context(row.deployment) for row in rows]
     owners = [f"{context['source']}|{context['architecture']}" for context in contexts]
     parts = [f"{context['source']}|{group_key(context)}" for context in contexts]
@@ -172,62 +156,6 @@ def train_serving(
         }
     )
     return model, frame
-
-
-def counted(table: pd.DataFrame) -> pd.Series:
-    """Which rows leave nothing open of how many workers there were.
-
-    Of workers that run prompts alone, as of those behind them, one takes the time of all requests
-    and ten that of a tenth each: a number that is assumed says nothing of what anything costs.
-    """
-    known = table.reindex(columns=[*COUNTS, "prefill_tp"]).notna()
-    return known[list(COUNTS)].all(axis=1) | ~known["prefill_tp"]
-
-
-def _set_of(row: ServingRow) -> tuple[str, str, str, str]:
-    """Whose runs of what on what a row is one of."""
-    own = row.deployment
-    return own.source, row.group, own.framework, own.device
-
-
-def possible_rows(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
-    """Rows that devices can have run as fast as they say.
-
-    Those of a set of runs were measured alike: where more than one in twenty had its prompts in a
-    cache, or another load than it says, all of the set may have had.
-    """
-    wrong = [busy_share(row) > MOST_BUSY for row in rows]
-    keys = list(map(_set_of, rows))
-    all_rows, faulty = (
-        Counter(keys),
-        Counter(key for key, bad in zip(keys, wrong, strict=True) if bad),
-    )
-    sets = {key for key, count in faulty.items() if count > WRONG * all_rows[key]}
-    if sets:
-        names = "; ".join(sorted(", ".join(key) for key in sets))
-        tell(f"not learned from, since no device runs prompts as fast as these say: {names}")
-    kept = [not bad and key not in sets for key, bad in zip(keys, wrong, strict=True)]
-    return [row for row, good in zip(rows, kept, strict=True) if good]
-
-
-def busy_share(row: ServingRow) -> float:
-    """Share of a row's time that its prompts and outputs take at the dense peak of its devices.
-
-    By its own throughput, or by Little's law of its latencies; 0 where neither tells. Ranks that
-    attend to requests of their own count as if they shared all work, so that it is a least one.
-    """
-    own, load = row.deployment, draw(row.spec)
-    workers, outputs = own.prefill or own.engine, load.outputs.mean()
-    first, later, each = (measured_seconds(row, metric) for metric in METRICS)
-    seconds = first + later * (outputs - 1.0)
-    closed = row.spec.concurrency > 0 and seconds > 0.0
-    rate = row.spec.concurrency / seconds if closed else 1.0 / (each * outputs)
-    floor = EngineFloor(own.model, workers.plan, own.spec)
-    tokens = np.array([load.prompts.mean() + (0.0 if own.prefill else outputs)])
-    least = float(floor.first_token(tokens, np.zeros(1))[0])
-    if not np.isfinite(rate) or least <= floor.reading:
-        return 0.0
-    return float(rate * least / (workers.count * workers.plan.dp))
 
 
 def _score(

@@ -232,23 +232,33 @@ def test_tiers() -> None:
     assert model.tier({**context("vllm", "blackwell"), "vendor": "NVIDIA"}) == "new"
 
 
-def test_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
+def test_first_tokens_of_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
     apart = {"spread": "disaggregated"}
     assert str(kind_of("ttft", 0.9, {})) == "ttft-queued"
     assert str(kind_of("ttft", 0.9, apart)) == "ttft-queued-apart"
-    # Handing a request over is the framework's own, as long as enough of its runs were measured.
-    known = {**apart, "framework": "sglang"}
-    assert str(kind_of("ttft", 0.9, known)) == "ttft-queued-apart-sglang"
-    assert str(kind_of("tpot", 0.9, known)) == "tpot-apart"
-    first = ServingModel(ends={"ttft-apart": (-1.0, 5.0), "ttft-apart-sglang": (-1, 1)})
-    assert first.interval("ttft", "model", 0.0, known, 1.0)[1] == pytest.approx(np.exp(1.0))
-    other = {**apart, "framework": "vllm"}
-    assert first.interval("ttft", "model", 0.0, other, 1.0)[1] == pytest.approx(np.exp(5.0))
-    model = ServingModel(ends={"tpot": (-0.1, 0.1), "tpot-apart": (-0.4, 0.3)})
-    assert model.interval("tpot", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.4, 0.3]))
-    # Too few runs calibrate nothing of their own: those of all workers are taken.
-    del model.ends["tpot-apart"]
-    assert model.interval("tpot", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.1, 0.1]))
+    # A further token is what it is elsewhere: of engines with experts another one than without.
+    assert str(kind_of("tpot", 0.9, apart)) == "tpot-dense"
+    assert str(kind_of("tpot", 0.0, {"expert_format": "fp8"})) == "tpot-experts"
+    assert str(kind_of("per_token", 0.0, {"expert_format": "fp8"})) == "per_token"
+    model = ServingModel(ends={"ttft": (-0.1, 0.1), "ttft-apart": (-0.4, 0.3)})
+    assert model.interval("ttft", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.4, 0.3]))
+    # Too few runs calibrate nothing of their own: those of all workers, or models, are taken.
+    del model.ends["ttft-apart"]
+    assert model.interval("ttft", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.1, 0.1]))
+    model = ServingModel(ends={"tpot": (-0.2, 0.2)})
+    assert model.interval("tpot", "model", 0.0, apart, 1.0) == pytest.approx(np.exp([-0.2, 0.2]))
+
+
+def test_nobody_says_whose_servers_hand_requests_over() -> None:
+    at = COSTS.index("request")
+    shares = np.eye(len(COSTS))[at]
+    own = context("vllm") | {"any": "any", "stack": "a|vllm now"}
+    together = ServingEffects().spread(own, "ttft", shares)
+    apart = ServingEffects().spread({**own, "spread": "disaggregated"}, "ttft", shares)
+    handover = next(v for v in ServingEffects.levels.levels if v.name == "handover")
+    spread = [v for v in ServingEffects.levels.levels if v.name == "spread"]
+    more = handover.deviation**2 + sum(v.deviation**2 for v in spread)
+    assert apart**2 - together**2 == pytest.approx(more)
 
 
 def test_the_file_of_a_model(tmp_path: Path) -> None:

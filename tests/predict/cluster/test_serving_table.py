@@ -21,6 +21,7 @@ from opcast.predict.cluster.serving_load import draw
 from opcast.predict.cluster.serving_table import (
     ServingRow,
     serving_row,
+    serving_rows,
 )
 from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats
@@ -411,6 +412,30 @@ def test_decoding_workers_that_nobody_counted_hold_the_requests_in_flight() -> N
     assert runs[0].seconds("ttft") < 0.7 * runs[1].seconds("ttft")
 
 
+def test_decoding_engines_that_recipes_size_hold_the_power_of_two_below_the_most() -> None:
+    """A series of 8, 24 and 88 requests on four workers: 22 of each rank at most, so 16."""
+    split = {
+        **LATENT, "tp": None, "dp": None, "ep": None, "n_gpus": None, "prefill_tp": 8,
+        "decode_tp": 8, "prefill_workers": 1, "decode_workers": 4, "device": "h200-sxm",
+    }  # fmt: skip
+    series = [{**split, "concurrency": c} for c in (8, 24, 88)]
+    others = [
+        {**split, "concurrency": 88, "framework": "SGLang"},
+        {**split, "concurrency": 88, "decode_workers": None},
+        {**split, "concurrency": 88, "max_num_seqs": 64},
+        {**split, "concurrency": 88, "decode_tp": 1, "decode_dp": 8},
+    ]
+    rows = serving_rows(pd.DataFrame(series + others))[0]
+    assert [row.deployment.options.max_batch for row in rows if row] == [16] * 3 + [0, 0, 64, 0]
+    # 22 share 16 places: a request waits for 6 / 16 of the time of another one.
+    last = rows[2]
+    assert last is not None
+    seen = simulated(last).seen
+    decoding = seen.figure("e2e", 50) - seen.figure("ttft", 50)
+    free = simulated(serving_row(series[2])).seen.figure("ttft", 50)
+    assert seen.figure("ttft", 50) - free == pytest.approx(6 / 16 * decoding, rel=0.25)
+
+
 def test_a_worker_of_one_device_that_weights_do_not_fit_has_the_fewest_that_leave_room() -> None:
     ones = {
         f"{role}_{name}": 1
@@ -432,7 +457,7 @@ def test_answers_of_two_kinds_of_workers_take_longer_to_hand_over() -> None:
         request_delay(serving_row({**DENSE, **more}).deployment, served=True, weights=weights)
         for more in ({}, apart)
     ]
-    assert delays == pytest.approx([0.010, 0.2])
+    assert delays == pytest.approx([0.010, 0.05])
     assert simulated(serving_row({**DENSE, "load": "static-batch"})).delay == 0.0
 
 

@@ -26,6 +26,20 @@ def test_waiting_is_told_from_prompts_that_a_cache_has_in_part():
     assert queued_share(load, run) == 0.0
 
 
+def test_requests_of_a_long_loop_stand_for_those_that_are_not_simulated():
+    # Two in flight, six simulated of twenty: the first and last two come once.
+    load = Load(np.full(6, 10), np.full(6, 2), np.zeros(6), concurrency=2, stands_for=20)
+    assert load.count == 20 and load.counts.tolist() == [1, 1, 8, 8, 1, 1]
+    sent = np.zeros(6)
+    first = np.array([9.0, 9.0, 1.0, 1.0, 1.0, 1.0])
+    seen = served(load, Run(sent, first, first + 1.0, found=np.zeros(6, int)))
+    assert seen.figure("ttft", "mean") == pytest.approx((2 * 9.0 + 18 * 1.0) / 20)
+    assert seen.figure("ttft", 90) == 1.0 and seen.figure("ttft", 99) == 9.0
+    assert seen.good(Slo(ttft=2.0)) == pytest.approx(0.9)
+    # Those of a load of its own length count once each.
+    assert Load(np.full(6, 10), np.full(6, 2), np.zeros(6), 2).counts.tolist() == [1] * 6
+
+
 def test_an_slo_counts_requests_and_one_token_has_no_time_per_further_token():
     load, run = case([10] * 4, [1.0, 1.0, 2.0, 2.0], [1.0, 3.0, 3.0, 9.0], (1, 2, 2, 8))
     seen = served(load, run)

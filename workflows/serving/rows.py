@@ -1,0 +1,122 @@
+"""Which rows of a table of serving are learned from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import log
+
+import numpy as np
+import pandas as pd
+
+from ...models.serving.ends import SATURATED
+from ...models.serving.model import METRICS
+from ...predict.cluster.serving import ServingPredictor
+from ...predict.cluster.serving_load import draw
+from ...predict.cluster.serving_table import ServingRow
+from ...simulate.serving.floor import EngineFloor
+from .evaluate import measured_seconds, observer
+
+#: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
+FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable"
+#: Columns whose absence leaves open how many workers share the requests, where ``prefill_tp`` says
+#: that some run prompts alone.
+COUNTS = ("prefill_workers", "decode_workers")
+#: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
+#: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
+MOST_BUSY = 0.7
+#: Share of a set's rows from which, if they are beyond that, none of the set is learned from.
+WRONG = 0.05
+#: Most rows of a source, model, framework and device that are learned from.
+MOST_ROWS = 25
+
+#: Most times that a first token on workers of its own takes what it costs there, where it hardly
+#: waits for others. Published ones are within 2.1, but for those from 4.7 on.
+SETUP = 3.0
+
+Tell = Callable[[str], None]
+
+
+def counted(table: pd.DataFrame) -> pd.Series:
+    """Which rows leave nothing open of how many workers there were.
+
+    Of workers that run prompts alone, as of those behind them, one takes the time of all requests
+    and ten that of a tenth each: a number that is assumed says nothing of what anything costs.
+    """
+    known = table.reindex(columns=[*COUNTS, "prefill_tp"]).notna()
+    return known[list(COUNTS)].all(axis=1) | ~known["prefill_tp"]
+
+
+def set_of(row: ServingRow) -> tuple[str, str, str, str]:
+    """Whose runs of what on what a row is one of."""
+    own = row.deployment
+    return own.source, row.group, own.framework, own.device
+
+
+def possible_rows(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
+    """Rows that devices can have run as fast as they say.
+
+    Those of a set of runs were measured alike: where more than one in twenty had its prompts in a
+    cache, or another load than it says, all of the set may have had.
+    """
+    wrong = [busy_share(row) > MOST_BUSY for row in rows]
+    keys = list(map(set_of, rows))
+    all_rows, faulty = (
+        Counter(keys),
+        Counter(key for key, bad in zip(keys, wrong, strict=True) if bad),
+    )
+    sets = {key for key, count in faulty.items() if count > WRONG * all_rows[key]}
+    if sets:
+        names = "; ".join(sorted(", ".join(key) for key in sets))
+        tell(f"not learned from, since no device runs prompts as fast as these say: {names}")
+    kept = [not bad and key not in sets for key, bad in zip(keys, wrong, strict=True)]
+    return [row for row, good in zip(rows, kept, strict=True) if good]
+
+
+def busy_share(row: ServingRow) -> float:
+    """Share of a row's time that its prompts and outputs take at the dense peak of its devices.
+
+    By its own throughput, or by Little's law of its latencies; 0 where neither tells. Ranks that
+    attend to requests of their own count as if they shared all work, so that it is a least one.
+    """
+    own, load = row.deployment, draw(row.spec)
+    workers, outputs = own.prefill or own.engine, load.outputs.mean()
+    first, later, each = (measured_seconds(row, metric) for metric in METRICS)
+    seconds = first + later * (outputs - 1.0)
+    closed = row.spec.concurrency > 0 and seconds > 0.0
+    rate = row.spec.concurrency / seconds if closed else 1.0 / (each * outputs)
+    floor = EngineFloor(own.model, workers.plan, own.spec)
+    tokens = np.array([load.prompts.mean() + (0.0 if own.prefill else outputs)])
+    least = float(floor.first_token(tokens, np.zeros(1))[0])
+    if not np.isfinite(rate) or least <= floor.reading:
+        return 0.0
+    return float(rate * least / (workers.count * workers.plan.dp))
+
+
+def settled_rows(
+    predictor: ServingPredictor, rows: Sequence[ServingRow], tell: Tell
+) -> list[ServingRow]:
+    """Rows without the times to first tokens of prompts apart that hold what no column says.
+
+    Where a handful of requests in flight takes seconds that neither prompts, nor their caches' way,
+    nor other requests take, the run's set-up or a limit of its engines did: that is no cost.
+
+    Args:
+        predictor: With the effects that the fit starts from.
+        rows: Of the table.
+        tell: Told how many are left out.
+    """
+    apart = [at for at, row in enumerate(rows) if row.deployment.prefill and row.measured]
+    kept = list(rows)
+    if not apart:
+        return kept
+    seen = observer(predictor, [rows[at] for at in apart])(predictor.model.effects)
+    slow = (seen.metrics == "ttft") & (seen.queued <= SATURATED)
+    slow &= seen.measured - seen.simulated > log(SETUP)
+    for place in seen.rows[slow].tolist():
+        row = rows[apart[place]]
+        others = {name: value for name, value in row.measured.items() if name != "ttft_ms"}
+        kept[apart[place]] = replace(row, measured=others)
+    tell(f"times to first tokens with set-up, not learned from: {int(slow.sum())}")
+    return kept
