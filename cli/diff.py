@@ -46,14 +46,13 @@ def diff(
     if json_output:
         print_json(report.to_dict())
     elif markdown:
-        rows = ((own.name, own.difference, own.excess) for own in report.results)
-        typer.echo(markdown_differences(rows, top), nl=False)
+        typer.echo(markdown_differences(report.results, top), nl=False)
     else:
         console = make_console()
         for number, own in enumerate(report.results):
             if number:
                 console.print()
-            print_difference(console, own.name, own.difference, own.excess, top)
+            print_difference(console, own, top)
     if not report.passes:
         raise typer.Exit(1)
 

@@ -37,6 +37,14 @@ class ProgramError(OpcastError):
     """A program cannot be read: not StableHLO or HLO, truncated, or malformed."""
 
 
+class AbsentError(ProgramError):
+    """A program does not exist: no such file, or no such function in it."""
+
+
+class SeveralDevicesError(ProgramError):
+    """A program for several devices was given a single one."""
+
+
 class InternalError(OpcastError):
     """Code of opcast fails on valid input: a fault of opcast, not of the user.
 

@@ -295,11 +295,12 @@ def save(
     # Of a machine that was never measured, its platform is known all the same.
     unmeasured = device == "local" and not is_known("local", {})
     platform = platform_here() if unmeasured else platform_of(resolve_device(device, {}))
-    return write_program(_call(function, args, kwargs), Path(path), platform)
+    write_program(_call(function, args, kwargs), Path(path), platform)
+    return Path(path)
 
 
-def write_program(program: object, path: Path, platform: Platform) -> Path:
-    """Write a program as StableHLO that names its platform; returns the path.
+def write_program(program: object, path: Path, platform: Platform) -> str:
+    """Write a program as StableHLO that names its platform; returns how it was converted, if so.
 
     Args:
         program: A function, or one with its arguments.
@@ -321,4 +322,4 @@ def write_program(program: object, path: Path, platform: Platform) -> Path:
     else:
         data = write_bytecode(module)
     write_bytes(path, data)
-    return path
+    return source.note

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...common.errors import ProgramError
+from ...common.errors import AbsentError, ProgramError
 from ...common.types import JaxObject
 from .platforms import Platform, platform_here
 
@@ -281,7 +281,8 @@ def load_function(text: str) -> FunctionCall:
         text: ``path/to/module.py:function``. Importing it runs its code.
 
     Raises:
-        ProgramError: The file cannot be imported, or has no such function or no arguments.
+        AbsentError: The file has no such function.
+        ProgramError: The file cannot be imported, or there are no arguments.
     """
     file, _, name = text.rpartition(":")
     path = Path(file).expanduser()
@@ -295,7 +296,7 @@ def load_function(text: str) -> FunctionCall:
                 if callable(v) and not isinstance(v, type) and not n.startswith("_")
             ]
             names = [n for n in names if n not in (ARGUMENTS, KEYWORDS)]
-            raise ProgramError(
+            raise AbsentError(
                 f"{path.name} has no function {name!r}",
                 where=text,
                 hint=f"it has: {', '.join(names) or 'none'}",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...common.errors import ProgramError
+from ...common.errors import ProgramError, SeveralDevicesError
 from ..kernels.kinds import is_collective
 from .reader import SourceProgram
 
@@ -107,8 +107,8 @@ def check_one_device(
         suggest: Returns the name of a cluster of a number of devices; empty if there is none.
 
     Raises:
-        ProgramError: Its header sets several replicas or partitions, or its collectives join
-            several devices.
+        SeveralDevicesError: Its header sets several replicas or partitions, or its collectives
+            join several devices.
     """
     replicas, partitions = header_counts(source)
     count = replicas * partitions
@@ -127,7 +127,7 @@ def check_one_device(
     if replicas * partitions > 1:
         hint += f"; to have one device run the whole program, take {_header_names(source)} out of "
         hint += "its header"
-    raise ProgramError(
+    raise SeveralDevicesError(
         f"the program is for {count} devices ({told}), but a single device was given",
         where=source.origin,
         hint=hint,

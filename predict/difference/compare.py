@@ -24,6 +24,7 @@ from .pieces import MovedLines, Piece, linked, match, pieces_of
 from .reasons import kernel_reasons, program_reasons
 
 if TYPE_CHECKING:
+    from ...common.errors import OpcastError
     from ...features.devices.device import DeviceSpec
     from ...features.ir.reader import SourceProgram
     from ..program.case import ProgramCase
@@ -144,6 +145,31 @@ class Difference:
             "fits": self.fits,
             "notes": list(self.notes),
         }
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A program's two versions on a device, and whether the new one is allowed.
+
+    Attributes:
+        name: What the program is called.
+        device: Name of the device.
+        difference: Of the versions; ``None`` if they could not be compared.
+        excess: What is exceeded; empty if nothing is.
+        error: Why they could not be compared.
+    """
+
+    name: str
+    device: str
+    difference: Difference | None = None
+    excess: str = ""
+    error: OpcastError | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data; ``error`` is empty for what was compared."""
+        found = self.difference.to_dict() if self.difference is not None else {}
+        own = {"excess": self.excess, "error": str(self.error or "")}
+        return {"name": self.name, "device": self.device, **found, **own}
 
 
 @dataclass(frozen=True)

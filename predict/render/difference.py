@@ -9,26 +9,31 @@ from rich.text import Text
 
 from ...common.interval import Interval
 from ...common.units import duration, likely, plain, size
-from ..difference.compare import Change, Difference
+from ..difference.compare import Change, Difference, Judged
 from .parts import Column, fitted_table, headline, print_notes
 
 #: Changes of the peak of memory that are told, as a share. Engineering choice.
 _TELLING = 0.01
+#: Changes that are told, as a share of the time: half of the last digit of the verdict's percent.
+_SHOWN = 0.0005
 #: Lines of the source that a change names.
 _LINES = 3
 
 
-def print_difference(console: Console, name: str, found: Difference, excess: str, top: int) -> None:
-    """Print two versions on a device, and what makes the difference.
+def print_difference(console: Console, judged: Judged, top: int) -> None:
+    """Print two versions on a device, and what makes the difference or that there is none.
 
     Args:
         console: Where to.
-        name: What the program is called.
-        found: The difference.
-        excess: What is exceeded; empty if nothing is.
+        judged: The versions.
         top: Rows of the table of changes.
     """
-    console.print(headline(_verdict(found), f"  {name} on {found.device}"))
+    found, excess = judged.difference, judged.excess
+    if found is None:
+        console.print(headline("error", f"  {judged.name} on {judged.device}"))
+        console.print(Text(str(judged.error), style="bold red"))
+        return
+    console.print(headline(_verdict(found), f"  {judged.name} on {found.device}"))
     console.print(
         f"{_timed(found.old)} → {_timed(found.new)}; lowering {found.lowering}; "
         f"{found.same} kernels are the same"
@@ -47,36 +52,45 @@ def print_difference(console: Console, name: str, found: Difference, excess: str
         Column("line", _lines, justify="left"),
         Column("what changed", lambda c: "; ".join(c.reasons), justify="left", least=30),
     )
-    if found.changes:
-        console.print(fitted_table(console.width, columns, found.changes[:top]))
+    if told := _told(found, top):
+        console.print(fitted_table(console.width, columns, told))
     if rest := _rest(found, top):
         console.print(rest)
     print_notes(console, found.notes)
 
 
-def markdown_differences(found: Iterable[tuple[str, Difference, str]], top: int) -> str:
+def markdown_differences(rows: Sequence[Judged], top: int) -> str:
     """Write differences as Markdown, for a comment on a pull request.
 
     Args:
-        found: Name, difference, and what is exceeded of each.
+        rows: Programs on devices.
         top: Rows of each table of changes.
     """
-    rows = list(found)
-    over = sum(bool(excess) for *_, excess in rows)
-    title = f"{over} of {len(rows)} over budget" if over else "predicted times"
-    table = [
-        (
-            name, own.device, duration(own.old.value), duration(own.new.value),
-            _percent(own.ratio.value), _span(own.ratio), "–" if _equal(own) else likely(own.slower),
-            f"**over**: {excess}" if excess else "",
-        )
-        for name, own, excess in rows
-    ]  # fmt: skip
+    counts = {
+        "over budget": sum(bool(own.excess) for own in rows),
+        "not predicted": sum(own.error is not None for own in rows),
+    }
+    told = [f"{n} of {len(rows)} {what}" for what, n in counts.items() if n]
+    title = ", ".join(told) or "predicted times"
+    table = [(own.name, own.device, *_cells(own)) for own in rows]
     heads = ("program", "device", "before", "after", "change", "90 % interval", "slower?", "")
     lines = [f"### opcast: {title}", "", *_table(heads, table)]
-    for name, own, excess in rows:
-        lines += ["", *_details(name, own, bool(excess), top)]
+    for own in rows:
+        if own.difference is not None:
+            lines += ["", *_details(own.name, own.difference, bool(own.excess), top)]
     return "\n".join(lines) + "\n"
+
+
+def _cells(judged: Judged) -> tuple[str, ...]:
+    """Cells of a row behind the program and the device."""
+    found, excess = judged.difference, judged.excess
+    if found is None:
+        return (*["–"] * 5, f"**error**: {judged.error}")
+    return (
+        duration(found.old.value), duration(found.new.value), _percent(found.ratio.value),
+        _span(found.ratio), "–" if _equal(found) else likely(found.slower),
+        f"**over**: {excess}" if excess else "",
+    )  # fmt: skip
 
 
 def _details(name: str, found: Difference, opened: bool, top: int) -> list[str]:
@@ -85,7 +99,7 @@ def _details(name: str, found: Difference, opened: bool, top: int) -> list[str]:
             signed(c.more_us), duration(c.old_us), duration(c.new_us), _lines(c),
             "; ".join(c.reasons),
         )
-        for c in found.changes[:top]
+        for c in _told(found, top)
     ]  # fmt: skip
     said = [_memory(found), *found.reasons, _rest(found, top)]
     heads = ("more", "before", "after", "line", "what changed")
@@ -161,10 +175,20 @@ def _lines(change: Change) -> str:
     return ", ".join(change.lines[:_LINES]) + (f" +{more}" if more > 0 else "")
 
 
+def _told(found: Difference, top: int) -> tuple[Change, ...]:
+    """The changes that are shown: the largest, without those that no figure shows."""
+    least = _SHOWN * found.new.value
+    return tuple(own for own in found.changes[:top] if abs(own.more_us) >= least)
+
+
 def _rest(found: Difference, top: int) -> str:
     parts = []
-    if left := found.changes[top:]:
-        parts.append(f"{len(left)} more changes {signed(sum(c.more_us for c in left))}")
+    if left := found.changes[len(_told(found, top)) :]:
+        more, least = sum(c.more_us for c in left), _SHOWN * found.new.value
+        other = "more " if len(left) < len(found.changes) else ""
+        count = f"{len(left)} {other}change{'s' if len(left) > 1 else ''}"
+        small = f"of less than {duration(least)} together"
+        parts.append(f"{count} {signed(more) if abs(more) >= least else small}")
     if abs(found.rest_us) >= 1e-3 * found.new.value:
         parts.append(f"gaps, overlap and neighbours of equal kernels {signed(found.rest_us)}")
     return "; ".join(parts)

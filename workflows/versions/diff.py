@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ...common.errors import OpcastError
+from ...common.errors import AbsentError, OpcastError, SeveralDevicesError
 from ...common.files import parse_yaml
 from ...common.options import Fallback, LoweringOpt, ModelOpt, Option, Trips, seconds_of
+from ...common.progress import tracked
 from ...common.types import JsonMapping
 from ...common.units import duration, likely
-from .revisions import Checkouts, Versioned, checkouts, opened
+from .revisions import Checkouts, Opened, checkouts, commit_of, opened
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
-    from ...predict.difference.compare import Difference
+    from ...predict.difference.compare import Difference, Judged, Version
     from ...predict.program.predictor import Predictor
 
 #: Keys of an entry of a budget file.
@@ -95,25 +96,6 @@ class Allowed:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A program's two versions on a device, and whether the new one is allowed.
-
-    Attributes:
-        name: What the program is called.
-        difference: Of the versions.
-        excess: What is exceeded; empty if nothing is.
-    """
-
-    name: str
-    difference: Difference
-    excess: str = ""
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data."""
-        return {"name": self.name, **self.difference.to_dict(), "excess": self.excess}
-
-
-@dataclass(frozen=True)
 class DiffReport:
     """All comparisons of a run.
 
@@ -125,8 +107,8 @@ class DiffReport:
 
     @property
     def passes(self) -> bool:
-        """Whether nothing is exceeded."""
-        return not any(own.excess for own in self.results)
+        """Whether all could be compared, and nothing is exceeded."""
+        return not any(own.excess or own.error for own in self.results)
 
     def to_dict(self) -> dict[str, object]:
         """Plain data, as ``opcast diff --json`` prints it."""
@@ -137,68 +119,108 @@ def run_diff(settings: DiffSettings) -> DiffReport:
     """Compare two versions of one program, or of those of a budget.
 
     Raises:
-        OpcastError: A version, device or budget is not usable.
+        OpcastError: A version or device is not usable, or a budget or its revision. What a
+            budget's program lacks is in the report.
     """
-    from ...predict.devices import resolve_device
     from ...predict.program.predictor import load_for_programs
 
+    asked = _asked(settings)
     predictor = load_for_programs(settings.model)
+    found = []
     with tempfile.TemporaryDirectory(prefix="opcast-diff-") as made:
         folder = Path(made).resolve()
         with checkouts(folder) as trees:
-            found = []
-            for allowed, notes in _asked(settings, trees):
-                devices = [resolve_device(name, predictor.devices) for name in allowed.devices]
-                for own in _differences(allowed, settings, devices, predictor, trees, folder):
-                    excess = allowed.excess(own, settings.sure)
-                    told = replace(own, notes=(*notes, *own.notes))
-                    found.append(Judged(allowed.name, told, excess))
-            return DiffReport(tuple(found))
+            for allowed in tracked(asked, len(asked), "programs compared"):
+                for own in _judged(allowed, settings, predictor, trees, folder):
+                    if own.error is not None and settings.budget is None:
+                        raise own.error
+                    found.append(own)
+    return DiffReport(tuple(found))
 
 
-def _differences(
-    allowed: Allowed,
-    settings: DiffSettings,
-    devices: Sequence[DeviceSpec],
-    predictor: Predictor,
-    trees: Checkouts,
-    folder: Path,
-) -> Iterator[Difference]:
+def _judged(
+    allowed: Allowed, settings: DiffSettings, predictor: Predictor, trees: Checkouts, folder: Path
+) -> Iterator[Judged]:
+    """A program's versions on each of its devices."""
+    from ...features.ir.platforms import platform_of
+    from ...predict.devices import resolve_device
+    from ...predict.difference.compare import Judged, compare
+
+    try:
+        devices = [resolve_device(name, predictor.devices) for name in allowed.devices]
+        platforms = list(dict.fromkeys(map(platform_of, devices)))
+        new = opened(allowed.new, platforms, trees, folder)
+        old, notes = new, {new.note: None}
+        try:
+            if allowed.old != allowed.new:
+                old = opened(allowed.old, platforms, trees, folder)
+                notes[old.note] = None
+        except AbsentError:
+            if settings.budget is None:
+                raise
+            notes[f"there is no {allowed.old}: the new version is compared with itself"] = None
+    except OpcastError as error:
+        yield from (Judged(allowed.name, name, error=error) for name in allowed.devices)
+        return
+    for device in devices:
+        try:
+            before = _version(old, device, settings, predictor)
+            after = before if new is old else _version(new, device, settings, predictor)
+        except OpcastError as error:
+            yield Judged(allowed.name, device.name, error=error)
+            continue
+        found = compare(before, after)
+        told = replace(found, notes=(*filter(None, notes), *found.notes))
+        yield Judged(allowed.name, device.name, told, allowed.excess(found, settings.sure))
+
+
+def _version(
+    program: Opened, device: DeviceSpec, settings: DiffSettings, predictor: Predictor
+) -> Version:
+    """Predict a version on a device.
+
+    Raises:
+        OpcastError: It cannot be predicted there. It names the user's text, no file made here.
+    """
     from ...features.ir.platforms import platform_of
     from ...features.lowering.options import LoweringOptions
-    from ...predict.difference.compare import Version, compare
+    from ...predict.difference.compare import Version
     from ...predict.program.case import ProgramCase
 
-    platforms = list(dict.fromkeys(map(platform_of, devices)))
-    texts = dict.fromkeys((allowed.old, allowed.new))
-    files = {text: opened(text, platforms, trees, folder) for text in texts}
-    for device in devices:
-        options = LoweringOptions(settings.lowering, device, settings.trip_count, settings.fallback)
-        own = {
-            text: Version.of(ProgramCase(file[platform_of(device)], options), predictor)
-            for text, file in files.items()
-        }
-        yield compare(own[allowed.old], own[allowed.new])
+    options = LoweringOptions(settings.lowering, device, settings.trip_count, settings.fallback)
+    file = program.files[platform_of(device)]
+    try:
+        return Version.of(ProgramCase(file, options), predictor)
+    except OpcastError as error:
+        error.where = error.where.replace(str(file), program.text) or program.text
+        if isinstance(error, SeveralDevicesError):
+            error.hint = (
+                "opcast diff compares programs of one device; opcast predict --cluster predicts "
+                "each version of this one"
+            )
+        raise
 
 
-def _asked(settings: DiffSettings, trees: Checkouts) -> Iterator[tuple[Allowed, tuple[str, ...]]]:
-    """What is compared, with notes on it."""
+def _asked(settings: DiffSettings) -> list[Allowed]:
+    """What is compared.
+
+    Raises:
+        OpcastError: The budget or its revision is not usable.
+    """
     if settings.budget is None:
         slower = None if settings.fail_above is None else settings.fail_above / 100
         devices = tuple(settings.device.split(","))
-        yield Allowed(_called(settings.new), settings.old, settings.new, devices, slower), ()
-        return
+        return [Allowed(_called(settings.new), settings.old, settings.new, devices, slower)]
+    for revision in filter(None, (settings.old, settings.new)):
+        commit_of(revision)
+    found = []
     for own in read_budget(settings.budget, settings.old, settings.new):
         if settings.device:
             own = replace(own, devices=tuple(settings.device.split(",")))
         if settings.fail_above is not None and own.slower is None:
             own = replace(own, slower=settings.fail_above / 100)
-        was = Versioned.parse(own.old)
-        if trees.has(was.revision, was.path):
-            yield own, ()
-        else:
-            note = f"{was.revision} has no {was.path}: the new version is compared with itself"
-            yield replace(own, old=own.new), (note,)
+        found.append(own)
+    return found
 
 
 def _called(text: str) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.child_process import begin_worker
-from ...common.errors import OpcastError, ProgramError
+from ...common.errors import AbsentError, OpcastError, ProgramError
 from ...common.files import printable
 from ...common.worker_process import module_command, worker_environment
 from ...features.ir.jax_function import is_function_path, load_function
@@ -27,6 +27,10 @@ from ...features.ir.platforms import Platform
 TRACE_S = 1800
 #: Longest that git may take, seconds: it may check out a large repository.
 _GIT_S = 600
+#: Status of the process that traces a function of a file that has none of its name.
+_ABSENT = 3
+#: File of a note on how a function was converted.
+_NOTE = "note.txt"
 #: What git tells its hooks, which would point it at the wrong files of another folder.
 _OF_HOOKS = ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY")
 
@@ -88,15 +92,17 @@ class Checkouts:
             _git("worktree", "remove", "--force", str(tree))
         self._trees.clear()
 
-    def has(self, revision: str, path: str) -> bool:
-        """Whether a revision has a file.
+    def check(self, revision: str, path: str) -> None:
+        """Check that a revision has a file.
 
         Raises:
+            AbsentError: It has not.
             ProgramError: There is no such revision.
         """
-        commit = _commit(revision)
+        commit = commit_of(revision)
         listed = _git("ls-tree", "--name-only", commit, "--", _within(path), relative=True)
-        return bool(listed.strip())
+        if not listed.strip():
+            raise AbsentError("the revision has no such file", where=f"{revision}:{path}")
 
     def file(self, revision: str, path: str) -> Path:
         """A file of a revision, without its surroundings.
@@ -104,7 +110,7 @@ class Checkouts:
         Raises:
             ProgramError: There is no such revision or file.
         """
-        data = _git_bytes("show", f"{_commit(revision)}:./{_within(path)}")
+        data = _git_bytes("show", f"{commit_of(revision)}:./{_within(path)}")
         target = self._folder / f"{len(list(self._folder.iterdir()))}-{Path(path).name}"
         target.write_bytes(data)
         return target
@@ -115,7 +121,7 @@ class Checkouts:
         Raises:
             ProgramError: There is no such revision.
         """
-        commit = _commit(revision)
+        commit = commit_of(revision)
         if commit not in self._trees:
             tree = self._folder / commit[:12]
             _git("worktree", "add", "--detach", str(tree), commit)
@@ -138,8 +144,8 @@ def _within(path: str) -> str:
     return os.path.relpath(path)
 
 
-def _commit(revision: str) -> str:
-    """The commit that a revision names.
+def commit_of(revision: str) -> str:
+    """The commit that a revision names, in the repository of the current folder.
 
     Raises:
         ProgramError: There is none.
@@ -147,10 +153,10 @@ def _commit(revision: str) -> str:
     try:
         return _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
     except ProgramError as error:
-        inside = _git("rev-parse", "--git-dir")
+        inside = _git("rev-parse", "--show-toplevel")
         raise ProgramError(
             f"no revision {revision!r}, and no such file",
-            where=inside.strip(),
+            where=f"repository {inside.strip()}",
             hint="git fetch it first; in a shallow clone of CI fetch the whole history",
         ) from error
 
@@ -171,14 +177,27 @@ def _git_bytes(*arguments: str) -> bytes:
     except subprocess.SubprocessError as error:
         said = bytes(getattr(error, "stderr", b"") or b"").decode(errors="replace").strip()
         last = printable(said.splitlines()[-1]) if said else str(error)
-        raise ProgramError(last.removeprefix("fatal: "), where="git") from None
+        raise ProgramError(last.removeprefix("fatal: "), where=f"git in {Path.cwd()}") from None
     return done.stdout
 
 
-def opened(
-    text: str, platforms: Sequence[Platform], trees: Checkouts, folder: Path
-) -> dict[Platform, Path]:
-    """Files of a program, by the platform that it is lowered for.
+@dataclass(frozen=True)
+class Opened:
+    """A program as files.
+
+    Attributes:
+        text: What it was named by.
+        files: By the platform that it is lowered for.
+        note: How it was converted on the way, if that matters.
+    """
+
+    text: str
+    files: dict[Platform, Path]
+    note: str = ""
+
+
+def opened(text: str, platforms: Sequence[Platform], trees: Checkouts, folder: Path) -> Opened:
+    """Make files of a program.
 
     Args:
         text: File, ``module.py:function``, or one of them at a revision.
@@ -187,20 +206,22 @@ def opened(
         folder: For what is written.
 
     Raises:
-        ProgramError: There is no such file or revision, or the function cannot be traced.
+        AbsentError: There is no such file or function.
+        ProgramError: There is no such revision, or the function cannot be traced.
     """
     own = Versioned.parse(text)
+    if own.revision:
+        trees.check(own.revision, own.path)
     if not own.function:
         file = trees.file(own.revision, own.path) if own.revision else Path(own.path)
-        return dict.fromkeys(platforms, file)
+        return Opened(text, dict.fromkeys(platforms, file))
     root = trees.tree(own.revision) if own.revision else Path.cwd()
     place = root / _within(own.path) if own.revision else Path(own.path)
-    if not place.is_file():
-        raise ProgramError("the revision has no such file", where=text)
     out = folder / f"traced-{len(list(folder.iterdir()))}"
     out.mkdir()
     _trace(f"{place}:{own.function}", text, root, out, platforms)
-    return {platform: out / _file(n) for n, platform in enumerate(platforms)}
+    files = {platform: out / _file(n) for n, platform in enumerate(platforms)}
+    return Opened(text, files, (out / _NOTE).read_text(encoding="utf-8"))
 
 
 def _file(number: int) -> str:
@@ -211,6 +232,7 @@ def _trace(function: str, text: str, root: Path, out: Path, platforms: Sequence[
     """Trace a function in a process of its own.
 
     Raises:
+        AbsentError: The file has no such function.
         ProgramError: It cannot be traced.
     """
     kinds = json.dumps([tuple(platform) for platform in platforms])
@@ -224,7 +246,8 @@ def _trace(function: str, text: str, root: Path, out: Path, platforms: Sequence[
         raise ProgramError(f"tracing takes longer than {TRACE_S} s", where=text) from None
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr).strip().splitlines() or [f"status {error.returncode}"]
-        raise ProgramError(printable(lines[-1]), where=text) from None
+        kind = AbsentError if error.returncode == _ABSENT else ProgramError
+        raise kind(printable(lines[-1]), where=text) from None
 
 
 def main(function: str, root: str, out: str, kinds: str) -> None:
@@ -246,9 +269,12 @@ def main(function: str, root: str, out: str, kinds: str) -> None:
     try:
         call = load_function(function)
         for number, (name, capability, kind) in enumerate(json.loads(kinds)):
-            write_program(call, Path(out) / _file(number), Platform(name, capability, kind))
+            platform = Platform(name, capability, kind)
+            note = write_program(call, Path(out) / _file(number), platform)
+        (Path(out) / _NOTE).write_text(note, encoding="utf-8")
     except OpcastError as error:
-        sys.exit(error.what if not error.hint else f"{error.what} ({error.hint})")
+        print(error.what if not error.hint else f"{error.what} ({error.hint})", file=sys.stderr)
+        sys.exit(_ABSENT if isinstance(error, AbsentError) else 1)
 
 
 if __name__ == "__main__":

@@ -125,8 +125,71 @@ def test_a_program_that_is_new_is_held_to_its_limit_alone(repository, tmp_path):
         budget.write_text(entry % limit)
         done = opcast("diff", "HEAD", "--budget", budget, *FUSED, cwd=repository)
         assert done.returncode == status
-        assert "HEAD has no bench/other.py" in " ".join(done.stdout.split())
+        assert "there is no HEAD:bench/other.py:step" in " ".join(done.stdout.split())
     (repository / "bench" / "other.py").unlink()
+
+
+def test_what_cannot_be_predicted_hides_no_other_program(repository, tmp_path):
+    step = repository / "bench" / "step.py"
+    # A function that is new in a file that is not, as pull requests add them.
+    step.write_text(STEP + "\n\ndef fresh(x, w):\n    return step(x, w)\n")
+    budget = tmp_path / "budget.yaml"
+    entries = "- {program: bench/step.py:fresh, device: h100-sxm, slower: 0, limit: %s}\n"
+    last = "- {program: bench/step.py:step, device: h100-sxm, slower: 3%%}\n"
+    words = ("diff", "HEAD", "--budget", budget, *FUSED)
+    for limit, status in (("1s", 0), ("1us", 1)):
+        budget.write_text((entries + last) % limit)
+        done = opcast(*words, "--json", cwd=repository)
+        assert done.returncode == status, done.stderr
+        fresh, other = json.loads(done.stdout)["results"]
+        assert fresh["notes"][0].startswith("there is no HEAD:bench/step.py:fresh")
+        assert bool(fresh["excess"]) == bool(status) and not other["excess"]
+    missing = "- {program: bench/step.py:none, device: 'h100-sxm, a30', limit: 1s}\n"
+    budget.write_text(missing + (entries + last) % "1s")
+    done = opcast(*words, "--markdown", cwd=repository)
+    assert done.returncode == 1 and done.stdout.startswith("### opcast: 2 of 4 not predicted\n")
+    assert done.stdout.count("**error**: bench/step.py:none: step.py has no function 'none'") == 2
+    assert "| step.py:step | h100-sxm |" in done.stdout and "no kernel differs" in done.stdout
+    done = opcast(*words, cwd=repository)
+    assert done.returncode == 1 and done.stdout.count("no function 'none'") == 2
+    data = json.loads(opcast(*words, "--json", cwd=repository).stdout)
+    assert not data["passes"] and "no function" in data["results"][0]["error"]
+    step.write_text(STEP)
+
+
+MESH = """import jax, jax.numpy as jnp
+from functools import partial
+from jax.sharding import AbstractMesh, PartitionSpec as P
+
+mesh = AbstractMesh((8,), ("x",))
+
+@jax.jit
+@partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+def a(x):
+    return jax.lax.psum(x * 2, "x") + x
+
+example_args = (jax.ShapeDtypeStruct((1024, 64), jnp.float32),)
+"""
+
+
+def test_a_program_for_several_devices_is_refused_by_the_users_own_name(tmp_path):
+    (tmp_path / "coll.py").write_text(MESH)
+    done = opcast("diff", "coll.py:a", "coll.py:a", "--device", "h100-sxm", *FUSED, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error: coll.py:a: the program is for 8 devices" in done.stderr
+    assert "opcast diff compares programs of one device" in done.stderr
+    assert "opcast-diff-" not in done.stderr
+
+
+def test_modules_of_pytorch_are_said_to_be_priced_as_xla_runs_them(tmp_path):
+    pytest.importorskip("torch")
+    text = "import torch\nmodel = torch.nn.Linear(64, {})\nexample_args = (torch.ones(8, 64),)\n"
+    for name, width in (("a", 64), ("b", 128)):
+        (tmp_path / f"{name}.py").write_text(text.format(width))
+    words = ("diff", "a.py:model", "b.py:model", "--device", "h100-sxm", *FUSED, "--json")
+    done = opcast(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "as XLA would run it" in json.loads(done.stdout)["results"][0]["notes"][0]
 
 
 def test_files_are_compared_and_read_at_revisions(tmp_path):
@@ -152,7 +215,10 @@ def test_files_are_compared_and_read_at_revisions(tmp_path):
     ("words", "said"),
     [
         (("x.mlir", "y.mlir", "--device", "a30"), "REV:PATH"),
-        (("nope:bench/step.py:step", "bench/step.py:step", "--device", "a30"), "no revision"),
+        (
+            ("nope:bench/step.py:step", "bench/step.py:step", "--device", "a30"),
+            "no revision",
+        ),
         (("HEAD:bench/none.py:step", "bench/step.py:step", "--device", "a30"), "no such file"),
         (("HEAD:bench/step.py:none", "bench/step.py:step", "--device", "a30"), "has no function"),
         (("x.mlir", "y.mlir"), "--device"),
