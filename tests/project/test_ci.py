@@ -66,7 +66,7 @@ def run_action(folder: Path, base: str) -> tuple[int, str, str]:
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
         cwd=folder, env={**os.environ, **given, **own}, capture_output=True, text=True,
     )  # fmt: skip
-    assert "error" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, summary.read_text(), outputs.read_text()
 
 
@@ -79,6 +79,13 @@ def test_the_action_fails_a_pull_request_that_is_slower(repository):
     assert outputs == f"report={repository.parent / 'opcast-diff.md'}\n"
     status, summary, _ = run_action(repository, "HEAD")
     assert status == 0 and "no kernel differs" in summary
+
+
+def test_the_action_reports_why_nothing_was_compared(repository):
+    status, summary, outputs = run_action(repository, "nope")
+    assert status == 1 and outputs
+    assert summary.startswith("### opcast: error\n\n    opcast: error: repository ")
+    assert "no revision 'nope'" in summary
 
 
 def test_texts_of_users_are_no_part_of_the_actions_scripts():
