@@ -143,7 +143,7 @@ class StepCase(PlannedStep):
         if plan != said:
             other = predictor.predict(work, said, speeds=self.speed, remedy=False)
             chunks = predictor.predict(work, plan, speeds=self.speed, remedy=False)
-            if other.fit.fits and not chunks.fit.fits:
+            if not chunks.fit.fits:
                 # Whoever has no memory for its activations does not interleave.
                 plan, other = said, chunks
         found = predictor.predict(
@@ -163,7 +163,7 @@ def _either(found: StepPrediction, other: StepPrediction, framework: str) -> Ste
     whose = f"recipes of {framework}" if framework else "published runs of large models"
     taken = f"virtual={found.plan.virtual} is taken, as in {whose}; with schedule=1f1b"
     if found.plan.virtual == 1:
-        taken = "schedule=1f1b is taken, since only that fits; "
+        taken = "schedule=1f1b is taken, since the activations of more chunks do not fit; "
         taken += f"with virtual={other.plan.virtual}, as in {whose},"
     note = (
         f"the plan does not say whether its pipeline is interleaved: {taken} it takes "

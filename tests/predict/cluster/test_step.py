@@ -130,6 +130,28 @@ def test_a_pipeline_of_which_nothing_is_said_is_as_in_recipes():
 
 
 @pytest.mark.parametrize(
+    ("recompute", "fits"),
+    # Activations of 1F1B and of three chunks: with the rest 86 and 106 GiB a device of 80, 68 and
+    # 81 GiB without the matrices of attention, 34 and 35 GiB with those of a layer at a time.
+    [("none", (False, False)), ("selective", (True, False)), ("full", (True, True))],
+)
+def test_a_pipeline_is_interleaved_where_that_fits(recompute, fits):
+    def asked(schedule):
+        plan = f"tp=8,pp=16,dp=4,zero=1,recompute={recompute}{schedule}"
+        case = StepCase(cluster="dgx-h100-x512", plan=plan, model="roofline")
+        return case.predict(make_workload("llama", {**LLAMA_405B, "batch": 256, "seq": 8192}), None)
+
+    plain, chunks = asked(",schedule=1f1b"), asked(",schedule=interleaved,virtual=3")
+    assert (plain.fit.fits, chunks.fit.fits) == fits
+    found, taken = asked(""), chunks if fits[1] else plain
+    assert found.plan == taken.plan and found.step.total == taken.step.total
+    assert found.interval.lo == min(plain.interval.lo, chunks.interval.lo)
+    assert found.interval.hi == max(plain.interval.hi, chunks.interval.hi)
+    (note,) = [note for note in found.notes() if "interleaved" in note]
+    assert ("do not fit" in note) == (not fits[1])
+
+
+@pytest.mark.parametrize(
     ("devices", "batch", "seq", "plan", "tflops"),
     [
         # Table 4 of "The Llama 3 Herd of Models" (arXiv:2407.21783): bf16, interleaved (3.3.2).
