@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..simulate.step.plan import Plan
     from ..simulate.step.workload import Workload
     from .operator.torch_framework import TorchPredictor
+    from .operator.torch_memory import TorchMemory
     from .program.case import ProgramCase
 
 #: Share of a GPU's memory that JAX takes by default, and does not grow beyond
@@ -39,7 +40,7 @@ class MemoryFit:
     Attributes:
         subject: What is run.
         device: Name of the device.
-        needed: Peak, with its 90 % interval.
+        needed: What it can run in, with its 90 % interval.
         capacity: What a process can have.
         parts: What the peak is made of.
         risk: Largest probability of running out that is accepted.
@@ -47,6 +48,8 @@ class MemoryFit:
         source: What the peak is from.
         notes: What limits the answer.
         beside: What else does not fit, such as what is offloaded to the host; empty for nothing.
+        held: Peak of what the device sees if there is room, with its 90 % interval; ``None`` if
+            that is what is needed.
     """
 
     subject: str
@@ -59,6 +62,12 @@ class MemoryFit:
     source: str = ""
     notes: tuple[str, ...] = ()
     beside: str = ""
+    held: Interval | None = None
+
+    @property
+    def peak(self) -> Interval:
+        """The peak of memory that ``opcast predict`` answers."""
+        return self.held or self.needed
 
     @property
     def out_of_memory(self) -> float:
@@ -78,9 +87,10 @@ class MemoryFit:
             "fits": self.fits,
             "out_of_memory": self.out_of_memory,
             "risk": self.risk,
+            "peak_memory_bytes": self.peak.value,
+            "lo_bytes": self.peak.lo,
+            "hi_bytes": self.peak.hi,
             "needed_bytes": self.needed.value,
-            "lo_bytes": self.needed.lo,
-            "hi_bytes": self.needed.hi,
             "capacity_bytes": self.capacity,
             "parts_bytes": self.parts,
             "change_to_fit": self.change,
@@ -222,24 +232,24 @@ def torch_fit(
     recording = predictor.record(program, spec)
     capacity = _capacity(spec)
 
-    def asked(own: DeviceSpec) -> tuple[Interval, dict[str, float], str]:
+    def asked(own: DeviceSpec) -> TorchMemory:
         memory = predictor.price(recording, own).memory
         if memory is None:
             raise DeviceError("the memory of this program cannot be predicted", where=subject)
-        below, above = (abs(end - memory.peak_bytes) for end in (memory.lo_bytes, memory.hi_bytes))
-        parts = {**{k: float(v) for k, v in memory.parts.items()}, "context": memory.context_bytes}
-        needed = Interval.around(memory.needed_bytes, below, above)
-        # What the allocator holds beyond what is allocated, at the same time.
-        parts["fragments"] = max(0.0, needed.value - sum(parts.values()))
-        return needed, parts, memory.change
+        return memory
 
-    needed, parts, change = asked(spec)
+    memory = asked(spec)
+    needed, change = memory.needed, memory.change
+    held = memory.measured_as("memory")
+    parts = {**{k: float(v) for k, v in memory.parts.items()}, "context": memory.context_bytes}
+    # What the allocator holds beyond what is allocated, at the same time.
+    parts["fragments"] = max(0.0, held.value - sum(parts.values()))
     limit = allowed(needed, capacity, risk)
     if needed.value > limit and not change:
-        _, _, change = asked(replace(spec, memory_bytes=spec.memory_bytes * limit / capacity))
+        change = asked(replace(spec, memory_bytes=spec.memory_bytes * limit / capacity)).change
     return MemoryFit(
         subject, spec.name, needed, capacity, parts, risk, change if needed.value > limit else "",
-        "replay",
+        memory.source, held=held,
     )  # fmt: skip
 
 

@@ -128,9 +128,21 @@ class TorchMemory:
         return Interval.around(value, self.allocated_error[0], self.allocated_error[1])
 
     @property
+    def needed(self) -> Interval:
+        """What it can run in, with its 90 % interval."""
+        return _ends(self.needed_bytes, self.allocated_error, self.parts)
+
+    @property
     def fits(self) -> bool | None:
         """Whether it is more likely than not to run; ``None`` if the device's memory is unknown."""
         return self.needed_bytes <= self.device_bytes if self.device_bytes else None
+
+
+def _ends(value: float, error: tuple[float, float], parts: Mapping[str, int]) -> Interval:
+    """Memory with the errors of what is allocated and of the context: never below the weights."""
+    down, up = (hypot(own, _CONTEXT_ERROR) for own in error)
+    found = Interval.around(value, down, up)
+    return found._replace(lo=max(found.lo, float(parts.get(WEIGHTS, 0))))
 
 
 def usable_bytes(spec: DeviceSpec) -> float:
@@ -154,33 +166,31 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
         (own.peak_allocated, own.peak_allocated) if cpu else (own.peak_reserved, own.peak_pinned)
     )
     capacity = usable_bytes(spec)
-    below = error * own.peak_allocated
-    above = (error if log.framed else _UNFRAMED) * own.peak_allocated
-    down, up = hypot(below, _CONTEXT_ERROR), hypot(above, _CONTEXT_ERROR)
+    upwards = error if log.framed else _UNFRAMED
+    errors = (error * own.peak_allocated, upwards * own.peak_allocated)
     needed = context + pinned
     # Near the capacity the allocator gives free segments back.
     seen = min(context + reserved, max(needed, capacity or float("inf")))
-    peak = Interval.around(seen, down, up)
     held = [replay.storages[number] for number in replay.held]
     parts: Counter[str] = Counter()
     for storage in held:
         parts[storage.kind] += storage.bytes
+    peak = _ends(seen, errors, parts)
+    chance = 1.0 - _ends(needed, errors, parts).chance_below(capacity) if capacity else None
     return TorchMemory(
         peak_bytes=peak.value,
-        lo_bytes=max(peak.lo, float(parts[WEIGHTS])),
+        lo_bytes=peak.lo,
         hi_bytes=peak.hi,
         allocated_bytes=float(own.peak_allocated),
         reserved_bytes=float(reserved),
         context_bytes=context,
         needed_bytes=needed,
         device_bytes=capacity,
-        out_of_memory=1.0 - Interval.around(needed, down, up).chance_below(capacity)
-        if capacity
-        else None,
+        out_of_memory=chance,
         parts=dict(parts),
         holders=_holders(held),
         change=_change(log, parts, needed - context, capacity - context) if capacity else "",
-        allocated_error=(below, above),
+        allocated_error=errors,
     )
 
 

@@ -16,7 +16,7 @@ _LEAST = 0.001
 def print_fit(console: Console, found: MemoryFit) -> None:
     """Print the verdict, the parts of memory, and the change that would fit."""
     verdict = ("fits", "bold green") if found.fits else ("does NOT fit", "bold red")
-    needed = found.needed
+    peak, needed = found.peak, found.needed
     console.print(
         Text.assemble(
             verdict,
@@ -24,10 +24,15 @@ def print_fit(console: Console, found: MemoryFit) -> None:
         )
     )
     console.print(
-        f"needs {size(needed.value)}  [{size(needed.lo)} – {size(needed.hi)}] of "
+        f"peak memory {size(peak.value)}  [{size(peak.lo)} – {size(peak.hi)}] of "
         f"{size(found.capacity)} ({found.source})"
     )
-    told = {k: v for k, v in found.parts.items() if v > _LEAST * needed.value}
+    if peak.value - needed.value > _LEAST * peak.value:
+        console.print(
+            f"  can run in {size(needed.value)}  [{size(needed.lo)} – {size(needed.hi)}]: free "
+            "segments are given back first"
+        )
+    told = {k: v for k, v in found.parts.items() if v > _LEAST * peak.value}
     parts = sorted(told.items(), key=lambda own: -own[1])
     console.print("  " + ", ".join(f"{name} {size(own)}" for name, own in parts))
     if found.beside:

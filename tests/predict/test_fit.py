@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from math import log
 
 import pytest
@@ -136,6 +137,29 @@ def test_programs_of_pytorch_fit_by_their_own_memory(tmp_path):
         2 * first["parts_bytes"]["weights"], rel=0.01
     )
     assert "a batch of " in second["change_to_fit"]
+
+
+def test_the_peak_is_what_predict_answers(tmp_path):
+    pytest.importorskip("torch")
+    # Buffers of other sizes one after the other: the allocator holds more than is needed.
+    layers = ", ".join(
+        f"torch.nn.Conv2d({a}, {b}, 3, padding=1)" for a, b in pairwise((8, 24, 40, 12, 64))
+    )
+    (tmp_path / "m.py").write_text(
+        f"import torch\nmodel = torch.nn.Sequential({layers})\n"
+        "model.to('meta')\nexample_args = (torch.zeros(64, 8, 96, 96, device='meta'),)\n"
+    )
+    words = ("m.py:model", "--framework", "torch-eager", "--train", "momentum", "--loss", "sum")
+    words += ("--device", "a100-sxm-80gb", "--json")
+    (fit,) = json.loads(opcast("fit", *words, cwd=tmp_path).stdout)["results"]
+    answer = json.loads(opcast("predict", *words, cwd=tmp_path).stdout)
+    own = answer["memory"]
+    assert own["needed_bytes"] < own["peak_bytes"]
+    assert [fit[k] for k in ("peak_memory_bytes", "lo_bytes", "hi_bytes", "needed_bytes")] == [
+        own[k] for k in ("peak_bytes", "lo_bytes", "hi_bytes", "needed_bytes")
+    ]
+    assert fit["out_of_memory"] == own["out_of_memory"]
+    assert sum(fit["parts_bytes"].values()) == pytest.approx(fit["peak_memory_bytes"])
 
 
 @pytest.mark.parametrize(
