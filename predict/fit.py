@@ -291,6 +291,6 @@ def step_fit(
     needed = interval_of(learned.memory, framework.lower(), worst.total)
     return MemoryFit(
         f"{subject} with {found.plan.text()} on {cluster.name}", spec.name, needed, capacity, parts,
-        risk, found.fit.change, "plain count",
+        risk, found.fit.change, f"counted, by {framework or 'an average framework'}",
         beside="" if found.fit.host_fits else found.fit.reason(),
     )  # fmt: skip

@@ -40,15 +40,20 @@ class MemoryLaw:
     constant: float = 2.0
 
     def applied(self, memory: StageMemory) -> StageMemory:
-        """Memory of a stage by the law, from its plain count."""
+        """Memory of a stage by the law, from its plain count.
+
+        Parameters are counted exactly. What measurements say of state as a whole beyond that is
+        copies of them, or gradients that are not there at the peak: it counts as reserved.
+        """
+        copies = (self.state - 1.0) * memory.parameters
         return StageMemory(
-            parameters=self.state * memory.parameters,
+            parameters=memory.parameters,
             gradients=self.state * memory.gradients,
             optimizer=self.state * memory.optimizer,
             activations=self.activations * memory.activations,
             temporary=self.activations * memory.temporary,
             buffers=memory.buffers,
-            reserved=self.constant * _GIB,
+            reserved=max(0.0, self.constant * _GIB + copies),
         )
 
     def total(self, memory: StageMemory) -> float:

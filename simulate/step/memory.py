@@ -46,7 +46,7 @@ class StageMemory:
         activations: Tensors kept for the backward pass, of all micro-batches in flight.
         temporary: Working set of one layer or of the head, and parameters gathered for use.
         buffers: Communication buffers.
-        reserved: :data:`RESERVED_BYTES`.
+        reserved: Of the process besides: :data:`RESERVED_BYTES`, or what a framework's law says.
     """
 
     parameters: float

@@ -12,6 +12,7 @@ import pytest
 from opcast.models.steps.memory import KNOWN_ENDS, OTHER_ENDS, MemoryLaw, fit_laws, interval_of
 from opcast.predict.cluster.case_table import read_rows
 from opcast.predict.cluster.step_table import fullest, step_row
+from opcast.simulate.step.memory import StageMemory
 
 STEPS = (
     Path(os.environ.get("OPCAST_PUBLISHED_DATA", "../shared/data"))
@@ -26,6 +27,18 @@ def test_a_framework_without_a_law_has_the_wider_interval():
     assert (known.lo, known.hi) == pytest.approx((100 * np.exp(-0.17), 100 * np.exp(0.36)))
     assert other.lo < known.lo and other.hi > known.hi
     assert interval_of(laws, "", 100.0) == other
+
+
+def test_parameters_are_counted_exactly_whatever_the_law():
+    # Two bytes for each of 8.03e9 parameters; what the law has less or more of them is reserved.
+    plain = StageMemory(16.06e9, 16.06e9, 96.4e9, 17e9, 3e9, 5e7)
+    for state in (0.99, 1.2):
+        found = MemoryLaw(state, 0.9, 2.6).applied(plain)
+        assert found.parameters == plain.parameters
+        assert found.reserved == pytest.approx(2.6 * 2**30 + (state - 1.0) * 16.06e9)
+        by_hand = state * (2 * 16.06e9 + 96.4e9) + 0.9 * 20e9 + 5e7 + 2.6 * 2**30
+        assert found.total == pytest.approx(by_hand)
+    assert MemoryLaw(0.3, 1.0, 0.0).applied(plain).reserved == 0.0
 
 
 def test_ends_are_those_of_measured_steps():
