@@ -24,6 +24,7 @@ KEPT = {
     "plan": "compiled plans are kept in --out; the same command goes on from them",
     "tune": "finished trials are kept if --study was given",
     "profile": "what was measured is kept in --out; the same command goes on from it",
+    "campaign": "what was measured is kept in --out; the same command goes on from it",
     "data": "what was finished is kept in --out; the same command goes on from it",
     "train": "nothing was saved",
     "zoo": "nothing was written",

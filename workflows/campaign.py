@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DatasetError, DeviceError
 from ..common.progress import wrote
+from ..common.types import JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,30 +42,71 @@ def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int
     return outcome.status
 
 
-def campaign_device(record: dict[str, object], device: str | None) -> DeviceSpec:
-    """Describe the device of a campaign: as given, else as the catalogue has it.
+def campaign_device(
+    record: JsonObject, device: str | None, described: DeviceSpec | None = None
+) -> DeviceSpec:
+    """Describe the device of a campaign: as given, as it measured itself, or by its name.
 
     Args:
         record: The campaign's record.
-        device: Name, file or ``local``; ``None`` for the name in the record.
+        device: Name, file or ``local``; ``None`` for the campaign's own.
+        described: What the campaign measured of the device's ceilings.
 
     Raises:
-        DeviceError: The catalogue does not have it, and none is given.
+        DeviceError: None is given and nothing describes it, or the one given is another one than
+            the record's.
     """
     from ..datagen.campaign.archive import device_names
     from ..features.devices.catalogue import find_device, in_catalogue
     from ..predict.devices import resolve_device
+    from ..predict.locate import trained_devices
 
-    if device is not None:
-        return resolve_device(device, {})
     names = device_names(record)
+    # No catalogue has CPUs: they are those measured here, or that models were trained on.
+    known = trained_devices() if record["platform"] == "cpu" else {}
+    if device is not None:
+        spec = resolve_device(device, known)
+        _check_same(spec, str(record["platform"]), names)
+        return spec
+    if described is not None:
+        return described
     for name in names:
         if in_catalogue(name):
             return find_device(name)
+        if known:
+            with contextlib.suppress(DeviceError):
+                return resolve_device(name, known)
     raise DeviceError(
-        f"the campaign's device is in no catalogue: {', '.join(names) or 'without a name'}",
-        hint="describe it in a file (docs/devices.md) and give --device FILE",
+        f"the campaign's device is not known: {', '.join(names) or 'without a name'}",
+        hint="give --device FILE: what opcast device printed on that machine, or a description "
+        "by hand (docs/devices.md)",
     )
+
+
+def _check_same(spec: DeviceSpec, platform: str, names: Sequence[str]) -> None:
+    """Refuse a device that the record contradicts.
+
+    A name that is nowhere, and a description by hand under a name of its own, contradict nothing.
+
+    Raises:
+        DeviceError: It is of another platform, or another one by name.
+    """
+    from ..features.devices.catalogue import find_device, in_catalogue
+    from ..features.devices.device import device_slug
+    from ..features.devices.identity import base_name, is_measured
+
+    listed = {find_device(name).name for name in names if in_catalogue(name)}
+    other = spec.platform != platform
+    if in_catalogue(spec.name):
+        other |= bool(listed) and find_device(spec.name).name not in listed
+    elif is_measured(spec) and names:
+        other |= base_name(spec.name) not in {*names, *map(device_slug, names)}
+    if other:
+        raise DeviceError(
+            f"the campaign was measured on a {platform} ({', '.join(names) or 'without a name'}), "
+            f"{spec.name} is another device, a {spec.platform}",
+            hint="leave --device out: the campaign tells its device",
+        )
 
 
 def run_import_campaign(
@@ -84,13 +127,19 @@ def run_import_campaign(
         tell: Called with a line for each note.
 
     Raises:
-        OpcastError: It is no archive, was changed, or its device is unknown.
+        OpcastError: It is no archive, was changed, or its device is unknown or another one.
     """
     from ..datagen.campaign.archive import read_archive
-    from ..datagen.campaign.importer import KERNELS, OPERATORS, TABLES, import_campaign
+    from ..datagen.campaign.importer import (
+        KERNELS,
+        OPERATORS,
+        TABLES,
+        described_device,
+        import_campaign,
+    )
 
-    _, record, _ = read_archive(path)
-    spec = campaign_device(record, device)
+    rows, record, _ = read_archive(path)
+    spec = campaign_device(record, device, described_device(rows))
     found = import_campaign(path, out, spec)
     tables = ", ".join(f"{count} of {name}" for name, count in found.tables.items())
     console.print(

@@ -249,9 +249,11 @@ def _html_table(names: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 def device_names(record: JsonObject) -> list[str]:
     """Names that frameworks and the driver give the device, each once."""
-    found = []
+    found: list[str] = []
+    # Frameworks call every CPU "cpu".
+    what = "device_name" if record["platform"] == "cpu" else "device_kind"
     for host in record["hosts"]:
-        own = [h.get("device_kind") for h in host["frameworks"].values()]
+        own = [h.get(what) for h in host["frameworks"].values()]
         found += [str(n) for n in (host.get("nvidia", {}).get("name"), *own) if n]
     return list(dict.fromkeys(found))
 

@@ -67,6 +67,17 @@ class ImportedCampaign:
     contradictions: list[str] = field(default_factory=list)
 
 
+def described_device(tables: Mapping[str, Sequence[JsonObject]]) -> DeviceSpec | None:
+    """The device by its own ceilings, where the campaign measured them.
+
+    Raises:
+        DeviceError: What the archive has is no description.
+    """
+    rows = tables.get("device") or ()
+    own = [DeviceSpec.from_dict(json.loads(row["description"]), where=row["key"]) for row in rows]
+    return own[-1] if own else None
+
+
 def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampaign:
     """Write what a campaign measured into datasets and tables.
 

@@ -35,17 +35,34 @@ _SHARED_BYTES = 256e6
 
 
 def describe() -> JsonObject:
-    """Device, versions and host of this process."""
+    """Device, versions and host of this process, and why it sees no accelerator, if so."""
     from ..profile.host import describe_host
 
-    return dict(describe_host())
+    found = dict(describe_host())
+    if found["platform"] == "cpu":
+        found["no_accelerator"] = _no_accelerator()
+    return found
+
+
+def _no_accelerator() -> str:
+    import jax
+
+    try:
+        jax.devices("gpu")
+    except RuntimeError as error:
+        return str(error)
+    return "JAX_PLATFORMS prefers the CPU"
 
 
 def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
     """Measure cases of one kind."""
-    {"traced": traced, "walls": walls, "sustained": sustained, "launches": launches}[kind](
-        cases, tell
-    )
+    {
+        "traced": traced,
+        "walls": walls,
+        "sustained": sustained,
+        "launches": launches,
+        "device": described,
+    }[kind](cases, tell)
 
 
 def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
@@ -211,6 +228,20 @@ def launches(cases: Sequence[JsonObject], tell: Tell) -> None:
             tell(case["key"], [_launch(case["key"], int(case["spec"]["arguments"]))])
         except Exception as error:
             tell(case["key"], error)
+
+
+def described(cases: Sequence[JsonObject], tell: Tell) -> None:
+    """The device by its own ceilings, as a profile describes it."""
+    from ..profile.device_probe import probe_device
+
+    for case in cases:
+        try:
+            spec = probe_device(float(case["spec"]["seconds"]))
+        except Exception as error:  # a release of JAX whose traces show no kernels
+            tell(case["key"], error)
+        else:
+            row = {"table": "device", "key": case["key"], "description": spec.to_json()}
+            tell(case["key"], [row])
 
 
 def _launch(key: str, count: int) -> JsonObject:

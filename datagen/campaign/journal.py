@@ -40,6 +40,7 @@ class Journal:
         notes: What happened beside measuring, such as a worker that did not start.
         platform: ``gpu``, ``tpu`` or ``cpu``; empty before the first slice.
         hosts: What each slice saw of the machine.
+        used_up_s: Budget that a slice used up, in seconds; 0 if none did.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,6 +61,7 @@ class Journal:
         self.notes: list[str] = []
         self.platform = ""
         self.hosts: list[JsonObject] = []
+        self.used_up_s = 0.0
         for event in self._read():
             self._take(event)
         self._close_slice()
@@ -97,6 +99,7 @@ class Journal:
             # Who interrupts a campaign does not blame what was under way.
             self._begun.subtract(self._under_way)
             self._under_way = []
+            self.used_up_s = max(self.used_up_s, float(event.get("used_up_s", 0.0)))
         elif what == "failed":
             self.failed[event["key"]] = str(event["reason"])
         elif what == "host":

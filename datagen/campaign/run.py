@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from .archive import pack
 from .client import WORKERS, Workers
 from .journal import Journal
 from .plan import Case, Plan, load_plan
-from .record import host_record
+from .record import host_record, scrubbed
 from .telemetry import Telemetry
 
 #: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
@@ -23,6 +23,7 @@ DEVICES = ("auto", "gpu", "tpu", "cpu")
 #: Exit status: all is measured or the budget used up; nothing could be measured, or the
 #: accelerator is lost; the slice has ended and the same command goes on.
 DONE, FAILED, MORE = 0, 1, 3
+_USED_UP = "the budget is used up"
 #: Part of a slice for packing the archive, and its bounds in seconds.
 _PACK_PART, _PACK_S = 0.02, (2.0, 20.0)
 #: Part of the budget that a stage gets in one go, since a change of worker costs seconds, and how
@@ -110,16 +111,20 @@ class _Campaign:
         self._last = own >= left
         self._workers = Workers(settings.device, began + own - min(reserve, own / 2))
         self._hosts: JsonObject = {}
-        self._able: set[str] = set()
+        last = self._journal.hosts[-1]["frameworks"] if self._journal.hosts else {}
+        self._able = _kinds({n: str(h.get("platform")) for n, h in last.items()}, self._platform)
 
     def run(self) -> Outcome:
-        if self._left_s < 1.0:
-            return self._outcome(DONE, load_plan(self._found_before()), "the budget is used up")
+        plan = load_plan(self._platform, self._settings.programs)
+        # What is left of it is shorter than the time that was kept for packing.
+        if self._left_s < 1.0 or self._settings.budget_s <= self._journal.used_up_s:
+            return self._outcome(DONE, plan, _USED_UP)
         self._journal.add("slice")
         before = len(self._journal.finished)
-        plan = load_plan(self._found_before())
         try:
             platform = self._find()
+            if not platform:
+                return self._ended_used_up(plan)
             plan = load_plan(platform, self._settings.programs)
             telemetry = self._settings.out / f"telemetry-{self._journal.slices:03d}.csv"
             with Telemetry(telemetry, platform):
@@ -132,22 +137,33 @@ class _Campaign:
             raise
         finally:
             self._workers.stop()
+        left = self._remaining(plan)
+        if left and self._last and not why:
+            return self._ended_used_up(plan)
         self._journal.add("end")
         if why:
             return self._outcome(FAILED, plan, why)
-        left = self._remaining(plan)
         if left and not self._last and len(self._journal.finished) == before:
             # Else a script that goes on until the status is another would never end.
             return self._outcome(FAILED, plan, "the slice is too short for what is left")
-        if left and not self._last:
+        if left:
             return self._outcome(MORE, plan, "the slice has ended; the same command goes on")
-        return self._outcome(DONE, plan, "the budget is used up" if left else "all is measured")
+        return self._outcome(DONE, plan, "all is measured")
 
-    def _found_before(self) -> str:
+    def _ended_used_up(self, plan: Plan) -> Outcome:
+        self._journal.add("end", used_up_s=self._settings.budget_s)
+        return self._outcome(DONE, plan, _USED_UP)
+
+    @property
+    def _platform(self) -> str:
+        """The platform that was found before."""
         return self._journal.platform or "cpu"
 
     def _find(self) -> str:
         """Ask each framework what it sees; those that see the device measure.
+
+        Returns:
+            The platform; nothing if the rest of the budget is too short to start a framework.
 
         Raises:
             ProfileError: There is no framework, or no such device.
@@ -167,6 +183,8 @@ class _Campaign:
         if not seen:
             reasons = "; ".join(f"{n}: {h['missing']}" for n, h in self._hosts.items())
             late = self._workers.left_s < 1.0
+            if late and self._last and self._journal.done:
+                return ""
             raise ProfileError(
                 f"no framework can measure here ({reasons})",
                 hint="give it more time" if late else "install jax or torch",
@@ -185,8 +203,11 @@ class _Campaign:
                 where=str(self._settings.out),
                 hint="give another folder",
             )
-        able = {name for name, own in seen.items() if own == platform}
-        self._able = {kind for kind, (framework, _) in WORKERS.items() if framework in able}
+        self._able = _kinds(seen, platform)
+        if platform == "cpu" and wanted == "auto":
+            own = {n: h.get("missing") or h.get("no_accelerator") for n, h in self._hosts.items()}
+            reasons = "; ".join(f"{name} ({scrubbed(why)})" for name, why in own.items())
+            self._tell(f"rehearsal on a CPU: no accelerator was seen by {reasons}")
         self._journal.add("host", platform=platform, record=host_record(self._hosts, platform))
         return platform
 
@@ -265,5 +286,12 @@ class _Campaign:
         if status == DONE and not journal.done:
             status, why = FAILED, f"nothing could be measured; {why}"
         archive = pack(self._settings.out, journal, plan, why) if journal.done else None
-        counts = len(journal.done), len(journal.failed), self._remaining(plan)
-        return Outcome(status, archive, *counts, why)
+        left = self._remaining(plan)
+        if left and why.endswith(_USED_UP):
+            why += "; raise --budget"
+        return Outcome(status, archive, len(journal.done), len(journal.failed), left, why)
+
+
+def _kinds(seen: Mapping[str, str], platform: str) -> set[str]:
+    """Kinds of workers that measure a platform, by what each framework sees."""
+    return {kind for kind, (name, _) in WORKERS.items() if seen.get(name) == platform}

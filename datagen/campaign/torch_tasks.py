@@ -79,7 +79,18 @@ def describe() -> JsonObject:
         }
     else:
         found["device_kind"] = platform.processor() or platform.machine()
+        found["no_accelerator"] = _no_accelerator()
     return found
+
+
+def _no_accelerator() -> str:
+    if not (torch.version.cuda or torch.version.hip):
+        return "built without CUDA and ROCm"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return "the driver lists no device"
 
 
 def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:

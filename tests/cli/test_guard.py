@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from opcast.cli import app
-from opcast.cli.guard import UNGUARDED
+from opcast.cli.guard import UNGUARDED, stopped_text
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's fork")
 #: Runs command lines, each in a process whose command ends as native code does that crashes.
@@ -147,6 +147,11 @@ def command():
 
 guarded(sys.argv[1:], command)
 """
+
+
+def test_a_stopped_campaign_says_how_to_go_on() -> None:
+    said = stopped_text(["campaign", "--out", "x"])
+    assert said.endswith("what was measured is kept in --out; the same command goes on from it\n")
 
 
 @linux

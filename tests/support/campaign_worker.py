@@ -18,17 +18,27 @@ def main() -> None:
     def reply(**message: object) -> None:
         channel.send(json.dumps(message).encode())
 
+    # As a framework that takes its time to be imported.
+    time.sleep(float(os.environ.get("TEST_CAMPAIGN_START_S", "0")))
     for request in map(json.loads, channel):
+        if request["do"] == "hello":
+            reply(done="hello", host={"platform": "cpu", "no_accelerator": "no driver"})
+            continue
         if request["do"] == "anchors":
             if lost and os.path.exists(lost):  # noqa: PTH110 (no other import)
                 reply(done="anchors", error="RuntimeError: no CUDA-capable device is detected")
             else:
-                reply(done="anchors", row={"table": "anchors", "product_us": [1.0]})
+                reply(
+                    done="anchors",
+                    row={"table": "anchors", "product_us": [1.0], "memory_us": [2.0]},
+                )
             continue
         for case in request["cases"]:
             how = case["spec"]["how"]
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "slow":
+                time.sleep(0.2)
             if how == "hang":
                 time.sleep(600)
             if how == "fault":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from opcast.datagen.campaign.journal import Journal
@@ -72,6 +73,25 @@ def campaign(folder: Path, rows: list[dict], kind: str = "NVIDIA H200") -> tuple
     )  # fmt: skip
     cases = [Case(key, "operations", "traced", "xla", {}) for key in keys]
     return own, Plan([Entry(tuple(cases))], {"programs": 0.5, "operations": 0.5})
+
+
+def slow_plan(count: int) -> Plan:
+    """Cases for the workers of ``campaign_worker``, each of a fifth of a second, one in a block."""
+    cases = [Case(f"s/k/{i}", "s", "k", "xla", {"how": "slow"}, 20.0) for i in range(count)]
+    return Plan([Entry((case,)) for case in cases], {"s": 1.0})
+
+
+def fewer(plan: Plan) -> Plan:
+    """A plan without long runs and the program that compiles longest."""
+    entries = [
+        replace(entry, cases=tuple(c for c in entry.cases if not _long(c)))
+        for entry in plan.entries
+    ]
+    return replace(plan, entries=entries)
+
+
+def _long(case: Case) -> bool:
+    return case.kind == "sustained" or case.spec.get("model") == "resnet"
 
 
 def operator(us: list[float]) -> dict:

@@ -6,6 +6,7 @@ import json
 import random
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,10 +15,13 @@ import pytest
 from opcast.common.errors import DatasetError, DeviceError
 from opcast.datagen.campaign import archive
 from opcast.datagen.campaign.archive import noise_floor, pack, read_archive
-from opcast.datagen.campaign.importer import import_campaign
+from opcast.datagen.campaign.importer import described_device, import_campaign
 from opcast.datagen.campaign.journal import Journal
 from opcast.features.dataset import Dataset
 from opcast.features.devices.catalogue import find_device
+from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.devices.identity import MEASURED
+from opcast.predict.locate import trained_devices
 from opcast.workflows.campaign import campaign_device
 from opcast.workflows.torch_models.rows import model_row
 
@@ -161,5 +165,37 @@ def test_an_unknown_chip_needs_a_description(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="Frobnicator 9000"):
         campaign_device(record, None)
     assert campaign_device(record, "h200-sxm").name == "h200-sxm"
+    with pytest.raises(DeviceError, match="measured on a gpu"):
+        campaign_device(record, "tpu-v4")
     known = {**record, "hosts": [{"frameworks": {"jax": {"device_kind": "NVIDIA H200"}}}]}
     assert campaign_device(known, None).name == "h200-sxm"
+    with pytest.raises(DeviceError, match="h100-sxm is another device"):
+        campaign_device(known, "h100-sxm")
+
+
+def test_a_cpu_is_described_by_itself_and_is_no_other_device(tmp_path: Path) -> None:
+    own = DeviceSpec(
+        "cpu-x-2c", "cpu", {"f32": 1e11}, {"f32": 1e10}, (MemoryLevel(1e9, 1e10),), 1e-7,
+        source=MEASURED,
+    )  # fmt: skip
+    rows = [{"key": "operations/device/seconds3", "description": own.to_json()}]
+    assert described_device({"device": rows}) == own
+    assert described_device({}) is None
+    jax = {"device_kind": "cpu", "device_name": "cpu-x-2c"}
+    record = {"platform": "cpu", "hosts": [{"frameworks": {"jax": jax}}]}
+    assert campaign_device(record, None, own) is own
+    with pytest.raises(DeviceError, match=r"on a cpu \(cpu-x-2c\), h100-sxm is another"):
+        campaign_device(record, "h100-sxm")
+    # Without its ceilings it needs a file: of that machine, not of another one.
+    with pytest.raises(DeviceError, match="not known: cpu-x-2c"):
+        campaign_device(record, None)
+    file = tmp_path / "cpu.json"
+    file.write_text(own.to_json())
+    assert campaign_device(record, str(file)) == own
+    file.write_text(replace(own, name="cpu-y-2c").to_json())
+    with pytest.raises(DeviceError, match="cpu-y-2c is another device"):
+        campaign_device(record, str(file))
+    # What models were trained on is known by its name.
+    trained = next(name for name, spec in trained_devices().items() if spec.platform == "cpu")
+    jax["device_name"] = trained
+    assert campaign_device(record, None).name == trained

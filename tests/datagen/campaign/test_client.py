@@ -49,7 +49,7 @@ def test_a_hung_kernel_is_told_and_left(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_end_of_the_time_is_no_fault_of_a_case() -> None:
-    own = workers(3.0)
+    own = workers(1.5)
     own.ready("xla", ())
     begin = time.monotonic()
     found = own.measure(cases("hang", timeout_s=60.0))

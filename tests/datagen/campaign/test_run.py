@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -20,19 +21,45 @@ from opcast.common.errors import ProfileError
 from opcast.common.paths import PACKAGE
 from opcast.datagen.campaign import run as run_module
 from opcast.datagen.campaign.archive import MOST_BYTES, read_archive
+from opcast.datagen.campaign.client import Workers
 from opcast.datagen.campaign.journal import Journal
 from opcast.datagen.campaign.plan import load_plan
-from opcast.datagen.campaign.run import DONE, FAILED, MORE, CampaignSettings, run_campaign
+from opcast.datagen.campaign.run import DONE, MORE, CampaignSettings, run_campaign
 from opcast.datagen.describe import noise_floor
 from opcast.features.dataset import Dataset
-from opcast.features.devices.device import DeviceSpec, MemoryLevel
+from opcast.features.devices.device import local_device_name
+from opcast.features.devices.identity import is_measured
 
-SPEC = DeviceSpec("cpu-x", "cpu", {"f32": 1e13}, {"f32": 1e13}, (MemoryLevel(1e9, 1e13),), 1e-8)
+from ...support.campaigns import fewer, slow_plan
+
+MODULE = "opcast.tests.support.campaign_worker"
+#: The command with workers that measure nothing.
+BY_HAND = f"""
+import sys
+from functools import partial
+from opcast.datagen.campaign import __main__, run
+from opcast.datagen.campaign.client import Workers
+from opcast.tests.support.campaigns import slow_plan
+run.Workers = partial(Workers, module={MODULE!r})
+run.load_plan = lambda *_: slow_plan(12)
+sys.exit(__main__.main())
+"""
+#: The command with fewer programs and without long runs, which test_tasks.py has.
+FEWER = """
+import sys
+from opcast.datagen.campaign import __main__, run
+from opcast.tests.support.campaigns import fewer
+whole = run.load_plan
+run.load_plan = lambda *given: fewer(whole(*given))
+sys.exit(__main__.main())
+"""
 
 
-def start(out: Path, *more: str) -> subprocess.Popen[str]:
+def start(
+    out: Path, *more: str, program: tuple[str, str] = ("-m", "opcast.datagen.campaign")
+) -> subprocess.Popen[str]:
     """The command that needs nothing installed but its framework."""
-    command = [sys.executable, "-P", "-m", "opcast.datagen.campaign", "--device", "cpu"]
+    command = [sys.executable, "-P", *program, "--device", "cpu"]
     paths = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     return subprocess.Popen(
         [*command, "--out", str(out), *more],
@@ -61,40 +88,43 @@ def wait_for(out: Path, what: str, count: int, seconds: float = 60.0) -> None:
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign that is killed in the middle of a block, goes on for a slice, and to its end."""
+    """A campaign of this CPU to its end, by workers that change as seldom as they can."""
     out = tmp_path_factory.mktemp("campaign")
-    first = start(out, "--budget", "2m")
-    wait_for(out, "block", 1)
-    wait_for(out, "begin", 2)
-    first.kill()
-    first.communicate()
-    # A slice that ends on time: packing has two seconds, and a busy machine some more.
-    begin = time.monotonic()
-    second = start(out, "--budget", "2m", "--slice", "12s")
-    said, _ = second.communicate(timeout=60)
-    assert time.monotonic() - begin < 20.0
-    # On a busy machine the frameworks may just have started.
-    words = {MORE: "the slice has ended", FAILED: "time"}
-    assert words.get(second.returncode, "none") in said or "too short" in said, said
-    third = start(out, "--budget", "2m")
-    said, _ = third.communicate(timeout=150)
-    assert third.returncode == DONE, said
+    own = start(out, "--budget", "10m", program=("-c", FEWER))
+    said, _ = own.communicate(timeout=200)
+    assert own.returncode == DONE, said
+    count = len(fewer(load_plan("cpu")).cases)
+    assert f"{count} measured, 0 failed, 0 left; all is measured" in said
     assert "launches" in said
-    assert "measured" in said
     return out
 
 
-def test_a_kill_costs_what_was_under_way_alone(rehearsed: Path) -> None:
-    events = lines(rehearsed)
+def test_kills_cost_what_was_under_way_alone(tmp_path: Path) -> None:
+    first = start(tmp_path, program=("-c", BY_HAND))
+    wait_for(tmp_path, "block", 1)
+    wait_for(tmp_path, "begin", 2)
+    first.kill()
+    first.communicate()
+    # As a machine that is taken away.
+    second = start(tmp_path, program=("-c", BY_HAND))
+    wait_for(tmp_path, "slice", 2)
+    wait_for(tmp_path, "block", 3)
+    second.send_signal(signal.SIGTERM)
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == 130, said
+    assert "the same command goes on" in said
+    assert read_archive(tmp_path)[1]["ended"] == "interrupted"
+    third = start(tmp_path, program=("-c", BY_HAND))
+    said, _ = third.communicate(timeout=60)
+    assert third.returncode == DONE, said
+    assert "12 measured, 0 failed, 0 left; all is measured" in said
+    events = lines(tmp_path)
     assert sum(e["event"] == "slice" for e in events) == 3
     done = Counter(key for e in events if e["event"] == "block" for key in e["done"])
-    assert set(done.values()) == {1}
-    journal = Journal(rehearsed)
-    assert journal.failed == {}
-    plan = {case.key for case in load_plan("cpu").cases}
-    # On a busy machine the budget may end first; most of it is there in any case.
-    assert journal.done <= plan
-    assert len(journal.done) > len(plan) / 2
+    assert done == dict.fromkeys((case.key for case in slow_plan(12).cases), 1)
+    tables, record, _ = read_archive(tmp_path)
+    assert record["slices"] == 3
+    assert sorted(row["key"] for row in tables["t"]) == sorted(done)
 
 
 def test_the_archive_is_small_whole_and_without_names(rehearsed: Path) -> None:
@@ -107,7 +137,6 @@ def test_the_archive_is_small_whole_and_without_names(rehearsed: Path) -> None:
     assert str(Path.home()) not in told
     assert f'"{socket.gethostname()}"' not in told
     assert "metadata={" not in told
-    assert record["slices"] == 3
     assert record["elapsed_s"] > sum(record["spent_s"].values()) / 2 > 0
     assert record["platform"] == "cpu"
     host = record["hosts"][-1]
@@ -118,17 +147,18 @@ def test_what_was_measured_becomes_datasets(rehearsed: Path, tmp_path: Path, cap
     from opcast.cli.options import make_console
     from opcast.workflows.campaign import run_import_campaign
 
-    device = tmp_path / "cpu.json"
-    device.write_text(SPEC.to_json())
     out = tmp_path / "out"
-    found = run_import_campaign(
-        make_console(), rehearsed, out, device=str(device), tell=lambda _: None
-    )
+    found = run_import_campaign(make_console(), rehearsed, out, device=None, tell=lambda _: None)
     said = capsys.readouterr().out
     assert found.digest in said
     assert found.contradictions == []
     assert found.without == {}
-    frame = Dataset.load(out / "kernels").frame
+    dataset = Dataset.load(out / "kernels")
+    frame = dataset.frame
+    # The CPU by its own ceilings, which were measured with it.
+    device = dataset.devices[local_device_name()]
+    assert set(frame["device"]) == {device.name}
+    assert is_measured(device)
     product = frame[frame["family"] == "op:qk"]
     # Two heads of 64 by 64 products over 16.
     assert set(product[product["kind"] == "gemm"]["flops"]) == {2 * 2 * 64 * 64 * 16}
@@ -142,14 +172,49 @@ def test_what_was_measured_becomes_datasets(rehearsed: Path, tmp_path: Path, cap
     assert (walls["cold_us"] >= walls["warm_us"]).all()
 
 
-def test_a_machine_that_is_taken_away_leaves_an_archive(tmp_path: Path) -> None:
-    own = start(tmp_path, "--budget", "10m")
-    wait_for(tmp_path, "block", 1)
-    own.send_signal(signal.SIGTERM)
-    said, _ = own.communicate(timeout=60)
-    assert own.returncode == 130, said
-    assert "the same command goes on" in said
-    assert read_archive(tmp_path)[1]["ended"] == "interrupted"
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that measure nothing; each case of the plan takes some tenths of a second."""
+    monkeypatch.setattr(run_module, "Workers", partial(Workers, module=MODULE))
+    monkeypatch.setattr(run_module, "load_plan", lambda *_: slow_plan(200))
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_slice_and_the_budget_end_on_time_and_say_how_to_go_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    begin = time.monotonic()
+    first = run_campaign(CampaignSettings(tmp_path, 60.0, slice_s=5.0), said.append)
+    assert time.monotonic() - begin < 8.0
+    assert (first.status, first.why) == (MORE, "the slice has ended; the same command goes on")
+    assert said[0] == (
+        "rehearsal on a CPU: no accelerator was seen by torch (no driver); jax (no driver)"
+    )
+    assert first.done > 0
+    used = Journal(tmp_path).elapsed_s
+    second = run_campaign(CampaignSettings(tmp_path, used + 5.0))
+    assert (second.status, second.why) == (DONE, "the budget is used up; raise --budget")
+    # The same again says the same, and starts nothing.
+    events = lines(tmp_path)
+    again = run_campaign(CampaignSettings(tmp_path, used + 5.0))
+    assert again == second
+    assert again.left == 200 - second.done > 0
+    assert lines(tmp_path) == events
+    assert read_archive(tmp_path)[1]["ended"] == "the budget is used up"
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_rest_too_short_to_start_a_framework_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_CAMPAIGN_START_S", "20")
+    own = Journal(tmp_path)
+    own.add("slice")
+    own.add("block", stage="s", kind="k", worker="xla", seconds=1.0, failed={}, done=["s/k/0"],
+            unfinished=[], rows=own.keep([{"table": "t", "key": "s/k/0"}]))  # fmt: skip
+    own.add("host", platform="cpu", record={"frameworks": {"jax": {"platform": "cpu"}}})
+    outcome = run_campaign(CampaignSettings(tmp_path, own.elapsed_s + 2.0))
+    assert (outcome.status, outcome.left) == (DONE, 199)
+    assert outcome.why == "the budget is used up; raise --budget"
 
 
 def test_a_used_up_budget_measures_nothing_more(tmp_path: Path) -> None:
