@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ...common.errors import AbsentError, OpcastError, SeveralDevicesError
-from ...common.files import parse_yaml
+from ...common.files import parse_yaml, printable
 from ...common.options import Fallback, LoweringOpt, ModelOpt, Option, Trips, seconds_of
-from ...common.progress import tracked
+from ...common.progress import stages
 from ...common.types import JsonMapping
 from ...common.units import duration, likely
 from .revisions import Checkouts, Opened, checkouts, commit_of, opened
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
+    from ...features.ir.platforms import Platform
     from ...predict.difference.compare import Difference, Judged, Version
     from ...predict.program.predictor import Predictor
 
@@ -129,76 +130,89 @@ def run_diff(settings: DiffSettings) -> DiffReport:
     found = []
     with tempfile.TemporaryDirectory(prefix="opcast-diff-") as made:
         folder = Path(made).resolve()
-        with checkouts(folder) as trees:
-            for allowed in tracked(asked, len(asked), "programs compared"):
-                for own in _judged(allowed, settings, predictor, trees, folder):
+        with checkouts(folder) as trees, stages("reading programs") as say:
+            run = _Run(settings, predictor, trees, folder, say)
+            for allowed in asked:
+                for own in run.judged(allowed):
                     if own.error is not None and settings.budget is None:
                         raise own.error
                     found.append(own)
     return DiffReport(tuple(found))
 
 
-def _judged(
-    allowed: Allowed, settings: DiffSettings, predictor: Predictor, trees: Checkouts, folder: Path
-) -> Iterator[Judged]:
-    """A program's versions on each of its devices."""
-    from ...features.ir.platforms import platform_of
-    from ...predict.devices import resolve_device
-    from ...predict.difference.compare import Judged, compare
+@dataclass(frozen=True)
+class _Run:
+    """What all comparisons of a run share; ``say`` tells which stage it is at."""
 
-    try:
-        devices = [resolve_device(name, predictor.devices) for name in allowed.devices]
-        platforms = list(dict.fromkeys(map(platform_of, devices)))
-        new = opened(allowed.new, platforms, trees, folder)
-        old, notes = new, {new.note: None}
+    settings: DiffSettings
+    predictor: Predictor
+    trees: Checkouts
+    folder: Path
+    say: Callable[[str], None]
+
+    def judged(self, allowed: Allowed) -> Iterator[Judged]:
+        """A program's versions on each of its devices."""
+        from ...features.ir.platforms import platform_of
+        from ...predict.devices import resolve_device
+        from ...predict.difference.compare import Judged, compare
+
         try:
-            if allowed.old != allowed.new:
-                old = opened(allowed.old, platforms, trees, folder)
-                notes[old.note] = None
-        except AbsentError:
-            if settings.budget is None:
-                raise
-            notes[f"there is no {allowed.old}: the new version is compared with itself"] = None
-    except OpcastError as error:
-        yield from (Judged(allowed.name, name, error=error) for name in allowed.devices)
-        return
-    for device in devices:
-        try:
-            before = _version(old, device, settings, predictor)
-            after = before if new is old else _version(new, device, settings, predictor)
+            devices = [resolve_device(name, self.predictor.devices) for name in allowed.devices]
+            platforms = list(dict.fromkeys(map(platform_of, devices)))
+            new = self._opened(allowed.new, platforms)
+            old, notes = new, {new.note: None}
+            try:
+                if allowed.old != allowed.new:
+                    old = self._opened(allowed.old, platforms)
+                    notes[old.note] = None
+            except AbsentError:
+                if self.settings.budget is None:
+                    raise
+                notes[f"there is no {allowed.old}: the new version is compared with itself"] = None
         except OpcastError as error:
-            yield Judged(allowed.name, device.name, error=error)
-            continue
-        found = compare(before, after)
-        told = replace(found, notes=(*filter(None, notes), *found.notes))
-        yield Judged(allowed.name, device.name, told, allowed.excess(found, settings.sure))
+            yield from (Judged(allowed.name, name, error=error) for name in allowed.devices)
+            return
+        for device in devices:
+            try:
+                before = self._version(old, device)
+                after = before if new is old else self._version(new, device)
+            except OpcastError as error:
+                yield Judged(allowed.name, device.name, error=error)
+                continue
+            found = compare(before, after)
+            told = replace(found, notes=(*filter(None, notes), *found.notes))
+            excess = allowed.excess(found, self.settings.sure)
+            yield Judged(allowed.name, device.name, told, excess)
 
+    def _opened(self, text: str, platforms: Sequence[Platform]) -> Opened:
+        self.say(printable(f"reading {text}"))
+        return opened(text, platforms, self.trees, self.folder)
 
-def _version(
-    program: Opened, device: DeviceSpec, settings: DiffSettings, predictor: Predictor
-) -> Version:
-    """Predict a version on a device.
+    def _version(self, program: Opened, device: DeviceSpec) -> Version:
+        """Predict a version on a device.
 
-    Raises:
-        OpcastError: It cannot be predicted there. It names the user's text, no file made here.
-    """
-    from ...features.ir.platforms import platform_of
-    from ...features.lowering.options import LoweringOptions
-    from ...predict.difference.compare import Version
-    from ...predict.program.case import ProgramCase
+        Raises:
+            OpcastError: It cannot be predicted there. It names the user's text, no file made here.
+        """
+        from ...features.ir.platforms import platform_of
+        from ...features.lowering.options import LoweringOptions
+        from ...predict.difference.compare import Version
+        from ...predict.program.case import ProgramCase
 
-    options = LoweringOptions(settings.lowering, device, settings.trip_count, settings.fallback)
-    file = program.files[platform_of(device)]
-    try:
-        return Version.of(ProgramCase(file, options), predictor)
-    except OpcastError as error:
-        error.where = error.where.replace(str(file), program.text) or program.text
-        if isinstance(error, SeveralDevicesError):
-            error.hint = (
-                "opcast diff compares programs of one device; opcast predict --cluster predicts "
-                "each version of this one"
-            )
-        raise
+        self.say(printable(f"predicting {program.text} on {device.name}"))
+        own = self.settings
+        options = LoweringOptions(own.lowering, device, own.trip_count, own.fallback)
+        file = program.files[platform_of(device)]
+        try:
+            return Version.of(ProgramCase(file, options), self.predictor)
+        except OpcastError as error:
+            error.where = error.where.replace(str(file), program.text) or program.text
+            if isinstance(error, SeveralDevicesError):
+                error.hint = (
+                    "opcast diff compares programs of one device; opcast predict --cluster "
+                    "predicts each version of this one"
+                )
+            raise
 
 
 def _asked(settings: DiffSettings) -> list[Allowed]:

@@ -189,6 +189,11 @@ def test_modules_of_pytorch_are_said_to_be_priced_as_xla_runs_them(tmp_path):
     words = ("diff", "a.py:model", "b.py:model", "--device", "h100-sxm", *FUSED, "--json")
     done = opcast(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    # A line for each stage where no terminal shows one.
+    assert done.stderr.splitlines() == [
+        "reading b.py:model", "reading a.py:model", "predicting a.py:model on h100-sxm",
+        "predicting b.py:model on h100-sxm",
+    ]  # fmt: skip
     assert "as XLA would run it" in json.loads(done.stdout)["results"][0]["notes"][0]
 
 
