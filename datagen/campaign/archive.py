@@ -16,11 +16,10 @@ import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...common.errors import DatasetError
 from ...common.files import gunzip, write_bytes
-from ...common.types import JsonObject
+from ...common.types import JsonMapping, JsonObject
 from .journal import Journal
 from .plan import REPLICATE, Plan
 from .record import scrubbed
@@ -36,7 +35,7 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 #: Most bytes that an archive may expand to when it is read.
 _MOST_READ = 2_000_000_000
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[JsonMapping]
 
 
 def pack(folder: Path, journal: Journal, plan: Plan, why: str) -> Path:
@@ -77,7 +76,7 @@ def pack(folder: Path, journal: Journal, plan: Plan, why: str) -> Path:
     return path
 
 
-def _stage(row: Mapping[str, Any]) -> str:
+def _stage(row: JsonMapping) -> str:
     return str(row.get("key", "")).split("/")[0]
 
 
@@ -101,8 +100,7 @@ def _record(journal: Journal, plan: Plan, why: str) -> JsonObject:
         "failed": dict(sorted(journal.failed.items())),
         "notes": journal.notes,
     }
-    cleaned: JsonObject = scrubbed(record)
-    return cleaned
+    return scrubbed(record)
 
 
 def _readings(folder: Path) -> list[JsonObject]:
@@ -193,7 +191,7 @@ def noise_floor(tables: Mapping[str, Rows]) -> JsonObject:
     return found
 
 
-def _typical(row: Mapping[str, Any]) -> float:
+def _typical(row: JsonMapping) -> float:
     """The time in µs that stands for a row; 0 if it has none."""
     for name in ("walls_us", "us_each", "blocked_us"):
         value = row.get(name)

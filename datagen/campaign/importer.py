@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -245,7 +244,7 @@ def _plain(
     times = [float(r["time"]) for r in telemetry]
     made = []
     for row in rows:
-        own: dict[str, Any] = {"device": device.name, **row}
+        own: JsonObject = {"device": device.name, **row}
         listed = next((row[n] for n in _TIMES if isinstance(row.get(n), list) and row[n]), None)
         if listed is not None:
             own["us_median"] = statistics.median(listed)

@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...common.errors import ProfileError
-from ...common.types import JsonObject
+from ...common.types import JaxObject, JsonObject
 from ..profile.runner import MakeArguments, module_name, wide_types
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 #: Aliased buffers in the head of a module: ``{0}: (2, {}, may-alias)``, or ``{}: (2, {})`` where
 #: the program has one output.
@@ -125,7 +126,7 @@ def aliases_of(hlo: str) -> list[tuple[int, int]]:
     return [(int(output or 0), int(parameter)) for output, parameter in found]
 
 
-def _memory(compiled: Any) -> dict[str, int]:
+def _memory(compiled: JaxObject) -> dict[str, int]:
     try:
         stats = compiled.memory_analysis()
     except Exception:  # not every backend has it
@@ -135,7 +136,9 @@ def _memory(compiled: Any) -> dict[str, int]:
     return {f"{n}_bytes": int(v) for n, v in found.items() if v is not None}
 
 
-_Function = tuple[Callable[..., Any], list[Any], list[int], MakeArguments, str]
+_Function = tuple[
+    Callable[..., object], list["jax.ShapeDtypeStruct"], list[int], MakeArguments, str
+]
 
 
 def _function(spec: JsonObject) -> _Function:
@@ -171,11 +174,11 @@ def _function(spec: JsonObject) -> _Function:
     return _flat(function, structure), leaves, donated, draw, name
 
 
-def _flat(function: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+def _flat(function: Callable[..., object], structure: JaxObject) -> Callable[..., object]:
     """A function of flat arguments that returns flat results."""
     import jax
 
-    def flat(*values: object) -> tuple[Any, ...]:
+    def flat(*values: object) -> tuple[object, ...]:
         args = values if structure is None else jax.tree.unflatten(structure, values)
         return tuple(jax.tree.leaves(function(*args)))
 
@@ -197,13 +200,15 @@ def _of_zoo(spec: JsonObject) -> _Function:
     ]
     donated = [i for n in workload.donate_argnums for i in range(starts[n], starts[n + 1])]
 
-    def flat(*values: object) -> tuple[Any, ...]:
+    def flat(*values: object) -> tuple[object, ...]:
         return tuple(jax.tree.leaves(workload.function(*workload.unflatten(list(values)))))
 
     return flat, leaves, donated, workload.arguments, name
 
 
-def _draw(structs: Sequence[Any], tops: Sequence[int], seed: int) -> list[Any]:
+def _draw(
+    structs: Sequence[jax.ShapeDtypeStruct], tops: Sequence[int], seed: int
+) -> list[np.ndarray]:
     """Random values: normal ones, and integers below the end of their range."""
     import numpy as np
 

@@ -6,15 +6,17 @@ Weights are arguments, layers are written out one by one as most compiled progra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...common.errors import ProfileError
+from ...common.types import JsonMapping
 
 if TYPE_CHECKING:
     import jax
 
-Tree = dict[str, Any]
+#: Weights by name.
+Tree: TypeAlias = dict[str, "jax.Array"]
 #: Blocks of the stages of ResNets with bottlenecks, by depth (He et al., 2016, table 1).
 _STAGES = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
@@ -26,11 +28,11 @@ def _struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return make(shape, dtype)
 
 
-def _structs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Tree:
+def _structs(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: _struct(shape, dtype) for name, shape in shapes.items()}
 
 
-def _step(loss: Callable[..., jax.Array], train: bool) -> Callable[..., Any]:
+def _step(loss: Callable[..., jax.Array], train: bool) -> Callable[..., object]:
     """A forward pass, or a step with AdamW on weights and its state in f32."""
     import jax
     import jax.numpy as jnp
@@ -43,7 +45,9 @@ def _step(loss: Callable[..., jax.Array], train: bool) -> Callable[..., Any]:
         m, v = 0.9 * m + 0.1 * wide, 0.95 * v + 0.05 * wide * wide
         return (w - 3e-4 * m / (jnp.sqrt(v) + 1e-8)).astype(w.dtype), m, v
 
-    def step(weights: Tree, means: Tree, squares: Tree, *batch: jax.Array) -> tuple[Tree, ...]:
+    def step(
+        weights: Tree, means: Tree, squares: Tree, *batch: jax.Array
+    ) -> tuple[Tree | jax.Array, ...]:
         value, grads = jax.value_and_grad(loss)(weights, *batch)
         new = {n: update(w, grads[n], means[n], squares[n]) for n, w in weights.items()}
         return *({n: own[i] for n, own in new.items()} for i in range(3)), value
@@ -51,14 +55,16 @@ def _step(loss: Callable[..., jax.Array], train: bool) -> Callable[..., Any]:
     return step
 
 
-def _arguments(weights: Tree, batch: list[Any], train: bool) -> tuple[Any, ...]:
+def _arguments(
+    weights: Mapping[str, jax.ShapeDtypeStruct], batch: Sequence[jax.ShapeDtypeStruct], train: bool
+) -> tuple[object, ...]:
     if not train:
         return (weights, *batch)
     state = {n: _struct(w.shape, "float32") for n, w in weights.items()}
     return (weights, state, dict(state), *batch)
 
 
-def llama(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def llama(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]]:
     """A Llama: prefill and loss (``forward``), ``train``, or one token of a ``decode``.
 
     Args:
@@ -101,7 +107,9 @@ def llama(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]
         p = jax.nn.softmax(s).astype(v.dtype)
         return jnp.einsum("bhgqk,bkhd->bqhgd", p, v).reshape(*q.shape[:2], heads * head)
 
-    def logits(w: Tree, tokens: jax.Array, cache: list[jax.Array]) -> tuple[jax.Array, list[Any]]:
+    def logits(
+        w: Tree, tokens: jax.Array, cache: list[jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array]]:
         x = w["embed"][tokens]
         at = jnp.arange(x.shape[1]) + (length - 1 if decode else 0)
         kept = []
@@ -126,7 +134,7 @@ def llama(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]
         logs = jax.nn.log_softmax(logits(w, tokens, [])[0].astype(jnp.float32))
         return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
 
-    def one(w: Tree, tokens: jax.Array, cache: list[jax.Array]) -> tuple[Any, ...]:
+    def one(w: Tree, tokens: jax.Array, cache: list[jax.Array]) -> tuple[object, ...]:
         found, kept = logits(w, tokens, cache)
         return found.argmax(-1), kept
 
@@ -138,7 +146,7 @@ def llama(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]
     return _step(loss, train), _arguments(weights, [tokens, tokens], train)
 
 
-def resnet(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def resnet(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]]:
     """A ResNet with bottlenecks, channels last: ``forward`` with batch statistics, or ``train``.
 
     Args:
@@ -203,7 +211,7 @@ def resnet(spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]
 _MODELS = {"llama": llama, "resnet": resnet}
 
 
-def model(name: str, spec: Mapping[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def model(name: str, spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]]:
     """A step's function and the types of its arguments.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ...common.errors import ProfileError
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 Array: TypeAlias = "jax.Array"
 #: Function and its arguments: shape, type by JAX's name, and for integers the end of their range.
 Arg: TypeAlias = tuple[tuple[int, ...], str, int]
-Op: TypeAlias = tuple[Callable[..., Any], list[Arg]]
+Op: TypeAlias = tuple[Callable[..., object], list[Arg]]
 
 
-def _gradient(function: Callable[..., Array], wrt: Sequence[int]) -> Callable[..., Any]:
+def _gradient(function: Callable[..., Array], wrt: Sequence[int]) -> Callable[..., object]:
     """The gradient alone, by a cotangent that comes last."""
 
-    def gradient(*args: Array) -> Any:
+    def gradient(*args: Array) -> object:
         import jax
 
         *inputs, cotangent = args

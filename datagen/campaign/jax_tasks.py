@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...common import worker_process
 from ...common.errors import ProfileError
@@ -24,6 +24,9 @@ from ..profile.runner import (
 )
 from .jax_cases import Compiled, compile_cases
 from .timing import time_calls, time_launches, time_windows
+
+if TYPE_CHECKING:
+    from ..profile.trace import Event
 
 #: Takes what was found of a case: rows, or the error that it ended with.
 Tell = Callable[[str, "list[JsonObject] | Exception"], None]
@@ -173,7 +176,7 @@ def _trace(group: list[tuple[Compiled, Runner, JsonObject]], tell: Tell) -> None
     group.clear()
 
 
-def _columns(events: Sequence[Any], key: str, platform: str) -> JsonObject:
+def _columns(events: Sequence[Event], key: str, platform: str) -> JsonObject:
     """Events as columns; names and runs by number, times in ns from the first start."""
     zero = min((e.start for e in events), default=0.0)
     ops, names = (sorted({getattr(e, what) for e in events}) for what in ("op", "name"))

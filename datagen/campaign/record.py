@@ -16,7 +16,6 @@ import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ...common.types import JsonObject
 
@@ -66,8 +65,7 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
     if platform_name == "gpu":
         found["nvidia"] = _nvidia()
         found |= {name: text for name, own in _ANSWERS.items() if (text := _answer(*own))}
-    cleaned: JsonObject = scrubbed(found)
-    return cleaned
+    return scrubbed(found)
 
 
 def _libraries() -> dict[str, str]:
@@ -104,15 +102,22 @@ def _answer(*command: str) -> str:
     return done.stdout.strip()
 
 
-def scrubbed(value: Any) -> Any:
-    """Replace names of the user and the host, paths and serial numbers in all texts of a value."""
+def scrubbed(record: Mapping[str, object]) -> JsonObject:
+    """Replace names of the user and the host, paths and serial numbers in all texts of a record."""
+    return {str(k): _scrubbed(v) for k, v in record.items()}
+
+
+def _scrubbed(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(k): scrubbed(v) for k, v in value.items()}
+        return scrubbed(value)
     if isinstance(value, list | tuple):
-        return [scrubbed(v) for v in value]
-    if not isinstance(value, str):
-        return value
-    text = _PATH.sub("<path>", _SERIAL.sub("<serial>", value))
+        return [_scrubbed(v) for v in value]
+    return scrubbed_text(value) if isinstance(value, str) else value
+
+
+def scrubbed_text(text: str) -> str:
+    """Replace what :func:`scrubbed` does in one text."""
+    text = _PATH.sub("<path>", _SERIAL.sub("<serial>", text))
     for name, mark in _names():
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, text)
     return text

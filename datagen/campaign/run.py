@@ -15,7 +15,7 @@ from .archive import pack
 from .client import WORKERS, Workers
 from .journal import Journal
 from .plan import Case, Plan, load_plan
-from .record import host_record, scrubbed
+from .record import host_record, scrubbed_text
 from .telemetry import Telemetry
 
 #: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
@@ -206,7 +206,7 @@ class _Campaign:
         self._able = _kinds(seen, platform)
         if platform == "cpu" and wanted == "auto":
             own = {n: h.get("missing") or h.get("no_accelerator") for n, h in self._hosts.items()}
-            reasons = "; ".join(f"{name} ({scrubbed(why)})" for name, why in own.items())
+            reasons = "; ".join(f"{name} ({scrubbed_text(str(why))})" for name, why in own.items())
             self._tell(f"rehearsal on a CPU: no accelerator was seen by {reasons}")
         self._journal.add("host", platform=platform, record=host_record(self._hosts, platform))
         return platform

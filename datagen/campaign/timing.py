@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from ...common.types import JsonObject
+
+Result = TypeVar("Result")
 
 #: Seconds of a window of a long run, and of the pause before it, in which the device cools down.
 _WINDOW_S, _PAUSE_S = 0.25, 2.0
@@ -17,7 +19,7 @@ _REPEATS = 20
 
 
 def time_calls(
-    call: Callable[[], Any], settle: Callable[[Any], Any], count: int = _REPEATS
+    call: Callable[[], Result], settle: Callable[[Result], object], count: int = _REPEATS
 ) -> list[float]:
     """Microseconds of calls until their results are there, after one that warms up."""
     settle(call())
@@ -29,7 +31,7 @@ def time_calls(
     return times
 
 
-def time_launches(call: Callable[[], Any], settle: Callable[[Any], Any]) -> JsonObject:
+def time_launches(call: Callable[[], Result], settle: Callable[[Result], object]) -> JsonObject:
     """Microseconds that issuing a call takes the host, and a call until its result is there.
 
     Args:
@@ -49,7 +51,7 @@ def time_launches(call: Callable[[], Any], settle: Callable[[Any], Any]) -> Json
 
 
 def time_windows(
-    call: Callable[[], Any], settle: Callable[[Any], Any], each_s: float, seconds: float
+    call: Callable[[], Result], settle: Callable[[Result], object], each_s: float, seconds: float
 ) -> list[JsonObject]:
     """Call back to back for some time; microseconds of a call by windows of a quarter second.
 

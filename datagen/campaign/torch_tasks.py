@@ -8,10 +8,9 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,6 +22,8 @@ from .timing import time_calls, time_launches, time_windows
 
 #: Takes what was found of a case: rows, or the error that it ended with.
 Tell = Callable[[str, "list[JsonObject] | Exception"], None]
+#: One call of what is measured; what it returns is waited for.
+Step = Callable[[], object]
 #: Frameworks by the word in a plan.
 _COMPILED, _GRAPH = "torch-compiled", "torch-graph"
 #: Steps before a model is timed, and under the profiler.
@@ -172,19 +173,23 @@ def _filled(value: object) -> object:
 
 
 def _step(
-    module: Any, args: tuple[Any, ...], named: dict[str, Any], mode: str, cast: str
-) -> Callable[[], Any]:
+    module: torch.nn.Module,
+    args: Sequence[object],
+    named: Mapping[str, object],
+    mode: str,
+    cast: str,
+) -> Step:
     """A forward pass, or a training step with SGD and momentum."""
     own = getattr(torch, cast) if cast else None
 
-    def forward() -> Any:
+    def forward() -> object:
         context = torch.autocast(_device(), own) if own else contextlib.nullcontext()
         with context:
             return module(*args, **named)
 
     if mode == "infer":
 
-        def infer() -> Any:
+        def infer() -> object:
             with torch.inference_mode():
                 return forward()
 
@@ -192,7 +197,7 @@ def _step(
     optimiser = torch.optim.SGD(module.parameters(), lr=1e-4, momentum=0.9)
     labels: list[torch.Tensor] = []
 
-    def train() -> Any:
+    def train() -> torch.Tensor:
         optimiser.zero_grad(set_to_none=True)
         logits = next(v for v in torch.utils._pytree.tree_leaves(forward()) if v.dim() >= 2)
         flat = logits.float().reshape(-1, logits.shape[-1])
@@ -206,7 +211,7 @@ def _step(
     return train
 
 
-def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
+def _captured(step: Step) -> Step:
     """A step as a CUDA graph that is replayed."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -217,11 +222,11 @@ def _captured(step: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    replay: Callable[[], Any] = graph.replay
+    replay: Step = graph.replay
     return replay
 
 
-def _peak(step: Callable[[], Any]) -> JsonObject:
+def _peak(step: Step) -> JsonObject:
     """Bytes that a step allocates and that PyTorch reserves at the most; nothing on a CPU."""
     if not torch.cuda.is_available():
         return {}
@@ -235,7 +240,7 @@ def _peak(step: Callable[[], Any]) -> JsonObject:
     }
 
 
-def _kernels(key: str, step: Callable[[], Any], steps: int = _TRACED) -> list[JsonObject]:
+def _kernels(key: str, step: Step, steps: int = _TRACED) -> list[JsonObject]:
     """Operators with a row of a table, and all kernels by name, from a trace of some steps."""
     try:
         from ..traces.aten import traced_operators
@@ -275,7 +280,7 @@ def _note(key: str, error: Exception) -> JsonObject:
 
 def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
     """Products, timed in loops; on a GPU each once more under the profiler, all in one session."""
-    calls: list[Callable[[], Any]] = []
+    calls: list[Step] = []
     rows: dict[str, JsonObject] = {}
     for case in cases:
         key = str(case["key"])
@@ -294,7 +299,7 @@ def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
         traced = []
 
 
-def _product(spec: JsonObject) -> Callable[[], Any]:
+def _product(spec: JsonObject) -> Step:
     """A product of operands that rotate past the caches."""
     m, n, k = (int(spec[name]) for name in ("m", "n", "k"))
     dtype, narrow = _TYPES[str(spec["dtype"])]
@@ -307,7 +312,7 @@ def _product(spec: JsonObject) -> Callable[[], Any]:
     rights = [_random((n, k), dtype, device) for _ in range(sets)]
     turn = [0]
 
-    def next_pair() -> tuple[Any, Any]:
+    def next_pair() -> tuple[torch.Tensor, torch.Tensor]:
         turn[0] = (turn[0] + 1) % sets
         return lefts[turn[0]], rights[turn[0]].t()
 
@@ -322,7 +327,7 @@ def _product(spec: JsonObject) -> Callable[[], Any]:
     if dtype != torch.float32:
         return lambda: torch.mm(*next_pair())
 
-    def product() -> Any:
+    def product() -> torch.Tensor:
         # In the call, since the products of a trace run one after the other.
         torch.backends.cuda.matmul.allow_tf32 = narrow
         return torch.mm(*next_pair())
@@ -336,7 +341,7 @@ def _random(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Te
     return torch.randn(shape, device=device).to(dtype)
 
 
-def _looped(call: Callable[[], Any]) -> JsonObject:
+def _looped(call: Step) -> JsonObject:
     """Microseconds of a call, of loops that are long beside a look at the clock."""
     once = min(time_calls(call, _wait, 3)) * 1e-6
     count = max(1, round(_LOOK_S / max(once, 1e-6)))
@@ -364,12 +369,12 @@ def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
     count, framework = int(spec["operators"]), str(spec["framework"])
     x = torch.zeros(8, device=_device())
 
-    def call(x: Any = x) -> Any:
+    def call(x: torch.Tensor = x) -> torch.Tensor:
         for _ in range(count):
             x = torch.relu(x)
         return x
 
-    own: Callable[[], Any] = call
+    own: Step = call
     if framework == _COMPILED:
         own = torch.compile(call)
     elif framework == _GRAPH:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.datagen.campaign.record import host_record, scrubbed
+from opcast.datagen.campaign.record import host_record, scrubbed, scrubbed_text
 
 #: Answers of nvidia-smi as its versions print them; an old one refuses a field.
 SMI = """#!/bin/sh
@@ -33,10 +33,12 @@ def test_names_paths_and_serials_are_replaced() -> None:
         assert own.startswith("<path>:12 on ")
         assert host not in own
         assert "0a1b2c3d" not in own
-    assert scrubbed("--xla_dump_to=/tmp/someone/dump --flag=2") == "--xla_dump_to=<path> --flag=2"
-    assert scrubbed(r"C:\Users\someone\x.py") == "<path>"
+    assert (
+        scrubbed_text("--xla_dump_to=/tmp/someone/dump --flag=2") == "--xla_dump_to=<path> --flag=2"
+    )
+    assert scrubbed_text(r"C:\Users\someone\x.py") == "<path>"
     # What only looks like a path stays.
-    assert scrubbed("f32[64]/128 GB/s, xla/0.10") == "f32[64]/128 GB/s, xla/0.10"
+    assert scrubbed_text("f32[64]/128 GB/s, xla/0.10") == "f32[64]/128 GB/s, xla/0.10"
 
 
 def test_fields_that_a_driver_does_not_know_cost_themselves(
