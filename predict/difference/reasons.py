@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from ...common.units import plain, size
 from ...features.ir.program import (
     BOOKKEEPING,
-    COLLECTIVES,
     DTYPE_BITS,
     FLOAT,
     FLOAT8,
@@ -29,13 +28,10 @@ _MOST = 6
 
 def kernel_reasons(old: Sequence[Piece], new: Sequence[Piece]) -> tuple[str, ...]:
     """Say what tells the kernels of some ops from those that the new version has of them."""
-    links = [_collectives(pieces) for pieces in (old, new)]
-    found = [f"{name} {_added(n)}" for name, n in _moved(links[0], links[1])]
     if not old or not new:
         kind = Counter(p.opcode for p in (*old, *new)).most_common(1)[0][0]
-        if not found:
-            found.append(f"{kind} {'removed' if old else 'added'}")
-        return tuple(found)
+        return (f"{kind} {'removed' if old else 'added'}",)
+    found = []
     widths = [_floats(pieces) for pieces in (old, new)]
     if widths[0] != widths[1] and all(widths):
         before, after = (max(w, key=lambda d: DTYPE_BITS[d]) for w in widths)
@@ -68,23 +64,6 @@ def _share(pair: Sequence[float]) -> str:
     return f"{after / before - 1.0:+.0%}" if after < 10 * before else f"{after / before:.3g}×"
 
 
-def _added(count: float) -> str:
-    return f"added ({plain(count)}×)" if count > 0 else f"removed ({plain(-count)}×)"
-
-
-def _moved(old: Counter[str], new: Counter[str]) -> list[tuple[str, int]]:
-    names = dict.fromkeys((*new, *old))
-    return [(name, new[name] - old[name]) for name in names if new[name] != old[name]]
-
-
-def _collectives(pieces: Sequence[Piece]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for piece in pieces:
-        if (name := piece.opcode.removesuffix("-start")) in COLLECTIVES:
-            found[name] += round(piece.times)
-    return found
-
-
 def _floats(pieces: Sequence[Piece]) -> set[str]:
     kinds = {p.dtype for p in pieces}
     return {own for own in kinds if dtype_family(own) in (FLOAT, HALF, FLOAT8)}
@@ -97,14 +76,8 @@ def program_reasons(old: Program, new: Program) -> tuple[str, ...]:
         found.append(f"recompilation: {arguments}")
     counts = [_ops(program) for program in (old, new)]
     opcodes = {own: [_by_dtype(c, own) for c in counts] for own, _ in (*counts[0], *counts[1])}
-    links = {name: n for name, (a, b) in opcodes.items() if (n := b.total() - a.total())}
-    said = [f"{name} {_added(n)}" for name, n in links.items() if name in COLLECTIVES]
-    if said:
-        found.append(f"resharding: {', '.join(said)}")
     told: list[tuple[int, str]] = []
     for name, (before, after) in opcodes.items():
-        if name in COLLECTIVES:
-            continue
         gone, come = before - after, after - before
         if sum(gone.values()) == sum(come.values()):
             if gone:

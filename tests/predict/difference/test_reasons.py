@@ -15,7 +15,6 @@ from .test_pieces import piece
     [
         ([], [piece("a", opcode="copy")], ("copy added",)),
         ([piece("a", opcode="copy")], [], ("copy removed",)),
-        ([], [piece("a", opcode="all-gather-start", times=2)], ("all-gather added (2×)",)),
         (
             [piece("a", flops=100)],
             [piece("b", flops=60), piece("c", flops=40)],
@@ -70,8 +69,3 @@ def test_programs():
         "recompilation: argument 0 bf16[8,64] → f32[8,64] and 1 more",
         "ops: 1 dot bf16 → f32, 1 tanh bf16 → f32",
     )
-    gathered = program(
-        more="""g = {dtype}[16,64] all-gather(d), dimensions={{0}}
-  ROOT t = {dtype}[16,64] tanh(g)"""
-    )
-    assert program_reasons(program(), gathered) == ("resharding: all-gather added (1×)",)
