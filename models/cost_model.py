@@ -174,8 +174,8 @@ class CostModel:
         if other is not None and device.platform in self.program_model.corrections:
             # Intervals fitted to programs ignore those of the kernels, so they are widened here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
+        wall = widened(wall, lowered, in_place.latency, device)
         least = least_wall(lowered, device)
-        wall = widened(wall._replace(least=least), lowered, in_place.latency, device)
         latency, lo, hi = (max(end, least) for end in wall[:3])
         return in_place, ProgramPrediction(latency, lo, hi, least)
 

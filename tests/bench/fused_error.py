@@ -5,8 +5,8 @@
 Lowers every op and 500 random compositions (``tests/support/drawn_programs.py``) both ways for
 absent GPUs, or a part of them for TPUs, whose compiler takes minutes for some, and prints the table
 of ``docs/fused.md``; ``--write`` puts it there, and the ends that widen the intervals of ``fused``
-into ``models/pretrained/fused.json``. Compiled modules are kept in ``--hlo``, so that it resumes
-with what is missing.
+into ``models/pretrained/fused.json``, on TPUs also those of ``op``. Compiled modules are kept in
+``--hlo``, so that it resumes with what is missing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from scipy.special import ndtr
 
 from opcast.common.errors import UnknownCallError
 from opcast.features.devices.catalogue import find_device
-from opcast.models.program.fused_error import COUNTS, FILE, ends_of, fit
+from opcast.features.lowering.lower import lower
+from opcast.models.program.fused_error import COUNTS, FILE, ends_of, fit, op_ends
 from opcast.models.trust.calibrator import NORMAL_90, Ends
 from opcast.predict.program.predictor import load
 from opcast.tests.support.drawn_programs import Case, cases, text_of
-from opcast.tests.support.two_lowerings import Price, compiled, on_stream, path_of, prices
+from opcast.tests.support.two_lowerings import Price, compiled, on_stream, path_of, priced, prices
 
 DOCS = Path(__file__).parents[2] / "docs/fused.md"
 #: Of each platform, one of each generation whose kernels the rules tell apart.
@@ -49,6 +50,12 @@ class Row(NamedTuple):
     case: Case
     fused: Price
     xla: Price
+    op: Price
+
+    @property
+    def by_op(self) -> float:
+        """Logarithm of the compiler's time over what is left of that op by op."""
+        return log(self.xla.us / self.op.us / self.op.left)
 
     @property
     def score(self) -> float:
@@ -101,11 +108,12 @@ def _part(name: str, chosen: Sequence[Case], folder: Path) -> list[Row]:
             continue
         try:
             both = prices(predictor, texts[case.name], found[case.name], device)
+            op = priced(predictor, lower(texts[case.name], "op", device=device), device)
         except UnknownCallError as error:
             # Routines of the TPU's compiler whose work nothing tells.
             print(f"{case.name}: {error.what}")
             continue
-        rows.append(Row(name, case, *both))
+        rows.append(Row(name, case, *both, op))
     return rows
 
 
@@ -140,6 +148,25 @@ def counts_of(rows: Sequence[Row]) -> dict[str, Ends]:
         low, high = np.quantile(ratios, (0.05, 0.95))
         found[what] = (float(low), float(high))
     return found
+
+
+def fitted_op(rows: Sequence[Row]) -> Ends:
+    """5 and 95 % ends of the compiler's time over what is left of that op by op."""
+    low, high = np.quantile([row.by_op for row in rows], (0.05, 0.95))
+    return float(low), float(high)
+
+
+def left_out(rows: Sequence[Row]) -> str:
+    """How often the ends of ``op`` from the other tenths of the cases hold a case, and how wide."""
+    names = [*dict.fromkeys(row.case.name for row in rows)]
+    inside, widths = [], []
+    for tenth in (set(names[i::10]) for i in range(10)):
+        ends = fitted_op([row for row in rows if row.case.name not in tenth])
+        for row in (row for row in rows if row.case.name in tenth):
+            low, high = op_ends(row.op.left, ends)
+            inside.append(low <= row.by_op + log(row.op.left) <= high)
+            widths.append(high - low)
+    return f"op: inside {np.mean(inside):.1%}, median hi / lo {exp(np.median(widths)):.1f}"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -203,6 +230,7 @@ def main() -> None:
             + ("; noted" if ours.notes else "")
         )
     print(json.dumps(ends))
+    print(left_out(rows), fitted_op(rows))
     if given.write:
         FILE.write_text(_shipped(ends, rows, given.platform))
         mark = re.compile(_MARK.format(given.platform, given.platform), re.DOTALL)
@@ -212,7 +240,13 @@ def main() -> None:
 def _shipped(ends: dict[str, Ends], rows: Sequence[Row], platform: str) -> str:
     """The file of ends, with those of a platform anew."""
     data = json.loads(FILE.read_text())
-    own = {"cases": len(rows), "ends": _rounded(ends), "counts": _rounded(counts_of(rows))}
+    own: dict[str, object] = {
+        "cases": len(rows),
+        "ends": _rounded(ends),
+        "counts": _rounded(counts_of(rows)),
+    }
+    if platform == "tpu":  # which runs no program op by op
+        own["op"] = [round(end, 3) for end in fitted_op(rows)]
     data["platforms"][platform] = own
     return json.dumps(data, indent=1) + "\n"
 

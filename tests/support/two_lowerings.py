@@ -15,7 +15,12 @@ from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.process import CompileSettings, compile_programs
 from opcast.features.lowering.target_compiler.target import target_of
-from opcast.models.program.fused_error import lowering_note, shares, uncertain_counts
+from opcast.models.program.fused_error import (
+    left_joined,
+    lowering_note,
+    shares,
+    uncertain_counts,
+)
 from opcast.predict.program.predictor import Predictor
 
 #: Programs of one compile process.
@@ -35,6 +40,7 @@ class Price(NamedTuple):
         shares: Share of each group in the time.
         notes: What the answer says of the lowering.
         uncertain: Counts that the answer says may be the compiler's in other amounts.
+        left: Share of the time that is left if kernels are joined, for ``op``.
     """
 
     us: float
@@ -46,6 +52,7 @@ class Price(NamedTuple):
     shares: Mapping[str, float]
     notes: tuple[str, ...]
     uncertain: tuple[str, ...]
+    left: float
 
 
 def on_stream(device: DeviceSpec) -> DeviceSpec:
@@ -92,6 +99,7 @@ def priced(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) ->
     times = np.array([k.multiplicity for k in kernels], np.float64)
     latency = np.array([k.latency_us for k in found.kernels])
     said = lowering_note(lowered, latency, device)
+    parts = shares(lowered.kernels, latency)
     return Price(
         found.latency_us,
         found.lo_us,
@@ -99,9 +107,10 @@ def priced(predictor: Predictor, lowered: LoweredProgram, device: DeviceSpec) ->
         float(times.sum()),
         _total(times, [k.bytes for k in kernels]),
         _total(times, [k.flops for k in kernels]),
-        shares(lowered.kernels, latency),
+        parts,
         said,
         tuple(uncertain_counts(lowered)),
+        left_joined(lowered, parts),
     )
 
 
