@@ -183,15 +183,19 @@ def budget(
 
     Raises:
         BudgetExceeded: A function is predicted to take longer than ``limit``.
-        OpcastError: The device is unknown, a function cannot be predicted, or there is a limit
-            and none was first called inside.
+        OpcastError: The limit is no positive number, the device is unknown, a function cannot be
+            predicted, or there is a limit and none was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
     from ..features.ir.torch.called import recorded_modules
     from .api import loaded, predict
     from .devices import resolve_device
 
-    # First of all, so that an unknown name fails before anything runs.
+    # First of all, so that a bad limit or an unknown name fails before anything runs.
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0.0):
+        raise OpcastError(
+            f"the limit is {limit!r}", where="opcast.budget", hint="give seconds, such as 0.005"
+        )
     spec = resolve_device(device, loaded(model).devices)
     result = Budget(spec, limit)
     with recorded_functions() as functions, recorded_modules() as modules:

@@ -35,6 +35,9 @@ from .parts import (
     unfit,
 )
 
+#: Share of the time below which the kernels' sum is told beside it.
+_MOSTLY = 0.9
+
 
 def print_prediction(
     console: Console,
@@ -71,6 +74,8 @@ def print_prediction(
         console.print(place_table(p.kernels, top, console.width, by, aside))
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in p.share_by_kind.items())
     console.print(f"by kind: {shares}; in domain: {p.in_domain_share:.0%} of the time")
+    if (total := _total(p.kernels)) < _MOSTLY * p.latency_us:
+        console.print(f"{duration(total)} in kernels, the rest in the host's call and between them")
     print_notes(console, p.notes, p.standing, loud=False)
 
 

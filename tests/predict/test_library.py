@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import opcast
-from opcast.common.errors import DeviceError, ModelError
+from opcast.common.errors import DeviceError, ModelError, OpcastError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.operators import op_features
 from opcast.models.core.registry import PRETRAINED
@@ -196,6 +196,11 @@ def test_a_function_beyond_its_budget_is_named():
     ):
         jax.jit(slow)(jnp.ones(X.shape), jnp.ones(W.shape))
     with pytest.raises(DeviceError), opcast.budget(device="no-such-gpu"):
+        raise AssertionError("the block must not run")
+    with (
+        pytest.raises(OpcastError, match="the limit is -1"),
+        opcast.budget(-1, device="h100-sxm", quiet=True),
+    ):
         raise AssertionError("the block must not run")
 
 

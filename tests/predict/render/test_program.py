@@ -70,6 +70,12 @@ PREDICTION = Prediction(
 )  # fmt: skip
 
 
+def test_time_outside_of_kernels_is_told():
+    # 700 of 1,000 µs.
+    assert "700 µs in kernels, the rest in the host's call" in shown(100, PREDICTION)
+    assert "in the host's call" not in shown(100, replace(PREDICTION, latency_us=750.0))
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
 def test_a_table_keeps_times_and_lines_at_any_width(width):
     text = shown(width, PREDICTION)
