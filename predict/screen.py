@@ -40,6 +40,8 @@ _DRAWS = 1000
 LEAST_UNSEEN = 0.2
 #: Scopes of estimates that rest on measurements of the device, or of one like it.
 _KNOWN = ("known", "sibling", "calibrated")
+#: What is known of steps, in these words.
+_OF_TIERS = {"cluster": "known", "framework": "known", "architecture": "sibling", "new": "unseen"}
 
 
 @dataclass(frozen=True)
@@ -274,8 +276,8 @@ def _plan(own: JsonObject) -> Screened:
     said = predictor.predict(work, parse_plan(str(own["plan"])), remedy=False)
     if not said.fit.fits:
         raise PlanError(said.fit.reason(), where=said.plan.text())
-    time = said.interval
-    return Screened(1e6 * time.value, 1e6 * time.lo, 1e6 * time.hi, "known")
+    time, scope = said.interval, _OF_TIERS[said.known]
+    return Screened(1e6 * time.value, 1e6 * time.lo, 1e6 * time.hi, scope)
 
 
 @lru_cache(maxsize=8)

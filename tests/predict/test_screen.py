@@ -84,6 +84,10 @@ def test_plans_that_do_not_fit_say_so():
     first, second, unfit, wrong = found
     assert first["latency_us"] < second["latency_us"] and first["chance"] > second["chance"]
     assert "GiB" in unfit["error"] and "tp" in wrong["error"]
+    # Steps of other clusters of H100 were measured, and none on any chip like an L4.
+    small = {"workload": "llama-3-8b", "set": "batch=8,seq=512", "plan": "fsdp=8"}
+    (other,) = next(answer_lines(lines({**small, "cluster": "l4-x8"})))
+    assert (first["scope"], other["scope"]) == ("sibling", "unseen")
 
 
 def test_faulty_lines_cost_only_themselves_and_batches_end_at_empty_lines():
