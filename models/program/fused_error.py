@@ -226,33 +226,31 @@ def widened(
         latency_s: Seconds of one execution of each kernel, shape ``(n,)``.
         device: Nothing is known of the error on platforms that were not compared.
     """
-    parts = shares(lowered.kernels, latency_s)
-    if (by_op := _ends_by_op(lowered, parts, device)) is not None:
+    if (by_op := _ends_by_op(lowered, latency_s, device)) is not None:
         low, high = by_op
         return wall._replace(lo=wall.latency * exp(low), hi=wall.latency * exp(high))
     known = shipped(device.platform)
     if lowered.lowering != "fused" or not known or wall.lo <= 0.0:
         return wall
-    low, high = ends_of(parts, known)
+    low, high = ends_of(shares(lowered.kernels, latency_s), known)
     return wall._replace(
         lo=wall.latency * exp(-hypot(log(wall.latency / wall.lo), low)),
         hi=wall.latency * exp(hypot(log(wall.hi / wall.latency), high)),
     )
 
 
-def _ends_by_op(
-    lowered: LoweredProgram, parts: Mapping[str, float], device: DeviceSpec
-) -> Ends | None:
+def _ends_by_op(lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec) -> Ends | None:
     known = shipped_op(device.platform) if lowered.lowering == "op" else None
-    return None if known is None else op_ends(left_joined(lowered, parts), known)
+    if known is None:
+        return None
+    return op_ends(left_joined(lowered, shares(lowered.kernels, latency_s)), known)
 
 
 def lowering_note(
     lowered: LoweredProgram, latency_s: np.ndarray, device: DeviceSpec
 ) -> tuple[str, ...]:
     """Say where the compiler's kernels may take a time of their own; as :func:`widened`."""
-    parts = shares(lowered.kernels, latency_s)
-    if (by_op := _ends_by_op(lowered, parts, device)) is not None:
+    if (by_op := _ends_by_op(lowered, latency_s, device)) is not None:
         low, high = by_op
         return (
             f"lowering op: a TPU runs no program op by op; its compiler's kernels may take "
@@ -262,6 +260,7 @@ def lowering_note(
     if lowered.lowering != "fused" or not known:
         return ()
     counted = count_note(lowered, device)
+    parts = shares(lowered.kernels, latency_s)
     low, high = ends_of(parts, known)
     if max(-low, high) < _TELLING:
         return counted
