@@ -193,13 +193,12 @@ def _program_change(
 ) -> str:
     """The smallest change with which a program would fit; empty if it does."""
     capacity, most = room
-    limit = allowed(needed, capacity, risk)
-    if needed.value <= limit:
+    if needed.value <= allowed(needed, capacity, risk):
         return ""
-    if needed.value <= allowed(needed, most, risk):
+    limit = allowed(needed, most, risk)
+    if needed.value <= limit:
         share = ceil(100 * needed.quantile(1.0 - risk) / spec.memory_bytes) / 100
         return f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} (JAX takes {JAX_SHARE:g} by default)"
-    limit = allowed(needed, most, risk)
     saved = donatable(program)
     if saved and needed.value - saved <= limit:
         return "donated arguments (donate_argnums): results then take their place"

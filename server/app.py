@@ -18,10 +18,11 @@ from starlette.responses import Response
 from .. import __version__
 from ..common.errors import OpcastError
 from . import answers, cluster_schemas, documents, schemas
-from .bodies import PROGRAM, WHAT_IF, body, malformed, program_task
+from .bodies import PROGRAM, WHAT_IF, P, body, malformed, program_task
 from .cluster_schemas import ModelBody
 from .errors import RequestError, error_response, json_response, page_response
 from .explorer import explorer_page
+from .fork_server import Reply
 from .guard import Direct, Guard
 from .metrics import CONTENT_TYPE
 from .service import Service
@@ -188,25 +189,19 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     @post("/v1/predict/program")
     async def predict_program(request: Request) -> Response:
         """Predict a program given as JSON, or uploaded unchanged with its options in the query."""
-        task, payload = await program_task(request, service, PROGRAM)
-        work = service.sandbox.run(task | {"kind": "program"}, payload)
-        status, found = await _while_connected(request, work)
+        status, found = await programmed(request, "program", PROGRAM)
         return json_response(found, status)
 
     @post("/v1/what-if")
     async def what_if(request: Request) -> Response:
         """Predict a program on devices with other figures, or a workload of other settings."""
-        task, payload = await program_task(request, service, WHAT_IF)
-        work = service.sandbox.run(task | {"kind": "what-if"}, payload)
-        status, found = await _while_connected(request, work)
+        status, found = await programmed(request, "what-if", WHAT_IF)
         return json_response(found, status)
 
     @post("/v1/report")
     async def report(request: Request) -> Response:
         """Make the page of a program, compared with other devices; bodies as of a prediction."""
-        task, payload = await program_task(request, service, PROGRAM)
-        work = service.sandbox.run(task | {"kind": "report"}, payload)
-        status, found = await _while_connected(request, work)
+        status, found = await programmed(request, "report", PROGRAM)
         if status != 200:
             return json_response(found, status)
         answer = page_response(found)
@@ -232,6 +227,10 @@ def _add_predictions(app: FastAPI, service: Service) -> Mapping[str, Handler]:
     async def plan_serving(request: Request) -> Response:
         """Search engines, plans and batches for the cheapest that keep a service objective."""
         return await clustered(request, "plan-serving", _PLAN_SERVING)
+
+    async def programmed(request: Request, kind: str, schema: TypeAdapter[P]) -> Reply:
+        task, payload = await program_task(request, service, schema)
+        return await _while_connected(request, service.sandbox.run(task | {"kind": kind}, payload))
 
     async def clustered(request: Request, kind: str, schema: TypeAdapter[ModelBody]) -> Response:
         query = await body(request, schema)

@@ -138,9 +138,12 @@ def run_import_campaign(
         import_campaign,
     )
 
-    rows, record, _ = read_archive(path)
+    archive = read_archive(path)
+    rows, record, _ = archive
     spec = campaign_device(record, device, described_device(rows))
-    found = import_campaign(path, out, spec)
+    found = import_campaign(archive, out, spec)
+    if not found.samples and not found.operators and not found.tables:
+        raise DatasetError("the campaign measured nothing", where=str(path))
     tables = ", ".join(f"{count} of {name}" for name, count in found.tables.items())
     console.print(
         f"{spec.name}: {found.samples} samples of kernels and programs ({out / KERNELS}), "

@@ -36,6 +36,8 @@ _TIME = (1980, 1, 1, 0, 0, 0)
 _MOST_READ = 2_000_000_000
 
 Rows = Sequence[JsonMapping]
+#: What an archive holds: rows by table, the record, and the digest.
+Archive = tuple[dict[str, list[JsonObject]], JsonObject, str]
 
 
 def pack(folder: Path, journal: Journal, plan: Plan, why: str) -> Path:
@@ -256,7 +258,7 @@ def device_names(record: JsonObject) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def read_archive(path: Path) -> tuple[dict[str, list[JsonObject]], JsonObject, str]:
+def read_archive(path: Path) -> Archive:
     """Read an archive, or the folder that holds it, and check its digest.
 
     Returns:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from ...common.errors import DatasetError, OpcastError
+from ...common.errors import OpcastError
 from ...common.parquet import write_table
 from ...common.types import JsonObject
 from ...features.devices.device import DeviceSpec
@@ -27,7 +27,7 @@ from ..profile.runner import module_name
 from ..profile.trace import Event, Executed, expected
 from ..traces.aten import TracedOperator
 from ..traces.importer import operator_rows
-from .archive import noise_floor, read_archive
+from .archive import Archive, noise_floor
 
 #: Folders and tables of an import.
 KERNELS, OPERATORS, TABLES = "kernels", "operators", "tables"
@@ -77,20 +77,17 @@ def described_device(tables: Mapping[str, Sequence[JsonObject]]) -> DeviceSpec |
     return own[-1] if own else None
 
 
-def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampaign:
+def import_campaign(archive: Archive, out: Path, device: DeviceSpec) -> ImportedCampaign:
     """Write what a campaign measured into datasets and tables.
 
     Runs are named after the digest, so that an archive is there once however often it is imported.
 
     Args:
-        path: A campaign's folder, or its archive.
+        archive: From :func:`~opcast.datagen.campaign.archive.read_archive`.
         out: Folder to write: ``kernels`` and ``operators`` are datasets, ``tables`` holds the rest.
         device: What was measured.
-
-    Raises:
-        DatasetError: It is no archive, or was changed.
     """
-    tables, record, digest = read_archive(path)
+    tables, record, digest = archive
     found = ImportedCampaign(digest, record, noise_floor(tables))
     run_id = f"campaign-{digest[:12]}"
     common = {
@@ -121,8 +118,6 @@ def import_campaign(path: Path, out: Path, device: DeviceSpec) -> ImportedCampai
     if power:
         write_table(pd.DataFrame(power), out / TABLES / "power.parquet")
         found.tables["power"] = len(power)
-    if not found.samples and not found.operators and not found.tables:
-        raise DatasetError("the campaign measured nothing", where=str(path))
     return found
 
 

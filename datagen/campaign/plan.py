@@ -197,14 +197,11 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec]) -> Entry:
 
 
 def _case(data: Mapping[str, object], run: Spec, spec: Spec, mark: str = "") -> Case:
+    own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
     # A given program's path stays on this machine.
-    named = {k: v for k, v in spec.items() if k != "file"} | {
-        k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")
-    }
-    words = "-".join(_word(name, value) for name, value in named.items())
+    words = "-".join(_word(name, value) for name, value in own.items() if name != "file")
     kind, worker = str(run["kind"]), str(run["worker"])
     key = f"{data['stage']}/{kind}/{words}{mark}"
-    own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
     return Case(key, str(data["stage"]), kind, worker, own, float(str(run.get("timeout_s", 120.0))))
 
 

@@ -72,7 +72,8 @@ def measured_models(
         (framework, _, release), spec = row.framework.partition("@"), resolve_device(row.device, {})
         contexts.append(torch_context(spec, framework, release))
         if contexts[-1]["leading"] == "yes" and bundle is not None:
-            own[:] = [cost in measured_costs(spec, bundle) for cost in COSTS]
+            measured = measured_costs(spec, bundle)
+            own[:] = [cost in measured for cost in COSTS]
     logs = np.log([row.measured_s for row in kept])
     groups = np.array([row.case.model for row in kept])
     return Measured(np.array(found), contexts, logs, groups, apart), kept

@@ -34,7 +34,7 @@ def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
     (tmp_path / "c" / "telemetry-001.csv").write_text("\n".join(lines) + "\n99.0,cut o")
     pack(tmp_path / "c", journal, plan, "done")
     device = find_device("h200-sxm")
-    found = import_campaign(tmp_path / "c", tmp_path / "out", device)
+    found = import_campaign(read_archive(tmp_path / "c"), tmp_path / "out", device)
     frame = Dataset.load(tmp_path / "out" / "kernels").frame
     first = frame[frame["program"] == KEY].set_index("kind")["latency_us_p50"]
     assert first["gemm"] == pytest.approx(12.0)  # both kernels of the product
@@ -66,7 +66,7 @@ def test_kernels_programs_and_operators_by_hand(tmp_path: Path) -> None:
     assert found.contradictions == []
     assert "someone" not in json.dumps(found.record)
     # The same again is there once.
-    import_campaign(tmp_path / "c", tmp_path / "out", device)
+    import_campaign(read_archive(tmp_path / "c"), tmp_path / "out", device)
     assert len(Dataset.load(tmp_path / "out" / "kernels").frame) == len(frame)
 
 
@@ -78,7 +78,7 @@ def test_runs_that_a_gpu_does_not_mark_are_counted(tmp_path: Path) -> None:
     rows = [program("a/x", runs=3), own]
     journal, plan = campaign(tmp_path, rows)
     pack(tmp_path, journal, plan, "done")
-    import_campaign(tmp_path, tmp_path / "out", find_device("h200-sxm"))
+    import_campaign(read_archive(tmp_path), tmp_path / "out", find_device("h200-sxm"))
     frame = Dataset.load(tmp_path / "out" / "kernels").frame.set_index("kind")
     assert frame.loc["gemm", "latency_us_p50"] == pytest.approx(12.0)
     assert frame.loc["gemm", "repeats"] == 3
@@ -88,7 +88,7 @@ def test_what_contradicts_itself_or_shows_nothing_is_told(tmp_path: Path) -> Non
     rows = [program("a/short", walls_us=[5.0]), events("a/short"), program("a/none")]
     journal, plan = campaign(tmp_path, rows)
     pack(tmp_path, journal, plan, "done")
-    found = import_campaign(tmp_path, tmp_path / "out", find_device("h200-sxm"))
+    found = import_campaign(read_archive(tmp_path), tmp_path / "out", find_device("h200-sxm"))
     assert found.contradictions == ["a/short: 5.0 µs in all, 12.0 µs for one kernel"]
     assert found.without == {"a/none": "no kernel of it appears in the trace"}
 
