@@ -16,8 +16,10 @@ from ..common.options import (
     LossOpt,
     LoweringOpt,
     ModelOpt,
+    NextOpt,
     Option,
     PowerCapOpt,
+    PriceOpt,
     ProgramOrNone,
     ProgramsOrNone,
     Timeline,
@@ -371,11 +373,27 @@ class Explained(Modelled):
 
 
 def explain(
-    context: typer.Context, asked: Explained, operator: OperatorCase, json_output: Json = False
+    context: typer.Context,
+    asked: Explained,
+    operator: OperatorCase,
+    next_count: NextOpt = 0,
+    price: PriceOpt = None,
+    json_output: Json = False,
 ) -> None:
     """Explain the predicted time of a program's kernels or an operator."""
     programs = [asked.program] if asked.program is not None else []
-    if _is_operator(context, operator, programs, "neighbours", "data", "json_output"):
+    if not next_count:
+        refuse(context, "an explanation without --next", {"price"})
+    own = ("neighbours", "data", "json_output", "next_count", "price")
+    if _is_operator(context, operator, programs, *own):
+        if next_count:
+            refuse(context, "--next", {"neighbours", "data", "power_cap_w"})
+            from ..predict.operator.next_operators import next_operators
+            from ..predict.render.next_runs import print_next_runs
+
+            chosen = next_operators(operator, next_count, price)
+            print_answer(json_output, chosen, print_next_runs)
+            return
         from ..predict.operator.predict import explain_operator
         from ..predict.render.operator import print_op_explanation
 
@@ -385,8 +403,10 @@ def explain(
         print_answer(json_output, reasons, print_op_explanation)
         return
     refuse(context, "a program", {"data", "power_cap_w"})
+    if next_count:
+        refuse(context, "--next", {"neighbours", "kernel", "top"})
     if asked.framework != "xla":
-        spare = {"lowering", "kernel", "neighbours", "trip_count"}
+        spare = {"lowering", "kernel", "neighbours", "trip_count", "next_count"}
         refuse(context, f"--framework {asked.framework}", spare)
         if "," in asked.framework:
             raise typer.BadParameter("explain takes a single --framework")
@@ -407,6 +427,13 @@ def explain(
 
     predictor = load_for_programs(asked.model)
     place = measured_device(asked.device, predictor.model.devices)
+    if next_count:
+        from ..predict.program.next_kernels import next_kernels
+        from ..predict.render.next_runs import print_next_runs
+
+        case = ProgramCase(asked.opened(programs[0]), asked.options(place))
+        print_answer(json_output, next_kernels(predictor, case, next_count, price), print_next_runs)
+        return
     model = predictor.model_for(resolve_device(place, predictor.devices))
     if model.neighbours is None:
         refuse(context, f"model {model.name}, which keeps no kernels", {"neighbours"})

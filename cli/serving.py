@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.options import Json, OperatorModelOpt, Option, Timeline, page_file
+from ..common.options import Json, NextOpt, OperatorModelOpt, Option, Timeline, page_file
 from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
 from ..predict.cluster.serving_case import (
@@ -20,7 +20,7 @@ from ..predict.cluster.serving_case import (
 )
 from ..server.settings import ServerSettings
 from ..simulate.serving.policies import ROUTERS
-from .options import make_console, print_json, refuse, workload_of
+from .options import make_console, print_answer, print_json, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..predict.cluster.deployment import Deployment
@@ -46,6 +46,7 @@ def simulate_serving(
     ] = False,
     model: OperatorModelOpt = OPERATOR_MODEL,
     serving: ServingModelOpt = "default",
+    next_count: NextOpt = 0,
     json_output: Json = False,
     timeline: Timeline = None,
     html: Annotated[Path | None, Option("Write an HTML page.", check=page_file)] = None,
@@ -74,12 +75,23 @@ def simulate_serving(
             parse_lengths(text)
         except PlanError as error:
             raise typer.BadParameter(f"{name}: {error}") from None
-    workload_of(case.model.workload, case.model.hf, served=True)
+    named = workload_of(case.model.workload, case.model.hf, served=True)
     deployment = deployment_of(case, files=True)
     _refuse_unread(context, deployment, load, offline)
     predictor, kept = _predictor(model, serving), parse_slo(case.judged.slo)
     if not (load.rate or offline or load.concurrency or load.batch or load.requests):
         load = _moderate(predictor, deployment, load)
+    if next_count:
+        refuse(context, "--next", {"timeline", "html", "slo"})
+        from ..predict.cluster.next_serving import next_serving
+        from ..predict.render.next_runs import print_next_runs
+        from ..simulate.serving.checkpoints import find_checkpoint
+
+        checkpoint = find_checkpoint(str(named))
+        price = case.judged.price or None
+        chosen = next_serving(predictor, deployment, load, checkpoint, next_count, price)
+        print_answer(json_output, chosen, print_next_runs)
+        return
     prediction = predictor.predict(deployment, load, slo=kept)
     if timeline is not None:
         write_trace(serving_trace(prediction), timeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from ..common.options import (
     HfOpt,
     Json,
+    NextOpt,
     Option,
     Timeline,
     Workload,
@@ -29,6 +31,7 @@ def simulate(
     case: StepCase,
     workload: Workload = "",
     hf: HfOpt = None,
+    next_count: NextOpt = 0,
     json_output: Json = False,
     timeline: Timeline = None,
     html: Annotated[
@@ -47,6 +50,17 @@ def simulate(
 
     named = workload_of(workload, hf)
     work = read_workload(named, case.settings)
+    if next_count:
+        spare = {"timeline", "html", "explain", "jitter", "speed", "power_cap_w", "seed"}
+        refuse(context, "--next", spare)
+        from ..predict.cluster.next_run import next_steps
+        from ..predict.render.next_runs import print_next_runs
+
+        chosen = next_steps(
+            replace(case, workload=str(named)), work, load_step_model(case.model), next_count
+        )
+        print_answer(json_output, chosen, print_next_runs)
+        return
     prediction = case.predict(work, load_step_model(case.model))
     if timeline is not None:
         title = f"{prediction.plan.text()} on {prediction.cluster}"

@@ -226,6 +226,10 @@ DeviceIndex = Annotated[
     int | None,
     Option("Device of a trace of several; by default all, if they ran the same.", least=0),
 ]
+NextOpt = Annotated[
+    int,
+    Option("Name so many runs that would narrow the interval most.", ("--next",), least=0),
+]
 PriceOpt = Annotated[
     float | None,
     Option("Price of a device for an hour, in any currency: prints the cost.", least=0.0),

@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from ..models.core.kernel_table import KernelTable
     from ..models.cost_model import CostModel
     from ..models.operators import OpModel
-    from ..models.operators.curves import Curve, Trial
+    from ..models.operators.curves import Asked, Curve, Trial
     from .settings import CalibrateSettings
 
 #: Most samples of a family relative to the mean, when samples are allocated by share of the time.
 #: Engineering estimate: it bounds the candidates that each trial has to order.
 FAVOURED = 3
+#: Most samples that are chosen for a single operator: more is a campaign. Engineering choice.
+MOST_ASKED = 25
 
 
 def run_calibrate_operators(
@@ -81,6 +83,12 @@ def run_calibrate_operators(
     if len(trials) > 1:
         curves.append(joint_curve(trials, spec.name, counts, seed))
     _print_curves(console, curves, "MAPE in % by samples of each family")
+    few = [n for n in counts if n <= MOST_ASKED]
+    asked = [
+        trial.asked(few, seed)
+        for trial in tracked(trials, len(trials), "samples chosen for single operators")
+    ]
+    _print_asked(console, asked, spec.name)
     shares = shares_of({trial.family: trial.seconds for trial in trials})
     gains = {trial.family: trial.gains for trial in trials}
     total = samples * len(trials)
@@ -285,6 +293,34 @@ def _print_curves(console: Console, curves: Sequence[Curve], what: str) -> None:
     from ..common.tables_text import print_frame
 
     print_frame(console, _curve_table(curves), f"{curves[0].device}: {what}")
+
+
+def _print_asked(console: Console, asked: Sequence[Asked], device: str) -> None:
+    from ..common.tables_text import print_frame
+
+    print_frame(
+        console,
+        pd.DataFrame([row for own in asked for row in _asked_rows(own)]),
+        f"{device}: single operators, samples chosen for each (MAPE in %, share of the deviation "
+        "that is expected to be left, share inside the interval then)",
+    )
+
+
+def _asked_rows(asked: Asked) -> list[dict[str, object]]:
+    figures = {
+        "chosen": asked.chosen,
+        "random": asked.random,
+        "left": asked.narrowed,
+        "inside": asked.inside,
+    }
+    return [
+        {
+            "family": asked.family,
+            "": name,
+            **{f"{n}": round(100 * v, 1) for n, v in zip(asked.counts, own, strict=True)},
+        }
+        for name, own in figures.items()
+    ]
 
 
 def _plot(console: Console, curves: Sequence[Curve], plot: Path | None) -> None:

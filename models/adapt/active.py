@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,23 @@ from .covariance import Sites, covariance, noise_variance, scaled_params
 #: new device's errors may have less in common than those of the devices that the covariance was
 #: fitted to. Chosen on other devices left out of training in turn (docs/operator-new-device.md).
 VARIANTS = ((1.0, 1.0, 1.0), (0.3, 1.0, 1.0), (1.0, 2.5, 0.5), (0.3, 2.5, 0.5))
+
+
+class Errors(NamedTuple):
+    """What is known of errors before anything more is measured, in log space.
+
+    Attributes:
+        covariance: Of the errors of ``n`` runs, shape ``(n, n)``.
+        noise: Variance of a measurement's noise.
+    """
+
+    covariance: np.ndarray
+    noise: float
+
+    def given(self, variance: float) -> Errors:
+        """The same with amplitudes at which the last run's error has a variance."""
+        own = float(self.covariance[-1, -1])
+        return Errors(self.covariance * (variance / own if own > 0.0 else 0.0), self.noise)
 
 
 def choose(sites: Sites, params: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -40,28 +58,85 @@ def choose(sites: Sites, params: np.ndarray, count: int) -> tuple[np.ndarray, np
         mean variance (in log space) from each, shape ``(count,)`` each.
     """
     weight = np.full(len(sites), 1 / max(len(sites), 1))
-    variants = [scaled_params(params, *factors) for factors in VARIANTS]
-    noise = [noise_variance(own) for own in variants]
-    posterior = [covariance(sites, sites, own) for own in variants]
+    return in_order(errors_at(sites, params), weight, count, np.ones(len(sites)))
+
+
+def choose_for(
+    errors: Sequence[Errors], count: int, cost: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the runs that tell most of one question.
+
+    Args:
+        errors: Variants of what is known of the errors of the candidates and, last, of the
+            question; shape ``(n + 1, n + 1)`` each.
+        count: Number of candidates to choose.
+        cost: Of the candidates, shape ``(n,)``; gains count by it. ``None`` for equal ones.
+
+    Returns:
+        Positions of the chosen candidates, most informative first, and the share of the question's
+        variance that is left after each and those before it.
+    """
+    last = len(errors[0].covariance) - 1
+    weight = np.zeros(last + 1)
+    weight[last] = 1.0
+    before = float(np.mean([own.covariance[last, last] for own in errors]))
+    order, gains = in_order(errors, weight, count, np.ones(last) if cost is None else cost)
+    return order, 1.0 - np.cumsum(gains) / (before or 1.0)
+
+
+def errors_at(sites: Sites, params: np.ndarray, measured: Sites | None = None) -> list[Errors]:
+    """Variants of what is known of kernels' errors on a new device.
+
+    Args:
+        sites: The kernels.
+        params: Parameters of the covariance.
+        measured: Kernels that have a label already.
+    """
+    found = []
+    for factors in VARIANTS:
+        own = scaled_params(params, *factors)
+        known = RemainingVariance.of(sites, own, np.zeros(len(sites)), measured)
+        found.append(Errors(known.posterior, known.noise))
+    return found
+
+
+def in_order(
+    errors: Sequence[Errors], weight: np.ndarray, count: int, cost: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose runs greedily by the expected fall of the weighted variance, over variants of it.
+
+    Args:
+        errors: Variants of what is known of ``n`` errors.
+        weight: Importance of each, shape ``(n,)``.
+        count: Number of runs to choose.
+        cost: Of the first errors' runs, which are those that may be chosen; gains count by it.
+
+    Returns:
+        Positions of the chosen runs in their order, and the fall from each.
+    """
+    posterior = [own.covariance.copy() for own in errors]
     chosen: list[int] = []
     gains: list[float] = []
-    open_ = np.ones(len(sites), bool)
-    for _ in range(min(count, len(sites))):
+    open_ = np.ones(len(cost), bool)
+    for _ in range(min(count, len(cost))):
         # Measuring j lowers the variance at i by cov(i, j)² / (var(j) + noise); all candidates at
         # once.
         gain = np.mean(
-            [(weight @ p**2) / (np.diag(p) + v) for p, v in zip(posterior, noise, strict=True)],
+            [
+                (weight @ p**2) / (np.diag(p) + own.noise)
+                for p, own in zip(posterior, errors, strict=True)
+            ],
             axis=0,
-        )
-        best = int(np.argmax(np.where(open_, gain, -1.0)))
+        )[: len(cost)]
+        best = int(np.argmax(np.where(open_, gain / cost, -1.0)))
         chosen.append(best)
         gains.append(float(gain[best]))
         open_[best] = False
-        for own, variance in zip(posterior, noise, strict=True):
-            column = own[:, best].copy()
+        for p, own in zip(posterior, errors, strict=True):
+            column = p[:, best].copy()
             # Rank-one update of the posterior covariance: what is left once the chosen one is
             # measured. Its label is not needed, since a Gaussian's variance does not depend on it.
-            own -= np.outer(column, column / (column[best] + variance))
+            p -= np.outer(column, column / (column[best] + own.noise))
     return np.array(chosen, np.int64), np.array(gains)
 
 

@@ -69,6 +69,16 @@ class Sites:
         return Sites(self.place[rows], self.share[rows], self.coarse[rows], self.fine[rows], leaves)
 
 
+def joined_sites(first: Sites, second: Sites) -> Sites:
+    """Sites of two sets of kernels, one after the other; both or neither have leaves."""
+    leaves = None
+    if first.leaves is not None and second.leaves is not None:
+        leaves = np.concatenate([first.leaves, second.leaves])
+    names = ("place", "share", "coarse", "fine")
+    each = (np.concatenate([getattr(first, n), getattr(second, n)]) for n in names)
+    return Sites(*each, leaves)
+
+
 @dataclass
 class Scale:
     """Centre and spread of key features, which make distances dimensionless."""

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from ..adapt.active import Errors
 from .effects import CLUSTER, Context, Effects, Level
 
 #: Errors below this count by their square: the difference between repeated runs (2 to 3 %).
@@ -120,23 +121,22 @@ class Linear(Generic[E]):
         weight = np.full(len(left), OWN_WEIGHT)
         return self.now.joined(self._shrunk(everything, own, left, weight))
 
-    def information(self, learn: np.ndarray) -> np.ndarray:
-        """How much other measurements would tell of clusters beyond those to learn from.
+    def unsure(self, learn: np.ndarray) -> Errors:
+        """What is known of other measurements' errors by the effects of their clusters.
 
         Args:
-            learn: Which were measured; clusters of the others are among theirs.
+            learn: Which were measured; clusters of the others may be among theirs.
 
         Returns:
-            Of the others, in nats: half the logarithm of how much each would shrink what its
-            cluster's effects may be (Lindley, Ann. Math. Statist. 1956; the D-optimal design).
+            Of the others, in their order.
         """
         own, stays = self._own()
-        matrix = self.matrix[:, own] * self.deviations[own]
+        sure = [self.now.deviations.get(self.keys[c], float(self.deviations[c])) for c in own]
+        matrix = self.matrix[:, own] * np.array(sure)
         left = (self.target - self.matrix @ stays)[learn]
         _, precision = shrunk(matrix[learn], left, np.full(len(left), OWN_WEIGHT))
         rows = matrix[~learn]
-        spread = np.einsum("ij,ij->i", rows @ np.linalg.inv(precision), rows)
-        return np.asarray(0.5 * np.log1p(OWN_WEIGHT * ERROR / NOISE * spread))
+        return Errors(rows @ np.linalg.inv(precision) @ rows.T, NOISE / (OWN_WEIGHT * ERROR))
 
     def _own(self) -> tuple[np.ndarray, np.ndarray]:
         """Columns of clusters, and the values of the others' effects, 0 for these."""

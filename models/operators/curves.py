@@ -10,9 +10,10 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...features.devices.device import DeviceSpec
-from ..adapt.active import allocate, choose, shares_of, spread_evenly
-from ..adapt.covariance import Sites, covariance
+from ..adapt.active import allocate, choose, choose_for, errors_at, shares_of, spread_evenly
+from ..adapt.covariance import Sites, covariance, joined_sites
 from ..adapt.gaussian_process import ErrorPosterior
+from ..trust.calibrator import NORMAL_90
 from .family import FamilyModel
 
 #: Most candidates and test rows that are used; larger tables are sampled down, so that
@@ -22,6 +23,9 @@ MAX_CANDIDATES, MAX_TEST = 1200, 3000
 COUNTS = (0, 5, 10, 25, 50, 100)
 #: Draws of the random choice, with whose mean error the active choice is compared.
 RANDOM_DRAWS = 10
+#: Test rows of a family that are asked about one by one, and candidates that samples are chosen of
+#: for each: the cost grows with the square of the latter.
+QUESTIONS, QUESTION_POOL = 30, 400
 #: Name of the curve over all families.
 ALL = "all, by time"
 
@@ -60,6 +64,28 @@ class Curve:
             low, high = np.log1p(self.counts[place - 1]), np.log1p(self.counts[place])
             return float(np.expm1(low + (high - low) * (before - goal) / (before - error)))
         return float("inf")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Errors on single operators, with samples chosen for each by itself and at random.
+
+    Attributes:
+        family: The family.
+        counts: Numbers of samples.
+        chosen: MAPE over the operators, one a count.
+        random: The same with random samples, mean over draws.
+        narrowed: Standard deviation that is expected of an operator's log error after the chosen
+            ones, over that before any.
+        inside: Share of the operators whose error then lies inside the expected 90 % interval.
+    """
+
+    family: str
+    counts: tuple[int, ...]
+    chosen: tuple[float, ...]
+    random: tuple[float, ...]
+    narrowed: tuple[float, ...]
+    inside: tuple[float, ...]
 
 
 @dataclass
@@ -165,17 +191,61 @@ class Trial:
             family, params, sites, pool[1], other, test[1], rows, seconds, order, gains, groups
         )
 
+    def left(self, chosen: np.ndarray, test: np.ndarray | None = None) -> np.ndarray:
+        """Log errors left on test rows after learning from some of the candidates.
+
+        Args:
+            chosen: Positions of the candidates.
+            test: Positions of the test rows; all by default.
+        """
+        errors = self.test_errors if test is None else self.test_errors[test]
+        if not len(chosen):
+            return errors
+        own = None if self.groups is None else self.groups[chosen]
+        some = self.pool.take(chosen)
+        correction = ErrorPosterior.fit(self.params, some, self.pool_errors[chosen], groups=own)
+        # The posterior mean alone: intervals are not needed, and cost a matrix the size of the
+        # test rows.
+        sites = self.test if test is None else self.test.take(test)
+        return errors - covariance(sites, correction.sites, correction.params) @ correction.weights
+
     def error(self, chosen: np.ndarray) -> float:
         """MAPE on the test rows after learning from some of the candidates."""
-        mean = np.zeros(len(self.test_errors))
-        if len(chosen):
-            own = None if self.groups is None else self.groups[chosen]
-            some = self.pool.take(chosen)
-            correction = ErrorPosterior.fit(self.params, some, self.pool_errors[chosen], groups=own)
-            # The posterior mean alone: intervals are not needed, and cost a matrix the size of the
-            # test rows.
-            mean = covariance(self.test, correction.sites, correction.params) @ correction.weights
-        return float(np.mean(np.abs(np.exp(mean - self.test_errors) - 1)))
+        return _mape(self.left(chosen))
+
+    def asked(self, counts: Sequence[int], seed: int = 0) -> Asked:
+        """Compare samples that are chosen for one test row with random ones, over some test rows.
+
+        Args:
+            counts: Numbers of samples, ascending.
+            seed: Seed of the draws of test rows, candidates and random samples.
+        """
+        rng = np.random.default_rng(seed)
+        rows = rng.permutation(len(self.test_errors))[:QUESTIONS]
+        some = rng.permutation(len(self.pool))[:QUESTION_POOL]
+        chosen, random = np.empty((2, len(rows), len(counts)))
+        left, inside = np.empty((2, len(rows), len(counts)))
+        for place, row in enumerate(rows.tolist()):
+            one = np.array([row])
+            errors = errors_at(joined_sites(self.pool.take(some), self.test.take(one)), self.params)
+            order, shares = choose_for(errors, max(counts))
+            prior = float(np.mean([own.covariance[-1, -1] for own in errors]))
+            noise = float(np.mean([own.noise for own in errors]))
+            for at, count in enumerate(counts):
+                error = float(self.left(some[order[:count]], one)[0])
+                chosen[place, at] = abs(np.expm1(-error))
+                drawn = (rng.permutation(len(self.pool))[:count] for _ in range(RANDOM_DRAWS))
+                random[place, at] = np.mean([_mape(self.left(own, one)) for own in drawn])
+                spread = prior * (shares[count - 1] if count else 1.0) + noise
+                left[place, at] = np.sqrt(spread / (prior + noise))
+                inside[place, at] = abs(error) <= NORMAL_90 * np.sqrt(spread)
+        means = (each.mean(axis=0).tolist() for each in (chosen, random, left, inside))
+        return Asked(self.family, tuple(counts), *map(tuple, means))
+
+
+def _mape(errors: np.ndarray) -> float:
+    """MAPE of predictions by logarithms of measured over predicted."""
+    return float(np.mean(np.abs(np.expm1(-errors))))
 
 
 def error_curve(trial: Trial, device: str, counts: Sequence[int], seed: int = 0) -> Curve:

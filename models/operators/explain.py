@@ -156,7 +156,7 @@ def explain_op(
     prediction, found = model.with_members(OpRows.of(asked), specs)
     members = tuple(found)
     # A mixture has no features: the member nearest to its median is explained.
-    typical = _typical(members, float(prediction.latency[0]))
+    typical = typical_member(members, float(prediction.latency[0]))
     row = {**row, **typical}
     frame = asked.assign(**typical)
     features = model.features(frame, specs)
@@ -169,7 +169,7 @@ def explain_op(
     like, _ = model.known_devices.proxies(asked_row.texts("device"), known)
     parts = models.linear_parts(asked_row, learned, like)
     regressor, table = models.choose(learned, like)
-    others = model.features(_variants(row, FAMILIES[model.family], name), known)
+    others = model.features(other_sizes(row, FAMILIES[model.family], name), known)
     _, background = models.choose(others, np.repeat(like, len(others.X)))
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
     # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
@@ -204,7 +204,7 @@ def explain_op(
     )
 
 
-def _typical(members: Sequence[Member], median_s: float) -> dict[str, str]:
+def typical_member(members: Sequence[Member], median_s: float) -> dict[str, str]:
     """Names of the member of a mixture that is nearest to its median; none without members."""
     if not members:
         return {}
@@ -228,7 +228,7 @@ def _terms(features: OpFeatures) -> dict[str, float]:
     return {**terms, "fixed": float(features.floor_s[0]) * 1e6}
 
 
-def _variants(row: JsonMapping, group: str, device: str) -> pd.DataFrame:
+def other_sizes(row: JsonMapping, group: str, device: str) -> pd.DataFrame:
     """The operator in other sizes, always the same ones."""
     rng = np.random.default_rng(0)
     variants = []

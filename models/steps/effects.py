@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...simulate.step.costs import StepEffects
+from ..adapt.active import Errors
 from ..effects.effects import WHOLE, Effects, Levels
 from ..effects.linear import Linear, group_weights
 from .context import FRAMEWORKS, StepContext
@@ -143,14 +144,14 @@ def fit_effects(
     return table
 
 
-def informative(
+def unsure(
     slopes: Slopes,
     contexts: Sequence[StepContext],
     measured: np.ndarray,
     others: Slopes,
     other_contexts: Sequence[StepContext],
-) -> np.ndarray:
-    """How much steps that were not measured would tell of clusters beyond those that were.
+) -> Errors:
+    """What is known of the errors of steps that were not measured, given those that were.
 
     Args:
         slopes: Of the measured steps.
@@ -160,7 +161,7 @@ def informative(
         other_contexts: Of the other steps.
 
     Returns:
-        Information in nats, as :meth:`~opcast.models.effects.linear.Linear.information` gives it.
+        Of the others, as :meth:`~opcast.models.effects.linear.Linear.unsure` gives it.
     """
     both = Slopes(
         slopes.table,
@@ -170,7 +171,7 @@ def informative(
     # Nothing is known of the others but their slopes.
     times = np.concatenate([measured, others.level])
     learn = np.arange(len(times)) < len(measured)
-    return both.linear([*contexts, *other_contexts], times).information(learn)
+    return both.linear([*contexts, *other_contexts], times).unsure(learn)
 
 
 def _start(

@@ -1,4 +1,4 @@
-"""Which step of a cluster to measure next: the one that tells most beyond those measured."""
+"""Which steps of a cluster to measure next: those that tell most beyond what is known of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import numpy as np
 
 from ...common.errors import OpcastError
 from ...features.devices.catalogue import find_device
-from ...models.steps.effects import Slopes, informative, slopes_at
+from ...models.adapt.active import in_order
+from ...models.operators import OpModel
+from ...models.steps.context import is_compiled
+from ...models.steps.effects import Slopes, slopes_at, unsure
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.fitting import memory_of
+from ...simulate.step.plan import Plan, resolved
+from ...simulate.step.workload import Workload
+from ..next_runs import NextRuns, Run, next_runs, variance_of
 from ..sweep.space import candidates
 from .case_table import FAULTS
+from .step_case import StepCase
 from .step_table import StepRow, StepRuns
 
 #: Most models and clusters among the measured steps for which plans are tried, and plans tried of
@@ -34,12 +42,12 @@ class NextRun:
 
     Attributes:
         row: The step.
-        nats: Information that its time would give of the cluster's effects.
+        fall: Expected fall of the mean variance of the errors of all plans that were tried.
         tells: What it tells most about, in words.
     """
 
     row: StepRow
-    nats: float
+    fall: float
     tells: str
 
     def text(self) -> str:
@@ -70,9 +78,101 @@ def next_run(model: StepModel, runs: StepRuns, measured: np.ndarray) -> NextRun 
     more = StepRuns(rows, runs.operators)
     near = slopes_at(runs.simulate, model.table, len(runs.rows))
     far = slopes_at(more.simulate, model.table, len(rows))
-    nats = informative(near, runs.contexts, measured, far, more.contexts)
-    best = int(np.argmax(nats))
-    return NextRun(rows[best], float(nats[best]), _tells(near, far, best))
+    errors = unsure(near, runs.contexts, measured, far, more.contexts)
+    (best,), (fall,) = in_order([errors], np.full(len(rows), 1 / len(rows)), 1, np.ones(len(rows)))
+    return NextRun(rows[best], float(fall), _tells(near, far, int(best)))
+
+
+def next_steps(case: StepCase, work: Workload, operators: OpModel | None, count: int) -> NextRuns:
+    """Choose steps to measure for one that is asked about: other plans, and smaller clusters.
+
+    Args:
+        case: The step.
+        work: Its workload, as it was read.
+        operators: Model of library operators; ``None`` for rooflines.
+        count: Number of steps; with a price in the case, by what they narrow for their cost.
+
+    Raises:
+        OpcastError: The plan, cluster or model does not fit.
+    """
+    asked = case.predict(work, operators)
+    cluster = find_cluster(case.cluster)
+    row = StepRow(
+        id="asked",
+        source=case.source,
+        framework=case.framework.lower(),
+        workload=asked.workload,
+        plan=asked.plan,
+        cluster=cluster,
+        share=1.0,
+        launched=not (case.compiled or is_compiled(case.framework)),
+        measured_s=float("nan"),
+        memory_bytes=float("nan"),
+    )
+    own = [row, *_smaller(row)]
+    model = StepModel.find(case.steps)
+    known = {
+        (r.workload, r.cluster, r.plan): r for r in [row, *_others(model, StepRuns(own, None))]
+    }
+    rows = [*known.values(), row]
+    runs = StepRuns(rows, operators)
+    slopes = slopes_at(runs.simulate, model.table, len(rows))
+    errors = slopes.linear(runs.contexts, slopes.level).unsure(np.zeros(len(rows), bool))
+    one = {cost: float(values[-1]) for cost, values in slopes.slope.items()}
+    # What no run of the cluster tells is of its framework, its chips and the composition.
+    told = float(errors.covariance[-1, -1]) / model.table.spread(runs.contexts[-1], one) ** 2
+    before = variance_of(asked.interval)
+    candidates = [
+        Run(_words(own), _command(case, own, row), float(np.exp(level)), own.cluster.size)
+        for own, level in zip(rows[:-1], slopes.level[:-1].tolist(), strict=True)
+    ]
+    return next_runs(
+        asked.interval,
+        candidates,
+        [errors.given(before * min(told, 1.0))],
+        count,
+        kind="step",
+        price=case.price,
+        stays=before * max(1.0 - told, 0.0),
+        then=(
+            "opcast calibrate --steps STEPS.csv --out own.json   # a row for each, with step_s "
+            "(docs/steps.md)",
+            "opcast simulate … --steps own.json",
+        ),
+    )
+
+
+def _smaller(row: StepRow) -> Iterator[StepRow]:
+    """The same work for each device on halves of the cluster, down to one box, where there are."""
+    size, work = row.cluster.size, row.workload
+    least = max(row.cluster.devices_per_node or 1, 1)
+    part = 2
+    while size // part >= least and size % part == 0 and work.batch % part == 0:
+        name = row.cluster.name.removesuffix(str(size)) + str(size // part)
+        part *= 2
+        try:
+            cluster = find_cluster(name)
+            smaller = replace(work, batch=work.batch * cluster.size // size)
+            plan = resolved(smaller, Plan(dp=cluster.size), cluster.size)
+        except (OpcastError, *FAULTS):
+            continue
+        yield replace(row, cluster=cluster, workload=smaller, plan=plan)
+
+
+def _words(row: StepRow) -> str:
+    return f"{row.plan.text()} on {row.cluster.name}, batch {row.workload.batch}"
+
+
+def _command(case: StepCase, row: StepRow, asked: StepRow) -> str:
+    """Command that predicts a step, of the framework whose own launcher runs it."""
+    sizes = {**case.settings}
+    if row.workload.batch != asked.workload.batch:
+        sizes["batch"] = row.workload.batch
+    words = ["opcast simulate --workload", case.workload or "MODEL"]
+    if sizes:
+        words += ["--set", ",".join(f"{k}={v}" for k, v in sizes.items())]
+    words += ["--cluster", row.cluster.name, "--plan", row.plan.text().replace(" ", ",")]
+    return " ".join(words)
 
 
 def _tells(near: Slopes, far: Slopes, best: int) -> str:

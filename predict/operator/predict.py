@@ -98,7 +98,7 @@ def operator_prices(case: OperatorCase) -> tuple[DeviceSpec, Callable[[DeviceSpe
     Raises:
         OpcastError: As for :func:`predict_op`.
     """
-    row, bundle, spec = _asked(case)
+    row, bundle, spec = asked_operator(case)
     return spec, lambda device: _estimate(row, bundle, device, case.power_cap_w)
 
 
@@ -131,7 +131,7 @@ def _estimate(
     )
 
 
-def _asked(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]:
+def asked_operator(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]:
     """The row that an operator is on a device, a model with its family, and the device."""
     row = parse_op(case.op)
     _check_named(case.device)
@@ -200,7 +200,7 @@ def explain_operator(case: OperatorCase, data: Sequence[Path] = (), k: int = 3) 
     """
     from ...models.operators.explain import explain_op
 
-    row, bundle, spec = _asked(case)
+    row, bundle, spec = asked_operator(case)
     cap = cap_share(case.power_cap_w, spec)
     measured = measured_rows(data, row["key"], spec.name) if data else None
     found = explain_op(bundle.families[row["key"]], row, spec, measured, k)

@@ -5,9 +5,11 @@ import pandas as pd
 import pytest
 
 from opcast.models.adapt.active import (
+    Errors,
     RemainingVariance,
     allocate,
     choose,
+    choose_for,
     choose_programs,
     shares_of,
     spread_evenly,
@@ -53,6 +55,24 @@ def test_the_gain_of_one_sample_by_hand(params):
     before = np.diag(matrix) @ weight
     choice.measure(np.array([0]))
     assert before - np.diag(choice.posterior) @ weight == pytest.approx(expected)
+
+
+def test_runs_for_one_question_by_hand():
+    # The question, last, shares 0.8 of its variance of 1 with the first run, 0.6 with the second.
+    own = Errors(np.array([[1.0, 0.0, 0.8], [0.0, 1.0, 0.6], [0.8, 0.6, 1.0]]), 0.25)
+    order, left = choose_for([own], 2)
+    assert order.tolist() == [0, 1]
+    assert left == pytest.approx([1 - 0.64 / 1.25, 1 - (0.64 + 0.36) / 1.25])
+    # At a third of the cost the second one tells more for it.
+    order, left = choose_for([own], 1, np.array([3.0, 1.0]))
+    assert order.tolist() == [1] and left == pytest.approx([1 - 0.36 / 1.25])
+
+
+def test_amplitudes_are_those_that_give_the_question_its_variance():
+    own = Errors(np.array([[4.0, 1.0], [1.0, 2.0]]), 0.1).given(0.5)
+    assert own.covariance.tolist() == [[1.0, 0.25], [0.25, 0.5]] and own.noise == 0.1
+    nothing = Errors(np.zeros((2, 2)), 0.1).given(0.5)
+    assert not nothing.covariance.any()
 
 
 def test_what_was_measured_lowers_the_gain(params):
@@ -109,6 +129,15 @@ def test_chosen_samples_beat_random_ones():
     assert curve.active[0] == pytest.approx(curve.random[0])
     assert curve.active[1] < 0.8 * curve.random[1]
     assert curve.needed(8) < 6
+
+
+def test_samples_chosen_for_one_operator_beat_random_ones():
+    asked = trial("a", 1.0, 1.0).asked((0, 1, 4))
+    assert asked.chosen[0] == pytest.approx(asked.random[0]) and asked.narrowed[0] == 1.0
+    # One sample of its own kind says what a random one of the crowd cannot.
+    assert asked.chosen[1] < 0.8 * asked.random[1]
+    assert asked.narrowed[2] < asked.narrowed[1] < 1.0
+    assert min(asked.inside) > 0.8
 
 
 def test_over_families_the_errors_count_by_time():

@@ -1,0 +1,95 @@
+"""Which operators to measure for the interval of one that is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from ...common.interval import Interval
+from ...features.operators.columns import OpRows
+from ...features.operators.schema import FAMILIES
+from ...models.adapt.active import errors_at
+from ...models.operators.device_errors import OF_LIBRARY
+from ...models.operators.explain import other_sizes, typical_member
+from ..next_runs import NextRuns, Run, next_runs
+from .case import OperatorCase
+from .predict import asked_operator
+
+#: PyTorch's names of formats, by those of tables.
+_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+#: Shapes of the operands of products, and what multiplies them.
+_PRODUCTS = {
+    "linear": ("m k", "n k", "torch.nn.functional.linear(a, b)"),
+    "bmm": ("b m k", "b k n", "a @ b"),
+}
+
+
+def next_operators(case: OperatorCase, count: int, price: float | None = None) -> NextRuns:
+    """Choose operators to measure on the device, the one that is asked about among them.
+
+    Args:
+        case: The operator on a device.
+        count: Number of operators.
+        price: Of a device for an hour; with one, by what they narrow for their cost.
+
+    Raises:
+        OpcastError: As for :func:`~opcast.predict.operator.predict.predict_op`.
+    """
+    row, bundle, spec = asked_operator(case)
+    model, specs = bundle.families[row["key"]], {spec.name: spec}
+    asked = pd.DataFrame([{**row, "device": spec.name}])
+    prediction, members = model.with_members(OpRows.of(asked), specs)
+    named = typical_member(members, float(prediction.latency[0]))
+    others = other_sizes({**row, **named}, FAMILIES[model.family], spec.name)
+    # The question is a candidate, too, and stands once more at the end.
+    asked = asked.assign(**named)
+    rows = pd.concat([asked, others, asked], ignore_index=True)
+    rows = pd.concat([rows.iloc[:-1].drop_duplicates(), rows.iloc[-1:]], ignore_index=True)
+    features = model.features(rows, specs)
+    sites = model.fitted.errors.sites(OpRows.of(rows), features, specs)
+    library = str(named.get("backend") or row.get("backend") or "")
+    corrections = model.corrections
+    known = corrections.get(f"{spec.name}{OF_LIBRARY}{library}", corrections.get(spec.name))
+    errors = errors_at(sites, model.fitted.errors.params, known.sites if known else None)
+    seconds = model.predict(rows, specs).latency
+    runs = [
+        Run(_text(case.op, own, named), _command(own), float(s))
+        for own, s in zip(rows.to_dict("records")[:-1], seconds[:-1], strict=True)
+    ]
+    return next_runs(
+        Interval(*(float(x[0]) for x in (prediction.latency, prediction.lo, prediction.hi))),
+        runs,
+        errors,
+        count,
+        kind="operator",
+        price=price,
+        then=(
+            f"opcast calibrate --device {case.device} --data ROWS --samples {count} --out adapted",
+            f"opcast predict --op '{case.op}' --device {case.device} --model adapted",
+        ),
+        notes=["ROWS is a table of the measured times (docs/operator-tables.md)"],
+    )
+
+
+def _text(asked: str, row: Mapping[object, object], named: Mapping[str, str]) -> str:
+    """An operator in other sizes than the one asked about, as ``--op`` takes it."""
+    head, *pairs = asked.split()
+    names = [pair.partition("=")[0] for pair in pairs]
+    own = [*names, *(name for name, value in named.items() if value and name not in names)]
+    return " ".join([head, *(f"{name}={row.get(name, '')}" for name in own)])
+
+
+def _command(row: Mapping[object, object]) -> str:
+    """How PyTorch times a product; empty for other operators, which each library names its way."""
+    dtype = _TORCH.get(str(row["dtype"]))
+    if row["family"] not in _PRODUCTS or dtype is None:
+        return ""
+    first, second, call = _PRODUCTS[str(row["family"])]
+    made = [
+        f"{name} = torch.randn({', '.join(str(row[size]) for size in sizes.split())}, "
+        f"device='cuda', dtype=torch.{dtype})"
+        for name, sizes in (("a", first), ("b", second))
+    ]
+    setup = f"import torch; {'; '.join(made)}; wait = torch.cuda.synchronize"
+    return f'python -m timeit -n 1 -s "{setup}" "for _ in range(100): {call}" "wait()"'
