@@ -25,6 +25,7 @@ from ..workflows.reports.settings import (
     DeviceReportSettings,
     FidelitySettings,
     OperatorReportSettings,
+    PagesSettings,
     SupportReportSettings,
 )
 from .options import make_console, measured_device, print_answer, program_of, refuse, refuse_unused
@@ -116,6 +117,13 @@ def support(settings: SupportReportSettings) -> None:
 
     # Wide enough for its thirteen columns.
     run_support_report(make_console(160), settings)
+
+
+def pages(settings: PagesSettings) -> None:
+    """Write the pages of accuracy, one for each kind of question, from what shipped models keep."""
+    from ..workflows.reports.pages import run_pages
+
+    run_pages(make_console(), settings)
 
 
 def clusters(settings: ClusterReportSettings) -> None:

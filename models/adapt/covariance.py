@@ -74,9 +74,13 @@ def joined_sites(first: Sites, second: Sites) -> Sites:
     leaves = None
     if first.leaves is not None and second.leaves is not None:
         leaves = np.concatenate([first.leaves, second.leaves])
-    names = ("place", "share", "coarse", "fine")
-    each = (np.concatenate([getattr(first, n), getattr(second, n)]) for n in names)
-    return Sites(*each, leaves)
+    return Sites(
+        np.concatenate([first.place, second.place]),
+        np.concatenate([first.share, second.share]),
+        np.concatenate([first.coarse, second.coarse]),
+        np.concatenate([first.fine, second.fine]),
+        leaves,
+    )
 
 
 @dataclass

@@ -207,7 +207,8 @@ class Trial:
         # The posterior mean alone: intervals are not needed, and cost a matrix the size of the
         # test rows.
         sites = self.test if test is None else self.test.take(test)
-        return errors - covariance(sites, correction.sites, correction.params) @ correction.weights
+        cross = covariance(sites, correction.sites, correction.params)
+        return np.asarray(errors - cross @ correction.weights)
 
     def error(self, chosen: np.ndarray) -> float:
         """MAPE on the test rows after learning from some of the candidates."""

@@ -52,6 +52,14 @@ class SupportReportSettings(Settings):
 
 
 @dataclass(frozen=True)
+class PagesSettings(Settings):
+    """Settings of ``opcast report pages``."""
+
+    command: ClassVar[str] = "report pages"
+    out: Annotated[Path, Option("Folder to write.", argument=True)]
+
+
+@dataclass(frozen=True)
 class ClusterReportSettings(Settings):
     """Settings of ``opcast report clusters``.
 

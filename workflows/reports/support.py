@@ -95,7 +95,7 @@ opcast report support --out docs/reports/support.md
 
 Operators: mean error in per cent on shapes of the device that the models had not seen (split
 `val`), and in brackets that of models that had not seen the chip at all. *yes*: such measurements
-of the device were learned from; their errors are in [accuracy.md](../accuracy.md). An empty cell:
+of the device were learned from; [accuracy](../accuracy/index.md) has their errors. An empty cell:
 nothing of the kind was measured on it, so that answers rest on its data sheet and on other chips,
 with intervals as wide as errors on chips left out. `passes` are element-wise operators, norms,
 softmax and casts.

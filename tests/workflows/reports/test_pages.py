@@ -1,0 +1,52 @@
+"""The pages of accuracy: current, and right about what the shipped models keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from opcast.models.core.registry import PRETRAINED
+from opcast.workflows.reports.pages import MADE_BY, operator_metrics, pages, table
+
+from ...support.commands import opcast
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "accuracy"
+
+
+def test_the_pages_in_the_docs_are_current() -> None:
+    found = pages()
+    assert {path.name for path in DOCS.iterdir()} == set(found)
+    for name, text in found.items():
+        assert (DOCS / name).read_text("utf-8") == text, f"write the pages anew: {MADE_BY}"
+
+
+def test_a_family_s_error_is_the_mean_over_its_rows() -> None:
+    manifest = json.loads((PRETRAINED / "gpu-operators" / "manifest.json").read_text())
+    rows = [*manifest["metrics"], *(m for own in manifest["added"] for m in own["metrics"])]
+    own = [r for r in rows if (r["key"], r["split"]) == ("graph/bmm", "val_group")]
+    error = sum(r["mape"] * r["n"] for r in own) / sum(r["n"] for r in own)
+    metrics = operator_metrics().set_index(["key", "split"])
+    assert metrics.loc[("graph/bmm", "val_group"), "mape"] == pytest.approx(error)
+    line = (
+        f"| `graph/bmm` | layers, heads, models | {sum(r['n'] for r in own):,} | {100 * error:.1f} "
+    )
+    assert line in pages()["operators.md"]
+
+
+def test_every_page_says_how_sure_and_how_noisy() -> None:
+    for name, text in pages().items():
+        assert "Generated" in text
+        if name not in ("index.md", "operators.md"):
+            assert "| what | left out | error | inside | width | noise | blind |" in text
+            assert "$ opcast " in text and "Models: " in text
+
+
+def test_a_table_in_markdown() -> None:
+    assert list(table(["a", "b"], [["1", ""]])) == ["| a | b |", "|---|---|", "| 1 |  |"]
+
+
+def test_the_command_writes_them(tmp_path: Path) -> None:
+    assert opcast("report", "pages", tmp_path / "new").returncode == 0
+    assert (tmp_path / "new" / "steps.md").read_text("utf-8") == pages()["steps.md"]
