@@ -265,7 +265,8 @@ class SearchAnswer(BaseModel):
     commands: dict[str, str] = Field(description="Launch commands of the best, by framework.")
     launch: dict[str, list[dict[str, object]]] = Field(description="Their flags, with reasons.")
     front: list[dict[str, object]]
-    judged: int
+    judged: int = Field(description="Deployments that were simulated.")
+    screened: int = Field(description="Of these: without intervals, since they cannot win.")
     pruned: int
     refused: dict[str, str]
     fewest_devices: int | None

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
-
-import numpy as np
 
 from ...common.interval import Interval
 from ...models.operators import OpModel
-from ...models.serving.effects import Context
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
 from ...models.serving.model import REQUEST_TIME, ServingModel
-from ...simulate.serving.fleet import capacity, run_fleet
-from ...simulate.serving.floor import Floors
 from ...simulate.serving.latencies import (
     FREE,
     LEVELS,
     METRICS,
     Served,
     Slo,
-    queued_share,
     served,
     states_of,
     tied,
     typical_wait,
     wider,
 )
-from ...simulate.serving.load import Load, Run, Station
+from ...simulate.serving.load import Load
 from ...simulate.serving.policies import frameworks, release_note
 from ..devices import generation_note
 from ..operator.prices import weight_only
@@ -39,7 +33,6 @@ from .serving_case import LoadSpec
 from .serving_engine import (
     MOST_TABLES,
     Engines,
-    cache_transfer,
     engine_memory,
     engine_notes,
     levels,
@@ -47,8 +40,9 @@ from .serving_engine import (
     request_floors,
     wide_notes,
 )
-from .serving_load import context_note, draw, is_open, load_of, tail_note
+from .serving_load import context_note, draw, load_of, tail_note
 from .serving_prediction import ServingPrediction
+from .serving_run import Simulated, run_load
 
 #: Share of what they serve at most up to which engines count as keeping up: queues at it have a
 #: length that does not grow with the run. Engineering choice.
@@ -58,90 +52,6 @@ KEPT = 0.9
 IN_STEP = 0.03
 #: Chance from which something is within the 90 % interval: 5 % lie beyond each of its ends.
 LIKELY = 0.05
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """A load as engines serve it under learned effects.
-
-    Attributes:
-        deployment: What serves.
-        load: Its requests.
-        context: Levels of the deployment that effects are learned on.
-        stations: The engines.
-        delay: Seconds between sending a request and an engine's queue.
-        run: What became of the requests.
-        first: Factor on times to the first token.
-        floor: Least times of the requests.
-        seen: Latencies as users see them.
-    """
-
-    deployment: Deployment
-    load: Load
-    context: Context
-    stations: Sequence[Station]
-    delay: float
-    run: Run
-    first: float
-    floor: Floors
-    seen: Served
-
-    @property
-    def queued(self) -> float:
-        """Share of the time to the first token that is waiting for other requests."""
-        return queued_share(self.load, self.run)
-
-    @property
-    def span(self) -> float:
-        """Seconds that the load takes, with the requests that those of a closed loop stand for."""
-        times, load = self.run.finished - self.run.sent, self.load
-        if not load.concurrency:
-            return self.run.makespan
-        whole = self.run.makespan + float(times @ (load.counts - 1.0)) / load.concurrency
-        # Of a closed loop, what makes requests longer makes fewer of them come.
-        return (
-            whole * self.seen.figure("e2e", "mean") / float(np.average(times, weights=load.counts))
-        )
-
-    def seconds(self, metric: str) -> float:
-        """Mean of one of :data:`opcast.models.serving.model.METRICS`."""
-        if metric == "per_token":
-            return self.span / float(self.load.outputs @ self.load.counts)
-        return self.seen.figure(metric, "mean")
-
-    def shares(self, metric: str) -> np.ndarray:
-        """Shares of the classes of cost and of the request itself in a metric, adding up to 1."""
-        first, later = np.append(self.run.waits, self.delay), np.append(self.run.tokens, 0.0)
-        if metric == "per_token":
-            parts = first + later if self.load.concurrency else np.append(self.run.busy, 0.0)
-        else:
-            parts = first if metric == "ttft" else later
-        total = parts.sum()
-        return parts / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
-
-    def again(self, slower: float) -> Run:
-        """The same load served by engines that are slower by a factor."""
-        return _run(self.deployment, self.load, self.stations, self.delay, slower, record=False)
-
-
-def _run(
-    own: Deployment,
-    load: Load,
-    stations: Sequence[Station],
-    delay: float,
-    slower: float = 1.0,
-    *,
-    record: bool,
-) -> Run:
-    engines = [replace(s, weights=s.weights * slower) for s in stations]
-    return run_fleet(
-        load,
-        *engines,
-        router=own.options.router,
-        delay=delay * slower,
-        transfer=cache_transfer(own),
-        record=record,
-    )
 
 
 class ServingPredictor:
@@ -195,16 +105,18 @@ class ServingPredictor:
                 load lacks what the router looks at.
         """
         load = load_of(deployment, load or draw(spec))
-        deployment = self.own(deployment)
+        asked, deployment = deployment, self.own(deployment)
         context, effects = levels(deployment, self.model), self.model.effects
         weights, first = effects.weights(context), effects.first(context)
         stations = self.engines.stations(deployment, load, weights)
         alone = spec.kind in ("static-batch", "offline")
         delay = request_delay(deployment, served=not alone, weights=weights)
-        run = _run(deployment, load, stations, delay, record=record)
+        run = run_load(deployment, load, stations, delay, record=record)
         floor = request_floors(deployment, load, run.found)
         seen = served(load, run, first, floor=floor)
-        return Simulated(deployment, load, context, stations, delay, run, first, floor, seen)
+        return Simulated(
+            asked, deployment, spec, load, context, stations, delay, run, first, floor, seen
+        )
 
     def predict(
         self,
@@ -227,14 +139,22 @@ class ServingPredictor:
         Raises:
             PlanError: As of :meth:`simulate`.
         """
-        found = self.simulate(deployment, spec, load, record=record)
+        return self.judge(self.simulate(deployment, spec, load, record=record), slo)
+
+    def judge(self, found: Simulated, slo: Slo = FREE) -> ServingPrediction:
+        """The 90 % intervals of what was simulated.
+
+        Args:
+            found: From :meth:`simulate`.
+            slo: What requests have to keep.
+        """
+        deployment, spec = found.asked, found.spec
         load, run, seen, queued = found.load, found.run, found.seen, found.queued
         tier = self.model.tier(found.context)
         overload = 0.0
-        if is_open(spec, load):
-            room = capacity(load, *found.stations) / (spec.rate or load.rate)
-            ends, spans, overload = self._open(found, tier, queued, room)
-            share = 1.0 / room
+        if found.room < inf:
+            ends, spans, overload = self._open(found, tier, queued)
+            share = 1.0 / found.room
             full = f"{share:.0%} of what they serve at most is offered" if share > KEPT else ""
         else:
             ends, spans = self._tied(found, tier, queued)
@@ -249,7 +169,7 @@ class ServingPredictor:
         spent = Interval(spans[0], min(spans), max(spans))
         requests, tokens = (
             Interval(total / spent.value, total / spent.hi, total / spent.lo)
-            for total in (load.count, float(load.outputs @ load.counts))
+            for total in (load.count, found.output_tokens)
         )
         good = [each.good(slo) for each in (seen, *ends)]
         if overload > LIKELY and min(slo.ttft, slo.e2e) < inf:
@@ -292,7 +212,7 @@ class ServingPredictor:
         return {metric: spread(found.context, metric, found.shares(metric)) for metric in metrics}
 
     def _open(
-        self, found: Simulated, tier: str, queued: float, room: float
+        self, found: Simulated, tier: str, queued: float
     ) -> tuple[list[Served], list[float], float]:
         """Latencies of an open load at both ends, how long its run takes, and overload's chance.
 
@@ -303,9 +223,8 @@ class ServingPredictor:
             found: The estimate.
             tier: What is known of the deployment.
             queued: Share of the time to the first token that is waiting.
-            room: What the engines serve at most over what is offered.
         """
-        load, run = found.load, found.run
+        load, run, room = found.load, found.run, found.room
         spreads = self._spreads(found)
         factors = {
             metric: self.model.interval(metric, tier, queued, found.context, spreads[metric])

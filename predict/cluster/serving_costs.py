@@ -133,6 +133,7 @@ class ServingCosts:
         self._lengths = lengths
         self._decode = np.stack([_dense(batches, self._decode_at(n)) for n in lengths], axis=1)
         self._prefills: dict[tuple[int, int, int], float] = {}
+        self._decodings: dict[int, np.ndarray] = {}
         sizes = {_rounded(n) for n in _grid(16, max(32, min(tokens[-1], longest)), 4)}
         self._price([(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]])
         self._layers = float(model.workload.layers)
@@ -152,7 +153,7 @@ class ServingCosts:
         # Attention is linear in the cache: the middle pass stands for all.
         length = cached / batch + how.accepted * (steps - 1) / 2.0 + 1.0
         attention = self._attend(batch, length)
-        one = steps * self._pass(batch * how.width, batch * how.width, decode=attention)
+        one = steps * self._decoding(batch * how.width, attention)
         if how.eager:
             one[_AT["launch"]] += steps * self._layers
         if how.draft is not None:
@@ -179,6 +180,17 @@ class ServingCosts:
         prefill = share * sum(self._prompt(count, chunk) for chunk in chunks)
         costs = self._pass(total, decoding + len(chunks), largest, prefill, decode)
         costs[_AT["launch"]] += self._layers
+        return costs
+
+    def _decoding(self, tokens: int, attention: float) -> np.ndarray:
+        """Costs of a pass that decodes alone; those of a number of tokens are kept."""
+        if self.overlap:
+            # Whether halves of the batch are faster depends on the attention.
+            return self._pass(tokens, tokens, decode=attention)
+        if tokens not in self._decodings:
+            self._decodings[tokens] = self._pass(tokens, tokens)
+        costs = self._decodings[tokens].copy()
+        costs[_AT["decode"]] += attention
         return costs
 
     def _pass(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 from ...common.interval import Interval
@@ -11,9 +12,11 @@ from ...common.units import duration
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import Slo
 from ..cluster.deployment import Deployment
+from ..cluster.serving import ServingPredictor
 from ..cluster.serving_launch import Launch, launches
 from ..cluster.serving_load import RATE_TIE
 from ..cluster.serving_prediction import ServingPrediction
+from ..cluster.serving_run import Simulated
 from ..sweep.workers import undominated
 
 #: Percentile of the latencies that has to keep the SLO.
@@ -29,69 +32,101 @@ SURE, CLEARLY = 0.95, 0.1
 class Planned:
     """A simulated deployment.
 
+    Its intervals take three further runs, which are made where they are asked for: what cannot win
+    by its estimate is not judged.
+
     Attributes:
-        deployment: What serves.
-        prediction: What it does.
+        found: What it does, by estimate.
+        predictor: Judges it.
+        slo: What requests have to keep.
     """
 
-    deployment: Deployment
-    prediction: ServingPrediction
+    found: Simulated
+    predictor: ServingPredictor
+    slo: Slo
+
+    @property
+    def deployment(self) -> Deployment:
+        """What serves."""
+        return self.found.asked
+
+    @cached_property
+    def prediction(self) -> ServingPrediction:
+        """What it does, with 90 % intervals."""
+        return self.predictor.judge(self.found, self.slo)
+
+    @property
+    def screened(self) -> bool:
+        """Whether nobody asked for its intervals, as of those that cannot win by their estimate."""
+        return "prediction" not in self.__dict__
 
     @property
     def tokens_per_s_per_device(self) -> float:
         """Output tokens a second and device."""
-        return self.prediction.tokens_per_s.value / self.deployment.devices
+        return 1.0 / self.found.seconds("per_token") / self.deployment.devices
 
     @property
     def good(self) -> float:
         """Share of the requests that keep the SLO."""
-        return self.prediction.good.value
+        return self.found.seen.good(self.slo)
 
     @property
     def ttft(self) -> float:
         """Time to the first token at :data:`PERCENTILE`, in seconds."""
-        return self.figure("ttft").value
+        return self.estimate("ttft")
 
     @property
     def tpot(self) -> float:
         """Time of a further token at :data:`PERCENTILE`, in seconds."""
-        return self.figure("tpot").value
+        return self.estimate("tpot")
 
     @property
     def e2e(self) -> float:
         """Time of a request at :data:`PERCENTILE`, in seconds."""
-        return self.figure("e2e").value
+        return self.estimate("e2e")
 
     def text(self) -> str:
         """The deployment with its limit of sequences, if it has one of its own."""
         limit = self.deployment.options.max_batch
         return self.deployment.text() + (f", {limit} sequences" if limit else "")
 
-    def keeps(self, slo: Slo) -> bool:
+    @property
+    def keeps(self) -> bool:
         """Whether estimates at :data:`PERCENTILE` keep the SLO, and the load is kept up with."""
-        return self.miss(slo) <= 1.0 and self.prediction.overload <= 0.5
+        return self.miss <= 1.0 and self.keeps_up
 
-    def sure(self, slo: Slo) -> float:
+    @property
+    def keeps_up(self) -> bool:
+        """Whether the engines serve the load by their estimate."""
+        return self.found.room >= 1.0
+
+    @property
+    def sure(self) -> float:
         """How likely the latencies at :data:`PERCENTILE` keep the SLO and the load is kept up with.
 
         Engines that are slower than thought are so in everything: the least likely part decides.
         """
         return min(
             1.0 - self.prediction.overload,
-            *(self.figure(metric).chance_below(limit) for metric, limit in slo._asdict().items()),
+            *(self.figure(m).chance_below(limit) for m, limit in self.slo._asdict().items()),
         )
 
-    def figure(self, metric: str) -> Interval:
+    def estimate(self, metric: str) -> float:
         """A latency at :data:`PERCENTILE`, in seconds."""
+        return self.found.seen.figure(metric, PERCENTILE)
+
+    def figure(self, metric: str) -> Interval:
+        """A latency at :data:`PERCENTILE` with its interval, in seconds."""
         return self.prediction.figures[f"{metric}/p{PERCENTILE}"]
 
-    def miss(self, slo: Slo) -> float:
+    @cached_property
+    def miss(self) -> float:
         """How many times the worst latency is what the SLO allows."""
-        return max(over for _, over in self.misses(slo))
+        return max(over for _, over in self.misses())
 
-    def misses(self, slo: Slo) -> list[tuple[str, float]]:
+    def misses(self) -> list[tuple[str, float]]:
         """By latency: how many times what the SLO allows."""
-        return [(m, self.figure(m).value / limit) for m, limit in slo._asdict().items()]
+        return [(m, self.estimate(m) / limit) for m, limit in self.slo._asdict().items()]
 
 
 @dataclass
@@ -127,6 +162,19 @@ class ServingPlans:
         return bool(self.refused) and not (self.judged or self.pruned or self.stopped)
 
     @property
+    def screened(self) -> int:
+        """Number of those simulated that have no intervals, since they cannot win."""
+        return sum(one.screened for one in self.judged)
+
+    def settle(self) -> None:
+        """Judge what an answer shows: the best, the surest, their rivals and the front."""
+        for one in (self.best, self.surest, *self.front()):
+            if one is not None:
+                _ = one.prediction
+        self.reasons()
+        self.misses()
+
+    @property
     def best(self) -> Planned | None:
         """The cheapest token among those that keep the SLO; ``None`` if none does.
 
@@ -134,7 +182,7 @@ class ServingPlans:
         the same, the one that is surest to keep the SLO does, then the largest share of requests
         that keep it, then the shortest requests.
         """
-        kept = [one for one in self.judged if one.keeps(self.slo)]
+        kept = [one for one in self.judged if one.keeps]
         return self._cheapest(kept)
 
     @property
@@ -145,20 +193,22 @@ class ServingPlans:
         as likely to keep it as any; ``None`` where none is clearly surer than the best.
         """
         best = self.best
-        if best is None or best.sure(self.slo) >= SURE:
+        if best is None or best.sure >= SURE:
             return None
-        most = max(one.sure(self.slo) for one in self.judged)
-        if most < best.sure(self.slo) + CLEARLY:
+        # What misses the SLO by its estimate is less likely than not to keep it.
+        kept = [one for one in self.judged if one.keeps]
+        most = max(one.sure for one in kept)
+        if most < best.sure + CLEARLY:
             return None
         enough = min(SURE, most - CLEARLY / 2.0)
-        return self._cheapest([one for one in self.judged if one.sure(self.slo) >= enough])
+        return self._cheapest([one for one in kept if one.sure >= enough])
 
     def _cheapest(self, among: Sequence[Planned]) -> Planned | None:
         most = max((one.tokens_per_s_per_device for one in among), default=0.0)
         equal = [one for one in among if one.tokens_per_s_per_device >= (1.0 - self.tie) * most]
         return min(
             equal,
-            key=lambda one: (-round(one.sure(self.slo), 2), -one.good, one.e2e),
+            key=lambda one: (-round(one.sure, 2), -one.good, one.e2e),
             default=None,
         )
 
@@ -176,18 +226,13 @@ class ServingPlans:
             [(-one.tokens_per_s_per_device, one.ttft, one.tpot) for one in self.judged]
         )
         front = [one for one, kept in zip(self.judged, keep, strict=True) if kept]
-        return sorted(
-            front, key=lambda one: (not one.keeps(self.slo), -one.tokens_per_s_per_device)
-        )
+        return sorted(front, key=lambda one: (not one.keeps, -one.tokens_per_s_per_device))
 
     @property
     def nearest(self) -> Planned | None:
         """What comes nearest to the SLO."""
-        return min(
-            self.judged,
-            key=lambda own: (own.prediction.overload > 0.5, own.miss(self.slo)),
-            default=None,
-        )
+        near = sorted(self.judged, key=lambda own: own.miss)
+        return next((own for own in near if own.keeps_up), near[0] if near else None)
 
     def misses(self) -> list[str]:
         """What comes nearest to an SLO that none keeps, by how much it misses, and what helps."""
@@ -198,8 +243,8 @@ class ServingPlans:
         for change, other in self.helps.items():
             if isinstance(other, str):
                 said.append(f"{change} is not possible: {other}")
-            elif other.keeps(self.slo):
-                sure = f"{other.sure(self.slo):.0%} sure"
+            elif other.keeps:
+                sure = f"{other.sure:.0%} sure"
                 said.append(f"{change} would keep it ({sure}): {self._figures(other)}")
             else:
                 said.append(f"{change} would not do: {self._missed(other)}")
@@ -208,19 +253,19 @@ class ServingPlans:
     def _missed(self, one: Planned) -> str:
         """By which limits a deployment fails, and by how much."""
         over = [
-            f"p{PERCENTILE} of {metric.upper()} is {duration(one.figure(metric).value * 1e6)}, "
+            f"p{PERCENTILE} of {metric.upper()} is {duration(one.estimate(metric) * 1e6)}, "
             f"{times:.3g} times the limit"
-            for metric, times in one.misses(self.slo)
+            for metric, times in one.misses()
             if times > 1.0
         ]
-        if one.prediction.overload > 0.5:
+        if not one.keeps_up:
             over.append("the load is more than the engines serve")
         return "; ".join(over)
 
     def _figures(self, one: Planned) -> str:
         asked = [metric for metric, limit in self.slo._asdict().items() if limit < inf]
         return f"p{PERCENTILE} of " + ", ".join(
-            f"{metric.upper()} {duration(one.figure(metric).value * 1e6)}" for metric in asked
+            f"{metric.upper()} {duration(one.estimate(metric) * 1e6)}" for metric in asked
         )
 
     def reasons(self) -> list[str]:
@@ -243,7 +288,7 @@ class ServingPlans:
             ] or [one for one in self.judged if of(one.deployment) != own]
             if not others:
                 continue
-            other = self._cheapest([one for one in others if one.keeps(self.slo)])
+            other = self._cheapest([one for one in others if one.keeps])
             if other is not None:
                 if gain := self._gain(best, other):
                     said.append(
@@ -251,7 +296,7 @@ class ServingPlans:
                         f"({other.deployment.text()})"
                     )
             else:
-                other = min(others, key=lambda one: one.miss(self.slo))
+                other = min(others, key=lambda one: one.miss)
                 said.append(
                     f"{name} {own}: {_with(name, of(other.deployment))}, {self._missed(other)}"
                 )
@@ -265,7 +310,7 @@ class ServingPlans:
                 # Throughput is the load's: what differs is how many devices it takes.
                 return f"a token takes {1.0 / (1.0 - less) - 1.0:.0%} more device time"
             return f"throughput a device is {less:.0%} lower"
-        sure, surer = other.sure(self.slo), best.sure(self.slo)
+        sure, surer = other.sure, best.sure
         if surer - sure >= 0.01:
             return f"it keeps the SLO with {sure:.0%} chance, not {surer:.0%}"
         if best.good - other.good >= 0.0005:
@@ -296,15 +341,15 @@ class ServingPlans:
                 "deployment": one.deployment.text(),
                 "max_batch": one.deployment.options.max_batch,
                 "tokens_per_s_per_gpu": one.tokens_per_s_per_device,
-                "keeps_slo": one.keeps(self.slo),
-                "keeps_slo_probability": one.sure(self.slo),
+                "keeps_slo": one.keeps,
+                "keeps_slo_probability": one.sure,
                 **one.prediction.to_dict(price),
             }
 
         surest = self.surest
         return {
             "best": None if best is None else row(best),
-            "by_estimate_only": best is not None and best.sure(self.slo) < SURE,
+            "by_estimate_only": best is not None and best.sure < SURE,
             "surest": None if surest is None else row(surest),
             "nearest": [] if best else self.misses(),
             "reasons": self.reasons(),
@@ -312,6 +357,7 @@ class ServingPlans:
             "launch": {name: one.rows() for name, one in self.launches(model).items()},
             "front": [row(one) for one in self.front()],
             "judged": len(self.judged),
+            "screened": self.screened,
             "pruned": self.pruned,
             "refused": self.refused,
             "fewest_devices": self.fewest or None,

@@ -142,7 +142,7 @@ def search(
         # Smaller batches of what is good already.
         better = []
         for kept in found.front():
-            largest = kept.prediction.run.largest_batch
+            largest = kept.found.run.largest_batch
             ranks = kept.deployment.engine.plan.dp
             limits = [n for n in BATCHES if n * ranks < largest]
             options = kept.deployment.options
@@ -153,6 +153,7 @@ def search(
         _simulate(predictor, found, better, spec, load, show)
         if found.best is None:
             _simulate_helps(predictor, found, slow, spec, load)
+        found.settle()
     except KeyboardInterrupt:
         found.stopped = True
     return found
@@ -190,11 +191,11 @@ def _simulate(
     for number, one in enumerate(asked):
         show(number, len(asked), one.text())
         try:
-            prediction = predictor.predict(one, spec, slo=found.slo, load=load, record=False)
+            simulated = predictor.simulate(one, spec, load)
         except OpcastError as error:
             found.refused[one.text()] = str(error)
             continue
-        found.judged.append(Planned(one, prediction))
+        found.judged.append(Planned(simulated, predictor, found.slo))
     show(len(asked), len(asked), "")
 
 
@@ -223,11 +224,11 @@ def _simulate_helps(
         return
     for change, one in _changes(found.nearest.deployment):
         try:
-            prediction = predictor.predict(one, spec, slo=found.slo, load=load, record=False)
+            simulated = predictor.simulate(one, spec, load)
         except OpcastError as error:
             found.helps[change] = str(error)
             continue
-        found.helps[change] = Planned(one, prediction)
+        found.helps[change] = Planned(simulated, predictor, found.slo)
 
 
 def _changes(own: Deployment) -> Iterator[tuple[str, Deployment]]:

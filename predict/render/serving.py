@@ -160,8 +160,9 @@ def print_plans(
         if model == UNKNOWN:
             console.print(f"{UNKNOWN.name} stands for your checkpoint")
     console.print(
-        f"{len(plans.judged)} deployments simulated, {len(plans.refused)} do not fit, "
-        f"{plans.pruned} were left out"
+        f"{len(plans.judged)} deployments simulated ({plans.screened} of them without intervals, "
+        f"since they cannot win by estimate), {len(plans.refused)} do not fit, {plans.pruned} were "
+        "left out"
     )
     alike: dict[str, list[str]] = {}
     for text, why in plans.refused.items():
@@ -197,7 +198,7 @@ def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: f
     """Print how likely the best keeps the SLO, and what is surer where it may well not."""
     if plans.slo == FREE:
         return
-    sure = best.sure(plans.slo)
+    sure = best.sure
     if sure >= SURE:
         console.print(f"keeps the SLO: {sure:.0%} sure")
         return
@@ -214,8 +215,7 @@ def _print_surety(console: Console, plans: ServingPlans, best: Planned, price: f
     if price:
         cost = f"{plain(_token_price(surest, price).value)} $ a million output tokens"
     console.print(
-        f"surer: {surest.text()} on {surest.deployment.devices}, {surest.sure(plans.slo):.0%}, at "
-        f"{cost}"
+        f"surer: {surest.text()} on {surest.deployment.devices}, {surest.sure:.0%}, at {cost}"
     )
 
 
@@ -232,10 +232,10 @@ def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]
     texts = [f"{value:,.0f}" for value in per]
     if price:
         texts = [plain(dollars) for dollars in _token_price(one, price)]
-    sure = "" if slo == FREE else f"{one.sure(slo):.0%}"
+    sure = "" if slo == FREE else f"{one.sure:.0%}"
     named = f"{one.text()} on {count}"
     # A queue that grows without end has no length.
-    grows = one.prediction.overload > 0.5
+    grows = not one.keeps_up
     first = (
         texts[0],
         "grows" if grows else duration(ttft.value * 1e6),

@@ -60,7 +60,7 @@ function deploymentsAnswer(query, [{ answer: a }]) {
   const ms = (value) => duration(value * 1e3);
   const best = a.best;
   const name = (row) => `${row.deployment}${row.max_batch ? `, ${row.max_batch} sequences` : ""}, ${row.gpus} × ${row.device}`;
-  const says = `${whole(a.judged)} deployments simulated, ${whole(a.pruned)} left out, ${whole(Object.keys(a.refused).length)} do not fit.`;
+  const says = `${whole(a.judged)} deployments simulated (${whole(a.screened)} of them without intervals, since they cannot win by estimate), ${whole(a.pruned)} left out, ${whole(Object.keys(a.refused).length)} do not fit.`;
   const ends = (key, show) => between(best[`${key}_lo`], best[`${key}_hi`], show);
   const figure = (key, text, show) =>
     best[key] === undefined || best[key] === null ? null : tile(text, show(best[key]), ends(key, show));

@@ -61,8 +61,8 @@ def test_deployments_use_all_devices() -> None:
 def test_the_best_keeps_the_slo_and_says_why() -> None:
     found = search(predictor(), BASE, 4, SPEC, Slo(ttft=1.0, tpot=0.02), fewer=False)
     best = found.best
-    assert best is not None and best.keeps(found.slo)
-    rivals = [one for one in found.judged if one.keeps(found.slo)]
+    assert best is not None and best.keeps
+    rivals = [one for one in found.judged if one.keeps]
     most = max(one.tokens_per_s_per_device for one in rivals)
     assert best.tokens_per_s_per_device >= 0.99 * most
     reasons = found.reasons()
@@ -100,21 +100,34 @@ def test_the_cheapest_of_fewer_devices_keeps_the_slo_and_says_how_sure_that_is(
     # The first of the table is the best, and those that keep the SLO come before others.
     front = found.front()
     assert front[0] is best
-    kept = [one.keeps(found.slo) for one in front]
+    kept = [one.keeps for one in front]
     assert kept == sorted(kept, reverse=True)
     # Just at the estimate it is a toss-up, and the answer says so.
     limit = best.tpot * 1.001
     tight = search(predictor(), BASE, 4, spec, Slo(ttft=1.0, tpot=limit), apart=False)
-    assert tight.best is not None and tight.best.sure(tight.slo) == pytest.approx(0.5, abs=0.02)
+    assert tight.best is not None and tight.best.sure == pytest.approx(0.5, abs=0.02)
     data = tight.to_dict()
     assert data["by_estimate_only"] and data["best"]["keeps_slo_probability"] < 0.55  # type: ignore[index]
     surer = tight.surest
-    assert surer is not None and surer.sure(tight.slo) > tight.best.sure(tight.slo) + 0.1
+    assert surer is not None and surer.sure > tight.best.sure + 0.1
     assert surer.deployment.devices > 1
     # Three times the estimate is beyond its end.
     loose = search(predictor(), BASE, 1, spec, Slo(tpot=best.tpot * 3.0), apart=False)
-    assert loose.best is not None and loose.best.sure(loose.slo) >= 0.95
+    assert loose.best is not None and loose.best.sure >= 0.95
     assert loose.surest is None and not loose.to_dict()["by_estimate_only"]
+
+
+def test_deployments_that_cannot_win_are_not_judged() -> None:
+    spec = replace(SPEC, concurrency=0, rate=5.0, count=100)
+    found = search(predictor(), BASE, 4, spec, Slo(ttft=1.0, tpot=0.02))
+    screened = [one for one in found.judged if one.screened]
+    assert found.screened == len(screened) == found.to_dict()["screened"] > 0
+    best, surest = found.best, found.surest
+    assert best is not None and not best.screened
+    # Judging them all changes neither.
+    for one in screened:
+        assert one.keeps == (one.miss <= 1.0 and one.prediction.overload <= 0.5)
+    assert found.best is best and found.surest is surest and not found.screened
 
 
 def test_what_helps_an_slo_that_none_keeps_is_tried_first() -> None:
@@ -130,7 +143,7 @@ def test_what_helps_an_slo_that_none_keeps_is_tried_first() -> None:
     assert {"weights in fp8", "engines twice as wide (2 devices)"} <= set(found.helps)
     # Half of the bytes, and two devices that read them at once.
     assert all(
-        found.helps[c].keeps(slo) for c in ("weights in fp8", "engines twice as wide (2 devices)")
+        found.helps[c].keeps for c in ("weights in fp8", "engines twice as wide (2 devices)")
     )
     for line, (change, other) in zip(helps, found.helps.items(), strict=True):
         kept = other.tpot <= slo.tpot
@@ -355,14 +368,12 @@ def test_ties_go_to_the_larger_share_and_no_reason_is_a_loss() -> None:
     found = search(predictor(), BASE, 2, spec, Slo(ttft=0.03), fewer=False)
     best = found.best
     assert best is not None
-    most = max(one.tokens_per_s_per_device for one in found.judged if one.keeps(found.slo))
+    most = max(one.tokens_per_s_per_device for one in found.judged if one.keeps)
     equal = [
-        one
-        for one in found.judged
-        if one.keeps(found.slo) and one.tokens_per_s_per_device >= 0.99 * most
+        one for one in found.judged if one.keeps and one.tokens_per_s_per_device >= 0.99 * most
     ]
-    sure = [round(one.sure(found.slo), 2) for one in equal]
-    assert len(equal) > 1 and round(best.sure(found.slo), 2) == max(sure)
+    sure = [round(one.sure, 2) for one in equal]
+    assert len(equal) > 1 and round(best.sure, 2) == max(sure)
     assert not any("is -" in line or "is 0% lower" in line for line in found.reasons())
 
 

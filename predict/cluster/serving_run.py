@@ -1,0 +1,121 @@
+"""A load as the engines of a deployment serve it, by estimate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from ...models.serving.effects import Context
+from ...simulate.serving.fleet import capacity, run_fleet
+from ...simulate.serving.floor import Floors
+from ...simulate.serving.latencies import Served, queued_share
+from ...simulate.serving.load import Load, Run, Station
+from .deployment import Deployment
+from .serving_case import LoadSpec
+from .serving_engine import cache_transfer
+from .serving_load import is_open
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A load as engines serve it under learned effects.
+
+    Attributes:
+        asked: What serves, as it was asked for.
+        deployment: The same with what was measured of one's own stack.
+        spec: The load.
+        load: Its requests.
+        context: Levels of the deployment that effects are learned on.
+        stations: The engines.
+        delay: Seconds between sending a request and an engine's queue.
+        run: What became of the requests.
+        first: Factor on times to the first token.
+        floor: Least times of the requests.
+        seen: Latencies as users see them.
+    """
+
+    asked: Deployment
+    deployment: Deployment
+    spec: LoadSpec
+    load: Load
+    context: Context
+    stations: Sequence[Station]
+    delay: float
+    run: Run
+    first: float
+    floor: Floors
+    seen: Served
+
+    @property
+    def queued(self) -> float:
+        """Share of the time to the first token that is waiting for other requests."""
+        return queued_share(self.load, self.run)
+
+    @cached_property
+    def room(self) -> float:
+        """What the engines serve at most over what is offered; infinite where nothing queues up."""
+        if not is_open(self.spec, self.load):
+            return inf
+        return capacity(self.load, *self.stations) / (self.spec.rate or self.load.rate)
+
+    @property
+    def output_tokens(self) -> float:
+        """Tokens of all outputs."""
+        return float(self.load.outputs @ self.load.counts)
+
+    @property
+    def span(self) -> float:
+        """Seconds that the load takes, with the requests that those of a closed loop stand for."""
+        times, load = self.run.finished - self.run.sent, self.load
+        if not load.concurrency:
+            return self.run.makespan
+        whole = self.run.makespan + float(times @ (load.counts - 1.0)) / load.concurrency
+        # Of a closed loop, what makes requests longer makes fewer of them come.
+        return (
+            whole * self.seen.figure("e2e", "mean") / float(np.average(times, weights=load.counts))
+        )
+
+    def seconds(self, metric: str) -> float:
+        """Mean of one of :data:`opcast.models.serving.model.METRICS`."""
+        if metric == "per_token":
+            return self.span / self.output_tokens
+        return self.seen.figure(metric, "mean")
+
+    def shares(self, metric: str) -> np.ndarray:
+        """Shares of the classes of cost and of the request itself in a metric, adding up to 1."""
+        first, later = np.append(self.run.waits, self.delay), np.append(self.run.tokens, 0.0)
+        if metric == "per_token":
+            parts = first + later if self.load.concurrency else np.append(self.run.busy, 0.0)
+        else:
+            parts = first if metric == "ttft" else later
+        total = parts.sum()
+        return parts / total if total > 0.0 else np.full(len(parts), 1.0 / len(parts))
+
+    def again(self, slower: float) -> Run:
+        """The same load served by engines that are slower by a factor."""
+        return run_load(self.deployment, self.load, self.stations, self.delay, slower, record=False)
+
+
+def run_load(
+    own: Deployment,
+    load: Load,
+    stations: Sequence[Station],
+    delay: float,
+    slower: float = 1.0,
+    *,
+    record: bool,
+) -> Run:
+    """Serve a load by engines that are slower than their costs by a factor."""
+    engines = [replace(s, weights=s.weights * slower) for s in stations]
+    return run_fleet(
+        load,
+        *engines,
+        router=own.options.router,
+        delay=delay * slower,
+        transfer=cache_transfer(own),
+        record=record,
+    )
