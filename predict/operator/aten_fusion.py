@@ -61,6 +61,7 @@ def is_opaque(call: AtenCall) -> bool:
 class _Group:
     calls: list[AtenCall]
     size: int
+    last: int = 0
     before: int = 0
     opaque: bool = False
 
@@ -71,10 +72,10 @@ class _Fusion:
         self._groups: list[_Group] = []
         self._maker: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
-        for call in recording.calls:
-            self._add(call)
+        for at, call in enumerate(recording.calls):
+            self._add(at, call)
 
-    def _add(self, call: AtenCall) -> None:
+    def _add(self, at: int, call: AtenCall) -> None:
         opaque = is_opaque(call)
         size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
@@ -87,6 +88,7 @@ class _Fusion:
             self._groups.append(_Group([], size, opaque=opaque))
         group = self._groups[home]
         group.calls.append(call)
+        group.last = at
         mask = 0
         for other in (makers | earlier) - {home}:
             mask |= 1 << other | self._groups[other].before
@@ -111,15 +113,32 @@ class _Fusion:
 
     def works(self) -> list[AtenKernel]:
         found: list[AtenKernel] = []
-        # In an order in which everything is there when it is read.
-        order = sorted(range(len(self._groups)), key=lambda g: self._groups[g].before.bit_count())
-        for home in order:
+        for home in self._order():
             group = self._groups[home]
             if group.opaque or len(group.calls) == 1:
                 found += [work for call in group.calls for work in used(call)]
             else:
                 found.append(self._pass(home, group))
         return found
+
+    def _order(self) -> list[int]:
+        """Kernels in the order of their last operators, each after those that it reads from.
+
+        What checkpointing computes again waits until something reads it
+        (``reordering_to_mimic_autograd_engine`` of ``torch/_functorch/partitioners.py``).
+        """
+        found: list[int] = []
+        done = 0
+        for home in sorted(range(len(self._groups)), key=self._turn):
+            wanted = (self._groups[home].before | 1 << home) & ~done
+            done |= wanted
+            own = [g for g in range(wanted.bit_length()) if wanted >> g & 1]
+            found += sorted(own, key=lambda g: self._groups[g].before.bit_count())
+        return found
+
+    def _turn(self, home: int) -> tuple[bool, int]:
+        group = self._groups[home]
+        return all(call.again for call in group.calls), group.last
 
     def _pass(self, home: int, group: _Group) -> AtenKernel:
         made: dict[int, int] = {}

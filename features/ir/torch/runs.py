@@ -229,9 +229,15 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
     """Let the backward pass begin with what checkpointing computes again, into other memory.
 
     PyTorch computes each region again when the backward pass comes to it, not all of them first;
-    that decides what they need of memory, not which kernels run.
+    that decides what they need of memory, not which kernels run. A region ends with what the
+    backward pass reads last of it (``set_checkpoint_early_stop``).
     """
-    repeated = [call for call in calls if call.again]
+    wanted = {t.memory for call in calls if call.phase != FORWARD for t in call.inputs}
+    repeated: list[AtenCall] = []
+    for call in reversed([call for call in calls if call.again]):
+        if not wanted.isdisjoint(t.memory for t in call.outputs):
+            repeated.insert(0, call)
+            wanted |= {t.memory for t in call.inputs}
     # Numbers below are taken; the memory of a region's own inputs is kept.
     free = 1 + max((t.memory for call in calls for t in (*call.inputs, *call.outputs)), default=0)
     moved = {t.memory: t.memory + free for call in repeated for t in call.outputs}

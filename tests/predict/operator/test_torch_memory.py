@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.storages import (  # noqa: E402
@@ -133,6 +135,37 @@ def test_compiled_backward_passes_compute_again_what_generated_kernels_can():
     fixed = 1 + 4 + 16
     assert eager.peak() >= (fixed + 3 * 16) * MIB
     assert fixed * MIB <= compiled.peak() <= (fixed + 16 + 1) * MIB + 1024
+
+
+class Tower(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(256, 1024, bias=False),
+                *(torch.nn.GELU(), torch.nn.Linear(1024, 256, bias=False)),
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            more = checkpoint(layer, x, use_reentrant=False)
+            x = x + more
+        return x.sum()
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_compiled_checkpoints_are_computed_again_one_at_a_time(exported):
+    def peak(layers):
+        module, inputs = Tower(layers), (torch.zeros(4096, 256),)
+        if exported:
+            module, inputs = torch.export.export(module, inputs), ()
+        return both(module, inputs, train="sgd")[1].peak()
+
+    # At the peak, where the backward pass begins, a layer more holds its input and its weights,
+    # not its hidden 16 MiB.
+    assert peak(8) - peak(4) == 4 * (4 + 2) * MIB
 
 
 @pytest.mark.parametrize(
