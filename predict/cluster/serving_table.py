@@ -28,7 +28,6 @@ from ...simulate.step.workload import Workload, make_workload
 from .case_table import Cells, meaning, noted_share, noted_sizes, read_rows
 from .deployment import Deployment, Workers
 from .serving_case import EngineOptions, LoadSpec
-from .serving_engine import engine_cache
 from .serving_load import WAVES, draw
 
 #: Kinds of load.
@@ -102,10 +101,6 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         version=_version(cell, spec),
         source=cell.text("source").split("@")[0],
     )
-    if prefill is not None and not cell.count("decode_workers", 0):
-        # As many as hold the requests in flight.
-        each = engine_cache(own, engine).share_of(sum(_means(cell)))
-        own = replace(own, engine=replace(engine, count=max(1, ceil(spec.concurrency * each))))
     measured = {name: cell.number(name) for name in ANSWERS}
     return ServingRow(
         id=cell.text("id"),
@@ -130,10 +125,9 @@ def serving_rows(
         folder: That its traces are in.
     """
     rows, reasons = read_rows(table, partial(serving_row, folder=folder))
-    counted = table.reindex(columns=["decode_workers"]).notna().all(axis=1)
     series: dict[Hashable, list[int]] = {}
-    for at, (row, known) in enumerate(zip(rows, counted, strict=True)):
-        if row is not None and known and _is_sized(row):
+    for at, row in enumerate(rows):
+        if row is not None and _is_sized(row):
             spec = replace(row.spec, concurrency=0, count=0)
             series.setdefault((row.deployment, spec), []).append(at)
     for places in series.values():
@@ -307,11 +301,21 @@ _RANKS = (2, 4, 8, 16, 32, 64)
 
 
 def _pool(plan: EnginePlan, cell: Cells, model: ServedModel, prefix: str) -> Workers:
+    """Workers of one kind, of two that share the requests.
+
+    Raises:
+        PlanError: Nothing says how many they are: of two, each takes half of what one does.
+    """
     if plan.devices == 1 and not _roomy(cell, model, plan, (1,), 1.0):
         # Tables that lost the plan give ones; the fewest devices that leave room for a cache.
         ranks = _roomy(cell, model, plan, _RANKS) or 1
         plan = EnginePlan(tp=ranks, moe_tp=ranks)
-    count = max(1, cell.count(f"{prefix}workers", 1))
+    count = cell.count(f"{prefix}workers", 0) or cell.count(f"n_{prefix}gpus", 0) // plan.devices
+    if not count:
+        raise PlanError(
+            "how many workers share the requests is not said",
+            hint=f"give {prefix}workers or n_{prefix}gpus",
+        )
     if plan.dp > 1 and plan.ep == 1:
         count, plan = count * plan.dp, EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)
     return Workers(plan, count)

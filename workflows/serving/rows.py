@@ -8,7 +8,6 @@ from dataclasses import replace
 from math import log
 
 import numpy as np
-import pandas as pd
 
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS
@@ -20,9 +19,6 @@ from .evaluate import measured_seconds, observer
 
 #: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
 FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable"
-#: Columns whose absence leaves open how many workers share the requests, where ``prefill_tp`` says
-#: that some run prompts alone.
-COUNTS = ("prefill_workers", "decode_workers")
 #: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
 #: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
 MOST_BUSY = 0.7
@@ -36,16 +32,6 @@ MOST_ROWS = 25
 SETUP = 3.0
 
 Tell = Callable[[str], None]
-
-
-def counted(table: pd.DataFrame) -> pd.Series:
-    """Which rows leave nothing open of how many workers there were.
-
-    Of workers that run prompts alone, as of those behind them, one takes the time of all requests
-    and ten that of a tenth each: a number that is assumed says nothing of what anything costs.
-    """
-    known = table.reindex(columns=[*COUNTS, "prefill_tp"]).notna()
-    return known[list(COUNTS)].all(axis=1) | ~known["prefill_tp"]
 
 
 def set_of(row: ServingRow) -> tuple[str, str, str, str]:

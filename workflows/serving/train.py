@@ -36,7 +36,7 @@ from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import few_of_each, keep_learned, named_folds
 from .evaluate import observer
-from .rows import FAULTY, MOST_ROWS, Tell, counted, possible_rows, set_of, settled_rows
+from .rows import FAULTY, MOST_ROWS, Tell, possible_rows, set_of, settled_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ def train_serving(
         DatasetError: No row has an answer and can be expressed.
     """
     flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
-    good = table[~flags.str.contains(FAULTY) & counted(table)]
+    good = table[~flags.str.contains(FAULTY)]
     read, _ = serving_rows(good, folder)
     rows = [row for row in read if row is not None and row.measured]
     if not rows:
