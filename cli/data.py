@@ -25,7 +25,8 @@ from ..common.options import (
     table_file,
 )
 from ..common.progress import wrote
-from ..workflows.settings import CampaignSettings, ProfileSettings
+from ..datagen.campaign.settings import CampaignSettings
+from ..workflows.settings import ProfileSettings
 from .options import make_console, print_json, refuse, refuse_unused
 
 
@@ -331,7 +332,7 @@ def campaign(settings: CampaignSettings) -> None:
     """Measure a GPU or TPU by value in minutes, into one archive to keep and give.
 
     It survives kills, resumes and ends on time. The exit status is 3 if --slice ended it and the
-    same command goes on, 1 if nothing could be measured.
+    same command goes on, 1 if nothing could be measured. --plan tells what it would measure.
     """
     from ..workflows.campaign import run_campaign
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..datagen.campaign.importer import ImportedCampaign
+    from ..datagen.campaign.settings import CampaignSettings
     from ..features.devices.device import DeviceSpec
-    from .settings import CampaignSettings
 
 #: Most lines of a list that are printed.
 _SHOWN = 8
@@ -30,14 +30,14 @@ def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int
         tell: Called with a line for each block, and for each case that failed.
     """
     from ..datagen.campaign.__main__ import ended_as_interrupted, summary
-    from ..datagen.campaign.run import CampaignSettings as RunSettings
+    from ..datagen.campaign.forecast import told
     from ..datagen.campaign.run import run_campaign as run
 
-    own = RunSettings(
-        settings.out, settings.budget_s, settings.slice_s, settings.device, settings.programs
-    )
+    if settings.plan:
+        print("\n".join(told(settings)))
+        return 0
     with ended_as_interrupted():
-        outcome = run(own, tell)
+        outcome = run(settings, tell)
     wrote(outcome.archive or settings.out, summary(outcome))
     return outcome.status
 

@@ -73,26 +73,6 @@ class ProfileSettings(Settings):
 
 
 @dataclass(frozen=True)
-class CampaignSettings(Settings):
-    """Settings of ``opcast campaign``."""
-
-    command: ClassVar[str] = "campaign"
-    out: Annotated[Path, Option("Folder to write; the same one again goes on.", check=folder)]
-    budget_s: Annotated[
-        float,
-        Option("Time of all slices together.", ("--budget",), parse=seconds_of, typed="25m"),
-    ] = 1500.0
-    slice_s: Annotated[
-        float | None,
-        Option("Time of this call; by default all.", ("--slice",), parse=seconds_of),
-    ] = None
-    device: Annotated[str, Option("auto, gpu, tpu, or cpu for a rehearsal.")] = "auto"
-    programs: Annotated[
-        Path | None, Option("Folder of StableHLO or HLO programs to measure, too.")
-    ] = None
-
-
-@dataclass(frozen=True)
 class TrainSettings(Settings):
     """Settings of ``opcast train``; the :class:`~.train_kernels.Trainer` decides which it reads.
 

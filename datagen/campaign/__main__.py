@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ...common.errors import OpcastError
 from ...common.options import seconds_of
-from .run import DEVICES, CampaignSettings, Outcome, run_campaign
+from .forecast import told
+from .run import Outcome, run_campaign
+from .settings import DEVICES, CampaignSettings
 
 
 def summary(outcome: Outcome) -> str:
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--slice", default="", help="time of this call, such as 8m")
     parser.add_argument("--device", default="auto", choices=DEVICES)
     parser.add_argument("--programs", type=Path, help="folder of StableHLO or HLO to measure, too")
+    parser.add_argument("--plan", action="store_true", help="tell what would be measured")
     given = parser.parse_args()
     try:
         settings = CampaignSettings(
@@ -47,7 +50,11 @@ def main() -> int:
             seconds_of(given.slice) if given.slice else None,
             given.device,
             given.programs,
+            given.plan,
         )
+        if settings.plan:
+            print("\n".join(told(settings)))
+            return 0
         with ended_as_interrupted():
             outcome = run_campaign(settings, lambda what: print(what, file=sys.stderr))
     except (OpcastError, ValueError) as error:

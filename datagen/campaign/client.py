@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -11,16 +10,11 @@ from dataclasses import dataclass, field
 
 from ...common.errors import ProfileError
 from ...common.types import JsonObject
-from ..profile.worker import NO_COMMAND_BUFFERS
 from ..profile.worker_client import WorkerClient, WorkerDied
 from .plan import Case
 
-#: Framework of each kind of worker, and XLA's flags: CUDA graphs hide single kernels from traces.
-WORKERS: Mapping[str, tuple[str, str]] = {
-    "xla-plain": ("jax", NO_COMMAND_BUFFERS),
-    "xla": ("jax", ""),
-    "torch": ("torch", ""),
-}
+#: Framework of each kind of worker.
+WORKERS: Mapping[str, str] = {"xla": "jax", "torch": "torch"}
 #: Seconds to start, to import a framework and to see the device.
 START_S = 180.0
 #: Seconds that a killed worker gets to go; one that waits for a driver may not.
@@ -52,6 +46,11 @@ class Found:
     unfinished: list[str] = field(default_factory=list)
 
 
+def _broken(reason: str) -> bool:
+    """Whether an error leaves the device's context broken."""
+    return bool(_FAULT.search(reason)) and not _MEMORY.search(reason)
+
+
 class Workers:
     """Starts the worker that a case needs, and ends the one before it.
 
@@ -64,23 +63,36 @@ class Workers:
         starts: Workers that were started.
         start_s: Seconds that the last one took until it could measure.
         stuck: Whether one could not be ended.
+        measured: Keys that the one at hand has measured.
     """
 
     def __init__(self, platform: str, end: float, module: str = f"{__package__}.worker") -> None:
+        self._on_cpu = platform == "cpu"
         self._variables = (
             {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-            if platform == "cpu"
+            if self._on_cpu
             else {}
         )
         self._end = end
         self._kind = ""
         self._client: WorkerClient | None = None
-        self._measured: set[str] = set()
+        self.measured: set[str] = set()
         self._module = module
         self._anchored = False
         self.starts = 0
         self.start_s = 0.0
         self.stuck = False
+
+    @property
+    def kind(self) -> str:
+        """Kind of the worker at hand; empty if there is none."""
+        return self._kind if self._client is not None else ""
+
+    def measure_on(self, platform: str) -> None:
+        """Say what is measured, once it is found: a worker whose heap is of another kind goes."""
+        if (platform == "cpu") != self._on_cpu:
+            self._on_cpu = platform == "cpu"
+            self.stop()
 
     @property
     def left_s(self) -> float:
@@ -107,7 +119,7 @@ class Workers:
             ProfileError: It does not start, or the device does not answer.
         """
         client = self._client
-        if client is None or self._kind != kind or self._measured & {*again}:
+        if client is None or self._kind != kind or self.measured & {*again}:
             client = self._start(kind)
         if self._anchored:
             return []
@@ -118,15 +130,12 @@ class Workers:
 
     def _start(self, kind: str) -> WorkerClient:
         self.stop()
-        framework, flags = WORKERS[kind]
-        own = dict(self._variables)
-        if flags:
-            own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
         self._client = WorkerClient(
-            {"framework": framework},
+            {"framework": WORKERS[kind]},
             min(START_S, self.left_s),
             module=self._module,
-            variables=own,
+            variables=self._variables,
+            heap=self._on_cpu,
         )
         self._kind, self._anchored = kind, False
         self.starts += 1
@@ -144,15 +153,17 @@ class Workers:
                 elif "failed" in reply:
                     found.failed[reply["key"]] = str(reply["failed"])
                 trouble = str(reply.get("error", trouble))
+                if _broken(found.failed.get(reply.get("key", ""), "")):
+                    self.stop()  # what comes next in this process would fail for it
+                    break
         except WorkerDied as death:
             trouble = death.what
             self.stop()
         known = {*found.done, *found.failed}
         left = [case for case in block if case.key not in known]
-        if any(_FAULT.search(r) and not _MEMORY.search(r) for r in found.failed.values()):
-            self.stop()
         if not left:
-            self._measured.update(known)
+            if self._client is not None:
+                self.measured.update(known)
             return found
         self.stop()
         if self.left_s < 1.0:
@@ -193,7 +204,7 @@ class Workers:
     def stop(self) -> None:
         """End the worker, without waiting for one that a driver holds."""
         client, self._client = self._client, None
-        self._measured = set()
+        self.measured = set()
         if client is None:
             return
         thread = threading.Thread(target=client.stop, daemon=True)

@@ -32,7 +32,7 @@ from .archive import Archive, noise_floor
 #: Folders and tables of an import.
 KERNELS, OPERATORS, TABLES = "kernels", "operators", "tables"
 #: Tables that are written as they are, with a column of medians.
-_PLAIN = ("models", "products", "walls", "windows", "launches", "anchors", "kernels")
+_PLAIN = ("programs", "models", "products", "windows", "launches", "anchors", "kernels")
 #: Lists of times, whose median becomes the column ``us``.
 _TIMES = ("walls_us", "us_each", "us", "blocked_us")
 #: Figures of telemetry that rows with a beginning and an end get the median of.
@@ -239,7 +239,8 @@ def _plain(
     times = [float(r["time"]) for r in telemetry]
     made = []
     for row in rows:
-        own: JsonObject = {"device": device.name, **row}
+        # Modules are in the samples.
+        own: JsonObject = {"device": device.name, **{k: v for k, v in row.items() if k != "hlo"}}
         listed = next((row[n] for n in _TIMES if isinstance(row.get(n), list) and row[n]), None)
         if listed is not None:
             own["us_median"] = statistics.median(listed)

@@ -6,12 +6,12 @@ import gzip
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...common.errors import ProfileError
 from ...common.types import JaxObject, JsonObject
@@ -30,10 +30,19 @@ _METADATA = re.compile(r',? metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
 _TABLES = re.compile(
     r"^(?:FileNames|FunctionNames|FileLocations|StackFrames)\n(?:\d.*\n)*\n?", re.MULTILINE
 )
+#: Options of a compilation without command buffers, which become CUDA graphs: those hide single
+#: kernels from traces. An option of one compilation, since a name in XLA_FLAGS that a release does
+#: not have would end the process.
+_PLAIN = {"xla_gpu_enable_command_buffer": ""}
+#: How XLA says that it has no such option.
+_NO_OPTION = "No such compile option"
 #: Cores for each compilation that runs beside others: XLA uses several by itself.
 _CORES_EACH = 4
 #: Deviation of random weights and inputs: small enough that deep networks do not overflow.
 _DEVIATION = 0.02
+
+T = TypeVar("T")
+_Run = Callable[["list[jax.Array]"], "Sequence[jax.Array]"]
 
 
 @dataclass
@@ -46,6 +55,7 @@ class Compiled:
         module: Name of the optimised module, as traces spell it.
         hlo: Its text, without names of functions, files and lines.
         run: Executes it on arrays of the device.
+        plain: Executes it without command buffers; ``None`` where that is no other program.
         make_arguments: Draws arguments.
         bytes: Bytes of the arguments.
         aliases: Pairs (output, parameter) that share a buffer.
@@ -57,7 +67,8 @@ class Compiled:
     family: str
     module: str
     hlo: str
-    run: Callable[[list[jax.Array]], Sequence[jax.Array]]
+    run: _Run
+    plain: _Run | None
     make_arguments: MakeArguments
     bytes: int
     aliases: list[tuple[int, int]]
@@ -70,11 +81,22 @@ class Compiled:
         return self.family.startswith("op:")
 
 
-def compile_cases(cases: Sequence[JsonObject]) -> list[Compiled | Exception]:
-    """Compile cases beside one another; what cannot be compiled gives its error."""
+def compile_cases(
+    cases: Sequence[JsonObject], begun: Callable[[str], None]
+) -> list[Compiled | Exception]:
+    """Compile cases beside one another; what cannot be compiled gives its error.
+
+    Args:
+        cases: Keys and what they are.
+        begun: Told the key of each one that is done.
+    """
     workers = max(1, min(len(cases), (os.cpu_count() or 1) // _CORES_EACH))
+    found = []
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(_tried, range(len(cases)), cases))
+        for case, own in zip(cases, pool.map(_tried, range(len(cases)), cases), strict=True):
+            begun(str(case["key"]))
+            found.append(own)
+    return found
 
 
 def _tried(index: int, case: JsonObject) -> Compiled | Exception:
@@ -95,20 +117,38 @@ def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
 
     with wide_types():
         jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
-        compiled = jitted.lower(*structs).compile()
-    text = compiled.as_text() or ""
+        lowered = jitted.lower(*structs)
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - begin
+        plain = _without_command_buffers(lambda o: lowered.compile(compiler_options=o))
+    text = (plain or compiled).as_text() or ""
     return Compiled(
         key=key,
         family=family,
         module=module_name(text),
         hlo=anonymous(text),
         run=lambda arrays: compiled(*arrays),
+        plain=(lambda arrays: plain(*arrays)) if plain else None,
         make_arguments=make_arguments,
         bytes=sum(s.size * s.dtype.itemsize for s in structs),
         aliases=aliases_of(text),
-        compile_s=time.perf_counter() - begin,
+        compile_s=seconds,
         memory=_memory(compiled),
     )
+
+
+def _without_command_buffers(compile_with: Callable[[Mapping[str, str]], T]) -> T | None:
+    """Compile once more; ``None`` where there are no command buffers, or none can be turned off."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return compile_with(_PLAIN)
+    except Exception as error:  # a class of jaxlib's own
+        if _NO_OPTION in str(error):
+            return None
+        raise
 
 
 def anonymous(hlo: str) -> str:
@@ -247,17 +287,22 @@ def _compile_file(key: str, path: Path, begin: float) -> Compiled:
     data = path.read_bytes()
     data = gzip.decompress(data) if path.name.endswith(".gz") else data
     source = read_program(data if b"\0" in data else data.decode())
-    native = compile_native(source, name=re.sub(r"\W", "_", key.split("/")[-1]))
+    name = re.sub(r"\W", "_", key.split("/")[-1])
+    native = compile_native(source, name=name)
+    seconds = time.perf_counter() - begin
+    plain = _without_command_buffers(lambda o: compile_native(source, name=name, flags=o))
+    hlo = (plain or native).hlo
     types = native.input_types
     return Compiled(
         key=key,
         family="given",
-        module=module_name(native.hlo),
-        hlo=anonymous(native.hlo),
+        module=module_name(hlo),
+        hlo=anonymous(hlo),
         run=native.run,
+        plain=plain.run if plain else None,
         make_arguments=lambda seed: random_arguments(types, seed),
         bytes=sum(t.nbytes for t in types),
         aliases=list(native.aliases),
-        compile_s=time.perf_counter() - begin,
+        compile_s=seconds,
         memory={"peak_bytes": int(native.peak_memory_bytes)},
     )

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...common import worker_process
 from ...common.errors import ProfileError
@@ -18,23 +18,32 @@ from ..profile.runner import (
     DEFAULT_CACHE_BYTES,
     Runner,
     first_runs,
+    long_runs,
     rotation,
     wait,
     wall_runs,
 )
 from .jax_cases import Compiled, compile_cases
-from .timing import time_calls, time_launches, time_windows
+from .timing import time_calls, time_launches, time_loops, time_windows
 
 if TYPE_CHECKING:
     from ..profile.trace import Event
 
-#: Takes what was found of a case: rows, or the error that it ended with.
-Tell = Callable[[str, "list[JsonObject] | Exception"], None]
+#: Takes what was found of a case: rows, the error that it ended with, or that it is under way.
+Tell = Callable[[str, "list[JsonObject] | Exception | None"], None]
 #: Most executions under the profiler: their events are kept one by one.
 _TRACED = 12
 #: Programs with more argument bytes than this are traced alone, since a session keeps the
 #: arguments of all its programs in memory.
 _SHARED_BYTES = 256e6
+
+
+class _Measured(NamedTuple):
+    """A case with its rows so far, the first of them that of its program."""
+
+    compiled: Compiled
+    runner: Runner
+    rows: list[JsonObject]
 
 
 def describe() -> JsonObject:
@@ -59,22 +68,26 @@ def _no_accelerator() -> str:
 
 def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
     """Measure cases of one kind."""
-    {
-        "traced": traced,
-        "walls": walls,
-        "sustained": sustained,
-        "launches": launches,
-        "device": described,
-    }[kind](cases, tell)
+    kinds = {"traced": traced, "launches": launches, "device": described}
+    kinds[kind](cases, tell)
 
 
 def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """Whole programs and operations: their modules, the events of every kernel, whole times."""
-    group: list[tuple[Compiled, Runner, JsonObject]] = []
-    for compiled, runner, row in _ready(cases, tell):
-        if not compiled.single:
-            _time_whole(runner, row)
-        group.append((compiled, runner, row))
+    """Programs and operations: whole times, long runs, and the events of every kernel.
+
+    Whole times and long runs are those of the program as XLA compiles it by default, on GPUs with
+    command buffers; kernels are those of a compilation without them.
+    """
+    group: list[_Measured] = []
+    for case, compiled, runner, row in _ready(cases, tell):
+        own = _Measured(compiled, runner, [row])
+        try:
+            _time_whole(own, float(case["spec"].get("seconds", 0.0)))
+        except Exception as error:
+            tell(compiled.key, error)
+            continue
+        tell(compiled.key, None)
+        group.append(own)
         if compiled.bytes > _SHARED_BYTES:
             _trace(group, tell)
     _trace(group, tell)
@@ -82,19 +95,20 @@ def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
 
 def _ready(
     cases: Sequence[JsonObject], tell: Tell
-) -> Iterable[tuple[Compiled, Runner, JsonObject]]:
+) -> Iterable[tuple[JsonObject, Compiled, Runner, JsonObject]]:
     """Compiled cases that have run a few times, each with its first times as a row."""
     from ..profile.host import last_cache_bytes
 
     cache = last_cache_bytes() or DEFAULT_CACHE_BYTES
-    for case, compiled in zip(cases, compile_cases(cases), strict=True):
+    every = compile_cases(cases, lambda key: tell(key, None))
+    for case, compiled in zip(cases, every, strict=True):
         if isinstance(compiled, Exception):
             tell(case["key"], compiled)
             continue
         try:
             _check_fits(compiled)
             runner = Runner(
-                compiled.run,
+                (compiled.single and compiled.plain) or compiled.run,
                 compiled.make_arguments,
                 compiled.aliases,
                 rotation(compiled.bytes, cache),
@@ -114,7 +128,7 @@ def _ready(
             "begin": time.time(),
             **compiled.memory,
         }
-        yield compiled, runner, row
+        yield case, compiled, runner, row
 
 
 def _check_fits(compiled: Compiled) -> None:
@@ -135,45 +149,69 @@ def _check_fits(compiled: Compiled) -> None:
             raise ProfileError(f"needs {bytes_ / 1e9:.3g} GB, {what} {limit / 1e9:.3g} GB")
 
 
-def _time_whole(runner: Runner, row: JsonObject) -> None:
-    seconds = float(row["warm_us"]) * 1e-6
-    row["walls_us"] = [round(runner.step() * 1e6, 3) for _ in range(wall_runs(seconds))]
+def _time_whole(own: _Measured, seconds: float) -> None:
+    """Time whole executions, one by one and for some seconds back to back; then leave out buffers.
+
+    A single operation's whole time is mostly its dispatch, which is not timed.
+    """
+    compiled, runner, (row, *_) = own
+    each = float(row["warm_us"]) * 1e-6
+    if not compiled.single:
+        row["walls_us"] = [round(runner.step() * 1e6, 3) for _ in range(wall_runs(each))]
+    if seconds:
+        windows = time_windows(runner.launch, wait, each, seconds)
+        own.rows.extend({"table": "windows", "key": compiled.key, **w} for w in windows)
+    if not compiled.single and compiled.plain is not None:
+        runner.run = compiled.plain
+        runner.step()
+        row["plain_us"] = [round(runner.step() * 1e6, 3) for _ in range(long_runs(each))]
 
 
-def _trace(group: list[tuple[Compiled, Runner, JsonObject]], tell: Tell) -> None:
-    """Run one trace session, and tell what it shows."""
+def _trace(group: list[_Measured], tell: Tell) -> None:
+    """Run one trace session, and tell what it shows; where it shows nothing, times of loops."""
     from ..profile.trace import executed, recorded
 
     if not group:
         return
-
-    for _, _, row in group:
-        row["runs"] = min(_TRACED, first_runs(float(row["warm_us"]) * 1e-6))
+    for own in group:
+        own.rows[0]["runs"] = min(_TRACED, first_runs(float(own.rows[0]["warm_us"]) * 1e-6))
 
     def execute() -> None:
-        for _, runner, row in group:
-            for _ in range(row["runs"]):
-                runner.step()
+        for own in group:
+            for _ in range(own.rows[0]["runs"]):
+                own.runner.step()
 
+    events: Sequence[Event] = ()
+    platform, trouble = "", "no kernel of it appears in the trace"
     try:
         # Of several devices, the one that ran the programs.
         found = max(executed(recorded(execute)), key=lambda device: len(device.events))
-    except ProfileError as error:  # whole times are there in any case
-        for compiled, _, row in group:
-            note = {"table": "notes", "key": compiled.key, "text": f"no kernels: {error}"}
-            tell(compiled.key, [row | {"hlo": compiled.hlo, "end": time.time()}, note])
-    except Exception as error:
-        for compiled, _, _ in group:
-            tell(compiled.key, error)
-    else:
-        for compiled, _, row in group:
-            own = [e for e in found.events if e.module == compiled.module]
-            if len(group) == 1:  # whatever the trace calls its module
-                own = own or found.events
-            events = _columns(own, compiled.key, found.platform)
-            row |= {"hlo": compiled.hlo, "end": time.time()}
-            tell(compiled.key, [row, events])
+        events, platform = found.events, found.platform
+    except Exception as error:  # no library for traces, or no right to take them
+        trouble = f"{type(error).__name__}: {error}"
+    for own in group:
+        try:
+            tell(own.compiled.key, own.rows + _seen(own, events, platform, trouble, len(group)))
+        except Exception as error:
+            tell(own.compiled.key, error)
     group.clear()
+
+
+def _seen(
+    own: _Measured, events: Sequence[Event], platform: str, trouble: str, count: int
+) -> list[JsonObject]:
+    """Rows of what a trace of some programs shows of one, which it completes."""
+    compiled, runner, (row, *_) = own
+    ran = [e for e in events if e.module == compiled.module]
+    if count == 1:  # whatever the trace calls its module
+        ran = ran or list(events)
+    more = _columns(ran, compiled.key, platform)
+    if not ran:
+        more = {"table": "notes", "key": compiled.key, "text": f"no kernels: {trouble}"}
+        if compiled.single:
+            row["us_each"] = time_loops(runner.launch, wait, float(row["warm_us"]) * 1e-6)
+    row |= {"hlo": compiled.hlo, "end": time.time()}
+    return [more]
 
 
 def _columns(events: Sequence[Event], key: str, platform: str) -> JsonObject:
@@ -196,32 +234,6 @@ def _columns(events: Sequence[Event], key: str, platform: str) -> JsonObject:
         "start": [round(e.start - zero) for e in events],
         "end": [round(e.end - zero) for e in events],
     }
-
-
-def walls(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """Whole programs as XLA runs them by default: on GPUs with command buffers."""
-    for compiled, runner, row in _ready(cases, tell):
-        try:
-            _time_whole(runner, row)
-        except Exception as error:
-            tell(compiled.key, error)
-            continue
-        tell(compiled.key, [row | {"table": "walls", "end": time.time()}])
-
-
-def sustained(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """Long runs, back to back, in windows: what clocks and power limits leave of the speed."""
-    for case in cases:
-        for compiled, runner, row in _ready([case], tell):
-            try:
-                seconds = float(case["spec"]["seconds"])
-                each = float(row["warm_us"]) * 1e-6
-                windows = time_windows(runner.launch, wait, each, seconds)
-            except Exception as error:
-                tell(compiled.key, error)
-                continue
-            own = [{"table": "windows", "key": compiled.key, **w} for w in windows]
-            tell(compiled.key, [row | {"table": "walls", "end": time.time()}, *own])
 
 
 def launches(cases: Sequence[JsonObject], tell: Tell) -> None:

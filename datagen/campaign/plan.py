@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ Spec = Mapping[str, object]
 _FILES = {"cpu": "rehearsal.toml"}
 #: Marks a second measurement of a case, which tells noise.
 REPLICATE = "#"
+#: Part of the budget that a case runs back to back at most.
+_LONG_PART = 1 / 50
 #: Suffixes of given programs.
 _PROGRAMS = (".mlir", ".mlir.gz", ".hlo", ".hlo.gz", ".stablehlo", ".mlirbc")
 
@@ -52,6 +54,11 @@ class Case:
         """Whether it is a second measurement."""
         return REPLICATE in self.key
 
+    @property
+    def repeats(self) -> str:
+        """Key of what it measures again; its own if it is no second measurement."""
+        return self.key.partition(REPLICATE)[0]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -73,10 +80,12 @@ class Plan:
     Attributes:
         entries: In order of value.
         shares: Of the time, by stage.
+        estimates: Seconds that a case may take beside what is run back to back, by stage and kind.
     """
 
     entries: Sequence[Entry]
     shares: Mapping[str, float]
+    estimates: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def cases(self) -> list[Case]:
@@ -91,6 +100,8 @@ class Plan:
         fits: Mapping[tuple[str, str], float],
         left_s: float,
         prefer: str = "",
+        worker: str = "",
+        here: Collection[str] = (),
     ) -> list[Case]:
         """What to measure next; empty when nothing is left that may end in time.
 
@@ -101,27 +112,48 @@ class Plan:
             fits: Seconds that a case took so far, by stage and kind.
             left_s: Seconds until the end.
             prefer: Stage to stay with, if it has something left.
+            worker: The kind of worker that is at hand: among the stages that are behind their
+                share, one that it can go on with comes first.
+            here: Keys that the worker at hand has measured. What repeats them waits for another
+                one, as long as there is anything else.
         """
         finished, able = set(done), set(workers)
         found: dict[str, list[Case]] = {}
+        later: dict[str, list[Case]] = {}
         for entry in self.entries:
             left = [c for c in entry.cases if c.key not in finished and c.worker in able]
-            if not left or left[0].stage in found:
-                continue
-            first = left[0]
-            # A long run says itself how long it is at least.
-            least = float(str(first.spec.get("seconds", 0.0)))
-            each = max(fits.get((first.stage, first.kind), 0.0), least)
-            count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
-            if count > 0:
-                # Replicates are measured by another process than what they repeat.
-                alike = itertools.takewhile(partial(_alike, first), left)
-                found[first.stage] = list(itertools.islice(alike, count))
+            waits = [c for c in left if c.replicate and c.repeats in here]
+            for chosen, place in (([c for c in left if c not in waits], found), (waits, later)):
+                if not chosen or chosen[0].stage in place:
+                    continue
+                first = chosen[0]
+                each = self.seconds(first, fits)
+                count = entry.block if each <= 0 else min(entry.block, int(left_s / each))
+                if count > 0:
+                    # Replicates are measured by another process than what they repeat.
+                    alike = itertools.takewhile(partial(_alike, first), chosen)
+                    place[first.stage] = list(itertools.islice(alike, count))
+        found = found or later
         if not found:
             return []
         if prefer in found:
             return found[prefer]
-        return found[min(found, key=lambda s: spent.get(s, 0.0) / self.shares[s])]
+        behind = {s: spent.get(s, 0.0) / self.shares[s] for s in found}
+        mean = sum(spent.values()) / sum(self.shares.values())
+
+        def order(stage: str) -> tuple[bool, bool, float]:
+            # A change of worker costs seconds.
+            change = bool(worker) and found[stage][0].worker != worker
+            return behind[stage] > mean, change, behind[stage]
+
+        return found[min(found, key=order)]
+
+    def seconds(self, case: Case, fits: Mapping[tuple[str, str], float]) -> float:
+        """How long a case like this took, or may take; 0 if nothing is known."""
+        # A long run says itself how long it is at least.
+        least = float(str(case.spec.get("seconds", 0.0)))
+        what = (case.stage, case.kind)
+        return max(fits[what], least) if what in fits else self.estimates.get(what, 0.0) + least
 
 
 def _alike(one: Case, other: Case) -> bool:
@@ -129,12 +161,13 @@ def _alike(one: Case, other: Case) -> bool:
     return (one.worker, one.kind, one.replicate) == (other.worker, other.kind, other.replicate)
 
 
-def load_plan(platform: str, programs: Path | None = None) -> Plan:
+def load_plan(platform: str, programs: Path | None = None, budget_s: float = math.inf) -> Plan:
     """Read the plan of a platform.
 
     Args:
         platform: ``gpu``, ``tpu`` or ``cpu``.
         programs: Folder of programs of one's own, measured beside the first stage's.
+        budget_s: Seconds of the campaign, of which long runs take a part at most.
 
     Raises:
         ProfileError: The folder has no program.
@@ -145,11 +178,16 @@ def load_plan(platform: str, programs: Path | None = None) -> Plan:
         made
         for entry in data["entry"]
         if platform in entry.get("on", (platform,))
-        for made in [_entry(entry, _given(programs) if entry.get("given") else [])]
+        for made in [_entry(entry, _given(programs) if entry.get("given") else [], budget_s)]
         if made.cases
     ]
     shares = {str(k): float(v) for k, v in data["shares"].items()}
-    return Plan(entries, shares)
+    estimates = {
+        (stage, kind): float(seconds)
+        for stage, own in data.get("estimates", {}).items()
+        for kind, seconds in own.items()
+    }
+    return Plan(entries, shares, estimates)
 
 
 def _given(folder: Path | None) -> list[dict[str, object]]:
@@ -169,7 +207,7 @@ def _given(folder: Path | None) -> list[dict[str, object]]:
     ]
 
 
-def _entry(data: Mapping[str, object], given: Sequence[Spec]) -> Entry:
+def _entry(data: Mapping[str, object], given: Sequence[Spec], budget_s: float) -> Entry:
     """Make the cases of an entry: listed ones, the product of a grid, and given programs."""
     common = _table(data.get("all", {}))
     specs = [common | _table(spec) for spec in _list(data.get("cases", []))]
@@ -183,6 +221,9 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec]) -> Entry:
     specs += [common | dict(spec) for spec in given]
     block = int(str(data.get("block", 1)))
     runs = [_table(run) for run in _list(data["runs"])]
+    for run in runs:
+        if "seconds" in run:
+            run["seconds"] = min(float(str(run["seconds"])), budget_s * _LONG_PART)
     cases: list[Case] = []
     for start in range(0, len(specs), block):
         # Blocks of several kinds alternate, so that an early end has all kinds of the first ones.
@@ -192,14 +233,16 @@ def _entry(data: Mapping[str, object], given: Sequence[Spec]) -> Entry:
     # Spread over the entry, since its first cases are alike.
     step = max(1, math.ceil(len(specs) / again)) if again else 1
     for run in runs if again else ():
+        # Times are what is compared: a long run is not repeated.
+        run.pop("seconds", None)
         cases += [_case(data, run, spec, f"{REPLICATE}1") for spec in specs[::step]]
     return Entry(tuple(cases), block)
 
 
 def _case(data: Mapping[str, object], run: Spec, spec: Spec, mark: str = "") -> Case:
     own = dict(spec) | {k: v for k, v in run.items() if k not in ("kind", "worker", "timeout_s")}
-    # A given program's path stays on this machine.
-    words = "-".join(_word(name, value) for name, value in own.items() if name != "file")
+    # A given program's path stays on this machine, and another budget has other seconds.
+    words = "-".join(_word(n, value) for n, value in own.items() if n not in ("file", "seconds"))
     kind, worker = str(run["kind"]), str(run["worker"])
     key = f"{data['stage']}/{kind}/{words}{mark}"
     return Case(key, str(data["stage"]), kind, worker, own, float(str(run.get("timeout_s", 120.0))))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,43 +16,23 @@ from ...common.files import locked
 from ...common.types import JsonObject
 from .archive import pack
 from .client import WORKERS, Workers
+from .forecast import TURN_PART
 from .journal import Journal
 from .plan import Case, Plan, load_plan
 from .record import host_record, scrubbed_text
+from .settings import DEVICES, CampaignSettings
 from .telemetry import Telemetry
 
-#: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
-DEVICES = ("auto", "gpu", "tpu", "cpu")
 #: Exit status: all is measured or the budget used up; nothing could be measured, or the
 #: accelerator is lost; the slice has ended and the same command goes on.
 DONE, FAILED, MORE = 0, 1, 3
 _USED_UP = "the budget is used up"
 #: Part of a slice for packing the archive, and its bounds in seconds.
 _PACK_PART, _PACK_S = 0.02, (2.0, 20.0)
-#: Part of the budget that a stage gets in one go, since a change of worker costs seconds, and how
-#: many times as long as the last change it is at least.
-_TURN_PART, _STARTS = 1 / 15, 2.0
+#: How many times as long as the last change of workers a stage is measured in one go at least.
+_STARTS = 2.0
 #: Pauses in seconds before a worker that does not start is tried again.
 _PAUSES_S = (2.0, 10.0, 30.0)
-
-
-@dataclass(frozen=True)
-class CampaignSettings:
-    """Settings of a campaign.
-
-    Attributes:
-        out: Its folder; the same one again goes on.
-        budget_s: Seconds of all slices together.
-        slice_s: Seconds of this call; the whole budget by default.
-        device: One of :data:`DEVICES`.
-        programs: Folder of programs of one's own.
-    """
-
-    out: Path
-    budget_s: float
-    slice_s: float | None = None
-    device: str = "auto"
-    programs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -84,16 +67,37 @@ def run_campaign(
 
     Raises:
         ProfileError: No framework is installed, none sees the device asked for, or a given folder
-            has no programs.
+            has no programs, or the folder cannot be written.
     """
     if settings.device not in DEVICES:
         raise ProfileError(
             f"unknown device {settings.device!r}", hint=f"one of {', '.join(DEVICES)}"
         )
     began = time.monotonic()
-    settings.out.mkdir(parents=True, exist_ok=True)
-    with locked(settings.out / ".lock"):
-        return _Campaign(settings, began, tell).run()
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        with locked(settings.out / ".lock"):
+            return _Campaign(settings, began, tell).run()
+    except OSError as error:
+        raise ProfileError(
+            f"cannot write: {error}",
+            where=str(settings.out),
+            hint="make room, then give the same command again: what was measured is kept",
+        ) from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let no further Ctrl-C or SIGTERM stop what is written."""
+    if threading.current_thread() is not threading.main_thread():  # others get no signals
+        yield
+        return
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Campaign:
@@ -115,7 +119,7 @@ class _Campaign:
         self._able = _kinds({n: str(h.get("platform")) for n, h in last.items()}, self._platform)
 
     def run(self) -> Outcome:
-        plan = load_plan(self._platform, self._settings.programs)
+        plan = self._plan(self._platform)
         # What is left of it is shorter than the time that was kept for packing.
         if self._left_s < 1.0 or self._settings.budget_s <= self._journal.used_up_s:
             return self._outcome(DONE, plan, _USED_UP)
@@ -125,15 +129,17 @@ class _Campaign:
             platform = self._find()
             if not platform:
                 return self._ended_used_up(plan)
-            plan = load_plan(platform, self._settings.programs)
+            plan = self._plan(platform)
             telemetry = self._settings.out / f"telemetry-{self._journal.slices:03d}.csv"
             with Telemetry(telemetry, platform):
                 why = self._loop(plan)
         except KeyboardInterrupt:
-            # It may have come between a line and what is known of it here.
-            self._journal = Journal(self._settings.out)
-            self._journal.add("end")
-            self._outcome(MORE, plan, "interrupted")
+            with _uninterrupted():
+                # It may have come between a line and what is known of it here.
+                self._journal = Journal(self._settings.out)
+                self._journal.add("end")
+                self._outcome(MORE, plan, "interrupted")
+                self._workers.stop()
             raise
         finally:
             self._workers.stop()
@@ -149,6 +155,9 @@ class _Campaign:
         if left:
             return self._outcome(MORE, plan, "the slice has ended; the same command goes on")
         return self._outcome(DONE, plan, "all is measured")
+
+    def _plan(self, platform: str) -> Plan:
+        return load_plan(platform, self._settings.programs, self._settings.budget_s)
 
     def _ended_used_up(self, plan: Plan) -> Outcome:
         self._journal.add("end", used_up_s=self._settings.budget_s)
@@ -171,7 +180,7 @@ class _Campaign:
         wanted = self._settings.device
         seen: dict[str, str] = {}
         # JAX last, since its worker then measures what comes first.
-        for framework, kind in (("torch", "torch"), ("jax", "xla-plain")):
+        for framework, kind in (("torch", "torch"), ("jax", "xla")):
             if importlib.util.find_spec(framework) is None:
                 self._hosts[framework] = {"missing": "not installed"}
                 continue
@@ -204,6 +213,7 @@ class _Campaign:
                 hint="give another folder",
             )
         self._able = _kinds(seen, platform)
+        self._workers.measure_on(platform)
         if platform == "cpu" and wanted == "auto":
             own = {n: h.get("missing") or h.get("no_accelerator") for n, h in self._hosts.items()}
             reasons = "; ".join(f"{name} ({scrubbed_text(str(why))})" for name, why in own.items())
@@ -215,7 +225,7 @@ class _Campaign:
         """Measure block by block; returns why the campaign has to give up, or nothing."""
         stage, since = "", time.monotonic()
         while self._workers.left_s > 0.5:
-            turn = max(self._settings.budget_s * _TURN_PART, _STARTS * self._workers.start_s)
+            turn = max(self._settings.budget_s * TURN_PART, _STARTS * self._workers.start_s)
             prefer = stage if time.monotonic() - since < turn else ""
             block = plan.next_block(
                 self._journal.finished,
@@ -224,6 +234,8 @@ class _Campaign:
                 self._journal.each_s,
                 self._workers.left_s,
                 prefer,
+                self._workers.kind,
+                self._workers.measured,
             )
             if not block:
                 return ""
@@ -265,7 +277,7 @@ class _Campaign:
     def _ready(self, block: Sequence[Case]) -> list[JsonObject] | None:
         """Have a worker for a block; ``None`` if there is none after several tries."""
         first = block[0]
-        again = [c.key.partition("#")[0] for c in block if c.replicate]
+        again = [c.repeats for c in block if c.replicate]
         for pause in (*_PAUSES_S, None):
             try:
                 return self._workers.ready(first.worker, again)
@@ -285,7 +297,8 @@ class _Campaign:
         journal = self._journal
         if status == DONE and not journal.done:
             status, why = FAILED, f"nothing could be measured; {why}"
-        archive = pack(self._settings.out, journal, plan, why) if journal.done else None
+        with _uninterrupted():
+            archive = pack(self._settings.out, journal, plan, why) if journal.done else None
         left = self._remaining(plan)
         if left and why.endswith(_USED_UP):
             why += "; raise --budget"
@@ -294,4 +307,4 @@ class _Campaign:
 
 def _kinds(seen: Mapping[str, str], platform: str) -> set[str]:
     """Kinds of workers that measure a platform, by what each framework sees."""
-    return {kind for kind, (name, _) in WORKERS.items() if seen.get(name) == platform}
+    return {kind for kind, name in WORKERS.items() if seen.get(name) == platform}

@@ -14,6 +14,8 @@ Result = TypeVar("Result")
 _WINDOW_S, _PAUSE_S = 0.25, 2.0
 #: Calls that are issued without waiting, and rounds of them, to see what a launch costs the host.
 _CALLS, _ROUNDS = 100, 15
+#: Loops of calls that are timed as a whole, and the seconds that one takes at least.
+_LOOPS, _LOOP_S = 9, 2e-3
 #: Calls of an anchor.
 _REPEATS = 20
 
@@ -48,6 +50,27 @@ def time_launches(call: Callable[[], Result], settle: Callable[[Result], object]
         issued.append(round((time.perf_counter() - start) / _CALLS * 1e6, 3))
         settle(last)
     return {"issue_us": issued, "blocked_us": blocked}
+
+
+def time_loops(
+    call: Callable[[], Result], settle: Callable[[Result], object], each_s: float
+) -> list[float]:
+    """Microseconds of a call, in loops that are long beside a look at the clock.
+
+    Args:
+        call: Launches the work.
+        settle: Waits for what it returns.
+        each_s: About how long one takes, in seconds.
+    """
+    count = max(1, round(_LOOP_S / max(each_s, 1e-6)))
+    found = []
+    for _ in range(_LOOPS):
+        start = time.perf_counter()
+        for _ in range(count - 1):
+            call()
+        settle(call())
+        found.append(round((time.perf_counter() - start) / count * 1e6, 4))
+    return found
 
 
 def time_windows(

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import platform
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
-from ...common.errors import DatasetError
 from ...common.types import JsonObject
 from ...features.ir.torch.libraries import DTYPES, ModelCase, build
 from ..profile.runner import wall_runs
-from .timing import time_calls, time_launches, time_windows
+from .timing import time_calls, time_launches, time_loops, time_windows
+from .torch_device import Step, captured, device, kernels, peak, release, wait
+from .torch_device import describe as describe  # what a worker calls
 
 #: Takes what was found of a case: rows, or the error that it ended with.
 Tell = Callable[[str, "list[JsonObject] | Exception"], None]
-#: One call of what is measured; what it returns is waited for.
-Step = Callable[[], object]
 #: Frameworks by the word in a plan.
 _COMPILED, _GRAPH = "torch-compiled", "torch-graph"
-#: Steps before a model is timed, and under the profiler.
-_WARM, _TRACED = 3, 3
-#: Calls of a product between two looks at the clock take at least this long, and such looks.
-_LOOK_S, _LOOKS = 2e-3, 9
+#: Steps before a model is timed, and calls of a product under the profiler.
+_WARM, _TRACED = 3, 9
 #: Bytes that the operands of a product rotate over: past the last cache of any GPU.
 _ROTATED_BYTES = 256e6
 #: Element types of products by name, and whether f32 products may use TF32.
@@ -44,60 +35,11 @@ _TYPES = {
 }
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _wait(value: object = None) -> object:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return value
-
-
-def describe() -> JsonObject:
-    """Device and versions of this process."""
-    found: JsonObject = {
-        "platform": "gpu" if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "",
-        "hip": torch.version.hip or "",
-        "python": platform.python_version(),
-        "device_count": torch.cuda.device_count(),
-    }
-    for name in ("triton", "timm", "transformers", "torchvision", "diffusers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    if torch.cuda.is_available():
-        own = torch.cuda.get_device_properties(0)
-        found |= {
-            "device_kind": own.name,
-            "memory_bytes": own.total_memory,
-            "multiprocessors": own.multi_processor_count,
-            "cache_bytes": getattr(own, "L2_cache_size", 0),
-            "capability": f"{own.major}.{own.minor}",
-            "arch": getattr(own, "gcnArchName", ""),
-            "cudnn": torch.backends.cudnn.version() or 0,
-        }
-    else:
-        found["device_kind"] = platform.processor() or platform.machine()
-        found["no_accelerator"] = _no_accelerator()
-    return found
-
-
-def _no_accelerator() -> str:
-    if not (torch.version.cuda or torch.version.hip):
-        return "built without CUDA and ROCm"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error)
-    return "the driver lists no device"
-
-
 def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
     """Measure cases of one kind."""
     if kind == "products":
         _products(cases, tell)
+        release()
         return
     one = {"models": _model, "sustained": _sustained, "launches": _launches}[kind]
     for case in cases:
@@ -107,9 +49,7 @@ def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
             tell(str(case["key"]), error)
         else:
             tell(str(case["key"]), rows)
-        finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        release()
 
 
 def _model(key: str, spec: JsonObject) -> list[JsonObject]:
@@ -127,7 +67,7 @@ def _model(key: str, spec: JsonObject) -> list[JsonObject]:
     )
     framework = str(spec["framework"])
     torch.manual_seed(0)
-    program = build(own, _device())
+    program = build(own, device())
     module = program.source
     assert isinstance(module, torch.nn.Module)
     parameters = sum(p.numel() for p in module.parameters())
@@ -136,16 +76,16 @@ def _model(key: str, spec: JsonObject) -> list[JsonObject]:
     args = torch.utils._pytree.tree_map(_filled, program.args)
     step = _step(module, args, dict(program.kwargs), own.mode, DTYPES[dtype][1])
     if framework == _GRAPH:
-        step = _captured(step)
+        step = captured(step)
     begin = time.perf_counter()
-    _wait(step())
+    wait(step())
     cold = time.perf_counter() - begin
     for _ in range(_WARM):
-        _wait(step())
-    memory = _peak(step)
+        wait(step())
+    memory = peak(step)
     start = time.time()
-    seconds = min(time_calls(step, _wait, 2)) * 1e-6
-    walls = time_calls(step, _wait, wall_runs(seconds))
+    seconds = min(time_calls(step, wait, 2)) * 1e-6
+    walls = time_calls(step, wait, wall_runs(seconds))
     names = ("library", "model", "batch", "img_size", "mode", "dtype", "layout", "framework")
     row: JsonObject = {
         "table": "models",
@@ -159,8 +99,7 @@ def _model(key: str, spec: JsonObject) -> list[JsonObject]:
         "end": time.time(),
         **memory,
     }
-    traced = framework == "torch-eager" and torch.cuda.is_available()
-    return [row, *(_kernels(key, step) if traced else [])]
+    return [row, *(kernels(key, step) if framework == "torch-eager" else [])]
 
 
 def _filled(value: object) -> object:
@@ -183,7 +122,7 @@ def _step(
     own = getattr(torch, cast) if cast else None
 
     def forward() -> object:
-        context = torch.autocast(_device(), own) if own else contextlib.nullcontext()
+        context = torch.autocast(device(), own) if own else contextlib.nullcontext()
         with context:
             return module(*args, **named)
 
@@ -211,73 +150,6 @@ def _step(
     return train
 
 
-def _captured(step: Step) -> Step:
-    """A step as a CUDA graph that is replayed."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Step = graph.replay
-    return replay
-
-
-def _peak(step: Step) -> JsonObject:
-    """Bytes that a step allocates and that PyTorch reserves at the most; nothing on a CPU."""
-    if not torch.cuda.is_available():
-        return {}
-    _wait()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    _wait(step())
-    return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-    }
-
-
-def _kernels(key: str, step: Step, steps: int = _TRACED) -> list[JsonObject]:
-    """Operators with a row of a table, and all kernels by name, from a trace of some steps."""
-    try:
-        from ..traces.aten import traced_operators
-        from ..traces.kineto import read_kineto
-    except ImportError as error:  # NumPy is missing
-        return [_note(key, error)]
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
-        for _ in range(steps):
-            step()
-        _wait()
-    with tempfile.TemporaryDirectory(prefix="opcast-trace-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        try:
-            events = [e for d in read_kineto(path).devices for e in d.executed.events]
-        except DatasetError as error:  # the driver lets nobody trace
-            return [_note(key, error)]
-    kernels: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        kernels[event.name].append((event.end - event.start) * 1e-3)
-    found: list[JsonObject] = [
-        {"table": "kernels", "key": key, "name": name, "steps": steps, "us": us}
-        for name, us in kernels.items()
-    ]
-    for operator in traced_operators(events):
-        if operator.row:
-            us = [s * 1e6 for s in operator.seconds]
-            row = {"table": "operators", "key": key, "row": json.dumps(operator.row), "us": us}
-            found.append(row | {"kernels": sorted(operator.kernels)})
-    return found
-
-
-def _note(key: str, error: Exception) -> JsonObject:
-    return {"table": "notes", "key": key, "text": f"no kernels: {error}"}
-
-
 def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
     """Products, timed in loops; on a GPU each once more under the profiler, all in one session."""
     calls: list[Step] = []
@@ -286,14 +158,15 @@ def _products(cases: Sequence[JsonObject], tell: Tell) -> None:
         key = str(case["key"])
         try:
             call = _product(case["spec"])
-            rows[key] = {"table": "products", "key": key, **_looped(call), **case["spec"]}
+            began, once = time.time(), min(time_calls(call, wait, 3)) * 1e-6
+            own = {"begin": began, "us_each": time_loops(call, wait, once), "end": time.time()}
+            rows[key] = {"table": "products", "key": key, **own, **case["spec"]}
             calls.append(call)
         except Exception as error:
             tell(key, error)
     traced: list[JsonObject] = []
-    if calls and torch.cuda.is_available():
-        first = next(iter(rows))
-        traced = _kernels(first, lambda: [call() for call in calls], steps=_LOOKS)
+    if calls:
+        traced = kernels(next(iter(rows)), lambda: [call() for call in calls], _TRACED)
     for key, row in rows.items():
         tell(key, [row, *traced])
         traced = []
@@ -306,10 +179,9 @@ def _product(spec: JsonObject) -> Step:
     size = torch.empty((), dtype=dtype).element_size() * (m * k + n * k)
     rotated = _ROTATED_BYTES if torch.cuda.is_available() else 1.0
     sets = max(1, min(8, int(rotated / size)))
-    device = _device()
-    lefts = [_random((m, k), dtype, device) for _ in range(sets)]
+    lefts = [_random((m, k), dtype) for _ in range(sets)]
     # Weights as linear layers keep them: n x k, used transposed.
-    rights = [_random((n, k), dtype, device) for _ in range(sets)]
+    rights = [_random((n, k), dtype) for _ in range(sets)]
     turn = [0]
 
     def next_pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,7 +191,7 @@ def _product(spec: JsonObject) -> Step:
     if dtype == torch.int8:
         return lambda: torch._int_mm(*next_pair())
     if dtype == torch.float8_e4m3fn:
-        one = torch.ones((), device=device)
+        one = torch.ones((), device=device())
         return lambda: torch._scaled_mm(
             *next_pair(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
         )
@@ -335,31 +207,17 @@ def _product(spec: JsonObject) -> Step:
     return product
 
 
-def _random(shape: tuple[int, int], dtype: torch.dtype, device: str) -> torch.Tensor:
+def _random(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.int8:
-        return torch.randint(-100, 100, shape, dtype=dtype, device=device)
-    return torch.randn(shape, device=device).to(dtype)
-
-
-def _looped(call: Step) -> JsonObject:
-    """Microseconds of a call, of loops that are long beside a look at the clock."""
-    once = min(time_calls(call, _wait, 3)) * 1e-6
-    count = max(1, round(_LOOK_S / max(once, 1e-6)))
-    began, times = time.time(), []
-    for _ in range(_LOOKS):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        _wait()
-        times.append((time.perf_counter() - start) / count * 1e6)
-    return {"us_each": times, "calls": count, "begin": began, "end": time.time()}
+        return torch.randint(-100, 100, shape, dtype=dtype, device=device())
+    return torch.randn(shape, device=device()).to(dtype)
 
 
 def _sustained(key: str, spec: JsonObject) -> list[JsonObject]:
     """A product for long, back to back."""
     call = _product(spec)
-    each = min(time_calls(call, _wait, 5)) * 1e-6
-    found = time_windows(call, _wait, each, float(spec["seconds"]))
+    each = min(time_calls(call, wait, 5)) * 1e-6
+    found = time_windows(call, wait, each, float(spec["seconds"]))
     sizes = {name: spec[name] for name in ("dtype", "m", "n", "k")}
     return [{"table": "windows", "key": key, **sizes, **window} for window in found]
 
@@ -367,7 +225,7 @@ def _sustained(key: str, spec: JsonObject) -> list[JsonObject]:
 def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
     """What a launch costs the host: an operator, a compiled one, a graph of some operators."""
     count, framework = int(spec["operators"]), str(spec["framework"])
-    x = torch.zeros(8, device=_device())
+    x = torch.zeros(8, device=device())
 
     def call(x: torch.Tensor = x) -> torch.Tensor:
         for _ in range(count):
@@ -378,21 +236,21 @@ def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
     if framework == _COMPILED:
         own = torch.compile(call)
     elif framework == _GRAPH:
-        own = _captured(call)
+        own = captured(call)
     row = {"table": "launches", "key": key, "framework": framework, "operators": count}
-    return [row | time_launches(own, _wait)]
+    return [row | time_launches(own, wait)]
 
 
 def anchors() -> JsonObject:
     """Two fixed programs, a product and a pass over memory, which show drift between workers."""
     small = not torch.cuda.is_available()
     size, rows = (256, 2**18) if small else (4096, 2**26)
-    x = torch.ones(size, size, device=_device(), dtype=torch.float32 if small else torch.bfloat16)
-    y = torch.ones(rows, device=_device())
+    x = torch.ones(size, size, device=device(), dtype=torch.float32 if small else torch.bfloat16)
+    y = torch.ones(rows, device=device())
     return {
         "table": "anchors",
         "framework": "torch",
         "begin": time.time(),
-        "product_us": time_calls(lambda: x @ x, _wait),
-        "memory_us": time_calls(lambda: y * 1.5, _wait),
+        "product_us": time_calls(lambda: x @ x, wait),
+        "memory_us": time_calls(lambda: y * 1.5, wait),
     }

@@ -46,8 +46,10 @@ def serve(
 
 
 def _run(tasks: ModuleType, request: JsonObject, reply: Callable[[JsonObject], None]) -> None:
-    def tell(key: str, found: Sequence[JsonObject] | Exception) -> None:
-        if isinstance(found, Exception):
+    def tell(key: str, found: Sequence[JsonObject] | Exception | None) -> None:
+        if found is None:  # it goes on: the limit on silence begins anew
+            reply({"key": key})
+        elif isinstance(found, Exception):
             reply({"key": key, "failed": reason_of(found)})
         else:
             reply({"key": key, "rows": list(found)})

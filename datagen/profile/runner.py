@@ -89,6 +89,9 @@ class Runner:
         make_arguments: Draws the arguments from a seed.
         aliases: Pairs (output, parameter) that share a buffer.
         sets: Argument sets to rotate over.
+
+    Attributes:
+        run: As above; another compilation of the program may take its place.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Runner:
         aliases: Sequence[tuple[int, int]] = (),
         sets: int = 1,
     ) -> None:
-        self._run = run
+        self.run = run
         self._make_arguments = make_arguments
         self._aliases = tuple(aliases)
         host = make_arguments(0)
@@ -114,7 +117,7 @@ class Runner:
         """Execute once; return the seconds from the call until the outputs are ready."""
         arguments = self._sets[self._turn]
         start = time.perf_counter()
-        outputs = self._run(arguments)
+        outputs = self.run(arguments)
         wait(outputs)
         seconds = time.perf_counter() - start
         self._restore(arguments, outputs)
@@ -124,7 +127,7 @@ class Runner:
     def launch(self) -> Sequence[jax.Array]:
         """Execute once without waiting; returns the outputs."""
         arguments = self._sets[self._turn]
-        outputs = self._run(arguments)
+        outputs = self.run(arguments)
         self._restore(arguments, outputs)
         self._turn = (self._turn + 1) % len(self._sets)
         return outputs

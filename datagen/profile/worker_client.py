@@ -43,6 +43,7 @@ class WorkerClient:
         timeout_s: Seconds without any reply after which the worker counts as stuck.
         module: The worker's module, which takes the settings as its argument.
         variables: Environment variables to set.
+        heap: Whether it measures this host's processors, whose times depend on the allocator.
 
     Attributes:
         timeout_s: As above; may be changed between requests.
@@ -55,10 +56,11 @@ class WorkerClient:
         *,
         module: str = f"{__package__}.worker",
         variables: Mapping[str, str] | None = None,
+        heap: bool = True,
     ) -> None:
         self.timeout_s = timeout_s
-        # Settings of the user take precedence.
-        allocator = {k: v for k, v in ALLOCATOR_ENV.items() if k not in os.environ}
+        # Settings of the user take precedence. One arena for all threads would slow compilers down.
+        allocator = {k: v for k, v in ALLOCATOR_ENV.items() if heap and k not in os.environ}
         self._worker = WorkerProcess(
             module_command(module, json.dumps(settings)),
             variables=allocator | dict(variables or {}),

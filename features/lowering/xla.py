@@ -89,13 +89,16 @@ class NativeExecutable:
         return execute(self.executable, arguments, self.device_count)
 
 
-def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable:
+def compile_native(
+    source: SourceProgram, *, name: str = "", flags: Mapping[str, object] | None = None
+) -> NativeExecutable:
     """Compile a program for JAX's default backend.
 
     Args:
         source: StableHLO, or HLO that is not optimised yet.
         name: Module name, which distinguishes programs in profiler traces; by default the
             program's own.
+        flags: Options of XLA by name without dashes.
 
     Raises:
         LoweringError: The backend does not compile it, or there are too few devices.
@@ -121,7 +124,7 @@ def compile_native(source: SourceProgram, *, name: str = "") -> NativeExecutable
     if name:
         _jax_compat.rename_module(module, name)
     try:
-        executable = _jax_compat.compile_module(module, replicas, partitions)
+        executable = _jax_compat.compile_module(module, replicas, partitions, flags)
     except Exception as error:  # backends raise several unrelated classes
         raise _compile_error(error, source.origin) from error
     hlo = executable.hlo_modules()[0].to_string()

@@ -20,6 +20,7 @@ def main() -> None:
 
     # As a framework that takes its time to be imported.
     time.sleep(float(os.environ.get("TEST_CAMPAIGN_START_S", "0")))
+    faulted = False
     for request in map(json.loads, channel):
         if request["do"] == "hello":
             reply(done="hello", host={"platform": "cpu", "no_accelerator": "no driver"})
@@ -41,7 +42,12 @@ def main() -> None:
                 time.sleep(0.2)
             if how == "hang":
                 time.sleep(600)
-            if how == "fault":
+            if how == "alive":
+                for _ in range(3):
+                    time.sleep(0.3)
+                    reply(key=case["key"])
+            if how == "fault" or (how == "broken" and faulted):
+                faulted = True
                 reply(key=case["key"], failed="XlaRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS")
             elif how == "memory":
                 reply(key=case["key"], failed="XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory")

@@ -70,6 +70,26 @@ def test_a_broken_context_gets_a_new_process_and_a_lack_of_memory_does_not() -> 
     assert own.starts == 2
 
 
+def test_what_follows_a_broken_context_is_measured_by_another_process() -> None:
+    own = workers()
+    own.ready("xla", ())
+    found = own.measure(cases("fine", "fault", "broken", "broken"))
+    own.stop()
+    # In the process of the fault both would have failed with it.
+    assert found.done == ["s/k/0-fine", "s/k/2-broken", "s/k/3-broken"]
+    assert [*found.failed] == ["s/k/1-fault"]
+    assert own.starts == 2
+
+
+def test_a_case_that_says_that_it_goes_on_is_waited_for() -> None:
+    own = workers()
+    own.ready("xla", ())
+    found = own.measure(cases("alive", timeout_s=0.6))  # a second, with a word every 0.3 s
+    own.stop()
+    assert found.done == ["s/k/0-alive"]
+    assert own.starts == 1
+
+
 def test_a_case_without_an_answer_has_failed() -> None:
     own = workers()
     own.ready("xla", ())

@@ -9,9 +9,11 @@ import pytest
 
 from opcast.common.errors import ProfileError
 from opcast.datagen.campaign.client import WORKERS
+from opcast.datagen.campaign.forecast import forecast, told
 from opcast.datagen.campaign.jax_models import model
 from opcast.datagen.campaign.jax_ops import operation
 from opcast.datagen.campaign.plan import Case, Entry, Plan, load_plan
+from opcast.datagen.campaign.settings import CampaignSettings
 from opcast.datagen.zoo import parse_settings, resolve
 
 PLANS = pytest.mark.parametrize("platform", ("gpu", "tpu", "cpu"))
@@ -112,10 +114,64 @@ def test_time_goes_to_the_stage_that_is_furthest_behind() -> None:
     assert keys(workers=("torch",)) == ["c/k/0", "c/k/1"]
 
 
+def test_workers_change_and_cases_are_repeated_as_late_as_they_can_be() -> None:
+    def entry(stage: str, worker: str, again: int = 0) -> Entry:
+        keys = [f"{stage}/k/0", f"{stage}/k/1"] + [f"{stage}/k/0#1"] * again
+        return Entry(tuple(Case(k, stage, "k", worker, {}) for k in keys))
+
+    plan = Plan([entry("a", "xla", 1), entry("b", "torch"), entry("c", "xla")],
+                {"a": 0.5, "b": 0.25, "c": 0.25})  # fmt: skip
+    both, spent = ("xla", "torch"), {"a": 9.0, "b": 1.0, "c": 2.0}
+    # Both are behind the mean; the worker at hand goes on though the other is further behind.
+    (case,) = plan.next_block(["a/k/0"], spent, both, {}, 99.0, worker="xla")
+    assert case.key == "c/k/0"
+    (case,) = plan.next_block(["a/k/0"], spent, both, {}, 99.0, worker="torch")
+    assert case.key == "b/k/0"
+    done = ["a/k/0", "a/k/1"]
+    # A replicate waits for another process, and is measured at last all the same.
+    (case,) = plan.next_block(done, {}, both, {}, 99.0, prefer="a", worker="xla", here=done)
+    assert case.key == "c/k/0"
+    (case,) = plan.next_block(done, {}, both, {}, 99.0, prefer="a", worker="xla")
+    assert case.key == "a/k/0#1"
+    rest = [*done, "b/k/0", "b/k/1", "c/k/0", "c/k/1"]
+    (case,) = plan.next_block(rest, {}, both, {}, 99.0, worker="xla", here=done)
+    assert case.key == "a/k/0#1"
+
+
+def test_a_budget_is_told_beforehand_and_shortens_long_runs() -> None:
+    found = {}
+    for minutes in (13, 25, 60):
+        plan = load_plan("gpu", budget_s=60.0 * minutes)
+        blocks = list(forecast(plan, 60.0 * minutes))
+        assert all(start < 60.0 * minutes for start, _ in blocks)
+        found[minutes] = {case.key: case for _, block in blocks for case in block}
+        # Something of each stage, however short it is.
+        assert {case.stage for case in found[minutes].values()} == set(plan.shares)
+    assert found[13].keys() <= found[25].keys() | {k for k in found[13] if "#" in k}
+    steps = [
+        {
+            c.key: c.spec["seconds"]
+            for c in own.values()
+            if "llama-layers4-batch4" in c.key and not c.replicate
+        }
+        for own in found.values()
+    ]
+    # A fiftieth of the budget, and no more than a minute; the key stays.
+    assert [set(own) for own in steps] == [set(steps[0])] * 3
+    assert [max(own.values()) for own in steps] == [15.6, 30.0, 60.0]
+    programs = [sum(c.stage == "programs" and not c.replicate for c in own.values())
+                for own in found.values()]  # fmt: skip
+    assert programs[0] >= 8
+    assert programs[2] >= 40
+    lines = told(CampaignSettings(Path("unused"), 780.0))
+    assert lines[0].startswith("plan for a gpu, 13 minutes")
+    assert any(line.startswith("programs (traced): ") for line in lines)
+
+
 def test_given_programs_are_called_by_digests(tmp_path: Path) -> None:
     (tmp_path / "secret-name.mlir").write_text("module {}")
     own = [c for c in load_plan("gpu", tmp_path).cases if "given-" in c.key]
-    assert [c.kind for c in own] == ["traced", "walls"]
+    assert [c.kind for c in own] == ["traced"]
     assert not any("secret" in c.key for c in own)
     assert own[0].spec["file"].endswith("secret-name.mlir")
     with pytest.raises(ProfileError, match="no program in this folder"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -24,7 +25,8 @@ from opcast.datagen.campaign.archive import MOST_BYTES, read_archive
 from opcast.datagen.campaign.client import Workers
 from opcast.datagen.campaign.journal import Journal
 from opcast.datagen.campaign.plan import load_plan
-from opcast.datagen.campaign.run import DONE, MORE, CampaignSettings, run_campaign
+from opcast.datagen.campaign.run import DONE, MORE, run_campaign
+from opcast.datagen.campaign.settings import CampaignSettings
 from opcast.datagen.describe import noise_floor
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import local_device_name
@@ -167,9 +169,10 @@ def test_what_was_measured_becomes_datasets(rehearsed: Path, tmp_path: Path, cap
     assert len(whole) == 1
     assert (whole > 0.5 * parts.loc[whole.index]).all()
     assert noise_floor(frame)["kernels"]["replicates"]["pairs"] >= 2
-    walls = pd.read_parquet(out / "tables" / "walls.parquet")
-    assert (walls["us_median"].dropna() > 0).all()
-    assert (walls["cold_us"] >= walls["warm_us"]).all()
+    programs = pd.read_parquet(out / "tables" / "programs.parquet")
+    assert (programs["us_median"].dropna() > 0).all()
+    assert (programs["cold_us"] >= programs["warm_us"]).all()
+    assert "hlo" not in programs
 
 
 @pytest.fixture
@@ -240,6 +243,53 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, monkeypatch) -> None
     monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ProfileError, match="no framework can measure here"):
         run_campaign(CampaignSettings(tmp_path / "c", 60.0))
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_a_full_disk_is_told_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, whole = [], Journal.keep
+
+    def keep(self: Journal, rows: object) -> str:
+        if len(kept) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        kept.append(whole(self, rows))
+        return kept[-1]
+
+    monkeypatch.setattr(Journal, "keep", keep)
+    settings = CampaignSettings(tmp_path, 60.0, slice_s=20.0)
+    with pytest.raises(ProfileError, match="No space left on device") as caught:
+        run_campaign(settings)
+    assert "make room" in str(caught.value)
+    assert len(Journal(tmp_path).done) == 3
+    monkeypatch.setattr(Journal, "keep", whole)
+    assert run_campaign(CampaignSettings(tmp_path, 60.0, slice_s=3.0)).done > 3
+
+
+def test_another_interrupt_does_not_stop_the_packing(tmp_path: Path) -> None:
+    slow = BY_HAND.replace(
+        "sys.exit(",
+        "import time\n"
+        "whole = run.pack\n"
+        "def pack(*given):\n"
+        "    print('packing', flush=True)\n"
+        "    time.sleep(1.0)\n"
+        "    return whole(*given)\n"
+        "run.pack = pack\n"
+        "sys.exit(",
+    )
+    own = start(tmp_path, program=("-c", slow))
+    wait_for(tmp_path, "block", 1)
+    own.send_signal(signal.SIGINT)
+    assert own.stdout is not None
+    while "packing" not in own.stdout.readline():
+        assert own.poll() is None
+    own.send_signal(signal.SIGINT)
+    own.send_signal(signal.SIGTERM)
+    said, _ = own.communicate(timeout=60)
+    assert own.returncode == 130, said
+    assert read_archive(tmp_path)[1]["ended"] == "interrupted"
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.common.errors import ProfileError
-from opcast.datagen.campaign import jax_tasks, torch_tasks
+from opcast.datagen.campaign import jax_cases, jax_tasks, torch_tasks
 from opcast.datagen.campaign.jax_cases import aliases_of, anonymous
 from opcast.datagen.campaign.timing import time_calls, time_launches, time_windows
 from opcast.datagen.profile import host, trace
@@ -25,7 +25,13 @@ LLAMA = {
 
 def told(run: Callable[[Any, Any], None], *specs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    run([{"key": f"case-{i}", "spec": s} for i, s in enumerate(specs)], found.__setitem__)
+
+    def tell(key: str, own: Any) -> None:
+        if own is not None:  # else it says that it goes on
+            assert key not in found
+            found[key] = own
+
+    run([{"key": f"case-{i}", "spec": s} for i, s in enumerate(specs)], tell)
     return found
 
 
@@ -57,10 +63,14 @@ def test_programs_of_a_session_are_told_apart_and_carry_no_names() -> None:
 
 
 def test_a_step_goes_on_with_its_own_results() -> None:
-    (row,) = told(jax_tasks.walls, {**LLAMA, "mode": "train"})["case-0"]
-    assert row["table"] == "walls"
+    row, *windows, events = told(jax_tasks.traced, {**LLAMA, "mode": "train", "seconds": 0.2})[
+        "case-0"
+    ]
+    assert (row["table"], events["table"]) == ("programs", "events")
     assert row["cold_us"] >= row["warm_us"] > 0
     assert row["alias_bytes"] > 0  # weights and state are updated in place
+    assert len(windows) >= 2
+    assert "plain_us" not in row  # nothing to turn off on a CPU
 
 
 def test_names_of_functions_and_files_are_left_out() -> None:
@@ -96,29 +106,56 @@ def test_buffers_that_are_shared() -> None:
 
 def test_what_does_not_fit_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "memory_bytes", lambda: 1e4)
-    error = told(jax_tasks.walls, op("rows.softmax", 64, 64))["case-0"]
+    error = told(jax_tasks.traced, op("rows.softmax", 64, 64))["case-0"]
     assert "the device has 1e-05 GB" in str(error)
     monkeypatch.undo()
     monkeypatch.setattr(jax_tasks.worker_process, "memory_bytes", lambda: 3e4)
-    error = told(jax_tasks.walls, op("rows.softmax", 64, 64))["case-0"]
+    error = told(jax_tasks.traced, op("rows.softmax", 64, 64))["case-0"]
     assert str(error) == "needs 3.28e-05 GB, drawn on a host of 3e-05 GB"
 
 
-def test_whole_times_stay_where_nobody_may_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(run: object) -> None:
-        raise ProfileError("the profiler cannot start: insufficient privileges")
+@pytest.mark.parametrize("what", ("refused", "empty"))
+def test_times_stay_where_nobody_can_trace(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(run: Callable[[], None]) -> object:
+        run()
+        if what == "refused":
+            raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+        return object()
 
-    monkeypatch.setattr(trace, "recorded", refuse)
-    row, note = told(jax_tasks.traced, {**LLAMA, "mode": "forward"})["case-0"]
+    monkeypatch.setattr(trace, "recorded", recorded)
+    monkeypatch.setattr(trace, "executed", lambda data: [trace.Executed("cpu", [])])
+    found = told(jax_tasks.traced, {**LLAMA, "mode": "forward"}, op("rows.softmax", 64, 64))
+    (program, note), (operation, _) = found["case-0"], found["case-1"]
+    assert len(program["walls_us"]) >= 3
+    assert len(operation["us_each"]) == 9
+    assert min(operation["us_each"]) > 0
+    assert note["table"] == "notes"
+    assert note["text"] == "no kernels: " + (
+        "RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"
+        if what == "refused"
+        else "no kernel of it appears in the trace"
+    )
+
+
+def test_kernels_are_those_without_command_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA takes the option on every platform, and refuses one that it does not have."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    spec = {**LLAMA, "mode": "forward"}
+    row, events = told(jax_tasks.traced, spec)["case-0"]
+    assert len(row["plain_us"]) >= 3
     assert len(row["walls_us"]) >= 3
-    assert note["text"] == "no kernels: the profiler cannot start: insufficient privileges"
+    assert events["op"]
+    monkeypatch.setattr(jax_cases, "_PLAIN", {"xla_gpu_no_such_option": ""})
+    row, events = told(jax_tasks.traced, spec)["case-0"]
+    assert "plain_us" not in row
+    assert events["op"]
 
 
 def test_long_runs_launches_and_anchors_of_jax() -> None:
-    row, *windows = told(jax_tasks.sustained, {**op("elementwise.add", 64, 64), "seconds": 0.2})[
+    row, *windows, _ = told(jax_tasks.traced, {**op("elementwise.add", 64, 64), "seconds": 0.2})[
         "case-0"
     ]
-    assert row["table"] == "walls"
+    assert row["table"] == "programs"
     assert len(windows) >= 2
     assert all(w["us_each"] > 0 and w["executions"] >= 1 for w in windows)
     (launch,) = told(jax_tasks.launches, {"arguments": 3})["case-0"]
