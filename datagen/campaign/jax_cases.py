@@ -6,8 +6,9 @@ import gzip
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ _TABLES = re.compile(
 #: Options of a compilation without command buffers, which become CUDA graphs: those hide single
 #: kernels from traces. An option of one compilation, since a name in XLA_FLAGS that a release does
 #: not have would end the process.
-_PLAIN = {"xla_gpu_enable_command_buffer": ""}
+_PLAIN: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 #: How XLA says that it has no such option.
 _NO_OPTION = "No such compile option"
 #: Cores for each compilation that runs beside others: XLA uses several by itself.
@@ -115,7 +116,8 @@ def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
     flat.__name__ = f"case{index}"
     import jax
 
-    with wide_types():
+    # Operations name types of 64 bits; steps are compiled as their users do it.
+    with wide_types() if "op" in spec else nullcontext():
         jitted = jax.jit(flat, donate_argnums=donated, keep_unused=True)
         lowered = jitted.lower(*structs)
         compiled = lowered.compile()
@@ -137,7 +139,7 @@ def _compile(index: int, key: str, spec: JsonObject) -> Compiled:
     )
 
 
-def _without_command_buffers(compile_with: Callable[[Mapping[str, str]], T]) -> T | None:
+def _without_command_buffers(compile_with: Callable[[dict[str, str | bool]], T]) -> T | None:
     """Compile once more; ``None`` where there are no command buffers, or none can be turned off."""
     import jax
 

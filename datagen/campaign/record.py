@@ -31,7 +31,7 @@ _NVIDIA = (
 #: Other programs whose whole answer is kept, by the name it has in the record.
 _ANSWERS = {
     "topology": ("nvidia-smi", "topo", "-m"),
-    "nvlink": ("nvidia-smi", "nvlink", "--status", "--id=0"),
+    "nvlink": ("nvidia-smi", "nvlink", "-s", "-i", "0"),
     "rocm": ("rocm-smi", "--showdriverversion", "--showmaxpower", "--showproductname", "--json"),
     "rocm_topology": ("rocm-smi", "--showtopo", "--json"),
 }
