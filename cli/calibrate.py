@@ -36,17 +36,15 @@ from .options import (
 ADAPTED = {
     "steps": Kind(
         "calibrating on steps (--steps)",
-        "StepSettings",
         "steps:run_calibrate_steps",
-        out="steps-adapted.json",
-        unread=("seed",),
+        ("out", "model"),
+        "steps-adapted.json",
     ),
     "serving": Kind(
         "calibrating on serving (--serving)",
-        "ServingSettings",
         "serving.calibrate:run_calibrate_serving",
-        out="serving-adapted.json",
-        unread=("seed",),
+        ("out", "model"),
+        "serving-adapted.json",
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -251,21 +251,19 @@ class Kind:
 
     Attributes:
         subject: What the command then does, for messages.
-        settings: Class of the settings, in ``workflows/settings.py``.
         run: Its function in ``workflows``, as ``module:function``.
+        reads: Parameters of the command that it reads, which are fields of the settings.
         out: File that is written where none is named; empty for folders.
-        table: Field of the settings that has the table.
+        settings: Class of the settings, in ``workflows/settings.py``; ``tables`` has the tables.
         rest: Further settings.
-        unread: Of the settings that are parameters of the command, those that it does not read.
     """
 
     subject: str
-    settings: str
     run: str
+    reads: tuple[str, ...]
     out: str = ""
-    table: str = "table"
+    settings: str = "TableSettings"
     rest: Mapping[str, object] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
 
 
 def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) -> bool:
@@ -291,13 +289,13 @@ def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) ->
     if kind is None:
         return False
     made = getattr(import_module("..workflows.settings", __package__), kind.settings)
-    known = {setting.name for setting in fields(made)} - {kind.table, *kind.unread}
-    used = known & params.keys()
-    refuse_unused(context, kind.subject, {*chosen, *used})
-    own = {name: params[name] for name in used if params[name] is not None}
+    refuse_unused(context, kind.subject, {*chosen, *kind.reads})
+    own = {name: params[name] for name in kind.reads if params[name] is not None}
     if kind.out:
         own["out"] = own.get("out", Path(kind.out))
     module, _, function = kind.run.partition(":")
     run = getattr(import_module(f"..workflows.{module}", __package__), function)
-    run(make_console(), made(**{kind.table: params[chosen[0]]}, **own, **kind.rest))
+    given = params[chosen[0]]
+    tables = tuple(given) if isinstance(given, list) else (given,)
+    run(make_console(), made(tables=tables, **own, **kind.rest))
     return True

@@ -26,61 +26,60 @@ from .options import Kind, make_console, named_out, refuse, refuse_unused, run_k
 #: What ``train`` learns from instead of a dataset. Small models are files, the others folders.
 LEARNED = {
     "steps": Kind(
-        "training on steps",
-        "StepLearnSettings",
-        "train_steps:run_train_steps",
-        out="steps.json",
-        unread=("model",),
+        "training on steps", "train_steps:run_train_steps", ("out", "track", "seed"), "steps.json"
     ),
     "serving": Kind(
         "training on serving",
-        "ServingSettings",
         "serving.train:run_train_serving",
-        out="serving.json",
-        unread=("model",),
+        ("out", "track", "seed", "start"),
+        "serving.json",
     ),
     "models": Kind(
         "training on models",
-        "ModelLearnSettings",
         "torch_models.train:run_train_models",
-        out="torch.json",
-        unread=("model",),
+        ("out", "track", "seed"),
+        "torch.json",
     ),
     "power": Kind(
-        "training on power", "PowerSettings", "measured.tables:run_train_power", out="power.json"
+        "training on power", "measured.tables:run_train_power", ("out", "seed"), "power.json"
     ),
     "tiles": Kind(
-        "training on tiles", "TileSettings", "measured.tables:run_train_tiles", out="tiles.json"
+        "training on tiles", "measured.tables:run_train_tiles", ("out", "seed"), "tiles.json"
     ),
     "blocks": Kind(
         "training on blocks",
-        "TrainSettings",
         "train_operators:run_train_blocks",
-        table="blocks",
-        unread=("data", "model", "split", "params"),
+        (
+            *("out", "seed", "threads", "track", "register", "final"),
+            *("exclude_device", "max_rows", "join"),
+        ),
+        settings="TrainSettings",
     ),
 }
-_PROGRAMS = ("evaluating programs", "ProgramSettings", "evaluate_programs:run_evaluate_programs")
+_PREDICTED = ("out", "model", "calibrate")
+_PROGRAMS = (
+    "evaluating programs",
+    "evaluate_programs:run_evaluate_programs",
+    ("out", "model", "lowering", "track"),
+)
 #: What ``evaluate`` predicts.
 EVALUATED = {
     "published": Kind(
         "evaluating operators",
-        "EvaluateSettings",
         "train_operators:run_evaluate",
-        table="published",
+        (*_PREDICTED, "limit", "ray", "devices"),
     ),
-    "steps": Kind("evaluating steps", "StepSettings", "steps:run_evaluate_steps"),
+    "steps": Kind("evaluating steps", "steps:run_evaluate_steps", (*_PREDICTED, "page", "track")),
     "serving": Kind(
-        "evaluating serving",
-        "ServingSettings",
-        "serving.evaluate:run_evaluate_serving",
-        unread=("page",),
+        "evaluating serving", "serving.evaluate:run_evaluate_serving", (*_PREDICTED, "track")
     ),
     "models": Kind(
-        "evaluating models", "ModelTableSettings", "torch_models.evaluate:run_evaluate_models"
+        "evaluating models",
+        "torch_models.evaluate:run_evaluate_models",
+        (*_PREDICTED, "page", "track", "ray"),
     ),
-    "programs": Kind(*_PROGRAMS, table="folder"),
-    "regions": Kind(*_PROGRAMS, table="folder", rest={"on_stream": True}),
+    "programs": Kind(*_PROGRAMS),
+    "regions": Kind(*_PROGRAMS, rest={"on_stream": True}),
 }
 
 

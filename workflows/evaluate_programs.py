@@ -32,7 +32,7 @@ from .training import log_training
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .settings import ProgramSettings
+    from .settings import TableSettings
 
 #: Columns that a table of programs cannot do without.
 NEEDED = ("file", "device")
@@ -213,12 +213,12 @@ def _sentence(which: str, own: pd.DataFrame) -> str:
     )
 
 
-def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.DataFrame:
+def run_evaluate_programs(console: Console, settings: TableSettings) -> pd.DataFrame:
     """Predict a folder's programs, write the predictions, print and log the errors."""
     predictor = load_for_programs(settings.model)
     with counting("programs") as show:
         frame = predict_programs(
-            settings.folder,
+            settings.table,
             predictor,
             settings.lowering,
             show,
@@ -227,7 +227,7 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
         )
     write_predictions(console, frame, settings.out, "programs")
     figures = judge_programs(frame)
-    if "cluster" in read_table(settings.folder):
+    if "cluster" in read_table(settings.table):
         own = measured_rows(frame)
         own["error"] = (100 * np.expm1(own["log"])).round(1)
         shown = own[["id", "measured_us", "latency_us", "lo_us", "hi_us", "error"]]
@@ -246,7 +246,7 @@ def run_evaluate_programs(console: Console, settings: ProgramSettings) -> pd.Dat
             predictions = tidy(
                 own.assign(kind=own["device"], predicted_us=own["latency_us"]), level="program"
             )
-            params = {"folder": str(settings.folder), "lowering": settings.lowering}
+            params = {"folder": str(settings.table), "lowering": settings.lowering}
             tables = {"by_group": figures}
             log = RunLog(
                 "evaluate-programs", params, metrics, tables=tables, predictions=predictions

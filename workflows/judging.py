@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.core.store import JsonModel
-    from .settings import ModelLearnSettings, ModelTableSettings, StepLearnSettings, StepSettings
+    from .settings import TableSettings
 
 #: Figures on a group of :func:`measured_rows`, for ``DataFrameGroupBy.agg``.
 FIGURES = {
@@ -217,7 +217,7 @@ def log_judged(
 
 def keep_judged(
     console: Console,
-    settings: StepSettings | ModelTableSettings,
+    settings: TableSettings,
     judged: Judged,
     known: pd.DataFrame,
     what: str,
@@ -249,7 +249,7 @@ def keep_judged(
 
 def keep_learned(
     console: Console,
-    settings: StepSettings | StepLearnSettings | ModelLearnSettings,
+    settings: TableSettings,
     model: JsonModel,
     effects: int,
     rows: int,
@@ -271,9 +271,11 @@ def keep_learned(
     wrote(settings.out, f"{effects} effects")
     if settings.track:
         metrics = {f"{left}/{name}": float(e) for left, name, e in errors.itertuples(index=False)}
-        own = settings.table
-        paths = [own] if isinstance(own, Path) else own
-        params = {"table": ", ".join(map(str, paths)), "rows": rows, "seed": settings.seed}
-        tables, data = {"left_out": figures}, digests(*paths)
+        params = {
+            "table": ", ".join(map(str, settings.tables)),
+            "rows": rows,
+            "seed": settings.seed,
+        }
+        tables, data = {"left_out": figures}, digests(*settings.tables)
         run = RunLog(model.what, params, metrics, tables=tables, datasets=data)
         log_training(console, run, None)

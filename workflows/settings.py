@@ -78,8 +78,8 @@ class TrainSettings(Settings):
 
     Attributes:
         params: Hyperparameters of the estimator.
-        blocks: Instead of ``data``, the folder of the kernel pack's tables of attention and
-            experts, layers, and new attention.
+        tables: Instead of ``data``, folders of the kernel pack's tables of attention and experts,
+            layers, and new attention.
     """
 
     command: ClassVar[str] = "train"
@@ -117,7 +117,7 @@ class TrainSettings(Settings):
     join: Annotated[
         str | None, Option("For operators: take over the other families of this model.")
     ] = None
-    blocks: Path | None = None
+    tables: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -236,180 +236,50 @@ class DriftSettings(Settings):
 
 
 @dataclass(frozen=True)
-class EvaluateSettings(Settings):
-    """Settings of ``opcast evaluate --published``.
+class TableSettings:
+    """What a command is to do with tables that it learns from, predicts or adapts a model to.
+
+    Which of them a command reads is a ``Kind`` of ``cli/options.py``.
 
     Attributes:
-        published: Folder with tables of published latencies.
-        out: Parquet file for the predictions.
-        model: Name or folder of the operator model.
-        calibrate: Whether to calibrate on the rows of ``calib_*`` splits that have a latency.
+        tables: The tables, CSV or parquet, or a folder of them.
+        out: File for the predictions or the model.
+        model: Name, file or folder of a model; ``default`` for the one that ships.
+        start: Model that learning starts from; empty for none.
+        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have an answer.
         limit: Maximum rows of each operator table.
-        ray: Address of a Ray cluster; empty for none.
         devices: Files of devices of the tables that are not in the catalogue.
+        lowering: Of programs, as of ``opcast predict``.
+        on_stream: Whether times of programs exclude the host's call, as times of regions do.
+        page: HTML page for the figures.
+        track: Whether to log to MLflow.
+        ray: Address of a Ray cluster; empty for none.
+        seed: Of draws.
     """
 
-    command: ClassVar[str] = "evaluate"
-    published: Path
+    tables: Sequence[Path]
     out: Path
-    model: str
+    model: str = "default"
+    start: str = ""
     calibrate: bool = False
     limit: int | None = None
-    ray: str = ""
     devices: Sequence[str] = ()
-
-    @property
-    def kept(self) -> Path:
-        """Folder of finished pieces, there until the predictions are written."""
-        return self.out.with_name(f"{self.out.stem}-parts")
-
-
-@dataclass(frozen=True)
-class StepSettings(Settings):
-    """Settings of the commands that learn from, predict or adapt to a table of steps.
-
-    Attributes:
-        table: The table, CSV or parquet.
-        out: File for the predictions or the model.
-        model: File of a model of steps; ``default`` for the one that ships.
-        calibrate: Whether to adapt to the rows of ``calib_*`` splits that have a time.
-        page: HTML page for the figures.
-        track: Whether to log to MLflow.
-        seed: Of draws.
-    """
-
-    command: ClassVar[str] = "evaluate --steps"
-    table: Path
-    out: Path
-    model: str = "default"
-    calibrate: bool = False
-    page: Path | None = None
-    track: bool = True
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class StepLearnSettings(Settings):
-    """Settings of the command that learns from tables of steps.
-
-    Attributes:
-        table: The tables, CSV or parquet.
-        out: File for the model.
-        track: Whether to log to MLflow.
-        seed: Of draws.
-    """
-
-    command: ClassVar[str] = "train --steps"
-    table: Sequence[Path]
-    out: Path
-    track: bool = True
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class ServingSettings(StepSettings):
-    """Settings of the commands that learn from, predict or adapt to a table of serving.
-
-    Attributes:
-        start: Model that learning starts from; empty for none.
-    """
-
-    command: ClassVar[str] = "evaluate --serving"
-    start: str = ""
-
-
-@dataclass(frozen=True)
-class ModelTableSettings(Settings):
-    """Settings of ``opcast evaluate --models``.
-
-    Attributes:
-        table: The table, CSV or parquet.
-        out: File for the predictions.
-        model: Name or folder of the model of operators.
-        calibrate: Whether to scale by measured rows of ``calib_*`` splits.
-        page: HTML page for the figures.
-        track: Whether to log to MLflow.
-        ray: Address of a Ray cluster; empty for none.
-    """
-
-    command: ClassVar[str] = "evaluate --models"
-    table: Path
-    out: Path
-    model: str = "default"
-    calibrate: bool = False
-    page: Path | None = None
-    track: bool = True
-    ray: str = ""
-
-    @property
-    def kept(self) -> Path:
-        """File of finished rows, there until the predictions are written."""
-        return self.out.with_name(f"{self.out.stem}-parts.jsonl")
-
-
-@dataclass(frozen=True)
-class ModelLearnSettings(Settings):
-    """Settings of the command that learns from tables of whole models.
-
-    Attributes:
-        table: The tables, CSV or parquet.
-        out: File for the model.
-        track: Whether to log to MLflow.
-        ray: Address of a Ray cluster; empty for none.
-        seed: Of the draw of families.
-    """
-
-    command: ClassVar[str] = "train --models"
-    table: Sequence[Path]
-    out: Path
-    track: bool = True
-    ray: str = ""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class PowerSettings(Settings):
-    """Settings of ``opcast train --power``.
-
-    Attributes:
-        table: Operators with their board power, parquet.
-        out: File for the model.
-        seed: Of the trees' draws.
-    """
-
-    command: ClassVar[str] = "train --power"
-    table: Path
-    out: Path
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class TileSettings(PowerSettings):
-    """Settings of ``opcast train --tiles``."""
-
-    command: ClassVar[str] = "train --tiles"
-
-
-@dataclass(frozen=True)
-class ProgramSettings(Settings):
-    """Settings of ``opcast evaluate`` on a folder of programs.
-
-    Attributes:
-        folder: The folder, with one CSV that lists files and devices.
-        out: Parquet file for the predictions.
-        model: Name or folder of the model of kernels.
-        lowering: As of ``opcast predict``.
-        track: Whether to log to MLflow.
-        on_stream: Whether times exclude the host's call, as times of regions do.
-    """
-
-    command: ClassVar[str] = "evaluate --programs"
-    folder: Path
-    out: Path
-    model: str = "default"
     lowering: str = "auto"
-    track: bool = True
     on_stream: bool = False
+    page: Path | None = None
+    track: bool = True
+    ray: str = ""
+    seed: int = 0
+
+    @property
+    def table(self) -> Path:
+        """The only table or folder."""
+        (table,) = self.tables
+        return table
+
+    def parts(self, suffix: str = "") -> Path:
+        """File or folder of finished parts, there until the predictions are written."""
+        return self.out.with_name(f"{self.out.stem}-parts{suffix}")
 
 
 def prices_of(texts: Sequence[str]) -> dict[str, float]:

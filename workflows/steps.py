@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.operators import OpModel
-    from .settings import StepSettings
+    from .settings import TableSettings
 
 #: Effects of a cluster below which nothing is said: repeated runs differ by as much.
 _WORTH = 0.02
@@ -167,7 +167,7 @@ def evaluate_steps(
     return frame, judge(frame[~known] if calibrate else frame, table), model
 
 
-def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
+def run_evaluate_steps(console: Console, settings: TableSettings) -> Judged:
     """Predict every row of a table of steps; print the errors of those with a measured time."""
     table = read_cases(settings.table, "steps")
     model = StepModel.find(settings.model)
@@ -188,7 +188,7 @@ def run_evaluate_steps(console: Console, settings: StepSettings) -> Judged:
     return judged
 
 
-def run_calibrate_steps(console: Console, settings: StepSettings) -> StepModel:
+def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
     """Adapt a model to the clusters of a table of one's own steps; print what was learned.
 
     Raises:

@@ -215,7 +215,7 @@ def trainer_of(dataset: Dataset, model: str) -> Trainer:
     from .train_operators import run_train_operators
 
     # Each trainer ignores some settings; the command refuses those when they are given.
-    every = frozenset(own.name for own in fields(TrainSettings))
+    every = frozenset(own.name for own in fields(TrainSettings)) - {"tables"}
     if not dataset.of_operators:
         return Trainer("training on kernels and programs", every - {"max_rows", "join"}, run_train)
     if model == "gpu-xla":

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..models.operators import OpModel
     from ..models.tracking.mlflow_store import RunLog
-    from .settings import EvaluateSettings, TrainSettings
+    from .settings import TableSettings, TrainSettings
 
 #: Splits of a published table that a model learns from if it is to be tested on the others.
 TRAINING = ("train",)
@@ -88,12 +88,12 @@ def run_train_blocks(console: Console, settings: TrainSettings) -> OpModel:
     from ..datagen.published.packs import BLOCK_TABLES, kinds
     from ..features.devices.catalogue import find_device
 
-    assert settings.blocks is not None
     names = [kinds()[kind].files[-1] for kind in BLOCK_TABLES]
-    paths = [path for name in names for path in sorted(settings.blocks.rglob(name))]
+    (folder,) = settings.tables
+    paths = [path for name in names for path in sorted(folder.rglob(name))]
     if not paths:
         hint = "expected " + ", ".join(names)
-        raise DatasetError("no table to learn from", where=str(settings.blocks), hint=hint)
+        raise DatasetError("no table to learn from", where=str(folder), hint=hint)
     content = hashlib.sha256()
     for path in paths:
         content.update(path.read_bytes())
@@ -200,8 +200,7 @@ def _train(
             **{f"general_{name}": value for name, value in own.general.items()},
         }
         run = _run_of(model, settings_of(model_bundle) | asked, metrics, table, folder)
-        tables = settings.data if settings.blocks is None else (settings.blocks,)
-        run.datasets = {str(data): content for data in tables}
+        run.datasets = {str(data): content for data in settings.tables or settings.data}
         log_training(console, run, settings.register)
     return model_bundle
 
@@ -232,7 +231,7 @@ def _run_of(
     )
 
 
-def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
+def run_evaluate(console: Console, settings: TableSettings) -> None:
     """Predict every row of a folder of published tables; print the errors of those with a latency.
 
     Finished pieces of long tables are kept beside the output until it is written, so that the same
@@ -257,14 +256,14 @@ def run_evaluate(console: Console, settings: EvaluateSettings) -> None:
     learned = _learned(model) if settings.model != "default" else ""
     # Predicting takes minutes; a missing folder should not lose the result.
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    kept = settings.kept
+    kept = settings.parts()
     if kept.is_dir():
         console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
     with counting("predicting rows") as progress:
         described = str(sorted(model.described.items()))
         identity = (__version__, model_hash(name), model_hash(BLOCK_MODEL), described)
         predicted = predict_published(
-            settings.published,
+            settings.table,
             model,
             calibrate=settings.calibrate,
             limit=settings.limit,

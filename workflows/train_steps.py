@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.operators import OpModel
-    from .settings import StepLearnSettings
+    from .settings import TableSettings
 
 #: Rows of a source on a device that effects are learned from; more of one source tell little new.
 MOST_ROWS = 200
@@ -315,9 +315,9 @@ class _Study:
         return scores
 
 
-def run_train_steps(console: Console, settings: StepLearnSettings) -> StepModel:
+def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
     """Learn from tables of steps, print errors of what was left out, save and track."""
-    table = read_cases(settings.table, "steps")
+    table = read_cases(settings.tables, "steps")
 
     tell = partial(console.print, highlight=False)
     model, study = train_steps(table, load_step_model(), tell, settings.seed)

@@ -37,7 +37,7 @@ def test_layers_that_were_not_learned_from_make_the_intervals(tmp_path: Path) ->
     table = layers(1600)
     table.to_parquet(tmp_path / "layers.parquet")
     console = Console(file=io.StringIO(), width=200)
-    settings = TrainSettings(blocks=tmp_path, out=tmp_path / "out", track=False, max_rows=600)
+    settings = TrainSettings(tables=(tmp_path,), out=tmp_path / "out", track=False, max_rows=600)
     run_train_blocks(console, settings)
     model = OpModel.load(tmp_path / "out")
     assert list(model.families) == ["layer/product"]
@@ -52,5 +52,5 @@ def test_layers_that_were_not_learned_from_make_the_intervals(tmp_path: Path) ->
 
 def test_a_folder_without_tables_says_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no table to learn from") as caught:
-        run_train_blocks(Console(file=io.StringIO()), TrainSettings(blocks=tmp_path))
+        run_train_blocks(Console(file=io.StringIO()), TrainSettings(tables=(tmp_path,)))
     assert "layers*.parquet" in caught.value.hint

@@ -21,7 +21,7 @@ from ...predict.locate import OPERATOR_MODEL, find_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..settings import PowerSettings, TileSettings
+    from ..settings import TableSettings
 
 #: Columns that such a table needs beyond those of operators.
 COLUMNS = ("source", "family", "dtype", "device", "latency_us", "power_w", "power_limit_w", "split")
@@ -99,7 +99,7 @@ def _judged(
     )
 
 
-def run_train_power(console: Console, settings: PowerSettings) -> None:
+def run_train_power(console: Console, settings: TableSettings) -> None:
     """Learn from a table, print the errors on rows left out, and save the model."""
     operators = OpModel.load(find_model(OPERATOR_MODEL))
     model, judged = train_power(read_table(settings.table), operators, settings.seed)
@@ -150,7 +150,7 @@ def train_tiles(table: pd.DataFrame, seed: int = 0) -> tuple[TileModel, pd.DataF
     return model, judged, ranking(rows, seconds * np.exp(-left.shapes), seconds)
 
 
-def run_train_tiles(console: Console, settings: TileSettings) -> None:
+def run_train_tiles(console: Console, settings: TableSettings) -> None:
     """Learn from a table, print the errors on what was left out, and save the model."""
     model, judged, order = train_tiles(read_table(settings.table), settings.seed)
     model.save(settings.out)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..settings import ServingSettings
+    from ..settings import TableSettings
 
 #: Fewest runs that tell host time and efficiency apart: as many as effects of a cluster.
 FEWEST = 5
@@ -160,7 +160,7 @@ def _memory(
     return [float(np.median(found[c])) if c in found else 0.0 for c in clusters]
 
 
-def run_calibrate_serving(console: Console, settings: ServingSettings) -> ServingModel:
+def run_calibrate_serving(console: Console, settings: TableSettings) -> ServingModel:
     """Adapt to a table of one's own runs, print errors before and after, and save the model.
 
     Raises:

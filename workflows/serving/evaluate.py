@@ -36,7 +36,7 @@ from ..judging import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..settings import ServingSettings
+    from ..settings import TableSettings
 
 #: What a row is predicted and judged by: column, metric of the simulator, and whether a larger
 #: figure is better.
@@ -272,7 +272,7 @@ def _calibrated(
     return replace(model, effects=linear_serving(seen, contexts, model.effects).adapted())
 
 
-def run_evaluate_serving(console: Console, settings: ServingSettings) -> Judged:
+def run_evaluate_serving(console: Console, settings: TableSettings) -> Judged:
     """Predict every row of a table of serving; print the errors of those with answers."""
     table = read_cases(settings.table, "serving")
     model = ServingModel.find(settings.model)

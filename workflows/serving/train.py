@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..settings import ServingSettings
+    from ..settings import TableSettings
 
 #: What is left out, and the level of a context that it is.
 LEFT_OUT = (
@@ -305,7 +305,7 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-def run_train_serving(console: Console, settings: ServingSettings) -> ServingModel:
+def run_train_serving(console: Console, settings: TableSettings) -> ServingModel:
     """Learn from a table of serving, print errors of what was left out, save and track."""
     table = read_cases(settings.table, "serving")
     tell = partial(console.print, highlight=False)

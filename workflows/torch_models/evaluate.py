@@ -35,7 +35,7 @@ from .rows import Asking, ModelRow, model_row
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..settings import ModelTableSettings
+    from ..settings import TableSettings
 
 #: Columns of predictions: times in µs, peak memory in bytes as the table measured it (else what the
 #: device sees), and what was measured where the table says.
@@ -214,20 +214,21 @@ def calibrated(
     return frame.assign(**times), learn
 
 
-def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judged:
+def run_evaluate_models(console: Console, settings: TableSettings) -> Judged:
     """Predict every row of a table of whole models; print the errors of those with a time."""
     table = read_cases(settings.table, "models")
     model = OPERATOR_MODEL if settings.model == "default" else settings.model
     digest = digests(settings.table)
+    kept = settings.parts(".jsonl")
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     asking = Asking(
         settings.model,
         settings.ray,
-        settings.kept,
+        kept,
         f"{__version__} {model_hash(model)} {sorted(map(str, digest.items()))}",
     )
-    if settings.kept.is_file():
-        console.print(f"{settings.kept}: an evaluation that did not end goes on", highlight=False)
+    if kept.is_file():
+        console.print(f"{kept}: an evaluation that did not end goes on", highlight=False)
     with counting("rows") as show:
         frame, rows = evaluate_models(table, asking, show)
     table = as_run(table, rows)
@@ -235,7 +236,7 @@ def run_evaluate_models(console: Console, settings: ModelTableSettings) -> Judge
     if settings.calibrate:
         frame, learn = calibrated(console, frame, table)
     write_predictions(console, frame, settings.out, "rows")
-    settings.kept.unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)
     wrote(settings.out, f"{len(frame)} rows")
     memory = judge_memory(frame, table)
     if len(memory):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..settings import ModelLearnSettings
+    from ..settings import TableSettings
 
 #: What was left out where errors of known chips, and of new ones, come from.
 _LEFT = {"known": "family", "new": "chip"}
@@ -205,14 +205,14 @@ def _is_leading(key: str) -> bool:
     return "/leading" in key
 
 
-def run_train_models(console: Console, settings: ModelLearnSettings) -> dict[str, TorchModel]:
+def run_train_models(console: Console, settings: TableSettings) -> dict[str, TorchModel]:
     """Learn from tables of whole models, print errors of what was left out, save and track.
 
     Returns:
         The models by platform: of GPUs in the file of the settings, of CPUs beside it.
     """
     told: list[tuple[ModelRow, str, str]] = []
-    for path in settings.table:
+    for path in settings.tables:
         table = read_cases(path, "models")
         families = table["family"] if "family" in table else pd.Series("", table.index)
         for row, family in zip(read_rows(table, model_row)[0], families, strict=True):
