@@ -56,8 +56,6 @@ IDENTITY: dict[str, tuple[str, ...]] = {
 }
 #: The same of all other samples: one kernel may be measured alone and as a whole program.
 DEFAULT_IDENTITY = ("kernel_hash", "level", "program", "device", "run_id")
-#: What a row's latency measures.
-LEVELS = ("operator", "op", "kernel", "program")
 #: Key of the run records of imported tables alone, which name the device as its publisher does.
 PUBLISHED_NAME = "published_name"
 

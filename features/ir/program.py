@@ -316,11 +316,6 @@ class Program:
         return self.computations[self.entry]
 
     @property
-    def op_count(self) -> int:
-        """Ops over all computations, parameters and constants included."""
-        return sum(len(c.ops) for c in self.computations.values())
-
-    @property
     def inlined_op_count(self) -> int:
         """Ops once every function stands where it is called, as targets run them."""
         counts: dict[str, int] = {}

@@ -21,7 +21,7 @@ from ...features.devices.catalogue import base_of, in_catalogue, read_device
 from ...features.devices.device import DeviceSpec
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster, Dimension
-from ...simulate.collectives.choose import COLLECTIVES, collective_name, dims_cost
+from ...simulate.collectives.choose import COLLECTIVES, collective_cost, collective_name
 from .fit import LIKE, cell_key
 from .intervals import UNKNOWN
 from .links import Links
@@ -55,8 +55,8 @@ class CollectiveEstimate:
     detail: str
 
 
-#: Key under which an answer is remembered: the collective, its group and its options.
-_Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str, str, float]
+#: Key under which an answer is remembered: the collective, its group and its library.
+_Query = tuple[str, float, int | range | tuple[int, ...], Cluster, str]
 
 
 @dataclass
@@ -79,8 +79,6 @@ class ClusterCollectives:
         group: Sequence[int] | int,
         cluster: Cluster,
         backend: str = "nccl",
-        algorithm: str = "auto",
-        skew: float = 1.0,
     ) -> CollectiveEstimate:
         """Time of a collective, with the arguments of ``choose.collective_cost``.
 
@@ -90,14 +88,12 @@ class ClusterCollectives:
             group: Ranks, or their number.
             cluster: Cluster that they belong to.
             backend: Library whose curves are wanted.
-            algorithm: Anything but ``auto`` takes the closed form of that algorithm.
-            skew: Bytes of the busiest rank over the mean, for all-to-all.
 
         Raises:
             DeviceError: As ``collective_cost``.
         """
         ranks = group if isinstance(group, int | range) else tuple(int(r) for r in group)
-        query = (kind, bytes_per_rank, ranks, cluster, backend, algorithm, skew)
+        query = (kind, bytes_per_rank, ranks, cluster, backend)
         written = _written(cluster.device)
         if (query, written) not in self._answers:
             self._answers[query, written] = self._estimate(*query)
@@ -121,22 +117,17 @@ class ClusterCollectives:
         ranks: int | range | tuple[int, ...],
         cluster: Cluster,
         backend: str,
-        algorithm: str,
-        skew: float,
     ) -> CollectiveEstimate:
-        plain = collective_name(kind).removeprefix("ragged_")
-        # In an all-to-all the busiest rank finishes last; other collectives send the same from
-        # every rank.
-        size = float(bytes_per_rank) * (skew if plain == "all_to_all" else 1.0)
+        plain, size = collective_name(kind).removeprefix("ragged_"), float(bytes_per_rank)
         dims = cluster.topology.group_dims(ranks)
         measured = COLLECTIVES[plain].measured
-        chip = _chip(cluster.device) if algorithm == "auto" and size > 0 and measured else None
+        chip = _chip(cluster.device) if size > 0 and measured else None
         if chip is not None and _as_usual(dims, cluster.topology.dims[0], chip):
             for library in _LIKE.get(backend, (backend,)):
                 learned = _learned(self.model, plain, size, dims, cluster, chip, library)
                 if learned is not None:
                     return learned
-        cost = dims_cost(plain, size, dims, algorithm)
+        cost = collective_cost(plain, size, ranks, cluster)
         # A group of a single rank sends nothing: its time of 0 is exact.
         lower, upper = UNKNOWN if dims else (0.0, 0.0)
         low, high = cost.total * exp(lower), cost.total * exp(upper)

@@ -8,17 +8,12 @@ from functools import lru_cache
 from ...features.devices.device import DeviceSpec
 from ...models.collectives.on_cluster import ClusterCollectives
 from ...simulate.clusters.topology import Cluster
-from ...simulate.collectives.choose import collective_latency_s
 from ...simulate.step.costs import Costs, Estimate, OpLatency
 from ...simulate.step.fitting import Host
 from ...simulate.step.plan import Group
 
 #: Time of a collective: name, bytes that each rank puts in, ranks, cluster.
 CollectiveTime = Callable[[str, float, Sequence[int], Cluster], Estimate]
-#: Half-width of a closed form's interval, as a factor either way. Engineering estimate; not fitted.
-#: It holds only where closed forms are asked for by name (:func:`analytical_time`): the learned
-#: model gives its own closed forms a factor of three (docs/collectives.md).
-FACTOR = 1.4
 #: Streaming multiprocessors that a collective occupies beside kernels: one for each NCCL channel.
 #: Engineering estimate; not fitted (12 % of an H100's 132).
 COLLECTIVE_CORES = 16
@@ -41,12 +36,6 @@ def xla_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> 
     """
     found = _collectives().estimate(kind, size, ranks, cluster, backend="xla")
     return Estimate(found.latency, found.lo, found.hi)
-
-
-def analytical_time(kind: str, size: float, ranks: Sequence[int], cluster: Cluster) -> Estimate:
-    """Estimate a collective from closed forms alone, without any measurement."""
-    found = collective_latency_s(kind, size, ranks, cluster)
-    return Estimate(found, found / FACTOR, found * FACTOR)
 
 
 class ClusterNetwork:

@@ -92,18 +92,6 @@ def collective_name(kind: str) -> str:
     return name
 
 
-def collective_latency_s(
-    kind: str,
-    bytes_per_rank: float,
-    group: Sequence[int] | int,
-    cluster: Cluster | Topology,
-    algorithm: str = "auto",
-    skew: float = 1.0,
-) -> float:
-    """Return a collective's seconds by its closed form; arguments as :func:`collective_cost`."""
-    return collective_cost(kind, bytes_per_rank, group, cluster, algorithm, skew).total
-
-
 def collective_cost(
     kind: str,
     bytes_per_rank: float,

@@ -84,11 +84,6 @@ class CacheLayout:
         return self.share(tokens, min(tokens, self.window), 1.0)
 
 
-def plain_cache(tokens: int) -> CacheLayout:
-    """A cache of so many tokens, whoever they belong to."""
-    return CacheLayout(tokens, (Pool(max(tokens, 1e-9)),))
-
-
 def cache_layout(
     model: ServedModel,
     plan: EnginePlan,

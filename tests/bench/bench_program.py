@@ -55,7 +55,8 @@ def analyse(path: Path) -> None:
     program = read_program(text).program
     cost = best(lambda: program_cost(program))
     whole = best(lambda: program_cost(read_program(text).program))
-    print(f"{program.op_count} ops, {len(text) / 1e6:.1f} MB of text")
+    count = sum(len(own.ops) for own in program.computations.values())
+    print(f"{count} ops, {len(text) / 1e6:.1f} MB of text")
     show("parse and analyse", whole, 2.0, f"{whole / parse:.1f} times MLIR's parser alone")
     print(f"     MLIR parser {parse:.3f} s, reader {read - parse:.3f} s, cost {cost:.3f} s")
 

@@ -16,11 +16,17 @@ import numpy as np
 
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.load import Chunk
+from opcast.simulate.serving.memory import CacheLayout, Pool
 
 #: Seconds of an iteration, as a function of the parts of prompts (one per request that has some
 #: left), the number of decoding requests, and the mean length of their caches. Attention of decode
 #: is linear in the cache's length, so that the mean is enough.
 IterationSeconds = Callable[[Sequence[Chunk], int, float], float]
+
+
+def plain_cache(tokens: int) -> CacheLayout:
+    """A cache of so many tokens, whoever they belong to."""
+    return CacheLayout(tokens, (Pool(max(tokens, 1e-9)),))
 
 
 @dataclass(frozen=True)

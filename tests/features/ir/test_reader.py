@@ -247,5 +247,5 @@ def test_signs_of_device_lists_are_no_brackets() -> None:
     ops = "".join(op.format(i + 1, i) for i in range(3000))
     text = f"HloModule m\n\nENTRY main {{\n  %v0 = f32[8] parameter(0)\n{ops}}}\n"
     assert nesting(text) == 2
-    assert read_program(text).program.op_count == 3001
+    assert len(read_program(text).program.entry_computation.ops) == 3001
     assert nesting("tensor<" * 300 + ">" * 300 + "->" * 5) == 300

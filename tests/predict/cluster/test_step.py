@@ -16,7 +16,7 @@ from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import StepModel
-from opcast.predict.cluster.network import ClusterNetwork, analytical_time, learned_time
+from opcast.predict.cluster.network import ClusterNetwork, learned_time
 from opcast.predict.cluster.step import StepPredictor, least_seconds
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.locate import find_model
@@ -27,7 +27,8 @@ from opcast.predict.sweep.job import SweepJob, judge
 from opcast.predict.sweep.space import Candidate
 from opcast.simulate.clusters.catalogue import find_cluster, joined
 from opcast.simulate.clusters.files import save_cluster
-from opcast.simulate.collectives.choose import collective_latency_s
+from opcast.simulate.collectives.choose import collective_cost
+from opcast.simulate.step.costs import Estimate
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
@@ -85,13 +86,19 @@ def test_devices_that_no_model_knows_take_the_roofline(operators):
     assert wide[0, 0] == pytest.approx(1e-3 / 0.85 + spec.floor)
 
 
+def analytical_time(kind, size, ranks, cluster):
+    """Closed forms alone, without any measurement."""
+    found = collective_cost(kind, size, ranks, cluster).total
+    return Estimate(found, found, found)
+
+
 def test_gathers_are_asked_with_one_rank_s_share():
     cluster = find_cluster("dgx-h100-x16")
     network = ClusterNetwork(cluster, analytical_time)
     found = network("all_gather", 8e6, Group(8, 1)).seconds
-    assert found == collective_latency_s("all_gather", 1e6, range(8), cluster)
+    assert found == collective_cost("all_gather", 1e6, range(8), cluster).total
     across = network("all_reduce", 8e6, Group(2, 8)).seconds
-    assert across == collective_latency_s("all_reduce", 8e6, range(0, 16, 8), cluster)
+    assert across == collective_cost("all_reduce", 8e6, range(0, 16, 8), cluster).total
 
 
 def test_a_box_that_is_filled_in_part_has_fewer_ports():

@@ -11,9 +11,8 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import run_fleet
 from opcast.simulate.serving.load import Chunk, Load, Run, Station
-from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.policies import Policy
-from opcast.tests.support.serving_loop import Request, serve
+from opcast.tests.support.serving_loop import Request, plain_cache, serve
 
 #: Seconds of a pass: fixed, for each token, and for each token that decoding attends to.
 FIXED, TOKEN, SEEN = 1e-3, 2e-5, 1e-8

@@ -11,9 +11,9 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import capacity, run_fleet
 from opcast.simulate.serving.load import Chunk, Load, Station
-from opcast.simulate.serving.memory import plain_cache
 from opcast.simulate.serving.occupancy import PrefixCache
 from opcast.simulate.serving.policies import Policy
+from opcast.tests.support.serving_loop import plain_cache
 
 #: Seconds of a pass: fixed, and for each token.
 FIXED, TOKEN = 1.0, 0.01

@@ -16,7 +16,6 @@ from opcast.simulate.serving.memory import (
     Pool,
     cache_layout,
     memory_parts,
-    plain_cache,
 )
 from opcast.simulate.serving.occupancy import Occupancy
 from opcast.simulate.serving.policies import Policy, framework_defaults
@@ -24,6 +23,7 @@ from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
 from opcast.simulate.step.presets import Recurrence
 from opcast.simulate.step.workload import Workload
+from opcast.tests.support.serving_loop import plain_cache
 
 ONE = EnginePlan()
 #: gpt-oss-20b: half of 24 layers see 128 tokens; 2 x 8 heads x 64 x 2 bytes a token and layer.
