@@ -111,7 +111,7 @@ def _export_program(
     from ..predict.devices import cluster_device
     from ..predict.export.chakra import export_chakra as write
     from ..simulate.clusters.catalogue import find_cluster
-    from .simulate import kernels
+    from .cluster import kernels
 
     where = find_cluster(cluster)
     prediction = predict_partitioned(program, where, kernels(model), LoweringOptions(lowering))

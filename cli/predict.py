@@ -295,7 +295,7 @@ def _predict_on_cluster(context: typer.Context, asked: Asked, shown: Shown, many
     if many:
         raise typer.BadParameter("--cluster takes one program")
     from ..features.ir.torch.program import TorchProgram
-    from .simulate import predict_on_cluster
+    from .cluster import predict_on_cluster
 
     program = asked.program
     if isinstance(program, TorchProgram):

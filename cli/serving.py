@@ -262,7 +262,7 @@ def serve(settings: ServerSettings) -> None:
     from ..common.plugins import extra_hint
 
     try:
-        from ..server.run import serve as run
+        from ..server.app import serve as run
     except ImportError as error:
         raise OpcastError(
             f"the server's packages are not installed: {error}", hint=extra_hint("serve")

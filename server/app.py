@@ -1,22 +1,28 @@
-"""The endpoints, documented by OpenAPI at ``/docs`` and ``/openapi.json``."""
+"""The endpoints, documented by OpenAPI at ``/docs`` and ``/openapi.json``, and their server."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from uvicorn.config import LOGGING_CONFIG
 
 from .. import __version__
 from ..common.errors import OpcastError
+from ..models.core.store import read_manifest
+from ..predict.locate import find_model, is_untrained
 from . import answers, cluster_schemas, documents, schemas
 from .bodies import PROGRAM, WHAT_IF, P, body, malformed, program_task
 from .cluster_schemas import ModelBody
@@ -24,9 +30,10 @@ from .errors import RequestError, error_response, json_response, page_response
 from .explorer import explorer_page
 from .fork_server import Reply
 from .guard import Direct, Guard
+from .log import write_json_lines
 from .metrics import CONTENT_TYPE
 from .service import Service
-from .settings import ServerSettings
+from .settings import ServeError, ServerSettings
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -291,3 +298,72 @@ def _add_error_handlers(app: FastAPI) -> None:
         )
         answer.headers.update(error.headers or {})
         return answer
+
+
+#: Seconds for open requests to finish when the server is stopped; documented in docs/server.md.
+_GRACE_S = 30
+
+
+def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        settings: Models, address and limits.
+        ready: Called with the address once it is bound; the models are not loaded yet.
+
+    Raises:
+        ServeError: The address cannot be bound.
+        ModelError: A model is missing or damaged.
+    """
+    for name in settings.models:
+        if not is_untrained(name):
+            read_manifest(find_model(name))
+    # Bound before the models load, so that a taken port is reported at once.
+    if settings.log_requests:
+        write_json_lines()
+    with bound(settings) as listener:
+        address, port = listener.getsockname()[:2]
+        config = uvicorn.Config(
+            create_app(settings),
+            log_level="warning",
+            log_config=None if settings.log_requests else LOGGING_CONFIG,
+            # Counted by /metrics instead; a line for each cached answer would cost as much as the
+            # answer.
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=30,
+            ws="none",
+            # The guard refuses with JSON; this outer limit, of connections, only bounds memory, and
+            # idle keep-alive connections count towards it. Engineering estimate.
+            limit_concurrency=max(1024, 4 * settings.concurrency),
+        )
+        shown = f"[{address}]" if ":" in address else address
+        ready(f"http://{shown}:{port}")
+        server = uvicorn.Server(config)
+        server.run(sockets=[listener])
+        if not server.started:
+            raise ServeError("the server did not start", hint="the log above has the reason")
+
+
+def bound(settings: ServerSettings) -> socket.socket:
+    """Bind a socket to the address of the settings.
+
+    Raises:
+        ServeError: The address is taken, not this machine's, or not permitted.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Lets a restarted server bind while old connections linger in TIME_WAIT. On Windows the
+        # option would let a second process take over the port.
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ServeError(
+            f"cannot listen at {settings.host}:{settings.port}: {error}",
+            hint="choose another with --host and --port; --port 0 takes a free one",
+        ) from None
+    return listener

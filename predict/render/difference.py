@@ -1,15 +1,18 @@
-"""Print the difference of two versions of a program, for a terminal or as Markdown."""
+"""Print what changes a time: two versions of a program, figures of a device, what fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
 
 from ...common.interval import Interval
 from ...common.units import duration, likely, plain, size
+from ..designs import REACH, Compared, Comparison, Elasticity, Sensitivity
 from ..difference.compare import Change, Difference, Judged
+from ..fit import MemoryFit
 from .parts import Column, fitted_table, headline, print_notes
 
 #: Changes of the peak of memory that are told, as a share. Engineering choice.
@@ -197,3 +200,73 @@ def _rest(found: Difference, top: int) -> str:
 def signed(us: float) -> str:
     """Write a difference of times with its sign."""
     return f"{'−' if us < 0 else '+'}{duration(abs(us))}"
+
+
+def print_sensitivity(console: Console, found: Sensitivity) -> None:
+    """Print the elasticities of a time, one rate a line."""
+    console.print(headline(duration(found.latency_us), f"  {found.subject} on {found.device}"))
+    columns: tuple[Column[Elasticity], ...] = (
+        Column("rate", lambda e: e.rate, justify="left"),
+        Column("time for 1 % more", lambda e: f"{_signed(e.value)} %"),
+        Column(f"from {REACH:g}× less to more", lambda e: f"{_signed(e.lo)} to {_signed(e.hi)}", 1),
+    )
+    console.print(fitted_table(console.width, columns, found.elasticities))
+
+
+def _signed(value: float) -> str:
+    """A figure of two decimals, of which zero has no sign."""
+    return f"{value:+.2f}".replace("-0.00", "0.00").replace("+0.00", "0.00")
+
+
+def print_comparison(console: Console, found: Comparison) -> None:
+    """Print designs beside their base, one a line."""
+    console.print(headline(found.subject, f"  on designs of {found.base}; * no other one beats"))
+    columns: list[Column[Compared]] = [
+        Column("design", lambda d: ("* " if d.efficient else "  ") + d.device, justify="left"),
+        Column("time", lambda d: duration(d.latency_us)),
+        Column("over base", lambda d: f"{d.ratio:.3f}"),
+        Column("90 % interval", lambda d: f"{d.ratio_lo:.3f} to {d.ratio_hi:.3f}", 2),
+    ]
+    if found.designs[0].energy_j is not None:
+        columns.append(Column("J", lambda d: "" if d.energy_j is None else f"{d.energy_j:.3g}", 1))
+    columns += [Column(name, partial(_modelled, name)) for name in found.designs[0].modelled]
+    console.print(fitted_table(console.width, columns, found.designs))
+
+
+def _modelled(name: str, design: Compared) -> str:
+    return f"{design.modelled[name]:.4g}"
+
+
+#: Least share of the peak of a part that is told.
+_LEAST = 0.001
+
+
+def print_fit(console: Console, found: MemoryFit) -> None:
+    """Print the verdict, the parts of memory, and the change that would fit."""
+    verdict = ("fits", "bold green") if found.fits else ("does NOT fit", "bold red")
+    peak, needed = found.peak, found.needed
+    console.print(
+        Text.assemble(
+            verdict,
+            f"  {found.subject} on {found.device}: out of memory {likely(found.out_of_memory)}",
+        )
+    )
+    console.print(
+        f"peak memory {size(peak.value)}  [{size(peak.lo)} – {size(peak.hi)}] of "
+        f"{size(found.capacity)} ({found.source})"
+    )
+    if peak.value - needed.value > _LEAST * peak.value:
+        console.print(
+            f"  can run in {size(needed.value)}  [{size(needed.lo)} – {size(needed.hi)}]: free "
+            "segments are given back first"
+        )
+    told = {k: v for k, v in found.parts.items() if v > _LEAST * peak.value}
+    parts = sorted(told.items(), key=lambda own: -own[1])
+    console.print("  " + ", ".join(f"{name} {size(own)}" for name, own in parts))
+    if found.beside:
+        console.print(f"  {found.beside}")
+    if found.change:
+        console.print(f"  would fit with {found.change}")
+    elif not found.fits:
+        console.print("  no small change would fit")
+    print_notes(console, found.notes)

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from opcast.common.errors import ModelError, ProgramError
+from opcast.server.app import serve
 from opcast.server.cache import LruCache
 from opcast.server.guard import Guard
 from opcast.server.kernels import BATCH_ROWS, MicroBatcher
 from opcast.server.metrics import Metrics
-from opcast.server.run import serve
 from opcast.server.settings import ServeError, ServerSettings
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ...ir.op_table import UPDATES
-from .clusters import Cluster, Clusters, is_loop_reduction, owner, reduction, source_of
-from .dependences import Dependences
+from .clusters import Cluster, Clusters, Dependences, is_loop_reduction, owner, reduction, source_of
 from .graph import Node
 from .priority import MAX_OPERANDS, narrow_reduction
 from .work import LAUNCH_S, Machine, Work

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
+from opcast.predict.operator.aten_fusion import lays_channels_last  # noqa: E402
 from opcast.predict.operator.aten_prices import AtenPrices, bound_of  # noqa: E402
-from opcast.predict.operator.compiled_layout import lays_channels_last  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402
 
 BATCH, SIDE = 64, 56
