@@ -15,14 +15,14 @@ import pytest
 import typer.main
 
 from opcast.cli import app
-from opcast.cli.guard import UNGUARDED, stopped_text
+from opcast.cli.main import UNGUARDED, stopped_text
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's fork")
 #: Runs command lines, each in a process whose command ends as native code does that crashes.
 CRASHES = """
 import json, os, signal, sys
 from opcast import cli
-from opcast.cli.guard import guarded
+from opcast.cli.main import guarded
 assert not {"jax", "numpy", "pandas"} & set(sys.modules), "forked after heavy imports"
 statuses = []
 for line in json.loads(sys.argv[1]):
@@ -138,7 +138,7 @@ def test_ctrl_c_of_a_command_that_obeys_it_says_what_is_kept(stop: signal.Signal
 #: A command whose native code does not look for Ctrl-C, as a compiler's.
 DEAF = """
 import os, signal, sys, time
-from opcast.cli.guard import guarded
+from opcast.cli.main import guarded
 
 def command():
     signal.signal(signal.SIGINT, signal.SIG_IGN)

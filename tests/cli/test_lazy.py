@@ -24,7 +24,7 @@ except SystemExit:
     pass
 print("MODULES", *(name for name in sys.modules if name.startswith(("opcast.", "pandas"))))
 """
-ALWAYS = {"opcast.cli.main", "opcast.cli.guard", "opcast.cli.lazy", "opcast.cli.options"}
+ALWAYS = {"opcast.cli.main", "opcast.cli.lazy", "opcast.cli.options"}
 
 
 def entries(

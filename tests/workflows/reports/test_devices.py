@@ -25,15 +25,6 @@ from opcast.features.table.roofline import roofline
 from opcast.models.core.base import KernelPrediction
 from opcast.predict.devices import shown_devices
 from opcast.predict.program.predictor import Predictor
-from opcast.workflows.reports.device_checks import (
-    DOUBLED,
-    Check,
-    device_orders,
-    estimates_below_roofline,
-    in_order,
-    larger_batches,
-    not_below_roofline,
-)
 from opcast.workflows.reports.device_rows import (
     PROGRAMS,
     DeviceRow,
@@ -43,8 +34,15 @@ from opcast.workflows.reports.device_rows import (
 )
 from opcast.workflows.reports.devices import (
     COLUMNS,
+    DOUBLED,
+    Check,
     check_lines,
+    device_orders,
+    estimates_below_roofline,
+    in_order,
+    larger_batches,
     markdown,
+    not_below_roofline,
     run_device_report,
 )
 from opcast.workflows.reports.settings import DeviceReportSettings
