@@ -64,7 +64,7 @@ class Screened:
 
 
 def chances(
-    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, groups: Sequence[Hashable], seed: int = 0
+    latency: np.ndarray, lo: np.ndarray, hi: np.ndarray, groups: Sequence[Hashable]
 ) -> np.ndarray:
     """How likely each candidate is within :data:`CLOSE` of the fastest of its group, ``(n,)``.
 
@@ -76,7 +76,6 @@ def chances(
         lo: Lower ends of their 90 % intervals.
         hi: Upper ends.
         groups: Which candidates compete.
-        seed: Of the draws.
     """
     _, own = np.unique([str(group) for group in groups], return_inverse=True)
     order = np.argsort(own, kind="stable")
@@ -85,7 +84,7 @@ def chances(
     middle = np.log(latency[order])
     ends = np.log(latency[order] / lo[order]), np.log(hi[order] / latency[order])
     below, above = (end / NORMAL_90 for end in ends)
-    random, count = np.random.default_rng(seed), np.zeros(len(order))
+    random, count = np.random.default_rng(0), np.zeros(len(order))
     for _ in range(_DRAWS):
         error = random.standard_normal(len(order))
         drawn = middle + error * np.where(error < 0.0, below, above)

@@ -196,12 +196,16 @@ def _unnamed(device: DeviceSpec) -> DeviceSpec:
     return replace(device, name="", source="", aliases=(), provenance={}, base="")
 
 
-def closest_names(name: str, count: int = 4) -> list[str]:
+#: Names that are listed where one is mistyped.
+_CLOSEST = 4
+
+
+def closest_names(name: str) -> list[str]:
     """List canonical names that are, or have an alias, most like ``name``, best first."""
     known = _index()
     # Several aliases may name one device: more are asked for than are shown.
-    close = difflib.get_close_matches(device_slug(name), known, n=4 * count, cutoff=0.0)
-    return list(dict.fromkeys(known[slug] for slug in close))[:count]
+    close = difflib.get_close_matches(device_slug(name), known, n=4 * _CLOSEST, cutoff=0.0)
+    return list(dict.fromkeys(known[slug] for slug in close))[:_CLOSEST]
 
 
 def load_device_file(path: Path | str) -> DeviceSpec:

@@ -146,7 +146,7 @@ class ParentRun:
             return str(active.info.run_id)
 
 
-def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -> int:
+def serve_ui(port: int, tell: Callable[[str], None]) -> int:
     """Open MLflow's own server on the store; returns its exit status.
 
     Its workers end with it, however this process is asked to end.
@@ -154,11 +154,10 @@ def serve_ui(port: int, tell: Callable[[str], None], root: Path | None = None) -
     Args:
         port: Port on localhost.
         tell: Told the address of the experiment.
-        root: Folder of the store.
     """
-    mlflow = connect(root)
+    mlflow = connect(None)
     own = mlflow.get_experiment_by_name(EXPERIMENT).experiment_id
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri(root)]
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", store_uri()]
     command += ["--port", str(port), "--workers", "1"]  # one user; each takes seconds to start
     # A separate session, so that its workers can be ended with it.
     server = subprocess.Popen(command, start_new_session=True)

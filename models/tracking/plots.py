@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from ..operators.curves import Curve
 
+#: Bins of measured latency.
+_BINS = 12
 #: Panels side by side in the plot of a calibration.
 _PANELS = 4
 #: Nominal coverage of the intervals, as ``COVERAGE`` in :mod:`opcast.models.trust.calibrator`.
@@ -58,15 +60,15 @@ def error_by_kind(frame: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def error_by_size(frame: pd.DataFrame, title: str, bins: int = 12) -> Figure:
+def error_by_size(frame: pd.DataFrame, title: str) -> Figure:
     """Median and 90th percentile of the error over bins of measured latency."""
     figure, axes = _canvas(title, "measured (µs)", "absolute percentage error")
     log = np.log10(frame["measured_us"].to_numpy())
     # The offset keeps the largest sample inside the last bin.
-    edges = np.linspace(log.min(), log.max() + 1e-9, bins + 1)
+    edges = np.linspace(log.min(), log.max() + 1e-9, _BINS + 1)
     which = np.digitize(log, edges) - 1
     errors = _ape(frame)
-    filled = [b for b in range(bins) if (which == b).any()]
+    filled = [b for b in range(_BINS) if (which == b).any()]
     centres = [10 ** ((edges[b] + edges[b + 1]) / 2) for b in filled]
     axes.plot(centres, [np.median(errors[which == b]) for b in filled], "o-", label="median")
     axes.plot(centres, [np.quantile(errors[which == b], 0.9) for b in filled], "s--", label="p90")

@@ -272,9 +272,7 @@ def compare_models(
     dataset: Dataset | PreparedDataset,
     models: Sequence[str] = MODELS,
     splits: Sequence[str] = REPORTED_SPLITS,
-    seed: int = 0,
     n_jobs: int = 1,
-    params: dict[str, JsonObject] | None = None,
 ) -> pd.DataFrame:
     """Train every model on every split and put the figures side by side.
 
@@ -282,9 +280,7 @@ def compare_models(
         dataset: Samples.
         models: Names of estimators.
         splits: Names of splits.
-        seed: Seed of splits and estimators.
         n_jobs: Threads of the estimators.
-        params: Parameters by estimator.
 
     Returns:
         One row a (split, model): figures on the split's test kernels, label noise, program
@@ -294,7 +290,7 @@ def compare_models(
     rows = []
     for split in splits:
         for model in models:
-            result = train(data, model, split, seed, n_jobs, **(params or {}).get(model, {}))
+            result = train(data, model, split, n_jobs=n_jobs)
             row = {"split": split, "model": model, **_total(result.metrics)}
             if len(result.program_metrics):
                 figures = _total(result.program_metrics)
@@ -307,10 +303,8 @@ def program_report(
     dataset: Dataset | PreparedDataset,
     model: str = "xgboost",
     folds: int = 5,
-    seed: int = 0,
     n_jobs: int = 1,
     inner_folds: int = 3,
-    **params: object,
 ) -> ProgramReport:
     """Cross-validated figures of whole programs, families held out.
 
@@ -318,19 +312,15 @@ def program_report(
         dataset: Samples with program rows.
         model: Name of the estimator.
         folds: Folds over families.
-        seed: Seed of folds and estimators.
         n_jobs: Threads of the estimators.
         inner_folds: Folds of the cross-fitting within each training.
-        params: Parameters of the estimator.
     """
     data = prepare(dataset)
     parts = []
-    for fold in leave_family_out(data.frame, folds, seed, inside=data.inside):
+    for fold in leave_family_out(data.frame, folds, 0, inside=data.inside):
         if not data.programs_among(fold.test):
             continue
-        bundle = fit_bundle(
-            data, fold.train, model, "unseen_family", seed, n_jobs, inner_folds, params
-        )
+        bundle = fit_bundle(data, fold.train, model, "unseen_family", 0, n_jobs, inner_folds, {})
         parts.append(program_frame(bundle, data, fold.test))
     programs = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     if not len(programs):

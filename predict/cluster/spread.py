@@ -13,7 +13,7 @@ from ...features.operators.op import Op
 from ...models.steps.context import StepContext
 from ...models.steps.effects import FIELDS
 from ...models.steps.model import StepModel
-from ...simulate.step.compose import MOST_TASKS, StepTime, step_time
+from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs
 from ...simulate.step.plan import Plan
 from ...simulate.step.workload import Workload
@@ -61,7 +61,6 @@ def sensitivities(
     costs: Costs,
     step: StepTime,
     seconds: Mapping[str, float],
-    most_tasks: int = MOST_TASKS,
 ) -> dict[str, float]:
     """Change of the logarithm of a step's time with that of each class of cost.
 
@@ -74,7 +73,6 @@ def sensitivities(
         costs: Under which ``step`` was composed.
         step: The step.
         seconds: Of the operators of the busiest stage, by class.
-        most_tasks: As of :func:`~opcast.simulate.step.compose.step_time`.
     """
     found = dict[str, float]()
     leaves = {costs.leaves_box(group) for _, _, group in costs.links}
@@ -85,7 +83,7 @@ def sensitivities(
         if not now or absent.get(name, False):
             continue
         effects = replace(costs.effects, **{field: now * exp(_STEP)})
-        moved = step_time(workload, plan, costs.with_effects(effects, costs.box), most_tasks)
+        moved = step_time(workload, plan, costs.with_effects(effects, costs.box))
         found[name] = log(moved.total / step.total) / _STEP
     left = max(0.0, 1.0 - sum(found.values()))
     total = sum(seconds.values()) or 1.0
@@ -131,7 +129,6 @@ def step_interval(
     costs: Costs,
     step: StepTime,
     latency: OperatorLatency,
-    most_tasks: int = MOST_TASKS,
 ) -> tuple[float, float]:
     """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
 
@@ -153,7 +150,7 @@ def step_interval(
     for call, count in counts.items():
         own = float(costs.ops[call][0]) * costs.effects.of(call) * count
         kinds[call.kind] = kinds.get(call.kind, 0.0) + own
-    slopes = sensitivities(workload, plan, costs, step, kinds, most_tasks)
+    slopes = sensitivities(workload, plan, costs, step, kinds)
     reach = (0.0, 0.0)
     if measured_as(latency.spec) not in learned.devices:
         share = sum(slopes[kind] for kind in kinds)

@@ -267,13 +267,12 @@ def _change(old: Sequence[Piece], new: Sequence[Piece], moved: MovedLines) -> Ch
     )
 
 
-def ratio_error(old: Version, new: Version, rho: float = RHO) -> tuple[float, float]:
+def ratio_error(old: Version, new: Version) -> tuple[float, float]:
     """Half-widths of the ratio's 90 % interval in logarithms, downwards and upwards.
 
     Args:
         old: The old version.
         new: The new one.
-        rho: Correlation of the log errors of two kernels.
     """
     parts = [_shares(version) for version in (old, new)]
     ends = []
@@ -284,7 +283,7 @@ def ratio_error(old: Version, new: Version, rho: float = RHO) -> tuple[float, fl
         # What the new version has less of makes the ratio smaller where it takes longer.
         own = (below, above) if weight >= 0.0 else (above, below)
         ends.append((weight * own[0], weight * own[1]))
-    down, up = combined_spread(np.array(ends).reshape(-1, 2), rho)
+    down, up = combined_spread(np.array(ends).reshape(-1, 2), RHO)
     scale = max(_scale(version, part) for version, part in zip((old, new), parts, strict=True))
     return down * scale, up * scale
 

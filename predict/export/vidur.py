@@ -29,6 +29,8 @@ _PER_OCTAVE = 16
 #: decides and extrapolation is linear). Engineering estimates.
 _BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _MOST_BYTES = 2**28
+#: Tokens of a block of the paged cache.
+_BLOCK = 16
 #: What serves and trains models whose tables cannot be written.
 INSTEAD = (
     "a mixture of experts has opcast simulate-serving, and for training "
@@ -82,7 +84,6 @@ def attention_table(
     tensor_parallel: Sequence[int],
     max_len: int,
     latency: OpLatency,
-    block_size: int = 16,
 ) -> pd.DataFrame:
     """Make ``attention.csv``: prefill by chunk and cache, decoding by batch and cache.
 
@@ -90,11 +91,10 @@ def attention_table(
         PlanError: Workers do not divide heads.
     """
     check_shards(work, tensor_parallel)
-    # 16 tokens are one block of the paged cache (``block_size``).
-    chunks = [c for c in sizes(max_len, 4) if c >= 16]
+    chunks = [c for c in sizes(max_len, 4) if c >= _BLOCK]
     prefill = [(c, k, 1) for c in chunks for k in (0, *sizes(max_len, 2)) if c + k <= max_len]
     # One token less than the longest sequence: decoding appends one.
-    caches = [k for k in sizes(max_len - 1, 4) if k >= 16]
+    caches = [k for k in sizes(max_len - 1, 4) if k >= _BLOCK]
     decode = [(0, k, b) for b in _BATCHES for k in caches]
     grid = [(tp, *point) for tp in tensor_parallel for point in (*prefill, *decode)]
     calls = [_attention_calls(work, *point) for point in grid]
@@ -111,7 +111,7 @@ def attention_table(
         n_embd=work.d_model,
         n_q_head=work.heads,
         n_kv_head=work.groups,
-        block_size=block_size,
+        block_size=_BLOCK,
         max_model_len=max_len,
         is_prefill=table["prefill_chunk_size"] > 0,
         # Text of Vidur's enum of attention kernels.

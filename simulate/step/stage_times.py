@@ -307,17 +307,17 @@ class PassRun(NamedTuple):
         return max(self.ends[-1], self.links)
 
 
-def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
+def run_passes(passes: Sequence[Pass]) -> PassRun:
     """Run passes one after another, with their collectives beside them on one stream.
 
-    The gather of layer ``i`` may start when layer ``i - 1 - ahead`` has ended, so that at most
-    ``1 + ahead`` layers are gathered at a time (Zhao et al., PyTorch FSDP, VLDB 2023); the first
-    ones of a pass wait for the previous pass. A layer's gather takes precedence over the reduction
-    of the layer before it; reductions continue beside later passes.
+    The gather of layer ``i`` may start when layer ``i - 2`` has ended, so that at most two layers
+    are gathered at a time, by FSDP's default prefetch, which also bounds memory (Zhao et al.,
+    PyTorch FSDP, VLDB 2023); the first ones of a pass wait for the previous pass. A layer's gather
+    takes precedence over the reduction of the layer before it; reductions continue beside later
+    passes.
 
     Args:
         passes: Passes in order, at least one.
-        ahead: Layers gathered in advance. 1 is FSDP's default prefetch, which also bounds memory.
     """
     # ``device`` and ``links`` are the times at which either stream becomes free.
     device = links = 0.0
@@ -327,7 +327,7 @@ def run_passes(passes: Sequence[Pass], ahead: int = 1) -> PassRun:
         begin, ends = device, list[float]()
         for layer, own in enumerate(compute):
             if gather and gather[layer] > 0.0:
-                free = ends[layer - 1 - ahead] if layer > ahead else begin
+                free = ends[layer - 2] if layer > 1 else begin
                 # Reductions that were ready before this gather could start were issued before it,
                 # and a communicator keeps the order in which collectives are issued.
                 while waiting and waiting[0][0] <= free:

@@ -306,7 +306,7 @@ def in_order(name: str, table: Sequence[DeviceRow], rates: dict[str, float], uni
     return Check(name, cases, tuple(failures))
 
 
-def compute_bound(side: int = SIDE) -> SourceProgram:
+def compute_bound() -> SourceProgram:
     """Make a chain of square bf16 products."""
 
     def chain(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -315,12 +315,12 @@ def compute_bound(side: int = SIDE) -> SourceProgram:
             x = x @ w
         return x
 
-    return _traced(chain, ((side, side), (side, side)), "bfloat16")
+    return _traced(chain, ((SIDE, SIDE), (SIDE, SIDE)), "bfloat16")
 
 
-def memory_bound(elements: int = ELEMENTS) -> SourceProgram:
+def memory_bound() -> SourceProgram:
     """Make a scaled sum of two long f32 vectors, as STREAM's triad."""
-    return _traced(lambda x, y: 1.5 * x + y, ((elements,), (elements,)), "float32")
+    return _traced(lambda x, y: 1.5 * x + y, ((ELEMENTS,), (ELEMENTS,)), "float32")
 
 
 def _traced(
