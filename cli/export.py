@@ -258,7 +258,6 @@ def export_simai(
     latency = OperatorLatency(cluster_device(where), load_step_model(model))
     work = read_workload(workload, settings)
     text = simai_workload(work, parse_plan(plan), where.size, latency)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
     wrote(out, f"{len(text.splitlines()) - 2} lines")
 
@@ -280,7 +279,6 @@ def export_calculon(
     where = find_cluster(cluster)
     spec = cluster_device(where)
     system = calculon_system(where, spec, OperatorLatency(spec, load_step_model(model)))
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(system, indent=1) + "\n")
     wrote(out, f"{where.name}, {where.size} devices")
 
@@ -332,7 +330,6 @@ def export_xla_perf_table(
         text, _ = tables.collective_table(spec, worlds, CollectiveModel.find())
         files.append((collectives, text, flag.format("collective", collectives)))
     for path, content, option in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, content)
         wrote(path, f"{content.count('instruction {')} entries; {option}")
     for note in notes:

@@ -47,13 +47,14 @@ def replacing(path: Path) -> Iterator[Path]:
     Several processes may do this at once: each writes its own file, and the last one stays.
 
     Args:
-        path: The file to write; its folder exists.
+        path: The file to write; its folder is made if it is not there.
 
     Raises:
         FileError: The folder cannot be written, or the disk is full; ``path`` is as it was before.
     """
     partial: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = _new_file(path)
         yield partial
         _to_disk(partial)

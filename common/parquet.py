@@ -75,7 +75,6 @@ def write_table(
         raise DatasetError(
             "is not called as a table", where=str(path), hint=f"name it {', '.join(TABLES)}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     if suffix == ".csv":
         write_text(path, frame.to_csv(index=False))
     elif suffix == ".json":

@@ -16,9 +16,9 @@ from ..common.paths import home
 from ..features.devices.catalogue import (
     base_of,
     closest_names,
+    device_file,
     find_device,
     in_catalogue,
-    load_device_file,
     typed_name,
 )
 from ..features.devices.device import DeviceSpec, device_slug, local_device_name
@@ -53,12 +53,8 @@ def resolve_device(
     if isinstance(device, DeviceSpec):
         return device
     device = "local" if device is None else device
-    suffix = Path(device).suffix.lower()
-    # Paths are told from names by suffix: no device of the catalogue has one.
-    if suffix == ".json":
-        return _from_path(Path(device))
-    if suffix in (".yaml", ".yml"):
-        return load_device_file(Path(device))
+    if (described := device_file(device)) is not None:
+        return described
     if device == "local":
         spec = _local(known)
         name = local_device_name() if spec is None else spec.name
@@ -222,7 +218,7 @@ def _measured(name: str, known: Mapping[str, DeviceSpec]) -> DeviceSpec | None:
     path = measured_path(name)
     if not path.is_file():
         return None
-    spec = _from_path(path)
+    spec = DeviceSpec.from_file(path)
     if is_measured(spec) and MEASURED_AT not in spec.extra:
         # Files of earlier versions do not hold the time; the file's own time stands for it.
         taken = datetime.fromtimestamp(path.stat().st_mtime, UTC)
@@ -248,12 +244,3 @@ def _unknown(name: str, known: Mapping[str, DeviceSpec]) -> DeviceError:
         hint=f"{trained}close in the catalogue (opcast device --list): "
         f"{', '.join(closest_names(name))}; measure this machine with: opcast device --save",
     )
-
-
-def _from_path(path: Path) -> DeviceSpec:
-    try:
-        return DeviceSpec.from_file(path)
-    except FileNotFoundError:
-        raise DeviceError("no such device file", where=str(path)) from None
-    except (OSError, ValueError) as error:
-        raise DeviceError(f"not JSON: {error}", where=str(path)) from None

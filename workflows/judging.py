@@ -187,7 +187,6 @@ def predicted_frame(
 
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
     """Write predictions, and print why some rows have none."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_table(frame, out)
     missing = frame.loc[frame["reason"] != "", "reason"]
     for reason, count in missing.value_counts().head(20).items():

@@ -51,7 +51,6 @@ def simulate_dataset(
     *,
     lowering: str = "auto",
     family: str = "",
-    progress: bool = True,
 ) -> SimulateResult:
     """Label the kernels of programs with a simulator's answers.
 
@@ -66,7 +65,6 @@ def simulate_dataset(
         tool: One of :data:`TOOLS`.
         lowering: Lowering of the programs.
         family: Family of all of them; empty for the name of each file.
-        progress: Whether to show progress.
 
     Raises:
         ModelError: No such tool, or it is not installed.
@@ -79,7 +77,7 @@ def simulate_dataset(
     from ..predict.devices import resolve_device
 
     spec = resolve_device(device, {})
-    estimator = _estimator(tool, progress)
+    estimator = _estimator(tool)
     # Before any program is lowered, which may take minutes.
     estimator.check(spec)
     folder = Path(out)
@@ -88,7 +86,7 @@ def simulate_dataset(
     done: list[str] = run.record["done"]
     before = len(done)
     samples = refused = skipped = 0
-    for path in tracked(map(Path, programs), len(programs), f"{tool} on {spec.name}", progress):
+    for path in tracked(map(Path, programs), len(programs), f"{tool} on {spec.name}"):
         key = _key(path)
         if key in done:
             skipped += 1
@@ -108,12 +106,12 @@ def simulate_dataset(
     return SimulateResult(spec.name, estimator.source, samples, labelled, skipped, refused)
 
 
-def _estimator(tool: str, progress: bool) -> SimulatorEstimator:
+def _estimator(tool: str) -> SimulatorEstimator:
     from ..models.core.registry import make_estimator
 
     if tool not in TOOLS:
         raise ModelError(f"no simulator {tool!r}", hint=f"one of: {', '.join(TOOLS)}")
-    return cast("SimulatorEstimator", make_estimator(tool, progress=progress))
+    return cast("SimulatorEstimator", make_estimator(tool, progress=True))
 
 
 def _key(path: Path) -> str:
@@ -129,25 +127,14 @@ def _rows(
     lowered: LoweredProgram, estimator: SimulatorEstimator, device: DeviceSpec
 ) -> tuple[list[dict[str, object]], int]:
     """A row for each distinct kernel that the tool models, and how many it does not."""
+    from ..datagen.dataset_folder import kernel_row
+
     # Simulators take seconds for a kernel, so equal ones are asked for once.
     kernels = list({k.hash: k for k in lowered.kernels if k.takes_time}.values())
     found = estimator.predict(kernels, device)
     rows = [
-        {
-            "kernel_hash": kernel.hash,
-            "kernel_ir": kernel.ir,
-            "level": "kernel",
-            "kind": kernel.kind,
-            "dtype": kernel.dtype,
-            "flops": kernel.flops,
-            "bytes": kernel.bytes,
-            # One answer of the tool stands for the distribution, so all quantiles are equal.
-            "repeats": 1,
-            "source": estimator.source,
-            **dict.fromkeys(
-                ("latency_us_p10", "latency_us_p50", "latency_us_p90"), latency_s * 1e6
-            ),
-        }
+        # One answer of the tool stands for the distribution, so all quantiles are equal.
+        kernel_row(kernel, [latency_s]) | {"level": "kernel", "source": estimator.source}
         for kernel, latency_s, own in zip(
             kernels, found.latency.tolist(), found.in_domain.tolist(), strict=True
         )

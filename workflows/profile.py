@@ -165,7 +165,6 @@ def measure_device(*, save: bool, tell: Callable[[str], None] = logger.warning) 
     if save:
         # Ceilings of shared machines drift, so notes of predictions state when they were taken.
         spec = replace(spec, extra={**spec.extra, MEASURED_AT: time_text(datetime.now(UTC))})
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, spec.to_json())
     return spec
 

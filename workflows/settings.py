@@ -42,7 +42,6 @@ class Settings:
         from ..common.files import write_text
 
         content = {"command": f"opcast {self.command}", "opcast": __version__, **asdict(self)}
-        folder.mkdir(parents=True, exist_ok=True)
         # ``default=str`` writes paths as text.
         write_text(folder / FILE, json.dumps(content, indent=1, default=str))
 

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 #: Source of such rows: estimates of a compiler, not measurements.
 SOURCE = "compiler:libtpu"
+#: Seconds for one module, after which the compiler counts as stuck: several times what a round of
+#: merged programs takes.
+_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,6 @@ def compile_dataset(
     budget_s: float,
     *,
     plan: CompilePlan | None = None,
-    timeout_s: float = 240.0,
     progress: bool = True,
 ) -> CompileResult:
     """Compile programs for TPUs and keep the compiler's estimates, until the budget ends.
@@ -88,7 +90,6 @@ def compile_dataset(
         devices: TPUs of the catalogue.
         budget_s: Seconds of this call. The current round is finished.
         plan: Sizes of a round; None for the defaults.
-        timeout_s: Seconds for one module, after which the compiler counts as stuck.
         progress: Whether to show progress.
 
     Raises:
@@ -98,9 +99,8 @@ def compile_dataset(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     plan = plan or CompilePlan()
-    runs = [_DeviceRun(folder, device, plan, timeout_s) for device in devices]
+    runs = [_DeviceRun(folder, device, plan) for device in devices]
     start, stopped = time.monotonic(), "budget"
-    # The default timeout per module is several times what a round of merged programs takes.
     with Progress(budget_s, "s", progress) as bar:
         try:
             while time.monotonic() - start < budget_s:
@@ -161,9 +161,7 @@ class _DeviceRun:
         counts: Samples, programs and failures of this call.
     """
 
-    def __init__(
-        self, folder: Path, device: DeviceSpec, plan: CompilePlan, timeout_s: float
-    ) -> None:
+    def __init__(self, folder: Path, device: DeviceSpec, plan: CompilePlan) -> None:
         if device.platform != "tpu":
             raise DatasetError(
                 f"{device.name} is not a TPU: only a TPU's compiler estimates kernels",
@@ -173,7 +171,7 @@ class _DeviceRun:
         self.counts = dict.fromkeys(_COUNTS, 0)
         self._plan = plan
         # The bar of the run is shown instead of one per module.
-        self._settings = CompileSettings(timeout_s=timeout_s, progress=False)
+        self._settings = CompileSettings(timeout_s=_TIMEOUT_S, progress=False)
         self._target: CompileTarget = target_of(device)
         self._run = RunWriter(folder, self._run_id())
         if not self._run.resumed:

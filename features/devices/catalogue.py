@@ -113,20 +113,17 @@ def read_device(device: str) -> DeviceSpec:
         DeviceError: The catalogue has no such device, several go by that name, or the file is
             missing or wrong.
     """
-    return _device_file(device) or find_typed(device)
+    return device_file(device) or find_typed(device)
 
 
-def _device_file(device: str) -> DeviceSpec | None:
-    """The device of a file; ``None`` for a name, which no device has with such a suffix."""
-    path = Path(device)
-    suffix = path.suffix.lower()
-    if suffix in (".yaml", ".yml"):
-        return load_device_file(path)
-    if suffix != ".json":
-        return None
-    if not path.is_file():
-        raise DeviceError("no such device file", where=device)
-    return DeviceSpec.from_file(path)
+def device_file(device: str | Path) -> DeviceSpec | None:
+    """Read the device of a file; ``None`` for a name, which no device has with such a suffix.
+
+    Raises:
+        DeviceError: The file is missing or wrong.
+    """
+    is_file = Path(device).suffix.lower() in (".json", ".yaml", ".yml")
+    return DeviceSpec.from_file(device) if is_file else None
 
 
 def find_described(name: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
@@ -167,7 +164,7 @@ def choose_described(device: str, described: Mapping[str, DeviceSpec]) -> Device
     """
     if device in described:
         return described[device]
-    return _device_file(device) or find_described(typed_name(device) or device, described)
+    return device_file(device) or find_described(typed_name(device) or device, described)
 
 
 def in_catalogue(name: str) -> bool:

@@ -191,7 +191,8 @@ class DeviceSpec:
         """Read a description: JSON written from :meth:`to_json`, or a YAML device file.
 
         Raises:
-            DeviceError: Figures are missing, unknown or contradict each other.
+            DeviceError: The file cannot be read, or figures are missing, unknown or contradict
+                each other.
         """
         path = Path(path)
         if path.suffix.lower() in (".yaml", ".yml"):
@@ -200,7 +201,9 @@ class DeviceSpec:
             return read
         try:
             data = parse_json(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except FileNotFoundError:
+            raise DeviceError("no such device file", where=str(path)) from None
+        except (OSError, ValueError) as error:
             raise DeviceError(f"not JSON: {error}", where=str(path)) from None
         return cls.from_dict(data, where=str(path))
 

@@ -99,7 +99,6 @@ class LoweringCache:
         # Level 3 packs HLO text nearly as small as level 9, several times faster.
         data = gzip.compress(json.dumps({"hlo": hlo, "meta": meta}).encode(), compresslevel=3)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, data)
             self._evict()
         except OSError as error:
@@ -237,7 +236,6 @@ def local_target() -> LocalTarget:
             logger.debug("no remembered target at %s", path)
     target = _ask()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(asdict(target)))
     except OSError as error:
         logger.debug("cannot remember the target: %s", error)

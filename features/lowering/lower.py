@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ...common.collection import paused_collection
 from ...common.errors import CompilerError, DeviceError, LoweringError, ProgramError
 from ...common.jax_platforms import device_files
-from ..devices.catalogue import find_typed, load_device_file
+from ..devices.catalogue import device_file, find_typed
 from ..devices.device import DeviceSpec, device_slug
 from ..ir.partitioning import sharding_note
 from ..ir.platforms import platform_note, platform_of
@@ -112,14 +112,7 @@ def _described(device: object) -> DeviceSpec | None:
             hint="give a name of the catalogue (opcast device --list), the path of a device file, "
             "a DeviceSpec, or None for the default device of JAX",
         )
-    if Path(device).suffix.lower() in (".yaml", ".yml"):
-        return load_device_file(Path(device))
-    if Path(device).suffix.lower() == ".json":
-        try:
-            return DeviceSpec.from_file(Path(device))
-        except (OSError, ValueError) as error:
-            raise DeviceError(f"no device file: {error}", where=str(device)) from None
-    return None if device == "local" else find_typed(str(device))
+    return device_file(device) or (None if device == "local" else find_typed(str(device)))
 
 
 def _check_size(program: Program) -> None:

@@ -194,7 +194,6 @@ class JsonModel(ABC):
 
     def save(self, path: Path) -> None:
         """Write the model as one JSON file; its folder is made if needed."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, self.text({"format": self.form, **self.to_dict()}))
 
     def text(self, data: JsonMapping) -> str:

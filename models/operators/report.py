@@ -356,5 +356,4 @@ class PartStore:
 
     def keep(self, path: Path, table: pd.DataFrame) -> None:
         """Write a part's predictions through a temporary file and a rename."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_table(table, path)

@@ -129,7 +129,6 @@ def _drawn(trial: Trial, name: str, suggest: str, **options: object) -> object:
 
 def write_params(path: Path, tuning: Tuning) -> None:
     """Write what ``opcast train --params`` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(tuning.to_dict(), indent=1) + "\n")
 
 

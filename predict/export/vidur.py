@@ -197,7 +197,6 @@ def write_vidur(
     rows = {}
     for path, make in tables.items():
         table = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, table.to_csv(index=False))
         rows[str(path.relative_to(out))] = len(table)
         progress(path, len(table))

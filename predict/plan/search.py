@@ -384,7 +384,6 @@ class PlanSearch:
     def _save(self) -> None:
         if self.case.out is None:
             return
-        self.case.out.mkdir(parents=True, exist_ok=True)
         data: dict[str, object] = {"program": self.program.source.content_hash}
         for name, known in (("rows", self.rows), ("stages", self.stages)):
             if known or name == "rows":

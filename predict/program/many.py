@@ -277,16 +277,14 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         frame: Of :func:`predict_many`.
         path: Image to write.
     """
-    import matplotlib
-
-    # Files only: the default backend may look for a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     known = frame[frame["error"] == ""]
     columns = list(map(str, frame.columns))
     axes_of = columns[columns.index("device") + 1 : columns.index(LATENCY_KEYS[0])]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure = Figure((8, 5))
+    axes = figure.subplots()
     if axes_of:
         across, others = axes_of[0], axes_of[1:]
         designs = known.dropna(subset=[across]).groupby(["program", *others])
@@ -297,7 +295,7 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         places = {kind: place for place, kind in enumerate(dict.fromkeys(kinds.values()))}
         count = len(places) + len(others_of)
         # The cycle of colours ends at ten.
-        palette = pyplot.get_cmap("tab10" if count <= 10 else "turbo", max(count, 10))
+        palette = colormaps["tab10" if count <= 10 else "turbo"].resampled(max(count, 10))
         for key, part in designs:
             line = part.sort_values(across)
             figures = list(map("{}={:g}".format, others, key[1:]))
@@ -344,4 +342,3 @@ def plot_predictions(frame: pd.DataFrame, path: Path) -> None:
         axes.legend(list(named.values()), list(named), fontsize=8)
     # As wide and as high as the legend needs.
     figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)

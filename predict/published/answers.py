@@ -35,7 +35,6 @@ SECONDS = {f"{name}_s": name for name in TIMES}
 #: Columns of predicted watts: estimate and ends of the 90 % interval.
 WATTS = ("power_w", "power_lo_w", "power_hi_w")
 _SIZELESS = "a size is no positive number"
-_FOREIGN = "device {device} is not in the catalogue"
 
 #: Rows that cannot be asked, and why; a column's name in braces stands for its value.
 Refused = tuple[np.ndarray, str]
@@ -114,7 +113,7 @@ def _of_library(rows: pd.DataFrame, refused: Sequence[Refused], model: OpModel) 
         (~rows["key"].isin(model.families).to_numpy(), "the model has no operators {key}"),
         (~rows["source"].isin(list(methods())).to_numpy(), "nothing was learned from {source}"),
         (~rows["dtype"].isin(list(TABLE_FORMATS)).to_numpy(), "the model has no dtype {dtype}"),
-        (~_known(rows["device"], model.describes), _FOREIGN),
+        foreign(rows, model.describes),
     ]
     rows["family"] = rows["source"] + " " + rows["dtype"]
     return answered(rows, refused, lambda asked: _predicted(asked, model))
@@ -140,7 +139,7 @@ def predict_blocks(rows: pd.DataFrame, model: OpModel) -> pd.DataFrame:
     refused = [
         (_sizeless(rows), _SIZELESS),
         (~rows["key"].isin(model.families).to_numpy(), "the model has no operators {key}"),
-        (~_known(rows["device"], model.describes), _FOREIGN),
+        foreign(rows, model.describes),
     ]
     what = rows["key"].astype(str) + " " + rows["backend"].astype(str)
     rows = rows.assign(family=what.str.strip())
@@ -181,7 +180,7 @@ def predict_xla_collectives(
     refused = [
         (~(size > 0), "no bytes are moved"),
         (~(world >= 2), "a single device sends nothing"),
-        (~_known(rows["device"], in_catalogue), _FOREIGN),
+        foreign(rows, in_catalogue),
     ]
 
     def ask(asked: pd.DataFrame) -> pd.DataFrame:
@@ -230,7 +229,7 @@ def predict_power(
         figures = dict(zip((*TIMES, *WATTS), (*times, *watts), strict=True))
         return pd.DataFrame({**figures, "scope": told.scope})
 
-    refused = [(~_known(rows["device"], in_catalogue), _FOREIGN)]
+    refused = [foreign(rows, in_catalogue)]
     return answered(rows, refused, ask, (*TIMES, *WATTS))
 
 
@@ -290,6 +289,8 @@ def _filled(text: str, rows: pd.DataFrame) -> list[str]:
     return [text.format(**{c: v[i] for c, v in columns.items()}) for i in range(len(rows))]
 
 
-def _known(devices: pd.Series, is_known: Callable[[str], bool]) -> np.ndarray:
-    known = {str(name): is_known(str(name)) for name in devices.unique()}
-    return np.array([known[str(name)] for name in devices], bool)
+def foreign(rows: pd.DataFrame, is_known: Callable[[str], bool]) -> Refused:
+    """Rows of devices that nothing is known of."""
+    known = {str(name): is_known(str(name)) for name in rows["device"].unique()}
+    bad = ~rows["device"].astype(str).map(known).to_numpy(bool)
+    return bad, "device {device} is not in the catalogue"

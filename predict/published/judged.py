@@ -237,7 +237,6 @@ class Pieces:
     def _write(self, name: str, own: PublishedPredictions) -> None:
         if self.kept is None:
             return
-        self.kept.mkdir(parents=True, exist_ok=True)
         path = self.kept / f"{name}.json"
         for table, end in zip((own.frame, own.judged), _TABLES, strict=True):
             write_table(table, path.with_suffix(end))

@@ -12,7 +12,7 @@ from ...datagen.published.packs import pack_data
 from ...features.devices.catalogue import in_catalogue
 from ...models.tiles.model import TileModel, ranking
 from ...models.tiles.rows import NEEDED, TileRows, tile_rows
-from .answers import TIMES, answered, required
+from .answers import TIMES, answered, foreign, required
 
 
 def predict_tiles(table: pd.DataFrame, path: Path, model: TileModel) -> pd.DataFrame:
@@ -26,15 +26,13 @@ def predict_tiles(table: pd.DataFrame, path: Path, model: TileModel) -> pd.DataF
     """
     required(table, ("id", *NEEDED), path)
     rows = table.reset_index(drop=True).assign(suspect=False, family=table["op"].to_numpy())
-    known = {str(name): in_catalogue(str(name)) for name in rows["device"].unique()}
-    foreign = ~rows["device"].astype(str).map(known).to_numpy(bool)
 
     def ask(asked: pd.DataFrame) -> pd.DataFrame:
         said = model.predict(tile_rows(asked))
         times = (said.seconds, said.lo, said.hi)
         return pd.DataFrame({**dict(zip(TIMES, times, strict=True)), "scope": said.scope})
 
-    return answered(rows, [(foreign, "device {device} is not in the catalogue")], ask)
+    return answered(rows, [foreign(rows, in_catalogue)], ask)
 
 
 def rank_note(rows: pd.DataFrame) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -35,9 +35,6 @@ from .space import (
     why_none,
 )
 from .workers import Rows, run_pieces, undominated
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
 #: Engineering estimate.
@@ -172,7 +169,6 @@ class Sweep:
                 where=str(self.folder),
                 hint="give another folder",
             )
-        (self.folder / _PARTS).mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(settings, indent=1))
 
 
@@ -318,7 +314,10 @@ def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.Da
 def plot(frame: pd.DataFrame, path: Path) -> None:
     """Plot memory against step time of all rows, with the Pareto front."""
     front = pareto(frame, ("step_us", "memory_bytes_per_device"))
-    figure, axes = _subplots(figsize=(7, 5))
+    from matplotlib.figure import Figure
+
+    figure = Figure((7, 5), layout="tight")
+    axes = figure.subplots()
     for fits, colour in ((False, "lightgrey"), (True, "tab:blue")):
         part: Any = frame[frame["fits"] == fits]
         label = "fits" if fits else "does not fit"
@@ -332,7 +331,7 @@ def plot(frame: pd.DataFrame, path: Path) -> None:
     axes.plot(front["step_us"] / 1e6, front["memory_bytes_per_device"] / 2**30, "k-", lw=1)
     axes.set(xlabel="step (s)", ylabel="memory of a device (GiB)", xscale="log", yscale="log")
     axes.legend()
-    _write(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
@@ -366,12 +365,15 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
     Raises:
         DatasetError: The sweep has clusters of one size only.
     """
+    from matplotlib.figure import Figure
+
     best = best_by_size(frame)
     if best["devices"].nunique() < 2:
         raise DatasetError(
             "scaling needs clusters of at least two sizes", hint="give --cluster several times"
         )
-    figure, axes = _subplots(1, 2, figsize=(10, 4), sharey=True)
+    figure = Figure((10, 4), layout="tight")
+    axes = figure.subplots(1, 2, sharey=True)
     top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
     for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
         for value, part in best.groupby(key):
@@ -386,22 +388,4 @@ def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
         if side.lines[:-1]:
             side.legend()
     axes[0].set_ylabel("tokens/s of a device, relative")
-    _write(figure, path)
-
-
-def _subplots(*shape: int, **settings: Any) -> Any:
-    import matplotlib
-
-    # Files only: the default backend may look for a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(*shape, **settings)
-
-
-def _write(figure: Figure, path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -57,7 +57,6 @@ def write_folder(
     own = cluster.topology if fitted is None else fitted
     # First, because it may refuse the network: nothing is written then.
     network = astra_network(own)
-    out.mkdir(parents=True, exist_ok=True)
     # Traces of an earlier export to more ranks would be read along with the new ones.
     for old in out.glob(f"{PREFIX}.*.et"):
         old.unlink()

@@ -87,19 +87,44 @@ def rank_trace(
         scheduled: Whether a collective starts at its place in the order, or as soon as its
             operands are ready.
     """
-    return _Rank(rank, groups, scheduled).run(nodes, transfer, work)
+    made = _Rank(rank=rank, groups=groups, scheduled=scheduled)
+    return made.run(nodes, transfer, work)
 
 
 @dataclass
-class _Rank:
-    """A trace in the making.
+class Stream:
+    """A trace in the making, whose computing nodes follow each other.
 
     Attributes:
         nodes: Trace nodes so far.
-        result: Trace nodes that produce the result of a collective, by program node.
         waits: Trace nodes that the next node of the stream has to wait for.
-        awaited: Trace nodes that the stream has waited for already.
         last: Position in ``nodes`` of the stream's last node; -1 before the first.
+    """
+
+    nodes: list[EtNode] = field(default_factory=list)
+    waits: set[int] = field(default_factory=set)
+    last: int = -1
+
+    def ready(self) -> set[int]:
+        """Return the trace nodes that have to end before the stream's next one."""
+        return self.waits | ({self.last} if self.last >= 0 else set())
+
+    def add(
+        self, name: str, kind: NodeType, deps: set[int], micros: int, attrs: Mapping[str, Value]
+    ) -> int:
+        """Add a node; returns its position."""
+        place = len(self.nodes)
+        self.nodes.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
+        return place
+
+
+@dataclass(kw_only=True)
+class _Rank(Stream):
+    """The trace of a rank.
+
+    Attributes:
+        result: Trace nodes that produce the result of a collective, by program node.
+        awaited: Trace nodes that the stream has waited for already.
         micros: Microseconds not yet written, the rounding error included.
         members: Kernels not yet written: seconds and name.
         gathered: Their work.
@@ -114,11 +139,8 @@ class _Rank:
     rank: int
     groups: Mapping[tuple[int, ...], str]
     scheduled: bool
-    nodes: list[EtNode] = field(default_factory=list)
     result: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    waits: set[int] = field(default_factory=set)
     awaited: set[int] = field(default_factory=set)
-    last: int = -1
     micros: float = 0.0
     members: list[tuple[float, str]] = field(default_factory=list)
     gathered: list[Work] = field(default_factory=list)
@@ -163,26 +185,15 @@ class _Rank:
             "kernels": len(self.members),
         }
         # Named after its longest kernel.
-        self.last = self._add(max(self.members)[1], NodeType.COMP, self._stream(), micros, attrs)
+        self.last = self.add(max(self.members)[1], NodeType.COMP, self.ready(), micros, attrs)
         self.micros -= micros
         self.members, self.gathered, self.waits = [], [], set()
         self.place_of.update(dict.fromkeys(self.pending, self.last))
         self.pending = set()
 
-    def _stream(self) -> set[int]:
-        """Return the trace nodes that have to end before the stream's next one."""
-        return self.waits | ({self.last} if self.last >= 0 else set())
-
-    def _add(
-        self, name: str, kind: NodeType, deps: set[int], micros: int, attrs: dict[str, Value]
-    ) -> int:
-        place = len(self.nodes)
-        self.nodes.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
-        return place
-
     def _needs(self, node: Node) -> set[int]:
         """Return the trace nodes that produce the operands of a collective."""
-        needs = self._stream() if self.scheduled else set[int]()
+        needs = self.ready() if self.scheduled else set[int]()
         for operand in node.operands:
             if operand in self.result:
                 needs.update(self.result[operand])
@@ -190,7 +201,7 @@ class _Rank:
                 needs.add(self.place_of[operand])
             else:
                 # Its kernel is not written yet, being shorter than a microsecond.
-                needs |= self._stream()
+                needs |= self.ready()
         return needs
 
     def _communicate(self, place: int, node: Node, own: Collective, seconds: float) -> None:
@@ -226,7 +237,7 @@ class _Rank:
             "comm_size": max(round(own.size), least_bytes(len(group))),
             "pg_name": self.groups[group],
         }
-        return {self._add(node.name, NodeType.COMM_COLL, deps, micros, attrs)}
+        return {self.add(node.name, NodeType.COMM_COLL, deps, micros, attrs)}
 
     def _transfers(self, node: Node, own: Collective, deps: set[int], micros: int) -> set[int]:
         self.tags += 1
@@ -242,9 +253,9 @@ class _Rank:
                 "comm_tag": self.tags,
             }
             if self.rank == source:
-                transfers.add(self._add(node.name, NodeType.COMM_SEND, deps, micros, attrs))
+                transfers.add(self.add(node.name, NodeType.COMM_SEND, deps, micros, attrs))
             elif self.rank == target:
-                transfers.add(self._add(node.name, NodeType.COMM_RECV, deps, micros, attrs))
+                transfers.add(self.add(node.name, NodeType.COMM_RECV, deps, micros, attrs))
         return transfers
 
     def _end(self) -> None:

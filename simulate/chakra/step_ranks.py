@@ -6,14 +6,14 @@ trace is made once for each stage; ranks differ in groups and partners only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..step.costs import Message
 from ..step.pipeline import BACKWARD, NAMES, Order, Task, producers
 from ..step.plan import Plan
 from .messages import EtNode, NodeType, Value
-from .ranks import FIRST_GROUP, comm_type, least_bytes
+from .ranks import FIRST_GROUP, Stream, comm_type, least_bytes
 from .step_blocks import Block, StageBlocks
 from .step_network import Axes, own_bytes
 
@@ -36,22 +36,16 @@ class _Talk:
 
 
 @dataclass
-class StageTrace:
-    """The trace of any rank of a stage, in the making.
+class StageTrace(Stream):
+    """The trace of any rank of a stage; nodes that communicate lack their attributes.
 
     Attributes:
-        nodes: Nodes, those that communicate without their attributes.
-        talks: What these are, by position.
-        last: The last computing node; -1 before the first.
-        waits: Nodes that the next one has to wait for.
+        talks: What those are, by position.
         owed: Seconds not yet written, the error of rounding to microseconds included.
         reductions: The last reduction of gradients, for which the next one and the update wait.
     """
 
-    nodes: list[EtNode] = field(default_factory=list)
     talks: dict[int, _Talk] = field(default_factory=dict)
-    last: int = -1
-    waits: set[int] = field(default_factory=set)
     owed: float = 0.0
     reductions: set[int] = field(default_factory=set)
 
@@ -63,13 +57,9 @@ class StageTrace:
         attrs: dict[str, Value] = {
             "is_cpu_op": False, "num_ops": round(flops), "tensor_size": round(moved), "kernels": 1
         }  # fmt: skip
-        self.last = self._add(name, NodeType.COMP, self.ready(), micros, attrs)
+        self.last = self.add(name, NodeType.COMP, self.ready(), micros, attrs)
         self.waits = set()
         return self.last
-
-    def ready(self) -> set[int]:
-        """The nodes behind which the next one starts."""
-        return self.waits | ({self.last} if self.last >= 0 else set())
 
     def send(self, name: str, message: Message, deps: set[int]) -> int:
         """Add a collective."""
@@ -81,15 +71,8 @@ class StageTrace:
 
     def _talk(self, name: str, kind: NodeType, deps: set[int], talk: _Talk) -> int:
         micros = max(1, round(talk.message.seconds * 1e6))
-        place = self._add(name, kind, deps, micros, {})
+        place = self.add(name, kind, deps, micros, {})
         self.talks[place] = talk
-        return place
-
-    def _add(
-        self, name: str, kind: NodeType, deps: set[int], micros: int, attrs: Mapping[str, Value]
-    ) -> int:
-        place = len(self.nodes)
-        self.nodes.append(EtNode(place, name, kind, tuple(sorted(deps)), micros, attrs))
         return place
 
 

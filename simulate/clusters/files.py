@@ -113,7 +113,6 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     """Write a cluster as the YAML that :func:`load_cluster` reads."""
     import yaml
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, yaml.safe_dump(cluster_data(cluster), sort_keys=False))
 
 

@@ -243,7 +243,6 @@ def _write(
         "max_rows": settings.max_rows,
         "seed": settings.seed,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(data, indent=1))
 
 

@@ -135,7 +135,7 @@ def test_lower_takes_a_path_and_the_name_of_a_device(tmp_path) -> None:
     ("device", "what"),
     [
         ("h100-smx", "h100-smx"), (17, "a device cannot be a int"),
-        (Path("nonesuch.json"), "no device file"), ("nonesuch.yaml", "nonesuch.yaml"),
+        (Path("nonesuch.json"), "no such device file"), ("nonesuch.yaml", "nonesuch.yaml"),
     ],
 )  # fmt: skip
 def test_lower_says_which_devices_it_takes(device, what: str) -> None:
