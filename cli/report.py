@@ -120,7 +120,7 @@ def support(settings: SupportReportSettings) -> None:
 
 
 def pages(settings: PagesSettings) -> None:
-    """Write the pages of accuracy, one for each kind of question, from what shipped models keep."""
+    """Write the pages of accuracy from what shipped models keep."""
     from ..workflows.reports.pages import run_pages
 
     run_pages(make_console(), settings)
