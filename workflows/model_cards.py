@@ -119,7 +119,7 @@ def figures(manifest: JsonMapping) -> pd.DataFrame:
             programs = {k.removeprefix("program/"): v for k, v in errors.items() if "program/" in k}
             if programs:
                 rows.append(_figure(f"{split}, programs", programs))
-    return pd.DataFrame(rows, columns=["judged on", "rows", "median", "mean"])
+    return pd.DataFrame(rows, columns=["judged on", "rows", "median", "mean", "inside", "width"])
 
 
 def beside(table: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
@@ -138,12 +138,18 @@ def _of_operators(metrics: Sequence[JsonMapping]) -> list[JsonObject]:
             {
                 "n": sum(part["n"] for part in own),
                 # Means weigh by rows; medians of parts have no median of the whole.
-                "mape": sum(part["n"] * part["mape"] for part in own) / sum(p["n"] for p in own),
-                **({"median_ape": own[0]["median_ape"]} if len(own) == 1 else {}),
+                **{name: _weighted(own, name) for name in ("mape", "coverage") if name in own[0]},
+                **(own[0] if len(own) == 1 else {}),
             },
         )
         for name, own in sorted(parts.items())
     ]
+
+
+def _weighted(parts: Sequence[JsonMapping], figure: str) -> float:
+    """Mean of a figure of parts, by their rows."""
+    rows = sum(part["n"] for part in parts)
+    return float(sum(part["n"] * part[figure] for part in parts) / rows)
 
 
 def _figure(name: str, errors: Mapping[str, float]) -> JsonObject:
@@ -154,4 +160,6 @@ def _figure(name: str, errors: Mapping[str, float]) -> JsonObject:
         "rows": int(count),
         "median": 100 * median,
         "mean": 100 * errors.get("mape", float("nan")),
+        "inside": 100 * errors.get("coverage", float("nan")),
+        "width": errors.get("width", errors.get("width_ratio", float("nan"))),
     }

@@ -31,7 +31,7 @@ from .family_tables import (
 )
 from .fitted import Fitted
 from .mixture import Member, Menu, foreign, members_of, mixed
-from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
+from .prediction import FOREIGN, UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
 from .regressors import Folds, KnownModel, UnseenFit, error_figures
 from .rows import (
     among,
@@ -198,18 +198,24 @@ class FamilyModel:
         return self
 
     def _judge(self, ratio: np.ndarray, folds: Folds) -> None:
-        """Take the interval ends of unseen devices from the errors on left-out chips."""
+        """Take the interval ends of unseen devices from the errors on left-out chips.
+
+        Each chip's own figures are those by the ends of the others.
+        """
         if not folds:
             return
-        # The errors on left-out chips are what a new device's errors will look like.
-        scores = {}
-        for group, (own, left_out) in folds.items():
-            errors = ratio[own] - left_out
-            # Twins count as one device.
-            scores[group[0]] = errors
-            self.left_out["+".join(group)] = error_figures(errors)
-        widened = self.family in constants()["widened"]
-        self.intervals.fit_unseen(scores, self.known_devices.foreign, widened)
+        # The errors on left-out chips are what a new device's errors will look like. Twins count as
+        # one device.
+        scores = {group[0]: ratio[own] - left_out for group, (own, left_out) in folds.items()}
+        foreign, widened = self.known_devices.foreign, self.family in constants()["widened"]
+        for group in folds:
+            others = {name: own for name, own in scores.items() if name != group[0]}
+            judged = DeviceIntervals()
+            judged.fit_unseen(others, foreign, widened)
+            kind = FOREIGN if group[0] in foreign else UNSEEN
+            ends = judged.ends.ends[kind, 0]
+            self.left_out["+".join(group)] = error_figures(scores[group[0]], ends)
+        self.intervals.fit_unseen(scores, foreign, widened)
 
     def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
         """Take the ends of known devices' intervals from rows that were not learned from.

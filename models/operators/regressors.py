@@ -18,6 +18,7 @@ from ...features.operators.columns import OpRows, distinct
 from ..adapt.covariance import time_shares
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
+from ..trust.calibrator import Ends
 from .devices import DeviceEffects, KnownDevices, twins
 from .family_tables import (
     FamilySettings,
@@ -322,11 +323,23 @@ def mean_ape(errors: np.ndarray) -> float:
     return float(np.abs(np.exp(-errors) - 1).mean())
 
 
-def error_figures(errors: np.ndarray) -> dict[str, float]:
-    """Mean and median absolute percentage error of such errors as shares, and their number."""
+def error_figures(errors: np.ndarray, ends: Ends) -> dict[str, float]:
+    """Figures of errors ``log(measured / predicted)``.
+
+    Args:
+        errors: Of a chip that was left out, shape ``(n,)``.
+        ends: Of the interval by the errors on the other chips, as logarithms.
+
+    Returns:
+        Mean (``mape``) and ``median`` absolute percentage error and ``coverage`` as shares, the
+        ``width`` of the interval (upper over lower end), and the number of ``rows``.
+    """
+    inside = (errors >= ends[0]) & (errors <= ends[1])
     return {
         "mape": mean_ape(errors),
         "median": float(np.median(np.abs(np.exp(-errors) - 1))),
+        "coverage": float(inside.mean()),
+        "width": float(np.exp(ends[1] - ends[0])),
         "rows": float(len(errors)),
     }
 

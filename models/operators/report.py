@@ -141,7 +141,8 @@ def left_out_table(model: OpModel) -> pd.DataFrame:
     """Errors on devices that were left out of training in turn, as measured while it was trained.
 
     Returns:
-        ``key``, ``left_out`` (devices of one chip together), ``n``, ``mape`` and ``median_ape``.
+        ``key``, ``left_out`` (devices of one chip together), ``n``, ``mape``, ``median_ape``,
+        ``coverage`` and ``width_ratio`` of the interval by the other chips.
     """
     records = [
         {
@@ -150,6 +151,9 @@ def left_out_table(model: OpModel) -> pd.DataFrame:
             "n": int(errors["rows"]),
             "mape": errors["mape"],
             "median_ape": errors["median"],
+            # Models of before do not say how far the other chips' ends hold.
+            "coverage": errors.get("coverage", np.nan),
+            "width_ratio": errors.get("width", np.nan),
         }
         for key, family in sorted(model.families.items())
         for devices, errors in family.left_out.items()

@@ -6,21 +6,40 @@ import pytest
 from opcast.workflows.model_cards import beside, figures
 
 METRICS = [
-    {"key": "graph/moe", "device": "a", "split": "val", "n": 30, "mape": 0.1, "median_ape": 0.05},
-    {"key": "graph/moe", "device": "a", "split": "val", "n": 10, "mape": 0.3, "median_ape": 0.2},
+    {
+        "key": "graph/moe",
+        "device": "a",
+        "split": "val",
+        "n": 30,
+        "mape": 0.1,
+        "median_ape": 0.05,
+        "coverage": 0.8,
+        "width_ratio": 1.5,
+    },
+    {
+        "key": "graph/moe",
+        "device": "a",
+        "split": "val",
+        "n": 10,
+        "mape": 0.3,
+        "median_ape": 0.2,
+        "coverage": 1.0,
+        "width_ratio": 2.5,
+    },
 ]
 
 
 def manifest(left_out: float, metrics: list[dict[str, object]]) -> dict[str, object]:
-    chip = {"mape": left_out, "median": left_out / 2, "rows": 40.0}
+    chip = {"mape": left_out, "median": left_out / 2, "rows": 40.0, "coverage": 0.9, "width": 3.0}
     return {"families": {"graph/moe": {"left_out": {"a+b": chip}}}, "metrics": metrics}
 
 
 def test_figures_of_operators_are_means_over_formats():
     table = figures(manifest(0.2, METRICS)).set_index("judged on")
-    assert table.loc["graph/moe, a+b left out"].tolist() == [40, 10.0, 20.0]
+    assert table.loc["graph/moe, a+b left out"].tolist() == [40, 10.0, 20.0, 90.0, 3.0]
     own = table.loc["graph/moe, a, split val"]
     assert own["rows"] == 40 and own["mean"] == pytest.approx(15.0) and pd.isna(own["median"])
+    assert own["inside"] == pytest.approx(85.0) and pd.isna(own["width"])
 
 
 def test_families_that_were_joined_bring_their_figures():
