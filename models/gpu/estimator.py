@@ -42,6 +42,7 @@ from .routes import (
     CONV,
     DEPTHWISE,
     LIBRARY,
+    LONG_ROWS,
     OTHER,
     PASS,
     PRODUCT,
@@ -266,10 +267,15 @@ class GpuEstimator:
         low, high = (np.full(len(odd), end) for end in ends)
         both = with_error((low, high), (extra, extra))
         found = KernelPrediction.around(times.total, both, "learned:memory-bound", inside)
-        # Long rows were only seen in whole steps: elsewhere they may stream (docs/gpu.md).
-        streamed = replace(passes, again=np.zeros(len(passes)))
-        least = pass_seconds(streamed, device, self.memory).total * np.exp(both[0])
-        found.lo = np.minimum(found.lo, least)
+        # Long rows were only seen in whole steps: elsewhere they may stream, and longer ones than
+        # those may take as long for their bytes (docs/gpu.md).
+        rows = LONG_ROWS * passes.moved * (passes.again > 0)
+        stream, whole = (
+            pass_seconds(replace(passes, again=again), device, self.memory).total
+            for again in (np.zeros(len(passes)), rows)
+        )
+        found.lo = np.minimum(found.lo, stream * np.exp(both[0]))
+        found.hi = np.maximum(found.hi, whole * np.exp(both[1]))
         return found
 
     def _depthwise(

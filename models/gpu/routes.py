@@ -43,10 +43,15 @@ TRANSPOSED, STRIDED, GATHERED, SCATTERED = 0.25, 1.0, 0.3, 1.0
 LONG_ROW = 256
 #: Traffic of passes over long rows that do not fit the cache, beyond that of a stream. Fitted to
 #: six whole training steps with naive attention on four A100 (published-jax-steps pack): softmax
-#: and its gradient over rows of 4096 scores and 128,256 logits, exponentials included. No kernel of
+#: and its gradient over rows of 4096 scores, exponentials included. No kernel of
 #: them was measured alone, so how much is rows read again, and how much waiting for reductions, is
 #: not known.
 LONG_ROWS = 1.3
+#: Elements of a row beyond which the extra bytes grow no further: the longest rows of PyTorch's
+#: softmax that were measured (1.7 to 2.7 times a stream; latency pack). Longer ones are logits, of
+#: which those steps say nothing (2 % of the smallest one's time) and 14 losses on an H100 with rows
+#: of 128,256 and more leave no room for more than a stream (docs/gpu.md).
+LONGEST_ROW = 16_384
 
 #: Generations of AMD's chips for which MIOpen has no direct kernels of depthwise filter gradients.
 #: These take rather the time of products with one column a group: the median error of 60 rows of
@@ -268,7 +273,9 @@ def traffic(row: np.ndarray) -> Traffic:
     normalised &= c("work_transcendental") >= elements
     # A plain sum or maximum of one array streams: those steps are told as well without its share.
     single = (c("work_transcendental") == 0) & (c("n_inputs") - c("n_scalar_inputs") <= 1)
-    again = LONG_ROWS * moved * ((reduced & ~single) | normalised)
+    length = np.where(reduced, c("reduce_length"), c("out_minor"))
+    longest = np.minimum(LONGEST_ROW / np.maximum(length, 1.0), 1.0)
+    again = LONG_ROWS * moved * longest * ((reduced & ~single) | normalised)
     return Traffic(moved + dragged, again, work * wide, penalty)
 
 
@@ -312,7 +319,8 @@ def route_notes(kernels: Sequence[Kernel], device: DeviceSpec, params: MemoryPar
                 f"{name} {seconds[i] * 1e6:.1f} µs" for name, seconds in parts.items()
             )
             if moves.again[i] > 0:
-                text += f"; of long rows, at up to {1 + LONG_ROWS:.1f} times a stream's traffic"
+                most = 1 + moves.again[i] / moves.moved[i]
+                text += f"; of long rows, at up to {most:.1f} times a stream's traffic"
         elif route == LIBRARY:
             text = "estimated by the steps of its algorithm, one after the other"
         else:
@@ -341,11 +349,14 @@ def limit_notes(
     moves = traffic(described.row)
     runs = np.array([k.multiplicity for k in kernels], float)
     passes = runs * (described.route == PASS)
-    if (passes * moves.again).sum() > _MUCH * LONG_ROWS * (passes * moves.moved).sum():
+    long = passes * (moves.again > 0)
+    if (long * moves.moved).sum() > _MUCH * (passes * moves.moved).sum():
+        most = 1 + (long * moves.again).sum() / (long * moves.moved).sum()
         notes.append(
-            f"softmax over long rows, its gradient and reductions of such rows take up to "
-            f"{1 + LONG_ROWS:.1f} times the time of other passes of equal bytes, as whole training "
-            "steps took; no such kernel was measured alone"
+            f"softmax over long rows, its gradient and reductions of such rows are priced at up to "
+            f"{most:.1f} times the time of other passes of equal bytes: whole training steps took "
+            f"{1 + LONG_ROWS:.1f} times over rows of scores, losses over rows of logits no more "
+            "than a stream; no such kernel was measured alone"
         )
     notes += call_notes(described.library)
     sized = described.column("gemm_m") > 0

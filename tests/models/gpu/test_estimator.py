@@ -273,7 +273,8 @@ def test_slow_passes_over_long_rows_are_explained(model: CostModel) -> None:
     # They may stream: two arrays of 2 bytes an element at 3.35 TB/s.
     streamed = 2 * 2 * 4096 * 50304 / 3.35e12
     found = model.predict_kernels(long, device)
-    assert found.lo[0] < 1.25 * streamed < found.latency[0] / 1.5
+    # Or take as long for their bytes as rows of scores did in whole steps.
+    assert found.lo[0] < 1.25 * streamed < found.latency[0] < 2.3 * streamed < found.hi[0]
 
 
 def test_chains_halve_every_dimension() -> None:

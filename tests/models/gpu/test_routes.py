@@ -12,6 +12,7 @@ from opcast.models.gpu.routes import (
     COLUMN_BYTES,
     CONV,
     LONG_ROWS,
+    LONGEST_ROW,
     PASS,
     PRODUCT,
     TRANSPOSED,
@@ -136,11 +137,13 @@ def rows_of_scores(length: int) -> str:
 
 
 def test_long_rows_of_a_softmax_are_read_again() -> None:
-    long, short = (kernel_from_ir(rows_of_scores(n)) for n in (4096, 128))
-    found = traffic(describe([long, short], DEVICE).row)
+    kernels = [kernel_from_ir(rows_of_scores(n)) for n in (4096, 128, 2 * LONGEST_ROW)]
+    found = traffic(describe(kernels, DEVICE).row)
     # Two arrays of 64 rows of 2 bytes, and 64 factors.
     assert found.again[0] == pytest.approx(LONG_ROWS * (2 * 2 * 64 * 4096 + 2 * 64))
     assert found.again[1] == 0.0
+    # Of longer rows no more bytes are read again than of the longest.
+    assert found.again[2] == pytest.approx(LONG_ROWS * found.moved[2] / 2)
 
 
 def rows_reduced(work: str) -> str:
