@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from ...common.interval import Interval
+from ...features.devices.catalogue import device_names, find_device
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import compute_seconds, main_bytes
 from ...features.table.row import rows
 from ..core.base import KernelPrediction
 from ..trust.calibrator import with_error
-from .law import Work, board_law, capped, held, under_cap
+from .law import Work, board_law, capped, held, shipped_law, slower, under_cap
 
 
 def energy(
@@ -153,3 +155,41 @@ def cost_fields(price: float | None, seconds: Interval, devices: int) -> dict[st
         return {}
     found = cost_of(price, seconds, devices)
     return {"cost": found.value, "cost_lo": found.lo, "cost_hi": found.hi}
+
+
+def starved(spec: DeviceSpec, work: Work) -> np.ndarray:
+    """Times on a board that feeds its cores less than others of its architecture do, over theirs.
+
+    Cores of one architecture draw the same power at the same clock. A board whose limit leaves less
+    of it for a core and a cycle has a lower clock under the same load: times that others' rates
+    tell are too short by that.
+
+    Args:
+        spec: The device.
+        work: Utilisations at its full clock, shape ``(n,)``.
+
+    Returns:
+        At least 1, shape ``(n,)``; 1 where the device's architecture or limit is not known.
+    """
+    base = _best_fed(spec.architecture) if spec.architecture else None
+    if base is None or not spec.power_w or not spec.clock_hz or _fed(base) <= _fed(spec):
+        return np.ones(len(work.matrix))
+    law, less = board_law(base), _fed(base) / _fed(spec)
+    active, matrix = ((less * one, less * two) for one, two in (law.active, law.matrix))
+    own = replace(law, active=active, matrix=matrix)
+    return slower(work, np.minimum(own.clock(work) / law.clock(work), 1.0))
+
+
+def _fed(spec: DeviceSpec) -> float:
+    """Joules that the limit of a board leaves a core for a cycle."""
+    return spec.power_w / (spec.core_count * spec.clock_hz)
+
+
+@lru_cache
+def _best_fed(architecture: str) -> DeviceSpec | None:
+    """The chip of an architecture that was measured, else the one with most power for a core."""
+    own = shipped_law().silicon.get(architecture)
+    if own:
+        return find_device(own.device)
+    chips = [d for d in map(find_device, device_names()) if d.architecture == architecture]
+    return max((d for d in chips if d.power_w and d.clock_hz), key=_fed, default=None)

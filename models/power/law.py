@@ -203,9 +203,9 @@ class PowerLaw:
         """
         voltage = np.maximum(clock, _LEAST_VOLTAGE) ** (_CLOCK_EXPONENT - 1.0)
         active, matrix, memory = self._parts(work)
-        slower = _slower(work, clock)
-        cores = active * clock + (matrix + (1.0 - _OFF_CHIP) * memory) / slower
-        return np.asarray(self.idle + _OFF_CHIP * memory / slower + cores * voltage)
+        longer = slower(work, clock)
+        cores = active * clock + (matrix + (1.0 - _OFF_CHIP) * memory) / longer
+        return np.asarray(self.idle + _OFF_CHIP * memory / longer + cores * voltage)
 
     def slowdown(self, work: Work, cap: float) -> np.ndarray:
         """Times under a cap over those under the board's own limit, shape ``(n,)``, at least 1.
@@ -213,7 +213,7 @@ class PowerLaw:
         What a kernel needs of the memory does not slow down with the cores. Both overlap as in the
         physics of operators: the cube of a time is the sum of its parts' cubes.
         """
-        return _slower(work, self.clock(work, cap) / self.clock(work))
+        return slower(work, self.clock(work, cap) / self.clock(work))
 
     def error(self, cap: float) -> tuple[float, float]:
         """Ends of the law's error in times under a cap, as logarithms.
@@ -235,7 +235,7 @@ class PowerLaw:
         return float(held(np.array(self.idle + _POLLING * self.active[0])))
 
 
-def _slower(work: Work, clock: np.ndarray) -> np.ndarray:
+def slower(work: Work, clock: np.ndarray) -> np.ndarray:
     """Times at a share of the clock over those at the full one, shape ``(n,)``."""
     memory = np.minimum(work.memory, 1.0) ** 3
     return np.asarray((memory + (1 - memory) / clock**3) ** (1 / 3))

@@ -6,10 +6,13 @@ units; a few numbers of channels have kernels that serve several groups at once.
 fast kernel it runs one that reads as the filter goes, at a few per cent of the vector units. What
 of it is a constant was fitted to whole models (``cudnn`` of features/operators/fitted.yaml).
 
-    time = FLOPs / (share · matrix peak) + FLOPs · cost beside / vector peak
+    time = (FLOPs / (share · matrix peak) + FLOPs · cost beside / vector peak) · waves
 
-What a tile costs beside its products (addresses, loads through shared memory, the epilogue) goes at
-the pace of the rest of the chip: it decides where matrix units are many times as fast as that.
+``waves`` are those that the blocks of the result take, over as many as would run if they filled all
+multiprocessors in each: few images of small sizes leave some idle, even if the sum is split among
+them (split-K). What a tile costs beside its products (addresses, loads through shared memory, the
+epilogue) goes at the pace of the rest of the chip: it decides where matrix units are many times as
+fast as that.
 """
 
 from __future__ import annotations
@@ -61,8 +64,11 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
     filled = _filled(channels, tile) if groups > 1 else 1.0
     flops = work.op.flops()
     matrix, vector = spec.matrix_peak(work.dtype), spec.vector_peak("f32")
-    seconds = max(flops / filled * (1.0 / (matrix * _FIT.matrix) + _FIT.beside / vector), memory)
     filters = work.conv is not None and work.conv["op"] == "bwd_weights"
+    # Gradients of filters are long sums of few results, which are split whatever they take.
+    waves = 1.0 if filters else _waves(work, spec)
+    compute = flops / filled * (1.0 / (matrix * _FIT.matrix) + _FIT.beside / vector)
+    seconds = max(compute * waves, memory)
     if filters and work.channels_last and groups > 1 and not _served_together(groups, channels):
         padded = flops / _filled(channels, _FIT.tile_last)
         seconds = max(seconds, padded / (_FIT.filters * vector))
@@ -116,6 +122,14 @@ def _runs_own_kernel(work: AtenKernel) -> bool:
 def _narrowest(work: AtenKernel) -> int:
     """Channels of a group, of its input or its output, whichever are fewer."""
     return max(1, min(work.conv_size("c"), work.conv_size("k")) // work.conv_size("groups"))
+
+
+def _waves(work: AtenKernel, spec: DeviceSpec) -> float:
+    """Waves of blocks of a product's results, over the part of them that is filled."""
+    groups, rows, columns, terms = work.shape
+    blocks = groups * ceil(rows / _FIT.block) * ceil(columns / _FIT.block)
+    parts = max(1, min(int(terms // _FIT.split), spec.core_count // blocks))
+    return ceil(blocks * parts / spec.core_count) * spec.core_count / (blocks * parts)
 
 
 def _filled(channels: int, tile: float) -> float:

@@ -18,12 +18,13 @@ from ...features.operators.schema import DTYPES
 from ...models.gpu.attention import attention_answer
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
+from ...models.power.energy import starved
 from ...models.pytorch.model import is_older
 from .aten_convolutions import cudnn_seconds, depthwise_times
 from .aten_recurrent import STEPS
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
-from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price
+from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
 from .torch_attention import CUDNN, EFFICIENT, MATH, attention_backend
@@ -172,8 +173,27 @@ class AtenPrices:
             times[at] = answered * both[:, :1]
             times[at, 2] = np.maximum(times[at, 2], answer.latency * both[:, 1])
             for i, source in zip(at, answer.source, strict=True):
-                sources[i] = str(source)
+                sources[i] = keys[i] = str(source)
+        self._starve(times, found, ops, keys)
         return times, sources
+
+    def _starve(
+        self, times: np.ndarray, found: Sequence[AtenKernel], ops: Sequence[Op], keys: Sequence[str]
+    ) -> None:
+        """Slow products down whose times come from chips that feed their cores more power."""
+        at = [
+            i
+            for i, w in enumerate(found)
+            if _draws_power(w) and not self._measured_here(keys[i].removeprefix("learned:"))
+        ]
+        if at and self._spec.runs_cuda:
+            work = work_of([ops[i] for i in at], times[at, 0], self._spec)
+            times[at] *= starved(self._spec, work)[:, None]
+
+    def _measured_here(self, key: str) -> bool:
+        """Whether the chip is one of those that a family was learned from."""
+        family = self._bundle.families.get(key) if self._bundle else None
+        return family is not None and self._spec.name in family.devices
 
     def _factor(self, work: AtenKernel, key: str) -> float:
         """What whole steps taught of a kernel that is priced as theirs are."""
@@ -244,6 +264,13 @@ def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
         for w in found
     ]
     return np.asarray(np.maximum(full, least_seconds([w.op for w in found], spec)))
+
+
+def _draws_power(work: AtenKernel) -> bool:
+    """Whether a kernel multiplies matrices, and its own physics knows nothing of power."""
+    # That of f32 products does (`power_rate` of features/operators/columns.py).
+    product = work.kind == PRODUCT and work.dtype != "f32"
+    return product or work.kind == ATTENTION or (work.kind == CONVOLUTION and not work.is_depthwise)
 
 
 def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:

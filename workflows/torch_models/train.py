@@ -12,6 +12,7 @@ from ... import __version__
 from ...common.errors import DatasetError, DeviceError
 from ...common.progress import counting
 from ...common.tables_text import in_percent, print_frame
+from ...features.operators.physics import fitted
 from ...models.pytorch.model import (
     COSTS,
     UNSEEN,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 #: What was left out where errors of known chips, and of new ones, come from.
 _LEFT = {"known": "family", "new": "chip"}
-#: Runs whose host may take longer than this share of the kernels' time tell little of kernels.
-_HOST = 0.7
 
 
 def measured_models(
@@ -59,7 +58,8 @@ def measured_models(
         if not isinstance(own, dict) or not np.isfinite(row.measured_s):
             continue
         times = [float(own.get(cost, 0.0)) for cost in COSTS]
-        if own["host"] < _HOST * sum(times):
+        # Where the host may take longer than the kernels, a run tells little of them.
+        if own["host"] * fitted("python").more < sum(times):
             found.append(times)
             kept.append(row)
     if not found:
@@ -108,7 +108,12 @@ def train_models(
     fits = [data.fit(~judge) for _, judge in parts]
     for (name, judge), effects in zip(parts, fits, strict=True):
         found[name][judge, 0] = data.errors(effects)[judge]
-    errors = {name: own[:, 0] for name, own in found.items()}
+    errors = {name: own[:, 0].copy() for name, own in found.items()}
+    for name, judge in parts:
+        if name == _LEFT["known"]:
+            # A chip that ran only what was left out was not known.
+            away = judge & ~np.isin(left["chip"], left["chip"][~judge])
+            errors[name][away] = np.nan
     keys = {
         known: np.array(
             [end_keys(known, *own) for own in zip(data.contexts, trained.tolist(), strict=True)]
@@ -163,8 +168,7 @@ def _ends(
 ) -> dict[str, Ends]:
     """Ends of intervals: known chips by families that were left out, new ones by chips.
 
-    Too few chips are measured for a quantile of how they differ: a new one may be like the most
-    unlike of them.
+    A new chip may be like any of those that were measured, each of which counts the same.
 
     Args:
         errors: Of rows that were left out, in each way.
@@ -183,11 +187,11 @@ def _ends(
                 own = at[level == key]
                 if len(own) < MIN_SCORES and key != known:
                     continue
-                sets = (
-                    [own] if known == "known" else [own[chips[own] == c] for c in set(chips[own])]
-                )
-                each = np.array([including_zero(ends(errors[way][one])) for one in sets])
-                found.ends[str(key)] = float(each[:, 0].min()), float(each[:, 1].max())
+                if known == "known":
+                    found.ends[str(key)] = including_zero(ends(errors[way][own]))
+                else:
+                    rows = pd.Series(chips[own]).map(pd.Series(chips[own]).value_counts())
+                    found.add(str(key), errors[way][own], 1.0 / rows.to_numpy(float))
     # Those of chips with leading products last, of which less is known.
     for key in sorted((k for k in found.ends if k.startswith("known")), key=_is_leading):
         new = key.replace("known", "new", 1)
@@ -195,9 +199,13 @@ def _ends(
             found.widen(own, own.replace("/leading", ""))
         # Who knows less is not surer.
         found.widen(new, key)
-        if len(set(chips[learn])) < 2:
-            # One chip says nothing of how others differ.
-            found.ends[new] = widened(found.ends[new], UNSEEN)
+    leads = np.array([_is_leading(key) for key in keys["new"][:, 0]])
+    for kind, alike in (("new", np.full(len(leads), True)), ("new/leading", leads)):
+        if len(set(chips[learn & alike])) == 1:
+            # One chip says nothing of how others of its kind differ.
+            found.ends.setdefault(kind, found.ends["new"])
+            for key in [k for k in found.ends if k.startswith(kind)]:
+                found.ends[key] = widened(found.ends[key], UNSEEN)
     return found.ends
 
 

@@ -38,7 +38,7 @@ EXPECTED = {
     "tpu-v5e", "tpu-v5p", "tpu-v6e", "rtx-3090", "rtx-4090", "rtx-5090", "rtx-6000-ada",
     "rtx-a6000", "a10", "a10g", "l20", "l40", "h20", "h800-sxm", "a800-sxm-80gb", "gh200",
     "gh200-144gb", "mi300x", "mi308x", "mi325x", "mi350x", "mi355x", "rx-6800-xt",
-    "rtx-3090-ti", "rtx-pro-6000-max-q", "cpu-i9-10940x", "cpu-i7-12700h",
+    "rtx-3090-ti", "rtx-pro-6000-max-q", "cpu-i9-10940x", "cpu-i7-12700h", "rtx-2080-ti",
 }  # fmt: skip
 #: The least that a file must say.
 BARE = """\
@@ -265,6 +265,7 @@ PER_CLOCK = {
     "a10": 1024,
     "rtx-3090": 512,
     "rtx-3090-ti": 512,
+    "rtx-2080-ti": 512,
     "a10g": 512,
     "rtx-4090": 512,
     "rtx-5090": 512,
