@@ -12,6 +12,7 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.tables_text import in_percent, percent, print_frame
+from ..models.adapt.active import in_order
 from ..models.effects.effects import WHOLE
 from ..models.effects.linear import group_weights
 from ..models.steps.context import StepContext
@@ -238,8 +239,9 @@ class _Study:
         """Error of the sources with most runs, left out, against the number of runs adapted to.
 
         Returns:
-            ``source``, ``runs`` and ``mape``: mean over :data:`DRAWS` draws of the runs, of the
-            error of the source's other runs, each cluster counting the same.
+            ``source``, ``runs``, ``mape``: mean over :data:`DRAWS` draws of the runs, of the error
+            of the source's other runs, each cluster counting the same; and ``chosen``: the same of
+            as many runs that tell most of all.
         """
         sources = np.array([row.source for row in self.runs.rows])
         names, counts = np.unique(sources, return_counts=True)
@@ -252,27 +254,32 @@ class _Study:
             level = self.runs.simulate([int(i) for i in own], table, {})
             slope = self.slopes.part(own).slope
             contexts = [self.runs.contexts[i] for i in own]
+            around = Slopes(table, level, slope)
+            none = np.zeros(len(own), bool)
+            unsure = around.linear(contexts, self.measured[own]).unsure(none)
+            every = np.ones(len(own))
+            order, _ = in_order([unsure], every / len(own), max(RUNS), every)
+            drawn = [np.random.default_rng(draw).permutation(len(own)) for draw in range(DRAWS)]
             for count in RUNS:
-                errors = [
-                    self._adapted_error(own, Slopes(table, level, slope), contexts, count, draw)
-                    for draw in range(DRAWS)
-                ]
-                found.append({"source": name, "runs": count, "mape": float(np.mean(errors))})
-        return pd.DataFrame(found, columns=["source", "runs", "mape"])
+                chosen, *errors = (
+                    self._adapted_error(own, around, contexts, learn[:count])
+                    for learn in (order, *drawn)
+                )
+                record = {"source": name, "runs": count, "mape": float(np.mean(errors))}
+                found.append(record | {"chosen": chosen})
+        return pd.DataFrame(found, columns=["source", "runs", "mape", "chosen"])
 
     def _adapted_error(
         self,
         own: np.ndarray,
         slopes: Slopes,
         contexts: Sequence[StepContext],
-        count: int,
-        draw: int,
+        learn: np.ndarray,
     ) -> float:
-        """Error of the runs of a source that were not drawn to adapt to."""
-        order = np.random.default_rng(draw).permutation(len(own))
-        learn, rest = order[:count], order[count:]
+        """Error of the runs of a source but those to adapt to."""
+        rest = np.setdiff1d(np.arange(len(own)), learn)
         table = slopes.table
-        if count:
+        if len(learn):
             known = slopes.part(learn)
             mine = known.linear([contexts[i] for i in learn], self.measured[own[learn]])
             table = mine.adapted()
@@ -329,10 +336,11 @@ def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
     title = "error in % without the effects of a class, rows and clusters left out"
     print_frame(console, percent(study.gains, ["without"]), title)
     if len(curve):
-        wide = curve.pivot(index="source", columns="runs", values="mape").reset_index()
+        each = curve.rename(columns={"mape": "random"}).melt(["source", "runs"], var_name="choice")
+        wide = each.pivot(index=["source", "choice"], columns="runs", values="value").reset_index()
         wide.columns = wide.columns.astype(str)
         title = "error in % of sources left out, by number of their runs adapted to"
-        print_frame(console, percent(wide, ["source"]), title)
+        print_frame(console, percent(wide, ["source", "choice"]), title)
     errors = figures.melt("left_out", ["mape", "median_ape"])
     keep_learned(console, settings, model, len(model.table.values), len(left), figures, errors)
     return model
