@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -9,10 +10,28 @@ import pytest
 
 from opcast.common.errors import CompilerError
 from opcast.datagen.campaign.jax_cases import _function, anonymous
+from opcast.datagen.campaign.plan import load_plan
+from opcast.datagen.profile.runner import wide_types
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.install import find_compiler
+
+
+@pytest.mark.exhaustive
+def test_every_program_and_operation_has_a_module_for_cuda() -> None:
+    seen = set()
+    for case in load_plan("gpu").cases:
+        spec = {k: v for k, v in case.spec.items() if k != "seconds"}
+        one = f"{spec['op']}-{spec['dtype']}-{len(spec['shape'])}" if "op" in spec else str(spec)
+        if case.kind != "traced" or one in seen:
+            continue
+        seen.add(one)
+        flat, structs, donated, _, _ = _function(spec)
+        with wide_types() if "op" in spec else nullcontext():
+            traced = jax.jit(flat, donate_argnums=donated, keep_unused=True).trace(*structs)
+            assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(seen) > 130
 
 
 @pytest.mark.parametrize(

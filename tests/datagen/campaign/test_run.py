@@ -264,7 +264,7 @@ def test_a_full_disk_is_told_and_loses_nothing(
     assert "make room" in str(caught.value)
     assert len(Journal(tmp_path).done) == 3
     monkeypatch.setattr(Journal, "keep", whole)
-    assert run_campaign(CampaignSettings(tmp_path, 60.0, slice_s=3.0)).done > 3
+    assert run_campaign(CampaignSettings(tmp_path, 60.0, slice_s=2.0)).done > 3
 
 
 def test_another_interrupt_does_not_stop_the_packing(tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_a_step_goes_on_with_its_own_results() -> None:
     assert "plain_us" not in row  # nothing to turn off on a CPU
 
 
+def test_programs_of_the_zoo_are_compiled_as_their_users_do() -> None:
+    """Types of 64 bits would mix with the positions of a decode, which then has no program."""
+    sizes = "layers=1 dim=64 heads=4 kv_heads=2 hidden=128 cache=16 batch=1 vocab=64"
+    row, events = told(jax_tasks.traced, {"zoo": "llama_decode", "set": sizes})["case-0"]
+    assert row["family"] == "llama_decode"
+    assert "s64" not in row["hlo"]
+    assert events["op"]
+
+
 def test_names_of_functions_and_files_are_left_out() -> None:
     def secret_name(x: jax.Array) -> jax.Array:
         return jnp.sin(x) @ x
