@@ -240,7 +240,7 @@ class _Served(_Powered):
         description="How likely an open load is more than the engines serve."
     )
     memory_bytes_per_device: dict[str, float]
-    known: str = Field(description="What intervals rest on: model, framework, architecture …")
+    known: str = Field(description="What was measured: model, framework, device, architecture …")
     framework: str
     device: str
     gpus: int

@@ -10,9 +10,10 @@ import numpy as np
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, weighted_quantile
 from .effects import APART, Context
 
-#: What is known of a row, most first: runs of its model, framework and chip generation; of both but
-#: not of the model; of the generation alone; not even of that; of no chip of the vendor.
-TIERS = ("model", "framework", "architecture", "new", "vendor")
+#: What was measured of a row, most first: its model under its engine in its formats on its chip;
+#: all of that but the model; the chip alone; others of its generation; none of these; no chip of
+#: its vendor.
+TIERS = ("model", "framework", "device", "architecture", "new", "vendor")
 #: How much wider intervals are on chips of a vendor without any run than elsewhere; engineering
 #: estimate: operators there are priced by rooflines.
 FOREIGN = 1.5

@@ -44,6 +44,7 @@ class Known:
         rows: Their number.
         groups: Model groups by framework and chip: :func:`group_key`.
         clusters: Machines by source and device.
+        chips: Devices with engines, formats and model groups: :func:`chip_key`.
         shapes: Groups of models by their sizes.
         sources: Of the runs.
         devices: That they ran on.
@@ -54,6 +55,7 @@ class Known:
     rows: int = 0
     groups: tuple[str, ...] = ()
     clusters: tuple[str, ...] = ()
+    chips: tuple[str, ...] = ()
     shapes: dict[str, str] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -79,15 +81,20 @@ class ServingModel(JsonModel):
     provenance: Known = Known()
 
     def tier(self, context: Context) -> str:
-        """What is known of a row, one of :data:`TIERS`."""
-        if group_key(context) in (*self.provenance.groups, *self._own(context).groups):
+        """What was measured of a row, one of :data:`TIERS`."""
+        own = chip_key(context)
+        if own in self.provenance.chips or group_key(context) in self._own(context).groups:
             return "model"
-        if not self.effects.knows("architecture", context.get("architecture", "")):
-            vendors = self.provenance.vendors
-            known = vendors is None or context.get("vendor", "") in vendors
-            return "new" if known else "vendor"
-        named = self.effects.knows("engine", context.get("engine", ""))
-        return "framework" if named else "architecture"
+        chip, device = own.rpartition("|")[0], context.get("device", "")
+        if any(key.rpartition("|")[0] == chip for key in self.provenance.chips):
+            return "framework"
+        if any(key.partition("|")[0] == device for key in self.provenance.chips):
+            return "device"
+        if self.effects.knows("architecture", context.get("architecture", "")):
+            return "architecture"
+        vendors = self.provenance.vendors
+        known = vendors is None or context.get("vendor", "") in vendors
+        return "new" if known else "vendor"
 
     def measured_on(self, context: Context) -> bool:
         """Whether there are runs of a row's very machines: of its source, on its device."""
@@ -236,6 +243,12 @@ class ServingModel(JsonModel):
 def group_key(context: Context) -> str:
     """Model group, engine and chip generation of a row."""
     return "|".join(context.get(name, "") for name in ("group", "engine", "architecture"))
+
+
+def chip_key(context: Context) -> str:
+    """Device, engine, formats of weights and experts, and model group of a row."""
+    names = ("device", "engine", "format", "expert_format", "group")
+    return "|".join(context.get(name, "") for name in names)
 
 
 def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict[str, Ends]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
 from ...common.interval import Interval
 from ...models.operators import OpModel
+from ...models.serving.effects import ServingEffects
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS as MODEL_METRICS
 from ...models.serving.model import REQUEST_TIME, ServingModel
@@ -194,7 +194,7 @@ class ServingPredictor:
             notes=(
                 *wide_notes(found.deployment),
                 *engine_notes(deployment.options, memory),
-                *_notes(found, tier, full, self.model.effects.values),
+                *_notes(found, tier, full, self.model.effects),
                 *tail_note(spec, load, run, saturated=overload > 0.5),
                 *context_note(deployment.context, load),
                 *release_note(deployment.framework, deployment.version),
@@ -265,7 +265,7 @@ def _notes(
     found: Simulated,
     tier: str,
     full: str,
-    handovers: Iterable[str],
+    learned: ServingEffects,
 ) -> tuple[str, ...]:
     """What lies outside of what was measured.
 
@@ -273,22 +273,24 @@ def _notes(
         found: What was simulated.
         tier: What is known of it.
         full: Why the engines are saturated; empty if they are not.
-        handovers: Names of the effects that were learned, those of handing over among them.
+        learned: Effects of engines and of handing over among them.
     """
     own, load = found.deployment, found.load
     known = {
-        "architecture": "no run of this framework was measured on any chip; its host time is an "
-        "average",
         "new": "no run on chips of this generation was measured; intervals are those of "
         "generations that were left out",
         "vendor": "no run on chips of this vendor was measured: operators are rooflines at the "
         "shares that its tuned kernels reach, and intervals a guess",
     }
     notes = [known[tier]] if tier in known else []
+    if not learned.knows("engine", found.context.get("engine", "")):
+        notes.append(
+            "no run of this framework was measured on any chip; its host time is an average"
+        )
     if own.prefill is not None:
         said = "few runs of engines with prompts on workers of their own were measured"
         named = f"request/handover/{own.framework}|"
-        measured = any(key.startswith(named) for key in handovers)
+        measured = any(key.startswith(named) for key in learned.values)
         said += "" if measured else ", none of them under this framework"
         for name, rules in frameworks().items():
             if rules.handover and rules.launch and (name == own.framework or not measured):

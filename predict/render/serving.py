@@ -27,13 +27,14 @@ _NAMES = {
 }
 
 
-#: What the interval rests on, by :data:`~opcast.models.serving.ends.TIERS`.
+#: What was measured of a deployment, by :data:`~opcast.models.serving.ends.TIERS`.
 _KNOWN = {
-    "model": "this model was measured under this framework on such chips",
-    "framework": "this framework was measured on such chips, but not this model",
-    "architecture": "such chips were measured, but not under this framework",
-    "new": "no run on such chips was measured",
-    "vendor": "no run on chips of this vendor was measured",
+    "model": "this model was measured under this framework and in this format on this chip",
+    "framework": "this framework was measured in this format on this chip, but not this model",
+    "device": "this chip was measured, but not under this framework in this format",
+    "architecture": "chips of this generation were measured, but not this one",
+    "new": "no chip of this generation was measured",
+    "vendor": "no chip of this vendor was measured",
 }
 #: What follows it where prompts run on workers of their own.
 _APART = "; with prompts on workers of their own, few runs were"

@@ -34,6 +34,7 @@ from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..measured.calibration_samples import check_unseen
 from .evaluate import observer
+from .rows import FEWEST
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
     from ..settings import TableSettings
 
-#: Fewest runs that tell host time and efficiency apart: as many as effects of a cluster.
-FEWEST = 5
 #: Name of the machines of rows that do not say whose they are.
 OWN = "own"
 #: Column with the tokens that the cache of an engine holds, as vLLM and SGLang log at start.

@@ -27,6 +27,9 @@ WRONG = 0.05
 #: Most rows of a source, model, framework and device that are learned from.
 MOST_ROWS = 25
 
+#: Fewest runs that tell host time and efficiency apart: as many as effects of a cluster.
+FEWEST = 5
+
 #: Most times that a first token on workers of its own takes what it costs there, where it hardly
 #: waits for others. Published ones are within 2.1, but for those from 4.7 on.
 SETUP = 3.0

@@ -28,6 +28,7 @@ from ...models.serving.model import (
     REQUEST_TIME,
     Known,
     ServingModel,
+    chip_key,
     group_key,
 )
 from ...predict.cluster.case_table import read_cases
@@ -36,7 +37,7 @@ from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import few_of_each, keep_learned, named_folds
 from .evaluate import observer
-from .rows import FAULTY, MOST_ROWS, Tell, possible_rows, set_of, settled_rows
+from .rows import FAULTY, FEWEST, MOST_ROWS, Tell, possible_rows, set_of, settled_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -225,12 +226,19 @@ def _learned(
     own = [contexts[row] for row in np.unique(seen.rows[learn])]
     groups = Counter(map(group_key, own))
     clusters = Counter(context["cluster"] for context in own if context["cluster"])
+    chips = Counter(map(chip_key, own))
     vendors = tuple(sorted({context["vendor"] for context in own}))
-    return replace(measured, groups=_often(groups), clusters=_often(clusters), vendors=vendors)
+    return replace(
+        measured,
+        groups=_often(groups),
+        clusters=_often(clusters),
+        chips=_often(chips, FEWEST),
+        vendors=vendors,
+    )
 
 
-def _often(counts: Counter[str]) -> tuple[str, ...]:
-    return tuple(sorted(name for name, rows in counts.items() if rows >= LEAST))
+def _often(counts: Counter[str], least: int = LEAST) -> tuple[str, ...]:
+    return tuple(sorted(name for name, rows in counts.items() if rows >= least))
 
 
 class LeftOut(NamedTuple):

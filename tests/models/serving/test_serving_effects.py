@@ -221,11 +221,15 @@ def test_errors_of_a_few_latencies_calibrate_nothing_however_often_they_were_lef
 def test_tiers() -> None:
     model = ServingModel(
         ServingEffects({"stream/architecture/hopper": 0.1, "host/engine/vllm now": 0.1}),
-        provenance=Known(groups=("llama|vllm now|hopper",)),
+        provenance=Known(chips=("h100-sxm|vllm now|fp8||llama",)),
     )
-    assert model.tier(context("vllm")) == "model"
-    assert model.tier({**context("vllm"), "group": "qwen"}) == "framework"
-    assert model.tier(context("sglang")) == "architecture"
+    own = {**context("vllm"), "device": "h100-sxm", "format": "fp8", "group": "llama"}
+    assert model.tier(own) == "model"
+    assert model.tier({**own, "group": "qwen"}) == "framework"
+    for other in ({"format": "bf16"}, {"expert_format": "fp8"}, {"engine": "sglang now"}):
+        assert model.tier({**own, **other}) == "device"
+    # A chip that names a generation with measured ones was not measured itself.
+    assert model.tier({**own, "device": "h300"}) == "architecture"
     assert model.tier(context("vllm", "cdna3")) == "new"
     model.provenance = Known(vendors=("NVIDIA",))
     assert model.tier({**context("vllm", "cdna3"), "vendor": "AMD"}) == "vendor"
