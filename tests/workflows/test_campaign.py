@@ -74,3 +74,10 @@ def test_a_campaign_whose_budget_is_used_up_only_packs(folder: Path) -> None:
     assert "the budget is used up" in said
     assert (folder / "campaign.zip").is_file()
     assert "unknown device" in invoke("campaign", "--out", folder, "--device", "fpga", code=1)
+
+
+def test_a_plan_is_told_and_nothing_is_written(tmp_path: Path) -> None:
+    said = invoke("campaign", "--out", tmp_path / "none", "--budget", "13m", "--plan")
+    assert "plan for a gpu, 13 minutes" in said
+    assert "programs (traced): " in said
+    assert not (tmp_path / "none").exists()
