@@ -34,6 +34,7 @@ from .parts import (
     timed_headline,
     unfit,
 )
+from .table_notes import Noted, folded
 
 #: Share of the time below which the kernels' sum is told beside it.
 _MOSTLY = 0.9
@@ -199,10 +200,21 @@ def print_many(console: Console, frame: pd.DataFrame) -> None:
     failed = int((frame["error"] != "").sum())
     if failed:
         console.print(Text(f"{failed} of {len(frame)} could not be predicted", style="red"))
-    # Designs of one chip have the same notes but for the figures in their names.
-    texts = [_FIGURES.sub("", text) for text in frame["notes"].fillna("") if text]
-    for note in dict.fromkeys(part for text in texts for part in text.split(NOTES)):
-        console.print(Text(f"note: {note}", style="dim"))
+    print_notes(console, folded(_noted(frame)))
+
+
+def _noted(frame: pd.DataFrame) -> list[Noted]:
+    """Rows with their notes, each named by what tells rows apart."""
+    columns = [c for c in ("program", "device", "framework") if frame[c].nunique() > 1]
+    found = []
+    for row in frame.assign(notes=frame["notes"].fillna("")).to_dict("records"):
+        # Designs of one chip have the same notes but for the figures in their names.
+        texts = {c: _FIGURES.sub("", str(row[c])) for c in (*columns, "device", "notes")}
+        texts |= {"program": Path(str(row["program"])).name}
+        name = " ".join(texts[c] for c in columns)
+        notes = [note for note in texts["notes"].split(NOTES) if note]
+        found.append(Noted(name, texts["device"], notes))
+    return found
 
 
 def _memory(peak: object, fits: object) -> Text:

@@ -54,10 +54,14 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         price: Dollars of a device and hour; 0 for none.
     """
     own = prediction.deployment
-    rate, tokens = prediction.requests_per_s, prediction.tokens_per_s
+    rate, tokens, what = prediction.requests_per_s, prediction.tokens_per_s, ""
+    if prediction.load.outputs.max() == 1:
+        # A load of prompts alone is judged by what it reads.
+        each = prediction.load.prompts @ prediction.load.counts / prediction.load.count
+        tokens, what = Interval(*(each * end for end in rate)), "input "
     console.print(
         headline(
-            f"{tokens.value:,.0f} tokens/s",
+            f"{tokens.value:,.0f} {what}tokens/s",
             f"  ({_span(tokens)})  {tokens.value / own.devices:,.0f} a device, "
             f"{plain(rate.value)} requests/s",
         )
