@@ -276,6 +276,7 @@ def step_fit(
     from .operator.step_operators import load_step_model
 
     spec, learned = cluster_device(cluster), StepModel.find()
+    learned.check_framework(framework)
     capacity = _capacity(spec)
     operators = load_step_model(OPERATOR_MODEL)
     # Of a plan that fits as likely as is wanted, the peak is at most this.
@@ -290,6 +291,6 @@ def step_fit(
     needed = interval_of(learned.memory, framework.lower(), worst.total)
     return MemoryFit(
         f"{subject} with {found.plan.text()} on {cluster.name}", spec.name, needed, capacity, parts,
-        risk, found.fit.change, f"counted, by {framework or 'an average framework'}",
+        risk, found.fit.change or "", f"counted, by {framework or 'an average framework'}",
         beside="" if found.fit.host_fits else found.fit.reason(),
     )  # fmt: skip

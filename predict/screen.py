@@ -9,7 +9,7 @@ the probability that it is the fastest, or within :data:`CLOSE` of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import OpcastError, PlanError, ProgramError
+from ..common.errors import OpcastError, ProgramError
 from ..common.files import parse_json
 from ..common.interval import latency_fields
 from ..common.types import JsonMapping, JsonObject
@@ -54,6 +54,8 @@ class Screened:
         hi_us: Upper end.
         scope: What the estimate rests on: ``known``, ``sibling``, ``calibrated`` or ``unseen``.
         chance: Probability to be among the fastest of its group; ``None`` where it has none.
+        fits: Whether a plan fits the memory of its devices; ``None`` of what is no plan.
+        reason: What does not fit, and the smallest change that would.
     """
 
     latency_us: float
@@ -61,6 +63,8 @@ class Screened:
     hi_us: float
     scope: str
     chance: float | None = None
+    fits: bool | None = None
+    reason: str = ""
 
 
 def chances(
@@ -103,7 +107,7 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
         device: Device of candidates that name none.
 
     Returns:
-        For each its answer, or what is wrong with it.
+        For each its answer, or what is wrong with it. Plans that do not fit compete with none.
     """
     found: list[Screened | OpcastError] = [ProgramError("not answered")] * len(candidates)
     groups: dict[int, Hashable] = {}
@@ -122,7 +126,11 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
         answers = _each(kind, [given[number] for number in numbers])
         for number, answer in zip(numbers, answers, strict=True):
             found[number] = answer
-    known = [(n, own) for n, own in enumerate(found) if isinstance(own, Screened) and n in groups]
+    known = [
+        (n, own)
+        for n, own in enumerate(found)
+        if isinstance(own, Screened) and n in groups and own.fits is not False
+    ]
     if known:
         latency, low, high = np.array([(o.latency_us, o.lo_us, o.hi_us) for _, o in known]).T
         likely = chances(latency, low, high, [groups[n] for n, _ in known]).tolist()
@@ -144,7 +152,7 @@ def answer_lines(
 
     Yields:
         For each batch the keys of :class:`Screened` of each candidate, its ``id`` if it has one,
-        and ``measure``, where it competes with others; or ``error``.
+        and ``measure``, where it competes with others or does not fit; or ``error``.
     """
     batch: list[JsonObject] = []
     for line in chain(lines, [""]):
@@ -169,16 +177,27 @@ def _read(line: str) -> JsonObject:
     return found if isinstance(found, dict) else {"error": "not a JSON object"}
 
 
-def _told(own: JsonObject, answer: Screened | OpcastError, least: float) -> JsonObject:
-    named = {"id": own["id"]} if "id" in own else {}
+def _told(asked: JsonObject, answer: Screened | OpcastError, least: float) -> JsonObject:
+    named = {"id": asked["id"]} if "id" in asked else {}
     if isinstance(answer, OpcastError):
         return {**named, "error": str(answer)}
-    said = {**named, **asdict(answer)}
+    own = {k: v for k, v in asdict(answer).items() if k == "chance" or v not in (None, "")}
+    said = {**named, **own}
+    if answer.fits is False:
+        return {**said, "measure": False}
     return said if answer.chance is None else {**said, "measure": answer.chance >= least}
 
 
 def _given(candidate: JsonMapping, device: str) -> JsonObject:
-    return {"device": device, **candidate} if device else dict(candidate)
+    own = {"device": device, **candidate} if device else dict(candidate)
+    # Settings may be an object as well as text.
+    pairs = ((name, own.get(name)) for name in ("set", "plan"))
+    texts = {
+        name: ",".join(f"{key}={value}" for key, value in sorted(given.items()))
+        for name, given in pairs
+        if isinstance(given, Mapping)
+    }
+    return {**own, **texts}
 
 
 def _problem(own: JsonMapping) -> str:
@@ -266,23 +285,28 @@ def _plans(asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
 
 
 def _plan(own: JsonObject) -> Screened:
-    from ..simulate.step.plan import parse_plan
     from ..simulate.step.settings import sizes_of
     from ..simulate.step.workload import read_workload
+    from .cluster.step_case import StepCase
 
-    predictor = _step_predictor(str(own["cluster"]), str(own.get("framework", "")))
-    work = read_workload(str(own["workload"]), sizes_of([str(own.get("set", ""))]))
-    said = predictor.predict(work, parse_plan(str(own["plan"])), remedy=False)
-    if not said.fit.fits:
-        raise PlanError(said.fit.reason(), where=said.plan.text())
-    time, scope = said.interval, _OF_TIERS[said.known]
-    return Screened(1e6 * time.value, 1e6 * time.lo, 1e6 * time.hi, scope)
+    case = StepCase(
+        cluster=str(own["cluster"]),
+        workload=str(own["workload"]),
+        framework=str(own.get("framework", "")),
+        plan=str(own["plan"]),
+        settings=sizes_of([str(own.get("set", ""))]),
+    )
+    predictor = _step_predictor(case.cluster, case.framework)
+    said = case.by(predictor, read_workload(case.workload, case.settings))
+    middle, low, high = (1e6 * end for end in said.interval)
+    scope = _OF_TIERS[said.known]
+    return Screened(middle, low, high, scope, fits=said.fit.fits, reason=said.fit.reason())
 
 
 @lru_cache(maxsize=8)
 def _step_predictor(cluster: str, framework: str) -> StepPredictor:
     from ..models.core.registry import OPERATOR_MODEL
-    from .cluster.step import StepPredictor
+    from .cluster.step_case import StepsBy
     from .operator.step_operators import load_step_model
 
-    return StepPredictor(cluster, load_step_model(OPERATOR_MODEL), framework=framework)
+    return StepsBy(framework=framework).predictor(cluster, load_step_model(OPERATOR_MODEL))

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...common.errors import PlanError
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..effects.effects import CLUSTER
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
-from .context import OWN, StepContext
+from .context import FRAMEWORKS, OWN, UNKNOWN, StepContext
 from .effects import EffectTable
 from .memory import MemoryLaw
 
@@ -65,6 +66,29 @@ class StepModel(JsonModel):
             return "new"
         named = context.framework and self.table.knows("framework", context.framework)
         return "framework" if named else "architecture"
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """Names of frameworks of which something is known, measured or by their rules."""
+        tables = ("engines", "compiled", "whole_sequences", "recipes")
+        known = {name for table in tables for name in FRAMEWORKS[table]} | {*self.memory}
+        learned = (key.split("/") for key in self.table.values)
+        known |= {
+            name for _, level, name in (k for k in learned if len(k) == 3) if level == "framework"
+        }
+        return tuple(sorted(known - {UNKNOWN}))
+
+    def check_framework(self, framework: str) -> None:
+        """Refuse a framework of which nothing is known.
+
+        Raises:
+            PlanError: The name is not one of :attr:`frameworks`.
+        """
+        if framework and framework.lower() not in self.frameworks:
+            raise PlanError(
+                f"framework {framework!r} is not known ({', '.join(self.frameworks)})",
+                hint="leave it out for an average one; 'opcast calibrate --steps' learns your own",
+            )
 
     @property
     def devices(self) -> frozenset[str]:

@@ -26,7 +26,7 @@ from ...simulate.step.compose import StepSpread, StepTime, sample_steps, step_ti
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.memory import StageMemory, box_host
-from ...simulate.step.plan import Plan, resolved
+from ...simulate.step.plan import Plan, idle_setting, resolved
 from ...simulate.step.traffic import sharding_note
 from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
@@ -113,7 +113,7 @@ class StepPrediction:
             "host_memory_bytes_per_box": self.fit.offloaded,
             "host_capacity_bytes_per_box": self.fit.host.capacity,
             "fits": self.fit.fits,
-            "change_to_fit": self.fit.change,
+            "change_to_fit": self.fit.change or "",
             "tflops_per_device": self.flops_per_device / 1e12,
             "mfu": self.flops_per_device / self.peak_flops,
             "mfu_format": self.peak_format,
@@ -259,7 +259,7 @@ class StepPredictor:
             PlanError: The plan does not fit the model or the cluster, or a speed is not one of its
                 ranks or goes with ``explain``.
         """
-        plan = resolved(workload, as_run(plan, self.framework), self.cluster.size)
+        plan = resolved(workload, as_run(workload, plan, self.framework), self.cluster.size)
         widened = widened_note(workload, self.spec)
         workload = as_multiplied(workload, self.spec)
         context, own = self._learned(workload)
@@ -367,20 +367,21 @@ class StepPredictor:
         return tuple(law.applied(stage) for stage in memory_of(workload, plan))
 
 
-def as_run(plan: Plan, framework: str) -> Plan:
+def as_run(workload: Workload, plan: Plan, framework: str) -> Plan:
     """The plan with what recipes of a framework do of parameters and gradients, where it is silent.
 
     Args:
+        workload: The model, of which some settings of recipes change nothing.
         plan: What is said.
         framework: Lower case.
     """
     recipe = FRAMEWORKS["recipes"].get(framework, {})
-    return plan.changed(
-        reduce=plan.reduce or recipe.get("reduce", ""),
-        quantized_weights=recipe.get("quantized_weights")
-        if plan.quantized_weights is None
-        else plan.quantized_weights,
-    )
+    for key in ("reduce", "quantized_weights"):
+        own = getattr(plan, key) in ("", None) and key in recipe
+        # What changes nothing is refused where it is said, so it is not said here either.
+        if own and not idle_setting(workload, changed := plan.changed(**{key: recipe[key]})):
+            plan = changed
+    return plan
 
 
 def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) -> Plan:

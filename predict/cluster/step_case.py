@@ -28,7 +28,9 @@ from ...simulate.step.settings import SizesOpt
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
+    from ...models.steps.model import StepModel
     from ...simulate.clusters.topology import Cluster
+    from ...simulate.step.fitting import Fit
     from ...simulate.step.plan import Plan
     from ...simulate.step.workload import Workload
     from .step import StepPrediction, StepPredictor
@@ -67,17 +69,19 @@ class StepsBy:
             power_cap_w: Sustained power of a device in watts; ``None`` for its limit.
 
         Raises:
-            OpcastError: The cluster or the model of steps is not usable.
+            OpcastError: The cluster or the model of steps is not usable, or the framework unknown.
         """
         from ...models.steps.model import StepModel
         from .step import StepPredictor
 
+        learned = StepModel.find(self.steps)
+        learned.check_framework(self.framework)
         return StepPredictor(
             cluster,
             operators,
             framework=self.framework,
             compiled=self.compiled,
-            learned=StepModel.find(self.steps),
+            learned=learned,
             source=source,
             power_cap_w=power_cap_w,
         )
@@ -133,9 +137,21 @@ class StepCase(PlannedStep):
         Raises:
             OpcastError: The plan, cluster or model does not fit.
         """
+        predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
+        return self.by(predictor, work)
+
+    def by(self, predictor: StepPredictor, work: Workload) -> StepPrediction:
+        """Answer by a predictor of the cluster, whose prices other cases share.
+
+        Args:
+            predictor: As :meth:`predictor` makes it.
+            work: The workload as it was read.
+
+        Raises:
+            OpcastError: The plan does not fit the workload or the cluster.
+        """
         from .step import interleaved
 
-        predictor = self.predictor(self.cluster, operators, self.source, self.power_cap_w)
         said = self.plan_on(predictor.cluster, work)
         plan, other = said, None
         if not any(word in self.plan for word in ("schedule", "virtual", "chunks", ".y")):
@@ -143,8 +159,8 @@ class StepCase(PlannedStep):
         if plan != said:
             other = predictor.predict(work, said, speeds=self.speed, remedy=False)
             chunks = predictor.predict(work, plan, speeds=self.speed, remedy=False)
-            if not chunks.fit.fits:
-                # Whoever has no memory for its activations does not interleave.
+            if other.fit.fits and not may_fit(predictor.learned, predictor.framework, chunks.fit):
+                # Whoever lacks memory for the activations of chunks alone does not interleave.
                 plan, other = said, chunks
         found = predictor.predict(
             work,
@@ -158,12 +174,26 @@ class StepCase(PlannedStep):
         return found if other is None else _either(found, other, predictor.framework)
 
 
+def may_fit(learned: StepModel, framework: str, fit: Fit) -> bool:
+    """Whether a plan fits by the lower end of the interval of its memory."""
+    from ...models.steps.memory import interval_of
+
+    return fit.host_fits and (
+        interval_of(learned.memory, framework, fit.worst.total).lo <= fit.capacity
+    )
+
+
 def _either(found: StepPrediction, other: StepPrediction, framework: str) -> StepPrediction:
     """A step whose pipeline may be interleaved or not: one interval for both."""
     whose = f"recipes of {framework}" if framework else "published runs of large models"
     taken = f"virtual={found.plan.virtual} is taken, as in {whose}; with schedule=1f1b"
+    if not found.fit.fits and other.fit.fits:
+        taken = (
+            f"virtual={found.plan.virtual} is taken, as in {whose}, whose memory the error of the "
+            "count allows; with schedule=1f1b, which fits,"
+        )
     if found.plan.virtual == 1:
-        taken = "schedule=1f1b is taken, since the activations of more chunks do not fit; "
+        taken = "schedule=1f1b is taken, since it fits and the activations of more chunks do not; "
         taken += f"with virtual={other.plan.virtual}, as in {whose},"
     note = (
         f"the plan does not say whether its pipeline is interleaved: {taken} it takes "

@@ -85,7 +85,7 @@ def step_row(row: Mapping[str, object]) -> StepRow:
     rounds = rounds or ceil(batch / (micro * plan.batch_ranks))
     whole = micro * rounds * plan.batch_ranks
     workload = _workload(cell, whole)
-    plan = as_run(plan.changed(microbatches=rounds), framework)
+    plan = as_run(workload, plan.changed(microbatches=rounds), framework)
     if not cell.text("virtual"):
         plan = interleaved(plan, workload, cluster.size, framework)
     elif plan.pp > 1 and cell.count("virtual", 1) > 1 and rounds % plan.pp == 0:

@@ -122,8 +122,13 @@ def _per_sequence(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _data(fsdp: int, zero: int) -> str:
-    """What is sharded over the data-parallel ranks, in the words of a grid's axis ``data``."""
-    return "fsdp" if fsdp > 1 else f"zero{zero}" if zero else "dp"
+    """What is sharded over the data-parallel ranks, in the words of a grid's axis ``data``.
+
+    In a pipeline a plan's ``fsdp`` alone shards as zero 1 does; the axis then tries zero 3.
+    """
+    if fsdp > 1:
+        return "fsdp,zero=3" if zero == 3 else "fsdp"
+    return f"zero{zero}" if zero else "dp"
 
 
 def _reason(setting: str, best: pd.Series, other: pd.Series) -> tuple[float, str]:

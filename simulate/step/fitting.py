@@ -48,15 +48,15 @@ class Fit:
         memory: Memory of each stage.
         capacity: Bytes of a device.
         change: Settings that would make it fit, such as ``recompute=full``; empty if it fits, or
-            if no change was found.
-        plan: The plan with these settings; ``None`` where ``change`` is empty.
+            if no change was found; ``None`` if none was looked for.
+        plan: The plan with these settings; ``None`` where ``change`` is empty or ``None``.
         offloaded: Bytes that offloading keeps in the host of the fullest box.
         host: That host.
     """
 
     memory: tuple[StageMemory, ...]
     capacity: float
-    change: str = ""
+    change: str | None = None
     plan: Plan | None = None
     offloaded: float = 0.0
     host: Host = ANY_HOST
@@ -94,8 +94,11 @@ class Fit:
                 f"offloading needs {_against(self.offloaded, self.host.capacity)} of the host's "
                 f"memory in a box of {self.host.box} ({self.host.source})"
             )
-        help_ = f"would fit with {self.change}" if self.change else "no small change would fit"
-        return "; ".join([*told, help_])
+        if self.change is not None:
+            told.append(
+                f"would fit with {self.change}" if self.change else "no small change would fit"
+            )
+        return "; ".join(told)
 
 
 def _against(needed: float, capacity: float) -> str:
@@ -136,7 +139,7 @@ def find_fit(
         return max(stage.total for stage in memory(workload, of))
 
     offloaded = box_host(workload, plan, host.box)
-    fit = Fit(memory(workload, plan), capacity, offloaded=offloaded, host=host)
+    fit = Fit(memory(workload, plan), capacity, "", offloaded=offloaded, host=host)
     if fit.fits:
         return fit
     seen, front = {plan}, [plan]

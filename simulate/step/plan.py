@@ -142,7 +142,10 @@ class Plan:
             raise PlanError(
                 f"schedule={self.schedule} with virtual={self.virtual}",
                 where="plan",
-                hint="schedule=interleaved needs virtual=2 or more, and no other takes it",
+                hint="add virtual=2 or more"
+                if self.virtual == 1
+                else "virtual above 1 needs schedule=interleaved, which it implies where no "
+                "schedule is said",
             )
 
     @property
@@ -247,6 +250,9 @@ def parse_plan(text: str) -> Plan:
                 hint="sequence parallelism runs over the tensor-parallel ranks: write sp=true",
             )
         values["sp"] = True
+    # Chunks are those of the interleaved schedule alone.
+    if str(values.get("virtual", 1)) != "1":
+        values.setdefault("schedule", "interleaved")
     return build(Plan, values, "plan")
 
 
@@ -257,6 +263,7 @@ def idle_setting(workload: Workload, plan: Plan) -> str:
     unused = not plan.stage or workload.product_bits != 8
     for key, idle, needs in (
         ("sp", plan.tp == 1 and not plan.sp, "tp above 1"),
+        ("virtual", plan.pp == 1 and plan.virtual > 1, "pp above 1"),
         ("schedule", plan.pp == 1 and plan.schedule != "1f1b", "pp above 1"),
         ("zero", alone and plan.zero, "dp or cp above 1"),
         ("zero", not trains and plan.zero in (1, 2), "mode=train"),

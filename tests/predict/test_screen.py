@@ -12,11 +12,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from opcast.models.core.registry import OPERATOR_MODEL
 from opcast.models.tiles.model import LeftOut, TileModel, fit_tiles
 from opcast.models.tiles.rows import tile_rows
+from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.library import latency
+from opcast.predict.operator.step_operators import load_step_model
 from opcast.predict.published.tile_table import rank_configurations
 from opcast.predict.screen import LEAST_UNSEEN, answer_lines, chances
+from opcast.simulate.step.workload import read_workload
 
 from ..support.commands import opcast
 
@@ -83,10 +87,19 @@ def test_plans_that_do_not_fit_say_so():
     (found,) = answer_lines(lines(*({**step, "plan": plan} for plan in plans)))
     first, second, unfit, wrong = found
     assert first["latency_us"] < second["latency_us"] and first["chance"] > second["chance"]
-    assert "GiB" in unfit["error"] and "tp" in wrong["error"]
+    assert "tp" in wrong["error"] and (first["fits"], first["measure"]) == (True, True)
+    # The same time and the same smallest change as of ``opcast simulate``.
+    case = StepCase(cluster="dgx-h100-x16", plan="dp=16")
+    work = read_workload("llama-3-8b", {"batch": 64, "seq": 4096})
+    alone = case.predict(work, load_step_model(OPERATOR_MODEL))
+    assert unfit["latency_us"] == pytest.approx(1e6 * alone.step.total)
+    assert unfit["reason"] == alone.fit.reason() and "would fit with zero=" in unfit["reason"]
+    assert (unfit["fits"], unfit["measure"], unfit["chance"]) == (False, False, None)
     # Steps of other clusters of H100 were measured, and none on any chip like an L4.
     small = {"workload": "llama-3-8b", "set": "batch=8,seq=512", "plan": "fsdp=8"}
     (other,) = next(answer_lines(lines({**small, "cluster": "l4-x8"})))
+    as_objects = {**small, "set": {"seq": 512, "batch": 8}, "plan": {"fsdp": 8}, "cluster": "l4-x8"}
+    assert next(answer_lines(lines(as_objects))) == [other]
     assert (first["scope"], other["scope"]) == ("sibling", "unseen")
 
 

@@ -219,11 +219,16 @@ def test_of_undecided_formats_the_first_counts(dtype: str, products: str) -> Non
     ("changes", "plan"),
     [
         # 32 layers in 2 stages: chunks of two layers, as recipes of NeMo have.
-        ({"framework": "nemo"}, ("interleaved", 8, "bf16", True)),
-        ({"framework": "nemo", "virtual": 1}, ("1f1b", 1, "bf16", True)),
-        ({"framework": "nemo", "reduce_dtype": "fp32"}, ("interleaved", 8, "f32", True)),
+        ({"framework": "nemo"}, ("interleaved", 8, "bf16", None)),
+        ({"framework": "nemo", "virtual": 1}, ("1f1b", 1, "bf16", None)),
+        ({"framework": "nemo", "reduce_dtype": "fp32"}, ("interleaved", 8, "f32", None)),
         # 15 micro-batches are no whole groups of two.
-        ({"framework": "nemo", "global_batch": 60, "grad_accum": 15}, ("1f1b", 1, "bf16", True)),
+        ({"framework": "nemo", "global_batch": 60, "grad_accum": 15}, ("1f1b", 1, "bf16", None)),
+        # Operands of 8 bits are gathered where there are some.
+        (
+            {"framework": "nemo", "dtype": "fp8", "zero": 1},
+            ("interleaved", 8, "bf16", True),
+        ),
         ({}, ("1f1b", 1, "", None)),
     ],
 )

@@ -339,6 +339,18 @@ def test_a_hypothetical_device_in_a_sweep_takes_the_time_of_its_figures(tmp_path
     assert found.loc["twice-v5e", "compute_us"] == pytest.approx(half, rel=1e-6)
 
 
+def test_parameters_sharded_in_a_pipeline_are_told_as_the_plan_has_them():
+    parts = ("compute_us", "exposed_communication_us", "bubble_us", "host_us")
+    frame = pd.DataFrame({
+        "plan": ["dp=16,zero=1", "fsdp=16,zero=3"], "batch": [8, 8], "fsdp": [1, 16],
+        "zero": [1, 3], "pp": [4, 4], "step_us": [100.0, 180.0],
+        **{part: [50.0, 90.0] if part == "compute_us" else [0.0, 0.0] for part in parts},
+        "memory_bytes_per_device": [1.0, 1.0], "fits": [True, True],
+    })  # fmt: skip
+    # fsdp=16 alone shards there as zero=1 does.
+    assert reasons(frame)[0].startswith("data parallelism zero1: fsdp,zero=3 is 80.0% slower")
+
+
 def test_what_holds_the_second_best_back():
     frame = pd.DataFrame({
         "plan": ["fsdp=8", "tp=2,fsdp=4", "tp=4"], "batch": [8, 8, 8],

@@ -50,7 +50,8 @@ def test_fsdp_shards_inside_and_replicates_outside():
         ("schedule=fast", "gpipe"),
         ("fsdp=4,zero=1", "zero"),
         ("ep=3,dp=4", "ep=3"),
-        ("pp=4,virtual=2", "interleaved"),
+        ("pp=4,schedule=1f1b,virtual=2", "virtual above 1 needs schedule=interleaved"),
+        ("pp=4,schedule=interleaved", "add virtual=2 or more"),
         ("sp=4,tp=8", "sp=4"),
         ("nowhere.yaml", "nowhere.yaml"),
     ],
@@ -58,6 +59,12 @@ def test_fsdp_shards_inside_and_replicates_outside():
 def test_bad_plans_say_what_is_wrong(text, said):
     with pytest.raises(PlanError, match=said):
         parse_plan(text)
+
+
+def test_chunks_are_those_of_the_interleaved_schedule():
+    said = Plan(pp=4, schedule="interleaved", virtual=2)
+    assert parse_plan("pp=4,virtual=2") == parse_plan("pp=4,chunks=2") == said
+    assert parse_plan("pp=4,virtual=1") == Plan(pp=4)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,7 @@ def test_plans_that_do_not_fit_the_model_or_the_cluster(plan, devices, said):
     [
         ("sp=false", "train", "sp=false changes nothing without tp above 1"),
         ("schedule=gpipe,dp=8", "train", "pp above 1"),
+        ("virtual=2,dp=8", "train", "virtual=2 changes nothing without pp above 1"),
         ("zero=1", "train", "dp or cp above 1"),
         ("dp=8,zero=2", "forward", "mode=train"),
         ("overlap=false", "train", "several devices"),
