@@ -11,6 +11,7 @@ from dataclasses import replace
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.op import Op
+from ...models.steps.context import FRAMEWORKS
 from ...simulate.step.blocks import step_stages
 from ...simulate.step.layer_ops import ATTENTION_BACKWARD
 from ...simulate.step.plan import Plan
@@ -79,6 +80,39 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
     return max(
         sum(_least(call, spec) * count for call, count in stage.counts().items())
         for stage in dict.fromkeys(step_stages(workload, plan))
+    )
+
+
+def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
+    """Seconds of a step at the largest share of the peak that published steps reach; 0 without one.
+
+    Args:
+        workload: The model.
+        plan: Resolved.
+        spec: The devices.
+    """
+    share = FRAMEWORKS["best_share"].get(spec.platform, 0.0)
+    if workload.mode != "train" or not share:
+        return 0.0
+    peak = spec.matrix_peak(FORMATS[workload.product_dtype].rate)
+    return workload.model_flops() / plan.devices / peak / share
+
+
+def best_note(seconds: float, best: float, spec: DeviceSpec) -> tuple[str, ...]:
+    """A note where a step is faster than any published one, by its share of the peak.
+
+    Args:
+        seconds: Of the step.
+        best: From :func:`best_seconds`.
+        spec: The devices.
+    """
+    if seconds >= best:
+        return ()
+    share = FRAMEWORKS["best_share"][spec.platform]
+    return (
+        f"{share * best / seconds:.0%} of the peak is more than any published step of a "
+        f"{spec.platform.upper()} reaches ({share:.0%}): the time is of kernels at their best, and "
+        "the upper end holds a step at that share",
     )
 
 

@@ -33,7 +33,7 @@ from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
 from .network import cluster_costs, host_of
-from .peaks import arithmetic_seconds, as_multiplied, widened_note
+from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, widened_note
 from .spread import step_interval
 from .waterfall import Term, Waterfall
 
@@ -308,7 +308,8 @@ class StepPredictor:
         # A device that is faster than the data sheet (``speeds``) takes as much less.
         fastest = max([1.0, *(speeds or {}).values()])
         floor = arithmetic_seconds(workload, plan, self.spec) / fastest
-        high = max(step.total * float(high), floor)
+        best = best_seconds(workload, plan, self.spec) / fastest
+        high = max(step.total * float(high), floor, best)
         if step.total < floor:
             step = replace(step, total=floor, compute=step.compute + floor - step.total)
         interval = Interval(step.total, max(hidden, floor), high)
@@ -337,6 +338,7 @@ class StepPredictor:
                 *self.learned.source_note(self.source, self.spec.name),
                 *generation_note(self.spec),
                 *widened,
+                *best_note(step.total, best, self.spec),
             ),
         )
 
