@@ -124,7 +124,7 @@ class _Fusion:
         """Kernels in the order of their last operators, each after those that it reads from.
 
         What checkpointing computes again waits until something reads it
-        (``reordering_to_mimic_autograd_engine`` of ``torch/_functorch/partitioners.py``).
+        (``reordering_to_mimic_autograd_engine`` of ``torch._functorch.partitioners``).
         """
         found: list[int] = []
         done = 0
