@@ -91,7 +91,7 @@ def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
         plan: Resolved.
         spec: The devices.
     """
-    share = FRAMEWORKS["best_share"].get(spec.platform, 0.0)
+    share: float = FRAMEWORKS["best_share"].get(spec.platform, 0.0)
     if workload.mode != "train" or not share:
         return 0.0
     peak = spec.matrix_peak(FORMATS[workload.product_dtype].rate)
