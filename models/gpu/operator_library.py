@@ -25,7 +25,7 @@ from ..trust.calibrator import with_error
 SHIPPED = PRETRAINED / OPERATOR_MODEL
 #: Factor on bandwidths that takes memory out of the physics: large enough for any traffic to take
 #: no time, small enough to stay finite in 64 bits.
-_ENDLESS = 1e9
+ENDLESS = 1e9
 
 
 class Operators:
@@ -139,9 +139,13 @@ def with_rate(device: DeviceSpec, rate: float) -> DeviceSpec:
     return replace(device, peak_flops={**device.peak_flops, "bf16": rate})
 
 
-def without_memory(device: DeviceSpec) -> DeviceSpec:
-    """The device with endless bandwidth, so that only arithmetic and launch are left to price."""
-    levels = tuple(MemoryLevel(x.capacity, x.bandwidth * _ENDLESS) for x in device.levels)
+def with_memory(device: DeviceSpec, factor: float) -> DeviceSpec:
+    """The device with memory and caches that are larger and faster by a factor.
+
+    On it an operator's traffic takes the time of ``1 / factor`` of its bytes; by :data:`ENDLESS`
+    only arithmetic and launch are left to price.
+    """
+    levels = tuple(MemoryLevel(x.capacity * factor, x.bandwidth * factor) for x in device.levels)
     return replace(device, levels=levels)
 
 

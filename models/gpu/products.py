@@ -1,13 +1,14 @@
 """XLA's matrix products and convolutions, priced as published GEMMs.
 
 Products that XLA's own tables know are looked up there: they were autotuned as they are in a
-program, but timed one by one, so that the cold start of each kernel is taken out. Elsewhere, and
-beyond the sizes of XLA's tables where PyTorch's products were measured on the chip, a product of
-any type is looked up as a bf16 product with the same bytes and the same arithmetic time: ``k`` is
-scaled with the width of an operand, and the device's rate with it (an f32 product at default
-precision on an A100 is a bf16 product of twice the depth). True f32 products use the tables timed
-eagerly, with the host's launch taken out; fp8 products use the fp8 tables with the quantisation of
-the activations taken out, which in XLA is a kernel of its own.
+program, but timed one by one, so that the cold start of each kernel is taken out. Elsewhere, and on
+NVIDIA's chips beyond the sizes of XLA's tables, a product of any type is looked up as a bf16
+product with the same bytes and the same arithmetic time: ``k`` is scaled with the width of an
+operand, and the device's rate with it (an f32 product at default precision on an A100 is a bf16
+product of twice the depth). One that widens its operands as it reads them (weights in int8 or int4)
+is looked up at the bytes that they have in memory. True f32 products use the tables timed eagerly,
+with the host's launch taken out; fp8 products use the fp8 tables with the quantisation of the
+activations taken out, which in XLA is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.program import DTYPE_BITS
 from ..core.base import KernelPrediction
 from .memory_passes import CLOCK, MemoryParams, Traffic, launch_seconds, pass_seconds, soft_maximum
-from .operator_library import Operators, physics_of, widened, with_rate, without_memory
+from .operator_library import ENDLESS, Operators, physics_of, widened, with_memory, with_rate
 
 #: The published GEMMs that stand in for XLA's: vLLM calls PyTorch's products here, which like XLA
 #: call cuBLAS and cuBLASLt. bf16 GEMMs differ by only 1 to 5 % between backends
@@ -33,7 +34,9 @@ CUBLAS = {
 }
 #: Log half-widths added to the operator model's intervals: XLA runs another version of the library
 #: with other epilogues (``LIBRARY``); products of another type or timing method are converted by
-#: physics (``MOVED``); convolutions are not GEMMs (``IMPLICIT``). Estimates, not fitted.
+#: physics (``MOVED``; those that widen their operands by as much again for each halving of the
+#: bytes, since no table has what that costs); convolutions are not GEMMs (``IMPLICIT``). Estimates,
+#: not fitted.
 LIBRARY, MOVED, IMPLICIT = 0.1, 0.2, 0.35
 #: Arithmetic of a convolution on matrix units over that of its implicit GEMM: gathering the input
 #: costs cycles. On NVIDIA's chips from ResNet-50's regions (published-regions pack: 0.98 to 1.13 on
@@ -82,7 +85,7 @@ class Products:
         Args:
             rows: Dimensions as :func:`~opcast.models.gpu.routes.products` returns them.
         """
-        answer = self.products(rows)
+        answer = self._widening(rows)
         # A result wider than that of the bf16 product that was looked up (f32 from bf16) costs more
         # traffic than the table holds: 90 % of the stream's time is a lower bound. The margin is an
         # engineering estimate, since a product in the cache may beat the fitted stream.
@@ -92,6 +95,27 @@ class Products:
         times = rows["times"].to_numpy(np.float64)
         latency = np.maximum(answer.latency * times, least) + extra
         return answer.scaled(latency / answer.latency)
+
+    def _widening(self, rows: pd.DataFrame) -> KernelPrediction:
+        """Latencies of the products alone, with operands of the bytes that they have in memory.
+
+        A kernel that takes in the conversion of its operands reads them as they are stored. That is
+        a product of its arithmetic's type on a device whose memory and caches are faster and larger
+        by the share of the bytes, which keeps both times.
+        """
+        answer = KernelPrediction.empty(len(rows))
+        share = rows["stored"].to_numpy(np.float64)
+        for own in np.unique(share).tolist():
+            at = np.flatnonzero(share == own)
+            if own == 1.0:
+                answer.put(at, self.products(rows.iloc[at]))
+                continue
+            device = with_memory(self.device, 1.0 / own)
+            other = Products(self.operators, device, self.params)
+            found = other.products(rows.iloc[at])
+            half = MOVED * -np.log2(own)
+            answer.put(at, widened(found, found.latency, half, found.source, in_domain=False))
+        return answer
 
     def products(self, rows: pd.DataFrame, *, grouped: bool = False) -> KernelPrediction:
         """Latencies of the products alone, each at least as long as any product of half its size.
@@ -179,9 +203,9 @@ class Products:
             named = rows[list(_DIMS)].assign(op=table, dtype=_XLA_FORMATS[rate])
             answer = self._restarted(f"xla/{table}", named, LIBRARY)
             beyond = np.flatnonzero(rows[["m", "n", "k"]].max(axis=1) > _XLA_LONGEST)
-            # By architecture: a design with other cores or memory is priced as its base is.
-            known = self.operators.knows_architecture("graph/linear", self.device)
-            own = rate in ("bf16", "f16") and known
+            # Other makers' libraries are not these. On a chip that neither table has, PyTorch's was
+            # measured on more chips, and at such sizes.
+            own = rate in ("bf16", "f16") and self.device.runs_cuda
             if own and len(beyond):
                 answer.put(beyond, self._as_bf16(shape, rate, rows.iloc[beyond]))
             return answer
@@ -286,7 +310,7 @@ class Products:
             asked, device = self._alike(shape, rate, rows.iloc[at])
             physics = physics_of(key, asked, device)
             # With endless bandwidth the physics holds arithmetic and launch alone.
-            bare = physics_of(key, asked, without_memory(device))
+            bare = physics_of(key, asked, with_memory(device, ENDLESS))
             ratio[at] = latency[at] / (physics.base_s - physics.floor_s + self.launch)
             tiles[at] = bare.base_s - bare.floor_s
         return ratio, tiles

@@ -193,8 +193,9 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
         ``b m n k`` (at least 1), ``rate``, ``width`` (bytes of an operand's element), ``times``
         (FLOPs of all products of a kernel over those of its largest), ``dense`` (share of the
         multiplications that are not on holes of a dilated input), ``run`` (channels of a
-        convolution's input), ``extra`` (bytes read besides the two operands) and ``moved`` (bytes
-        read and written).
+        convolution's input), ``extra`` (bytes read besides the two operands), ``moved`` (bytes
+        read and written) and ``stored`` (share of the bytes of operands and result that are moved,
+        below 1 where the kernel itself widens what it reads).
     """
     row, rate = described.row[at], described.rate[at]
     size = {
@@ -203,7 +204,11 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
     }
     # Multiply and add count as two FLOPs.
     main = 2.0 * size["b"] * size["m"] * size["n"] * size["k"]
+    width = np.array([DTYPE_BITS.get(r, 32) / 8 for r in rate])
     operands = row[:, INDEX["gemm_lhs_bytes"]] + row[:, INDEX["gemm_rhs_bytes"]]
+    result = size["b"] * size["m"] * size["n"] * width
+    # Less is read where operands are narrower in memory, or broadcast from less.
+    read = np.minimum(row[:, INDEX["bytes_in"]], operands)
     # The gradient of a strided convolution's input is a convolution of a dilated array, whose holes
     # libraries skip: they compute one small convolution for each place within the stride.
     dilated = row[:, INDEX["conv_dilates_input"]] > 0
@@ -213,12 +218,13 @@ def products(described: Described, at: np.ndarray) -> pd.DataFrame:
         {
             **{c: v.astype(np.int64) for c, v in size.items()},
             "rate": rate,
-            "width": np.array([DTYPE_BITS.get(r, 32) / 8 for r in rate]),
+            "width": width,
             "times": np.maximum(row[:, INDEX["dense_flops"]] / main, 1.0),
             "dense": dense,
             "run": np.maximum(row[:, INDEX["conv_channels"]], 1.0),
             "extra": np.maximum(row[:, INDEX["bytes_in"]] - operands, 0.0),
             "moved": row[:, INDEX["bytes_in"]] + row[:, INDEX["bytes_out"]],
+            "stored": (read + result) / (operands + result),
         }
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -116,6 +118,33 @@ def test_a_product_in_a_program_is_the_operator_that_stands_in_for_it(
     found = ask._as_bf16("linear", "bf16", pd.DataFrame(sizes))
     assert found.latency == pytest.approx(alone.latency, rel=1e-12)
     assert (found.lo < alone.lo).all() and (alone.hi < found.hi).all()
+
+
+@pytest.mark.parametrize(("narrow", "bits", "dtype"), [("int8", 8, "int8_wo"), ("int4", 4, "")])
+def test_narrow_weights_take_the_time_of_their_bytes(
+    model: CostModel, narrow: str, bits: int, dtype: str
+) -> None:
+    """Of few rows, whose product reads its weights and hardly multiplies."""
+    device = find_device("l40s")
+
+    def product(name: str) -> Kernel:
+        of = jax.ShapeDtypeStruct((16384, 28672), jnp.dtype(name))
+        rows = jax.ShapeDtypeStruct((16, 16384), jnp.bfloat16)
+        traced = jax.jit(lambda a, b: a @ b.astype(jnp.bfloat16)).lower(rows, of)
+        (kernel,) = lower(traced, "fused", device=device).kernels
+        return kernel
+
+    found = model.predict_kernels([product("bfloat16"), product(narrow)], device)
+    assert found.latency[1] / found.latency[0] == pytest.approx(bits / 16, rel=0.15)
+    # 864 GB/s.
+    assert (found.lo >= 16384 * 28672 * np.array([16, bits]) / 8 / 864e9).all()
+    assert found.hi[1] / found.latency[1] > found.hi[0] / found.latency[0]
+    if dtype:
+        assert isinstance(model.estimator, GpuEstimator)
+        row = parse_op(f"linear m=16 n=28672 k=16384 dtype={dtype} backend=trtllm")
+        operators = model.estimator.operators
+        alone = operators.predict("graph/linear", pd.DataFrame([row]), device)
+        assert alone.latency[0] == pytest.approx(found.latency[1], rel=0.15)
 
 
 def test_a_batch_of_products_is_a_product_of_all_their_rows(model: CostModel) -> None:
