@@ -84,12 +84,14 @@ class Generations(NamedTuple):
         references: Device of the catalogue that stands for GPUs of no known architecture, by maker.
         capabilities: Figures of a core and of a block that only a compiler needs, by compute
             capability × 10, in the units of a device file.
+        narrow: 8-bit floats that matrix units multiply, by compiler target.
     """
 
     architectures: dict[str, Architecture]
     nearest: dict[str, str]
     references: dict[str, str]
     capabilities: dict[int, dict[str, float]]
+    narrow: dict[str, list[str]]
 
     @property
     def makers(self) -> tuple[str, ...]:
@@ -111,6 +113,7 @@ def generations() -> Generations:
         read["nearest"],
         read["references"],
         {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
+        read["narrow"],
     )
 
 
@@ -366,3 +369,19 @@ def capability_of(architecture: str) -> int | None:
     """Return compute capability × 10, such as 90 for ``sm_90``; ``None`` for other vendors."""
     digits = architecture.removeprefix(NVIDIA)
     return int(digits) if architecture.startswith(NVIDIA) and digits.isdigit() else None
+
+
+def narrow_floats_of(target: str) -> frozenset[str] | None:
+    """Return the 8-bit floats that a compiler target multiplies as they are; ``None`` if unknown.
+
+    Args:
+        target: ``sm_90``, ``gfx942`` …
+    """
+    rules = generations()
+    capability = capability_of(target)
+    if capability is None:
+        known = target in rules.narrow or target in rules.nearest
+        return frozenset(rules.narrow.get(target, ())) if known else None
+    since = [number for name in rules.narrow if (number := capability_of(name) or 0)]
+    reached = [number for number in since if number <= capability]
+    return frozenset(rules.narrow[f"{NVIDIA}{max(reached)}"]) if reached else frozenset()

@@ -11,6 +11,7 @@ from ...common.errors import CompilerError, DeviceError, LoweringError, ProgramE
 from ...common.jax_platforms import device_files
 from ..devices.catalogue import device_file, find_typed
 from ..devices.device import DeviceSpec, device_slug
+from ..devices.rules import generations, narrow_floats_of
 from ..ir.partitioning import sharding_note
 from ..ir.platforms import platform_note, platform_of
 from ..ir.program import Program
@@ -141,6 +142,9 @@ def _lower(
     # know.
     absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
     choice = choose_lowering(asked, device, absent=absent)
+    widened = _widened_by_stand_in(program.program, device) if absent and device else ""
+    if widened and choice.lowering == "xla" and asked == AUTO:
+        choice = Choice("fused", f"kernels are made by opcast's own fusion rules: {widened}")
     # Compilers bound themselves by time and memory; what they wrote is inlined here as well.
     if choice.lowering != "xla" or program.kind == "hlo":
         _check_size(program.program)
@@ -162,7 +166,9 @@ def _lower(
         from .absent import lower_absent
 
         try:
-            return lower_absent(program, device, store, trip_counts, options.settings)
+            lowered = lower_absent(program, device, store, trip_counts, options.settings)
+            lowered.notes += [widened] if widened else []
+            return lowered
         except (LoweringError, DeviceError) as error:
             if not options.fallback:
                 raise
@@ -187,6 +193,27 @@ def _is_absent(program: SourceProgram, device: DeviceSpec) -> bool:
         return True
     names = {device_slug(name) for name in (device.name, *device.aliases)}
     return local_target().device not in names
+
+
+def _widened_by_stand_in(program: Program, device: DeviceSpec) -> str:
+    """Say which formats of a program's products the architecture lacks that stands for a chip's."""
+    target = str(device.compiler.get("target", ""))
+    rules = generations().nearest.get(target, target)
+    own, other = (narrow_floats_of(name) or frozenset() for name in (target, rules))
+    multiplied = {
+        comp.ops[operand].type.dtype
+        for comp in program.computations.values()
+        for op in comp.ops
+        if op.opcode == "dot"
+        for operand in op.operands
+    }
+    lacking = ", ".join(sorted(multiplied & (own - other)))
+    if not lacking:
+        return ""
+    return (
+        f"XLA's rules for {rules}, which stand in for those for {target}, widen products of "
+        f"{lacking} to 16 bits, which {device.name} multiplies as they are"
+    )
 
 
 def _is_compiled(program: SourceProgram) -> bool:

@@ -37,7 +37,7 @@ from .loops import (
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, sink_transposes
+from .products import canonical_dots, fuse_conversions, sink_transposes, widen_products
 from .reductions import (
     pad_products,
     reduce_vector_products,
@@ -122,6 +122,7 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     for node in graph.nodes():
         for inner in node.graphs:
             prepare(inner, machine, program)
+    widen_products(graph, machine.narrow)
     canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)
     simplify(graph, program)
@@ -158,6 +159,7 @@ def _fused(
                 names.append(emitter.add(body))
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph, fused_products=machine.fused_products)
+    fuse_conversions(clusters, machine.converted)
     fuse_epilogues(clusters)
     if machine.tensor_fusion and not machine.fused_products:
         fuse_softmax(clusters)

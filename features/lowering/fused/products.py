@@ -9,12 +9,13 @@ there. Other orders need a transpose of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ...ir.program import TensorType
-from .clusters import source_of
+from ...ir.program import DTYPE_BITS, TensorType
+from .clusters import Clusters, source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
 
@@ -121,6 +122,8 @@ def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
     """Reshape an operand to one dimension for each role, and name the roles in that order."""
     # A transposed operand is read in its original order if a library can (TransposeFolding).
     node = side.node
+    if node.opcode == "convert" and node.operands[0].opcode == "transpose":
+        node = _turned_back(node)
     if node.opcode == "transpose":
         through = _moved_to(side, node.operands[0], node.attrs["dimensions"])
         side = through if _order(through) else side
@@ -133,6 +136,15 @@ def _prepared(side: _Operand, position: int) -> tuple[Node, str]:
         order = order.replace("b", "")
     shape = tuple(prod(side.node.type.shape[d] for d in roles[role]) for role in order)
     return reshape(side.node, shape), order
+
+
+def _turned_back(convert: Node) -> Node:
+    """Convert before a transpose instead of after it."""
+    transpose = convert.operands[0]
+    value = transpose.operands[0]
+    kind = value.type._replace(dtype=convert.type.dtype)
+    made = Node("convert", [value], (kind,), source=convert.source)
+    return transposed(made, transpose.attrs["dimensions"], transpose.source)
 
 
 def _transposed(side: _Operand, order: tuple[int, ...]) -> _Operand:
@@ -167,6 +179,66 @@ def _order(side: _Operand) -> str:
         return ""
     missing = [role for role in "bfc" if role not in order]
     return "".join(missing) + order
+
+
+def fuse_conversions(clusters: Clusters, converted: Collection[str]) -> None:
+    """Let products convert their operands themselves, as kernels that are generated do.
+
+    XLA's GemmFusion does so for arguments of any width, and for what a kernel made if it is no
+    wider. Other readers of the conversion have one of their own.
+
+    Args:
+        clusters: One op each; changed in place.
+        converted: Types that can be converted from.
+    """
+    for node in clusters.nodes:
+        # A TPU's product takes in more than conversions.
+        if node.opcode != "dot" or clusters.fused_products:
+            continue
+        sources = {id(own): own for own in map(source_of, node.operands)}
+        taken = [own for own in sources.values() if _is_conversion(own, converted)]
+        if not taken:
+            continue
+        call = clusters.by_root[id(node)]
+        clusters.remove(call)
+        call.members.update({clusters.position[id(own)]: own for own in taken})
+        clusters.add(call)
+        for own in taken:
+            if id(own) not in clusters.kept and not clusters.readers.get(id(own)):
+                clusters.remove(clusters.by_root[id(own)])
+
+
+def _is_conversion(node: Node, converted: Collection[str]) -> bool:
+    if node.opcode != "convert" or node.operands[0].type.dtype not in converted:
+        return False
+    before, after = (DTYPE_BITS[n.type.dtype] for n in (node.operands[0], node))
+    return before <= after or source_of(node.operands[0]).opcode in ("parameter", "constant")
+
+
+def widen_products(graph: Graph, narrow: frozenset[str] | None) -> None:
+    """Widen the operands of products of 8-bit floats that the matrix units lack to 16 bits.
+
+    Args:
+        graph: Changed in place; loops and branches are not entered.
+        narrow: Those that they have; ``None`` leaves all products alone.
+    """
+    if narrow is None:
+        return
+    lacking = {name for name in DTYPE_BITS if name.startswith("f8")} - narrow
+
+    def rule(node: Node) -> Node | None:
+        own = [operand.type.dtype for operand in node.operands]
+        if node.opcode != "dot" or not lacking.intersection(own):
+            return None
+        # As XLA has it (JAX 0.10).
+        wide = "f16" if set(own) == {"f8e5m2"} else "bf16"
+        operands = [
+            Node("convert", [o], (o.type._replace(dtype=wide),), source=o.source)
+            for o in node.operands
+        ]
+        return replace(node, operands=operands)
+
+    rewrite(graph, rule)
 
 
 #: How many ops back from an operand its order is looked for. Engineering estimate: it bounds the

@@ -13,7 +13,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ...devices.device import DeviceSpec
-from ...devices.rules import capability_of
+from ...devices.rules import capability_of, narrow_floats_of
 from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
 from ...ir.program import DTYPE_BITS
 from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
@@ -22,6 +22,12 @@ from .graph import Node
 #: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,
 #: not what a launch takes on the device (its floor).
 LAUNCH_S = 1e-6
+
+
+#: Types that Triton converts, as the compiler (JAX 0.10) lets products for an A100, L40S, H100 and
+#: B200 read them: no unsigned integers, and fp8 of three bits from compute capability 9.0 on.
+_CONVERTED = frozenset(("pred", "s4", "s8", "s16", "s32", "bf16", "f16", "f32", "f8e5m2"))
+_FROM_HOPPER = frozenset(("f8e4m3fn",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Machine:
         half_channels_last: Whether those of images in 16-bit floats do.
         fused_products: Whether products take in what makes their operands and follows them, and
             read and write any order of dimensions, as on TPUs.
+        converted: Types from which a generated product converts its operands itself.
+        narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
     """
 
     bandwidth: float = 3.35e12
@@ -52,6 +60,8 @@ class Machine:
     channels_last: bool = True
     half_channels_last: bool = True
     fused_products: bool = False
+    converted: frozenset[str] = _CONVERTED | _FROM_HOPPER
+    narrow: frozenset[str] | None = frozenset(("f8e4m3fn", "f8e5m2"))
 
 
 def machine_of(device: DeviceSpec | None) -> Machine:
@@ -63,7 +73,8 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     usual = Machine(fused_products=device is not None and device.platform == "tpu")
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
-    capability = capability_of(str(device.compiler.get("target", "")))
+    target = str(device.compiler.get("target", ""))
+    capability = capability_of(target)
     # Without a target (or on another vendor's GPU) units for bf16 reveal the generation.
     # Triton needs compute capability 8.0. For cuDNN XLA has channels innermost in images of 16 bits
     # from 7.0 on (tensor cores), and in all but volumes from 9.0 on.
@@ -76,10 +87,16 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         clock=device.clock_hz or usual.clock,
         lanes=device.lanes_per_core or usual.lanes,
         tensor_fusion=modern,
+        converted=_converted(capability or 80) if modern else frozenset(),
+        narrow=narrow_floats_of(target),
         bf16_arithmetic=(capability or 0) >= 90,
         channels_last=capability >= 90 if capability else modern,
         half_channels_last=capability >= 70 if capability else True,
     )
+
+
+def _converted(capability: int) -> frozenset[str]:
+    return _CONVERTED | _FROM_HOPPER if capability >= 90 else _CONVERTED
 
 
 # The form is that of XLA's GpuPerformanceModel, on which PriorityFusion bases its choice. The times

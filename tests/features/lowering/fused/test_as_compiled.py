@@ -255,3 +255,87 @@ def test_a_sum_of_bf16_is_one_of_f32_where_bf16_has_no_sums():
 def test_flops_are_those_of_the_simplified_kernels(function, flops):
     found = kernels(function, spec(1024, 1024))
     assert sum(k.flops for k in found) == pytest.approx(flops, rel=1e-3)
+
+
+def read_by_product(narrow, wide=BF16, device="l40s"):
+    """Bytes that the kernel of a product of 16 by 4096 by 8192 reads, and the count of kernels."""
+    matrix = spec(4096, 8192, dtype=narrow)
+    rows = spec(16, 4096, dtype=wide)
+    found = kernels(lambda a, b: a @ b.astype(wide), rows, matrix, device=find_device(device))
+    (product,) = [k for k in found if k.kind == "gemm"]
+    return product.bytes_in - 16 * 4096 * jnp.dtype(wide).itemsize, len(found)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "device", "bits", "alone"),
+    [
+        ("int8", "l40s", 8, False),
+        ("int4", "a100-sxm-80gb", 4, False),
+        ("float8_e5m2", "l40s", 8, False),
+        ("float8_e4m3fn", "h100-sxm", 8, False),
+        # An argument is read as it is even if it is wider.
+        ("int32", "b200", 32, False),
+        # What Triton cannot convert is converted by a kernel before.
+        ("float8_e4m3fn", "l40s", 16, True),
+        ("uint8", "h100-sxm", 16, True),
+        ("int8", "v100-pcie", 16, True),
+    ],
+)
+def test_a_product_reads_weights_as_they_are_stored(narrow, device, bits, alone):
+    wide = jnp.float16 if device == "v100-pcie" else BF16
+    read, count = read_by_product(jnp.dtype(narrow), wide, device)
+    assert read == 4096 * 8192 * bits / 8
+    # The split reduction of few rows has a sum of its parts.
+    assert count == 2 + alone
+
+
+def test_a_product_converts_a_transposed_matrix_itself():
+    matrix = spec(4096, 2048, dtype=jnp.int8)
+    rows = spec(4096, 4096, dtype=BF16)
+    (product,) = kernels(lambda a, b: b.T.astype(BF16) @ a, rows, matrix)
+    assert product.bytes_in == 4096 * (2 * 4096 + 2048)
+
+
+def test_two_readers_of_a_conversion_convert_each():
+    def both(a, b):
+        return a @ b.astype(BF16), b.astype(BF16) + 1
+
+    matrix = spec(4096, 4096, dtype=jnp.int8)
+    product, *rest = kernels(both, spec(2048, 4096, dtype=BF16), matrix)
+    assert product.bytes_in == 2 * 2048 * 4096 + 4096**2
+    assert sum(k.bytes for k in rest) == 3 * 4096**2
+
+
+def test_a_product_of_what_a_kernel_narrowed_reads_the_narrow_array():
+    def normed(x, w):
+        return (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))).astype(BF16) @ w
+
+    norm, product = kernels(normed, spec(1024, 4096), spec(4096, 4096, dtype=BF16))
+    assert (norm.bytes_out, product.bytes_in) == (2 * 1024 * 4096, 2 * (1024 + 4096) * 4096)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "width"),
+    [
+        ("float8_e4m3fn", "h100-sxm", 1),
+        ("float8_e4m3fn", "l40s", 1),
+        ("float8_e4m3fn", "a100-sxm-80gb", 2),
+        ("float8_e4m3fn", "mi300x", 2),
+        ("float8_e4m3fn", "mi355x", 1),
+        ("float8_e4m3fnuz", "h100-sxm", 2),
+        ("float8_e4m3fnuz", "mi300x", 1),
+        ("float8_e4m3fnuz", "mi355x", 2),
+    ],
+)
+def test_a_product_of_a_format_that_the_chip_lacks_is_one_of_16_bits(dtype, device, width):
+    own = spec(4096, 4096, dtype=jnp.dtype(dtype))
+    found = kernels(
+        lambda a, b: jax.lax.dot(a, b, preferred_element_type=BF16),
+        own,
+        own,
+        device=find_device(device),
+    )
+    product = found[-1]
+    assert (product.kind, product.bytes_in) == ("gemm", 2 * width * 4096**2)
+    # Each operand is widened by a kernel of its own.
+    assert len(found) == (1 if width == 1 else 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.program import TensorType
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
+from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.fused import graph as graphs
 from opcast.features.lowering.fused.clusters import (
     Cluster,
@@ -33,7 +35,7 @@ from opcast.features.lowering.fused.priority import PriorityFusion
 from opcast.features.lowering.fused.reductions import parts_of
 from opcast.features.lowering.fused.simplify import simplify
 from opcast.features.lowering.fused.work import Machine, Work, machine_of
-from opcast.features.lowering.lower import choose_lowering, lower
+from opcast.features.lowering.lower import Choice, choose_lowering, lower
 from opcast.features.lowering.options import AUTO
 
 H100 = find_device("h100-sxm")
@@ -285,6 +287,34 @@ def test_without_its_compiler_a_device_gets_fused_and_a_note(tmp_path, monkeypat
     text = jax.jit(lambda x: x + 1.0).lower(jax.ShapeDtypeStruct((8,), jnp.float32)).as_text()
     found = lower(text, AUTO, device=H100)
     assert (found.lowering, found.notes[0]) == ("fused", chosen.note)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "lowering"),
+    [
+        ("float8_e4m3fnuz", "mi300x", "fused"),
+        # Neither the chip nor its stand-in multiplies these.
+        ("float8_e4m3fn", "mi300x", "xla"),
+        ("bfloat16", "mi300x", "xla"),
+        ("float8_e4m3fn", "mi355x", "fused"),
+        ("float8_e4m3fn", "h100-sxm", "xla"),
+    ],
+)
+def test_formats_that_a_stand_in_lacks_are_lowered_without_it(dtype, device, lowering, monkeypatch):
+    compiled = LoweredProgram([], "xla", device)
+    monkeypatch.setattr(
+        "opcast.features.lowering.absent.lower_absent", lambda *_: replace(compiled, notes=[])
+    )
+    monkeypatch.setattr(
+        "opcast.features.lowering.lower.choose_lowering",
+        lambda asked, *_, **__: Choice("xla" if asked == AUTO else asked),
+    )
+    own = jax.ShapeDtypeStruct((64, 64), jnp.dtype(dtype))
+    text = jax.jit(lambda a, b: jax.lax.dot(a, b)).lower(own, own).as_text()
+    found = lower(text, AUTO, device=find_device(device))
+    assert found.lowering == lowering
+    told = lower(text, "xla", device=find_device(device))
+    assert (told.lowering, len(told.notes)) == ("xla", int(lowering == "fused"))
 
 
 def test_the_local_device_keeps_its_compiler():
