@@ -92,3 +92,17 @@ def test_profiled_products_of_a_new_layer_have_ends_of_their_own(model, device):
     assert f"{device}|1|4096|4096" in model.families["profiled/linear"].groups
     assert width[1] > 1.02 * width[0]
     assert width[1] < 1.3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [("bf16", 2.0), ("fp8", 1.0), ("int8_wo", 1.0), ("int4_wo", 0.5)]
+)
+def test_no_interval_reaches_below_the_bytes_that_no_cache_holds(model, dtype, width):
+    gpus = [n for n in device_names() if find_device(n).platform == "gpu"]
+    rows = [gemm(name, 16, dtype, n=28672, k=16384, backend="", kernel="") for name in gpus]
+    found = model.predict(pd.DataFrame(rows))
+    weights = 28672 * 16384 * width
+    for name, lo in zip(gpus, found.lo, strict=True):
+        device = find_device(name)
+        if weights >= 2 * device.cache_bytes:
+            assert lo >= 0.999 * weights / device.bandwidth, name
