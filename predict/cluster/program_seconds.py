@@ -7,12 +7,14 @@ what the same kernels cost without partitioning, and its collectives come on top
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.kernels.kernel import LoweredProgram
+from ...features.kernels.kernel import Kernel, LoweredProgram
+from ...models.core.base import KernelPrediction
 from ...models.cost_model import CostModel
 from ...models.estimators.tpu import by_compiler
 from ...models.program.fused_error import lowering_note
@@ -56,7 +58,11 @@ def program_seconds(
     apart = np.array([k.kind == "collective" for k in kernels], bool)
     # The program model must not see the collectives: their time depends on the cluster, and the
     # stream simulation adds it, overlapped, later.
-    alone = by_compiler(model.predict_kernels(kernels, device), kernels, device)
+
+    def predict(others: Sequence[Kernel]) -> KernelPrediction:
+        return model.predict_kernels(others, device)
+
+    alone = by_compiler(predict(kernels), kernels, device, predict)
     check_known(kernels, alone.source)
     placed, wall = model.predict_in_program(lowered, device, alone.without(apart))
     busy = np.array([k.takes_time for k in kernels], bool) & ~apart

@@ -195,7 +195,12 @@ class Predictor:
         if device.platform == "tpu":
             from ...models.estimators.tpu import by_compiler
 
-            kernels = by_compiler(kernels, lowered.kernels, device)
+            kernels = by_compiler(
+                kernels,
+                lowered.kernels,
+                device,
+                lambda others: model.predict_kernels(others, device),
+            )
         check_known(
             lowered.kernels,
             kernels.source,
