@@ -124,9 +124,10 @@ def check_one_device(
     hint = f"give a cluster instead: opcast predict {file} --cluster {place}"
     if cluster:
         hint += f", in Python opcast.predict(…, cluster={cluster!r})"
-    if replicas * partitions > 1:
-        hint += f"; to have one device run the whole program, take {_header_names(source)} out of "
-        hint += "its header"
+    # One device can run all of what a partitioner would split, but not one part that is joined.
+    if joined_devices(source) == 1:
+        hint += "; to have one device run the whole program: --whole with its file, in Python take "
+        hint += f"{_header_names(source)} out of its header"
     raise SeveralDevicesError(
         f"the program is for {count} devices ({told}), but a single device was given",
         where=source.origin,

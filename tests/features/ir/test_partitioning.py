@@ -149,6 +149,7 @@ def test_a_program_for_several_devices_is_refused_for_one() -> None:
     with pytest.raises(ProgramError, match=r"for 4 devices \(1 replicas of 4") as caught:
         check_one_device(hlo(", num_partitions=4"), "h100-sxm")
     assert "--cluster h100-sxm-x4" in caught.value.hint
+    assert "one device run the whole program: --whole with its file" in caught.value.hint
     assert "num_partitions" in caught.value.hint
     with pytest.raises(ProgramError, match="for 2 devices"):
         check_one_device(stablehlo("attributes {mhlo.num_replicas = 2 : i32}"), "h100-sxm")
@@ -159,6 +160,8 @@ def test_collectives_are_for_several_devices_whatever_the_header_says() -> None:
         check_one_device(read_program(COLLECTIVE), "h100-sxm", named_cluster)
     assert "opcast predict PROGRAM --cluster h100-sxm-x4" in caught.value.hint
     assert "opcast.predict(…, cluster='h100-sxm-x4')" in caught.value.hint
+    # No device can run all of a part that collectives join.
+    assert "--whole" not in caught.value.hint
     alone = COLLECTIVE.replace("[[0, 1, 2, 3]]> : tensor<1x4", "[[0]]> : tensor<1x1")
     check_one_device(read_program(alone), "h100-sxm")
 
