@@ -24,8 +24,6 @@ SHAPES = (
     "d_state", "num_k_heads", "head_k_dim", "num_v_heads", "head_v_dim", "n_groups", "chunk_size",
     "hc_mult",
 )  # fmt: skip
-#: Share of what idling leaves of the limit, where no family counts a row's work; trees correct it.
-_UNCOUNTED = 0.3
 #: Columns that name a class of kernels.
 _CLASS = ("family", "op", "dtype", "kv_dtype", "kernel")
 #: Work of an operator without a model, the root of its FLOPs times its bytes, as the start of its
@@ -95,7 +93,7 @@ class PowerRows:
         share, idle = np.full((2, len(seconds)), 0.5)
         for board, at in self.boards():
             own = law.on(board)
-            middle = own.idle + _UNCOUNTED * (1.0 - own.idle)
+            middle = own.idle + own.uncounted
             share[at] = np.where(self.known[at], own.share(work.take(at)), middle)
             idle[at] = own.idle
         return share, idle
