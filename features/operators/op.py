@@ -210,9 +210,9 @@ def moving_s(moved: np.ndarray, spec: DeviceSpec) -> np.ndarray:
     if spec.platform == "tpu":
         # What the compiler keeps in VMEM may never be moved, however much there is beside it.
         near, rate = max(near, spec.core_count * spec.shared_bytes_per_core), np.inf
+        kept = np.minimum(moved, near)
     else:
-        near = np.clip(2.0 * near - moved, 0.0, near)
-    kept = np.minimum(moved, near)
+        kept = np.minimum(moved, np.clip(2.0 * near - moved, 0.0, near))
     return np.asarray((moved - kept) / spec.bandwidth + kept / rate)
 
 
