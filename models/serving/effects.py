@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...simulate.serving.load import CLASSES, REQUEST
-from ..effects.effects import WHOLE, Effects, Levels, Value
+from ..effects.effects import WHOLE, Effects, Levels, Value, read_levels
 from ..effects.linear import Linear, group_weights
 
 #: Factor on the time to the first token; that on every latency of a row is :data:`WHOLE`.
@@ -42,8 +42,8 @@ class ServingEffects(Effects):
 
     def weights(self, context: Context) -> np.ndarray:
         """Seconds of a unit of each of :data:`COSTS`; what makes all slower is in each."""
-        logs = self.log_factors(context)
-        return np.array([PRIOR[cost] * np.exp(logs[cost] + logs[WHOLE]) for cost in COSTS])
+        logs, prior = self.log_factors(context), prior_of(context)
+        return np.array([prior[cost] * np.exp(logs[cost] + logs[WHOLE]) for cost in COSTS])
 
     def first(self, context: Context) -> float:
         """Factor on times to the first token."""
@@ -67,12 +67,19 @@ class ServingEffects(Effects):
 
 #: Value of each class of cost where nothing was learned.
 PRIOR = ServingEffects.levels.prior
+#: The same of engines whose hosts run in Python between passes.
+_INTERPRETED = {**PRIOR, **read_levels("serving")["interpreted"]}
 #: Most times that the simulator is asked again where the effects then lie, and the least share by
 #: which a round has to lower the error for another one.
 ROUNDS, GAIN = 4, 0.01
 #: Weight of a time to the first token against one of a further token: what queues before it depends
 #: on arrivals that no column holds. Engineering choice.
 FIRST_WEIGHT = 0.5
+
+
+def prior_of(context: Context) -> Mapping[str, float]:
+    """Value of each class of cost of a row where nothing was learned."""
+    return _INTERPRETED if context.get("interpreted") else PRIOR
 
 
 class Observed(NamedTuple):

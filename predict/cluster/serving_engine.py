@@ -19,7 +19,7 @@ from ...simulate.serving.expert_load import busiest
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
-from ...simulate.serving.policies import Policy, engine_era, framework_defaults
+from ...simulate.serving.policies import Policy, engine_era, framework_defaults, interpreted
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
 from .deployment import Deployment, Workers
@@ -313,6 +313,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "framework": own.framework,
         "engine": engine,
         "era": era,
+        "interpreted": "yes" if interpreted(own.framework, era) else "",
         "format": served.weights,
         "expert_format": experts,
         # Kernels of experts differ by engine and format.

@@ -121,6 +121,7 @@ class Framework:
         nvidia: Whether it runs on NVIDIA's GPUs alone.
         words: Pattern by which names of engines are recognised as this framework.
         rewritten: First version whose engine was rewritten.
+        native: Whether the host of its engine was compiled before that too.
         releases: The first one, and the newest of which runs were measured.
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
@@ -138,6 +139,7 @@ class Framework:
     nvidia: bool = False
     words: str = ""
     rewritten: tuple[int, ...] = (0, 0)
+    native: bool = False
     releases: tuple[str, str] = ("", "")
     budgets: dict[str, int] = field(default_factory=dict)
     cache_follows: tuple[str, ...] = ()
@@ -247,3 +249,13 @@ def engine_era(name: str, version: str) -> str:
     """
     numbers, known = version_numbers(version)[:2], frameworks().get(name)
     return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"
+
+
+def interpreted(name: str, era: str) -> bool:
+    """Whether the host of an engine ran in Python between passes.
+
+    Args:
+        name: Of a framework, in lower case.
+        era: From :func:`engine_era`.
+    """
+    return era == "early" and not framework_defaults(name).native

@@ -27,7 +27,8 @@ def test_engines_before_they_were_rewritten_reduce_by_the_library() -> None:
 
     By NCCL one takes 10 to 13 us, captured in a graph 4 + 4 * 0.2 us and 25 KB at 270 GB/s.
     """
-    rows = [serving_row({**LLAMA, "framework_version": v}) for v in ("0.6", "0.11")]
+    trt = {**LLAMA, "framework": "TensorRT-LLM"}
+    rows = [serving_row({**trt, "framework_version": v}) for v in ("0.6", "1.1")]
     own = ServingPredictor(None, ServingModel())
     early, now = (own.simulate(row.deployment, row.spec).seconds("tpot") for row in rows)
     assert early - now == pytest.approx(160 * (11.8e-6 - 4.9e-6), rel=0.2)
@@ -53,7 +54,8 @@ def test_experts_on_blackwell_run_by_generated_kernels() -> None:
 
 
 def test_ranks_that_attend_to_their_own_sequences_have_hosts_of_their_own() -> None:
-    row = {**LLAMA, "layers": 8, "experts": 8, "top_k": 2, "concurrency": 64, "tp": 1, "dp": 4}
+    plan = {"concurrency": 64, "tp": 1, "dp": 4, "framework_version": "0.11"}
+    row = {**LLAMA, "layers": 8, "experts": 8, "top_k": 2, **plan}
     own = ServingPredictor(None, ServingModel())
 
     def per_sequence(**columns: int) -> float:
