@@ -88,7 +88,7 @@ bench: $(VENV)/.installed
 report: $(VENV)/.installed $(VENV)/.compilers
 	$(BIN)/opcast report accuracy
 	$(BIN)/opcast report devices
-	$(BIN)/opcast report pages docs/accuracy
+	$(BIN)/opcast report pages --out docs/accuracy
 	$(BIN)/python tests/bench/trust_report.py --quick --minutes 2
 	@if [ -d '$(PUBLISHED)' ]; then $(BIN)/opcast report operators --published '$(PUBLISHED)'; \
 	else echo "operators: no published tables at $(PUBLISHED); make report PUBLISHED=DIR"; fi

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ...common.options import Option, seconds_of
+from ...common.options import Option, folder, seconds_of
 
 #: Platforms that can be asked for; ``auto`` is the accelerator that a framework finds, else a CPU.
 DEVICES = ("auto", "gpu", "tpu", "cpu")
@@ -16,7 +16,7 @@ DEVICES = ("auto", "gpu", "tpu", "cpu")
 class CampaignSettings:
     """Settings of ``opcast campaign``."""
 
-    out: Annotated[Path, Option("Folder to write; the same one again goes on.")]
+    out: Annotated[Path, Option("Folder to write; the same one again goes on.", check=folder)]
     budget_s: Annotated[
         float,
         Option("Time of all slices together.", ("--budget",), parse=seconds_of, typed="25m"),

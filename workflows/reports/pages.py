@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .settings import PagesSettings
 
 #: Command that writes the pages.
-MADE_BY = "opcast report pages docs/accuracy"
+MADE_BY = "opcast report pages --out docs/accuracy"
 #: Marks a page as generated, as the other reports.
 MARK = f"> **Generated** by `{MADE_BY}`; do not edit it by hand.\n"
 #: What splits of published operators hold.

@@ -56,7 +56,7 @@ class PagesSettings(Settings):
     """Settings of ``opcast report pages``."""
 
     command: ClassVar[str] = "report pages"
-    out: Annotated[Path, Option("Folder to write.", argument=True)]
+    out: Annotated[Path, Option("Folder to write.", check=folder)]
 
 
 @dataclass(frozen=True)

@@ -48,5 +48,5 @@ def test_a_table_in_markdown() -> None:
 
 
 def test_the_command_writes_them(tmp_path: Path) -> None:
-    assert opcast("report", "pages", tmp_path / "new").returncode == 0
+    assert opcast("report", "pages", "--out", tmp_path / "new").returncode == 0
     assert (tmp_path / "new" / "steps.md").read_text("utf-8") == pages()["steps.md"]
