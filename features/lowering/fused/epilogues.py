@@ -25,10 +25,14 @@ def fuse_epilogues(clusters: Clusters) -> None:
         clusters: One op each; changed in place.
     """
     for node in clusters.nodes:
+        call = clusters.by_root.get(id(node))
+        # A generated product has taken in what follows it already (generated.py).
+        if call is None or call.library:
+            continue
         if node.opcode in PRODUCTS and not clusters.fused_products:
-            _Epilogue(clusters, clusters.by_root[id(node)]).run()
+            _Epilogue(clusters, call).run()
         elif node.opcode == "sort":
-            _take_positions(clusters, clusters.by_root[id(node)])
+            _take_positions(clusters, call)
 
 
 def _take_positions(clusters: Clusters, call: Cluster) -> None:

@@ -25,6 +25,7 @@ from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
+from .generated import fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
 from .loops import (
     copy_loop_state,
@@ -37,7 +38,7 @@ from .loops import (
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, fuse_conversions, sink_transposes, widen_products
+from .products import canonical_dots, sink_transposes, widen_products
 from .reductions import (
     pad_products,
     reduce_vector_products,
@@ -159,7 +160,7 @@ def _fused(
                 names.append(emitter.add(body))
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph, fused_products=machine.fused_products)
-    fuse_conversions(clusters, machine.converted)
+    fuse_generated(clusters, machine.converted, is_entry=is_entry)
     fuse_epilogues(clusters)
     if machine.tensor_fusion and not machine.fused_products:
         fuse_softmax(clusters)

@@ -9,13 +9,13 @@ there. Other orders need a transpose of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from ...ir.program import DTYPE_BITS, TensorType
-from .clusters import Clusters, source_of
+from .clusters import source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
 
@@ -179,40 +179,6 @@ def _order(side: _Operand) -> str:
         return ""
     missing = [role for role in "bfc" if role not in order]
     return "".join(missing) + order
-
-
-def fuse_conversions(clusters: Clusters, converted: Collection[str]) -> None:
-    """Let products convert their operands themselves, as kernels that are generated do.
-
-    XLA's GemmFusion does so for arguments of any width, and for what a kernel made if it is no
-    wider. Other readers of the conversion have one of their own.
-
-    Args:
-        clusters: One op each; changed in place.
-        converted: Types that can be converted from.
-    """
-    for node in clusters.nodes:
-        # A TPU's product takes in more than conversions.
-        if node.opcode != "dot" or clusters.fused_products:
-            continue
-        sources = {id(own): own for own in map(source_of, node.operands)}
-        taken = [own for own in sources.values() if _is_conversion(own, converted)]
-        if not taken:
-            continue
-        call = clusters.by_root[id(node)]
-        clusters.remove(call)
-        call.members.update({clusters.position[id(own)]: own for own in taken})
-        clusters.add(call)
-        for own in taken:
-            if id(own) not in clusters.kept and not clusters.readers.get(id(own)):
-                clusters.remove(clusters.by_root[id(own)])
-
-
-def _is_conversion(node: Node, converted: Collection[str]) -> bool:
-    if node.opcode != "convert" or node.operands[0].type.dtype not in converted:
-        return False
-    before, after = (DTYPE_BITS[n.type.dtype] for n in (node.operands[0], node))
-    return before <= after or source_of(node.operands[0]).opcode in ("parameter", "constant")
 
 
 def widen_products(graph: Graph, narrow: frozenset[str] | None) -> None:

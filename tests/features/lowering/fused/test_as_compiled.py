@@ -339,3 +339,51 @@ def test_a_product_of_a_format_that_the_chip_lacks_is_one_of_16_bits(dtype, devi
     assert (product.kind, product.bytes_in) == ("gemm", 2 * width * 4096**2)
     # Each operand is widened by a kernel of its own.
     assert len(found) == (1 if width == 1 else 3)
+
+
+def scaled(b, s):
+    return b.astype(BF16) * s
+
+
+@pytest.mark.parametrize("device", ["l40s", "a100-sxm-80gb", "h100-sxm"])
+@pytest.mark.parametrize(
+    ("function", "scale", "passes"),
+    [
+        (lambda a, b, s: a @ scaled(b, s), spec(8192, dtype=BF16), 0),
+        (lambda a, b, s: a @ scaled(b, s[:, None]), spec(4096, dtype=BF16), 0),
+        (lambda a, b, s: a @ scaled(b, s), spec(dtype=BF16), 0),
+        (lambda a, b, s: a @ ((b.astype(BF16) - s) * s), spec(8192, dtype=BF16), 0),
+        # A scale of groups, one that a kernel makes, and arithmetic that is narrowed after it.
+        (
+            lambda a, b, s: a @ scaled(b.reshape(32, 128, 8192), s[:, None]).reshape(4096, 8192),
+            spec(32, 8192, dtype=BF16),
+            1,
+        ),
+        (lambda a, b, s: a @ scaled(b, jax.lax.sort(s)), spec(8192, dtype=BF16), 1),
+        (lambda a, b, s: a @ (b.astype(F32) * s).astype(BF16), spec(8192), 1),
+        # After the product: the scale of a column and an activation, not what widens it.
+        (lambda a, b, s: jnp.tanh((a @ b.astype(BF16)) * s), spec(8192, dtype=BF16), 0),
+        (lambda a, b, s: (a @ b.astype(BF16)).astype(F32) * s, spec(8192), 1),
+    ],
+)
+def test_a_product_scales_what_it_converts(function, scale, passes, device):
+    """As XLA's compilers have it for these functions and devices."""
+    rows, matrix = spec(2048, 4096, dtype=BF16), spec(4096, 8192, dtype=jnp.int8)
+    found = kernels(function, rows, matrix, scale, device=find_device(device))
+    (product,) = [k for k in found if k.kind == "gemm"]
+    assert len([k for k in found if k.kind == "fusion"]) == passes
+    if not passes:
+        vector = jnp.dtype(scale.dtype).itemsize * scale.size
+        assert product.bytes_in == 2 * 2048 * 4096 + 4096 * 8192 + vector
+        assert product.bytes_out == 2 * 2048 * 8192
+
+
+def test_a_product_adds_an_argument_to_what_it_scales():
+    def added(a, b, s, r):
+        return r + (a @ b.astype(BF16)) * s
+
+    arguments = spec(2048, 4096, dtype=BF16), spec(4096, 8192, dtype=jnp.int8)
+    vector, matrix = spec(8192, dtype=BF16), spec(2048, 8192, dtype=BF16)
+    (product,) = kernels(added, *arguments, vector, matrix)
+    read = 2 * 2048 * 4096 + 4096 * 8192 + 2 * 8192 + 2 * 2048 * 8192
+    assert (product.bytes_in, product.bytes_out) == (read, 2 * 2048 * 8192)

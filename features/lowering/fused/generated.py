@@ -1,0 +1,186 @@
+"""Products whose kernels are generated: they convert and scale what they multiply themselves.
+
+As XLA's GemmFusion does (JAX 0.10, read off modules compiled for an L40S, an A100 and an H100). A
+product takes in the conversion of its operand, and arithmetic on the converted values with an
+argument that is repeated along whole dimensions (the scale of a column or a row, a zero point), but
+not with one that holds for a group of a dimension, with a matrix, or with what another kernel made.
+It goes on with elementwise ops on its result for as long as nothing else reads it and it gets no
+wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from ...ir.program import DTYPE_BITS
+from .clusters import Cluster, Clusters, source_of
+from .folding import is_elementwise, splat
+from .graph import Node
+
+#: How arithmetic on bf16 is written where a GPU has none: in the second, between conversions
+#: (:func:`opcast.features.lowering.fused.lower.widen`).
+_NARROW, _WIDE = "bf16", "f32"
+
+
+def fuse_generated(clusters: Clusters, converted: Collection[str], *, is_entry: bool) -> None:
+    """Make each product that converts its operands one cluster with all that its kernel does.
+
+    Other readers of what it computes have kernels of their own for it.
+
+    Args:
+        clusters: One op each; changed in place.
+        converted: Types that can be converted from.
+        is_entry: Whether parameters are arguments; those of a loop are elements of its state.
+    """
+    known = ("parameter", "constant") if is_entry else ("constant",)
+    for node in clusters.nodes:
+        # A TPU's product takes in more than this.
+        if node.opcode == "dot" and not clusters.fused_products:
+            _Generated(clusters, clusters.by_root[id(node)], converted, known).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """A product's cluster, types that it converts from, and ops whose values it may repeat."""
+
+    clusters: Clusters
+    call: Cluster
+    converted: Collection[str]
+    known: tuple[str, ...]
+
+    def run(self) -> None:
+        """Fuse what makes the operands; if that is anything, what follows, too."""
+        root = self.call.root
+        taken = [
+            own
+            for operand in root.operands
+            for own in self._made(source_of(operand), operand.type.shape, wide=False)
+        ]
+        if taken:
+            self.call.library = True
+            self._take(root, taken)
+            self._follow()
+
+    def _made(self, node: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
+        """List the nodes of an operand from its conversion on; none if a kernel has to make it.
+
+        Args:
+            node: Makes a value of the operand.
+            shape: In which the product reads the operand.
+            wide: Whether the value is one of bf16, written in f32.
+        """
+        if not wide and self._is_conversion(node):
+            return [node]
+        if node.opcode == "convert":
+            between = (node.operands[0].type.dtype, node.type.dtype)
+            if between != ((_NARROW, _WIDE) if wide else (_WIDE, _NARROW)):
+                return []
+            rest = self._made(source_of(node.operands[0]), shape, wide=not wide)
+            return [node, *rest] if rest else []
+        if not is_elementwise(node) or len(node.operands) != 2:
+            return []
+        for value, factor in (node.operands, node.operands[::-1]):
+            scale = self._repeated(factor, shape, wide=wide)
+            rest = self._made(source_of(value), shape, wide=wide) if scale else []
+            if rest:
+                return [node, *scale, *rest]
+        return []
+
+    def _is_conversion(self, node: Node) -> bool:
+        # Of arguments from any width, of what a kernel made if it is no wider.
+        if node.opcode != "convert" or node.operands[0].type.dtype not in self.converted:
+            return False
+        before, after = (DTYPE_BITS[n.type.dtype] for n in (node.operands[0], node))
+        return before <= after or source_of(node.operands[0]).opcode in ("parameter", "constant")
+
+    def _repeated(self, value: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
+        """List the nodes of an argument or constant that is repeated; none for other values."""
+        node, outside = _narrow(source_of(value), wide=wide)
+        if node.opcode != "broadcast":
+            return []
+        if splat(node) is not None:
+            return [*outside, node]
+        # The conversion may stand before or after the repetition, which costs less before.
+        wide = wide and not outside
+        inner, inside = _narrow(source_of(node.operands[0]), wide=wide)
+        fits = inner.opcode in self.known and _fills_dimensions(node, shape)
+        return [*outside, node, *inside] if fits and (inside or not wide) else []
+
+    def _matrix(self, value: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
+        """List an argument of the result's size and its conversion; none for other values."""
+        node, nodes = _narrow(source_of(value), wide=wide)
+        fits = node.opcode in self.known and node.size == prod(shape)
+        return [*nodes, node] if fits else []
+
+    def _take(self, root: Node, nodes: list[Node]) -> None:
+        """Compute nodes in the product's kernel, and drop those kernels that nothing else reads."""
+        clusters, call = self.clusters, self.call
+        clusters.remove(call)
+        if root not in call.roots:
+            clusters.remove(clusters.by_root[id(root)])
+        call.members.update({clusters.position[id(own)]: own for own in nodes})
+        call.roots = [root]
+        clusters.add(call)
+        # Readers first, so that what only they read goes, too.
+        for own in reversed(clusters.members(call)):
+            kernel = clusters.by_root.get(id(own), call)
+            if kernel is call or id(own) in clusters.kept or clusters.readers.get(id(own)):
+                continue
+            clusters.remove(kernel)
+
+    def _follow(self) -> None:
+        """Fuse the elementwise ops after the product, up to the last whose result is no wider."""
+        node, taken = self.call.root, list[Node]()
+        width, shape = DTYPE_BITS[node.type.dtype], node.type.shape
+        while (reader := self._only_reader(node)) is not None:
+            # Without bf16 arithmetic each op stands between conversions.
+            wide = DTYPE_BITS[node.type.dtype] > width
+            others = [o for o in reader.operands if source_of(o) is not node]
+            extra = [
+                self._repeated(o, shape, wide=wide) or self._matrix(o, shape, wide=wide)
+                for o in others
+            ]
+            # A square, which reads the product twice, is not taken.
+            single = len(others) == len(reader.operands) - 1 <= 1
+            if not (is_elementwise(reader) and single and all(extra)):
+                return
+            taken += [reader, *(n for own in extra for n in own if n.opcode != "parameter")]
+            node = reader
+            if DTYPE_BITS[node.type.dtype] <= width:
+                self._take(node, taken)
+                taken = []
+
+    def _only_reader(self, node: Node) -> Node | None:
+        readers = list(self.clusters.readers.get(id(node), {}).values())
+        if id(node) in self.clusters.kept or len(readers) != 1 or len(readers[0].members) != 1:
+            return None
+        return readers[0].root
+
+
+def _narrow(node: Node, *, wide: bool) -> tuple[Node, list[Node]]:
+    """Look through a conversion from bf16 if ``wide``; return what it reads, and the conversion."""
+    if wide and node.opcode == "convert" and node.operands[0].type.dtype == _NARROW:
+        return source_of(node.operands[0]), [node]
+    return node, []
+
+
+def _fills_dimensions(broadcast: Node, shape: tuple[int, ...]) -> bool:
+    """Return whether no dimension of ``shape`` is repeated in part, as a scale of groups is."""
+    kept = broadcast.attrs.get("dimensions", ())
+    ends = iter(size for size in shape if size != 1)
+    left, right, roles = 1, 1, set[bool]()
+    for d, size in enumerate(broadcast.type.shape):
+        if size == 1:
+            continue
+        left *= size
+        roles.add(d in kept)
+        # Both shapes have the same elements: dimensions match where their products agree.
+        while right < left:
+            right *= next(ends)
+        if len(roles) > 1:
+            return False
+        if left == right:
+            roles.clear()
+    return True
