@@ -347,13 +347,24 @@ def _predict_xla(asked: Asked, shown: Shown, many: bool) -> None:
 
 
 def _note_whole(programs: Sequence[Path]) -> None:
-    """Say for which programs one device runs the whole in any case."""
+    """Say for which programs the option changes nothing, and why."""
     from ..predict.program.case import states_several
 
-    alone = [p.name for p in programs if not (p.is_file() and states_several(p))]
-    if alone:
-        names = ", ".join(alone)
-        typer.echo(f"note: --whole changes nothing for one device's program: {names}", err=True)
+    files = [p for p in programs if p.is_file()]
+    functions = [str(p) for p in programs if p not in files]
+    if functions:
+        typer.echo(
+            "note: --whole changes headers of files alone, not of what is lowered from functions "
+            f"or modules: {', '.join(functions)}",
+            err=True,
+        )
+    single = [p.name for p in files if not states_several(p)]
+    if single:
+        typer.echo(
+            "note: --whole changes nothing where a header states one device, which runs the whole "
+            f"whatever the shardings: {', '.join(single)}",
+            err=True,
+        )
 
 
 @dataclass(frozen=True)
