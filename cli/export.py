@@ -99,7 +99,7 @@ def _export_step(workload: str, case: PlannedStep, out: Path, model: str) -> Jso
     operators = load_step_model(OPERATOR_MODEL if model == "default" else model)
     predictor = case.predictor(case.cluster, operators)
     where = predictor.cluster
-    prediction = predictor.predict(work, case.plan_on(where, work), remedy=False)
+    prediction = predictor.predict(work, case.taken(predictor, work).plan, remedy=False)
     return export_step(prediction, predictor.costs(work), where, predictor.spec, out)
 
 

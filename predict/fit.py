@@ -14,9 +14,8 @@ from .operator.torch_memory import usable_bytes
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..features.ir.program import Program
-    from ..simulate.clusters.topology import Cluster
-    from ..simulate.step.plan import Plan
     from ..simulate.step.workload import Workload
+    from .cluster.step_case import PlannedStep
     from .operator.torch_framework import TorchPredictor
     from .operator.torch_memory import TorchMemory
     from .program.case import ProgramCase
@@ -252,16 +251,12 @@ def torch_fit(
     )  # fmt: skip
 
 
-def step_fit(
-    workload: Workload, cluster: Cluster, plan: Plan, framework: str, risk: float, subject: str
-) -> MemoryFit:
+def step_fit(case: PlannedStep, workload: Workload, risk: float, subject: str) -> MemoryFit:
     """Find out whether a training step fits the devices of a cluster.
 
     Args:
+        case: Plan, cluster and framework.
         workload: The model.
-        cluster: The devices.
-        plan: How it is spread over them.
-        framework: Who runs it; empty for an average one.
         risk: Largest probability of running out that is accepted.
         subject: Name of the model.
 
@@ -270,27 +265,29 @@ def step_fit(
     """
     from ..models.core.registry import OPERATOR_MODEL
     from ..models.steps.memory import interval_of
-    from ..models.steps.model import StepModel
     from .cluster.step import StepPredictor
-    from .devices import cluster_device
     from .operator.step_operators import load_step_model
 
-    spec, learned = cluster_device(cluster), StepModel.find()
-    learned.check_framework(framework)
+    usual = case.predictor(case.cluster, load_step_model(OPERATOR_MODEL))
+    spec, cluster, framework = usual.spec, usual.cluster, usual.framework
     capacity = _capacity(spec)
-    operators = load_step_model(OPERATOR_MODEL)
+    plan, other, why = case.taken(usual, workload)
     # Of a plan that fits as likely as is wanted, the peak is at most this.
-    unit = interval_of(learned.memory, framework.lower(), 1.0)
-    margin = allowed(unit, capacity, risk)
+    unit = interval_of(usual.learned.memory, framework, 1.0)
+    margin = replace(spec, memory_bytes=allowed(unit, capacity, risk))
     predictor = StepPredictor(
-        cluster, operators, replace(spec, memory_bytes=margin), framework, learned=learned
+        cluster, None, margin, framework, learned=usual.learned, latency=usual.latency
     )
     found = predictor.predict(workload, plan)
     worst = found.fit.worst
     parts = {name: own for name, own in worst.to_dict().items() if name != "total"}
-    needed = interval_of(learned.memory, framework.lower(), worst.total)
+    needed = interval_of(usual.learned.memory, framework, worst.total)
+    notes: tuple[str, ...] = ()
+    if other is not None:
+        least = usual.fit(workload, other).worst.total
+        notes = (f"{why} it needs {least / 2**30:.2f} GiB",)
     return MemoryFit(
         f"{subject} with {found.plan.text()} on {cluster.name}", spec.name, needed, capacity, parts,
         risk, found.fit.change or "", f"counted, by {framework or 'an average framework'}",
-        beside="" if found.fit.host_fits else found.fit.reason(),
+        notes, beside="" if found.fit.host_fits else found.fit.reason(),
     )  # fmt: skip

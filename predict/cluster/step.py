@@ -17,7 +17,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import board_law, cap_share, under_cap
-from ...models.steps.context import FRAMEWORKS, OWN, StepContext, device_context, is_compiled
+from ...models.steps.context import OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import law_of
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
@@ -26,7 +26,7 @@ from ...simulate.step.compose import StepSpread, StepTime, sample_steps, step_ti
 from ...simulate.step.costs import Costs
 from ...simulate.step.fitting import Fit, find_fit, memory_of
 from ...simulate.step.memory import StageMemory, box_host
-from ...simulate.step.plan import Plan, idle_setting, resolved
+from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.traffic import sharding_note
 from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
@@ -34,6 +34,7 @@ from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
 from .network import cluster_costs, host_of
 from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, widened_note
+from .recipes import as_run
 from .spread import step_interval
 from .waterfall import Term, Waterfall
 
@@ -270,15 +271,7 @@ class StepPredictor:
         counts = step.busiest.counts()
         # Already priced while the step was composed; nothing is predicted again.
         seconds = {c: float(own.ops[c][0]) * own.effects.of(c) * n for c, n in counts.items()}
-        capacity = self.spec.memory_bytes
-        # A device file may omit the capacity; everything then fits rather than nothing.
-        host = host_of(self.cluster, self.spec)
-        fit = Fit(
-            self._memory(workload, plan),
-            capacity or np.inf,
-            offloaded=box_host(workload, plan, host.box),
-            host=host,
-        )
+        fit = self._fit(workload, plan)
         # The search composes many neighbouring plans; sweeps turn it off, since they try them
         # anyway.
         if remedy and not fit.fits:
@@ -286,7 +279,7 @@ class StepPredictor:
             def seconds_of(changed: Plan) -> float:
                 return step_time(workload, changed, own).total
 
-            fit = find_fit(workload, plan, fit.capacity, seconds_of, self._memory, host)
+            fit = find_fit(workload, plan, fit.capacity, seconds_of, self._memory, fit.host)
         spread = None
         if jitter:
             spread = sample_steps(plan, step, jitter, draws, seed)
@@ -342,6 +335,15 @@ class StepPredictor:
             ),
         )
 
+    def fit(self, workload: Workload, plan: Plan) -> Fit:
+        """Memory of a plan as :meth:`predict` counts it, without its time; no change is looked for.
+
+        Raises:
+            PlanError: The plan does not fit the model or the cluster.
+        """
+        plan = resolved(workload, as_run(workload, plan, self.framework), self.cluster.size)
+        return self._fit(as_multiplied(workload, self.spec), plan)
+
     def costs(self, workload: Workload) -> Costs:
         """Times of operators and collectives as :meth:`predict` takes them for a workload."""
         return self._learned(as_multiplied(workload, self.spec))[1]
@@ -364,47 +366,19 @@ class StepPredictor:
             shares[scope] = shares.get(scope, 0.0) + value / total
         return shares
 
+    def _fit(self, workload: Workload, plan: Plan) -> Fit:
+        host = host_of(self.cluster, self.spec)
+        return Fit(
+            self._memory(workload, plan),
+            # A device file may omit the capacity; everything then fits rather than nothing.
+            self.spec.memory_bytes or np.inf,
+            offloaded=box_host(workload, plan, host.box),
+            host=host,
+        )
+
     def _memory(self, workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
         law = law_of(self.learned.memory, self.framework)
         return tuple(law.applied(stage) for stage in memory_of(workload, plan))
-
-
-def as_run(workload: Workload, plan: Plan, framework: str) -> Plan:
-    """The plan with what recipes of a framework do of parameters and gradients, where it is silent.
-
-    Args:
-        workload: The model, of which some settings of recipes change nothing.
-        plan: What is said.
-        framework: Lower case.
-    """
-    recipe = FRAMEWORKS["recipes"].get(framework, {})
-    for key in ("reduce", "quantized_weights"):
-        own = getattr(plan, key) in ("", None) and key in recipe
-        # What changes nothing is refused where it is said, so it is not said here either.
-        if own and not idle_setting(workload, changed := plan.changed(**{key: recipe[key]})):
-            plan = changed
-    return plan
-
-
-def interleaved(plan: Plan, workload: Workload, devices: int, framework: str) -> Plan:
-    """The plan, which says nothing of chunks, with those that recipes of a framework would take.
-
-    Args:
-        plan: What is said.
-        workload: The model.
-        devices: Of the cluster.
-        framework: Lower case.
-
-    Raises:
-        PlanError: The plan does not fit the model or the cluster.
-    """
-    if workload.mode != "train":
-        return plan
-    chunk = FRAMEWORKS["recipes"].get(framework, {}).get("chunk", 0)
-    virtual = workload.layers // (plan.pp * chunk) if chunk else 1
-    if plan.pp == 1 or virtual < 2 or resolved(workload, plan, devices).microbatches % plan.pp:
-        return plan
-    return plan.changed(schedule="interleaved", virtual=virtual)
 
 
 def _by_name(seconds: dict[Op, float]) -> dict[str, float]:

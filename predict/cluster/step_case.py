@@ -28,11 +28,10 @@ from ...simulate.step.settings import SizesOpt
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
-    from ...models.steps.model import StepModel
     from ...simulate.clusters.topology import Cluster
-    from ...simulate.step.fitting import Fit
     from ...simulate.step.plan import Plan
     from ...simulate.step.workload import Workload
+    from .recipes import Taken
     from .step import StepPrediction, StepPredictor
 
 
@@ -113,6 +112,18 @@ class PlannedStep(StepsBy):
             raise PlanError(idle, where="plan", hint="leave it out")
         return plan
 
+    def taken(self, predictor: StepPredictor, work: Workload) -> Taken:
+        """The plan as it is taken on a predictor's cluster, where it may be silent.
+
+        Raises:
+            PlanError: As of :meth:`plan_on`, or the plan does not fit the workload or the cluster.
+        """
+        from ...simulate.step.plan import says_schedule
+        from .recipes import Taken, taken
+
+        plan = self.plan_on(predictor.cluster, work)
+        return Taken(plan) if says_schedule(self.plan) else taken(predictor, work, plan)
+
 
 @dataclass(frozen=True)
 class StepCase(PlannedStep):
@@ -150,55 +161,25 @@ class StepCase(PlannedStep):
         Raises:
             OpcastError: The plan does not fit the workload or the cluster.
         """
-        from .step import interleaved
-
-        said = self.plan_on(predictor.cluster, work)
-        plan, other = said, None
-        if not any(word in self.plan for word in ("schedule", "virtual", "chunks", ".y")):
-            plan = interleaved(said, work, predictor.cluster.size, predictor.framework)
-        if plan != said:
-            other = predictor.predict(work, said, speeds=self.speed, remedy=False)
-            chunks = predictor.predict(work, plan, speeds=self.speed, remedy=False)
-            if other.fit.fits and not may_fit(predictor.learned, predictor.framework, chunks.fit):
-                # Whoever lacks memory for the activations of chunks alone does not interleave.
-                plan, other = said, chunks
+        own = self.taken(predictor, work)
         found = predictor.predict(
             work,
-            plan,
+            own.plan,
             self.jitter,
             self.speed,
             seed=self.seed,
             explain=self.explain,
             price=self.price,
         )
-        return found if other is None else _either(found, other, predictor.framework)
+        if own.other is None:
+            return found
+        other = predictor.predict(work, own.other, speeds=self.speed, remedy=False)
+        return _either(found, other, own.why)
 
 
-def may_fit(learned: StepModel, framework: str, fit: Fit) -> bool:
-    """Whether a plan fits by the lower end of the interval of its memory."""
-    from ...models.steps.memory import interval_of
-
-    return fit.host_fits and (
-        interval_of(learned.memory, framework, fit.worst.total).lo <= fit.capacity
-    )
-
-
-def _either(found: StepPrediction, other: StepPrediction, framework: str) -> StepPrediction:
+def _either(found: StepPrediction, other: StepPrediction, why: str) -> StepPrediction:
     """A step whose pipeline may be interleaved or not: one interval for both."""
-    whose = f"recipes of {framework}" if framework else "published runs of large models"
-    taken = f"virtual={found.plan.virtual} is taken, as in {whose}; with schedule=1f1b"
-    if not found.fit.fits and other.fit.fits:
-        taken = (
-            f"virtual={found.plan.virtual} is taken, as in {whose}, whose memory the error of the "
-            "count allows; with schedule=1f1b, which fits,"
-        )
-    if found.plan.virtual == 1:
-        taken = "schedule=1f1b is taken, since it fits and the activations of more chunks do not; "
-        taken += f"with virtual={other.plan.virtual}, as in {whose},"
-    note = (
-        f"the plan does not say whether its pipeline is interleaved: {taken} it takes "
-        f"{duration(other.step.total * 1e6)}; the interval holds both"
-    )
+    note = f"{why} it takes {duration(other.step.total * 1e6)}; the interval holds both"
     lo = min(found.interval.lo, other.interval.lo)
     hi = max(found.interval.hi, other.interval.hi)
     interval = found.interval._replace(lo=lo, hi=hi)

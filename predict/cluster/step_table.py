@@ -35,7 +35,8 @@ from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
 from ..operator.step_operators import OperatorLatency
 from .case_table import FAULTS, Cells, case_data, noted_share, noted_sizes, reason_of
 from .peaks import as_multiplied
-from .step import StepPrediction, StepPredictor, as_run, interleaved
+from .recipes import as_run, interleaved
+from .step import StepPrediction, StepPredictor
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,9 @@ def _changes(plan: Plan) -> Iterator[Mapping[str, object]]:
         yield from ({"zero": stage} for stage in (1, 2, 3) if stage > plan.zero)
     if plan.fsdp > 1 and plan.stage < 3:
         yield {"zero": 3}
+    if plan.virtual > 1:
+        # Activations of one chunk instead of several, two settings that go together.
+        yield {"schedule": "1f1b", "virtual": 1}
     yield {"microbatches": plan.microbatches * 2}
     if plan.tp > 1 and not plan.sp:
         yield {"sp": True}

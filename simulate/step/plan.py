@@ -14,6 +14,7 @@ from math import isqrt
 from typing import Any, NamedTuple
 
 from ...common.errors import PlanError
+from ...common.types import JsonObject
 from .settings import build, read_pairs
 from .workload import Workload, layer_kinds
 
@@ -224,12 +225,16 @@ class Plan:
         return replace(self, **changes)
 
     def text(self) -> str:
-        """Return the settings that differ from the defaults, as ``tp=8,pp=4``."""
+        """Return the settings that differ from the defaults, and the schedule of a pipeline.
+
+        A text without the latter is silent on it, which is not the default.
+        """
         default = Plan()
         parts = [
             f"{f.name}={str(getattr(self, f.name)).lower()}"
             for f in fields(self)
             if getattr(self, f.name) != getattr(default, f.name)
+            or (f.name == "schedule" and self.pp > 1)
         ]
         return ",".join(parts) or "dp=1"
 
@@ -240,7 +245,7 @@ def parse_plan(text: str) -> Plan:
     Raises:
         PlanError: The text is malformed, or a key or value is not known.
     """
-    values = {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
+    values = _read(text)
     # Sequence parallelism is a switch; tools that give a degree can only mean tp.
     if str(values.get("sp", "")).isdigit() and int(values["sp"]) > 1:
         if int(values["sp"]) != int(str(values.get("tp", 1))):
@@ -254,6 +259,16 @@ def parse_plan(text: str) -> Plan:
     if str(values.get("virtual", 1)) != "1":
         values.setdefault("schedule", "interleaved")
     return build(Plan, values, "plan")
+
+
+def says_schedule(text: str) -> bool:
+    """Whether a well-formed plan says of its pipeline's schedule or chunks."""
+    return not _read(text).keys().isdisjoint(("schedule", "virtual"))
+
+
+def _read(text: str) -> JsonObject:
+    """Settings by the names of a plan's fields."""
+    return {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
 
 
 def idle_setting(workload: Workload, plan: Plan) -> str:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import resource
 import time
+from statistics import mean
 
 from common import best, show
+from opcast.common.types import JsonObject
 from opcast.models.operators import OpModel
 from opcast.predict.cluster.step import StepPredictor
+from opcast.predict.devices import cluster_device
 from opcast.predict.locate import OPERATOR_MODEL, find_model
+from opcast.predict.screen import screen
+from opcast.predict.sweep.space import candidates
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import make_workload
+from opcast.simulate.step.workload import make_workload, read_workload
 from opcast.tests.reference.by_rank import Wire
 from opcast.tests.reference.rank_check import PLANS, compare_ranks
 
@@ -23,6 +30,8 @@ SIZES = {
     16: "tp=8,pp=2,dp=1", 128: "tp=8,pp=2,dp=8", 1024: "tp=8,pp=8,dp=16",
     4096: "tp=8,pp=8,dp=64", 16384: "tp=8,pp=8,dp=256",
 }  # fmt: skip
+#: Model, batch and cluster of the plans that are screened.
+SCREENED = (("llama-3-70b", 256, "dgx-h100-x256"), ("llama-3.1-405b", 512, "dgx-h100-x512"))
 
 
 def main() -> None:
@@ -38,8 +47,39 @@ def main() -> None:
         note = f"{text}; {(peak_bytes() - loaded) / 1e6:.0f} MB above the loaded model"
         show(f"a step of 32 layers on {devices} devices", best(predict), 1.0, note)
     show("memory above the loaded model (GB)", (peak_bytes() - loaded) / 1e9, 0.5)
+    screened()
     for bandwidth in (20e9, 200e9):
         compare(Wire(2e-6, bandwidth))
+
+
+def screened() -> None:
+    """Processor time of a candidate of ``opcast screen``, with prices that are new to the process.
+
+    Plans are drawn from those of a sweep; of their pipelines no schedule is said.
+    """
+    for model, batch, cluster in SCREENED:
+        settings = {"batch": batch, "seq": 4096}
+        work, found = read_workload(model, settings), find_cluster(cluster)
+        own = candidates(work, {"": found}, [batch], {"schedule": ["1f1b"]})
+        random.Random(0).shuffle(own)
+        device = cluster_device(found)
+        kinds: dict[str, list[JsonObject]] = {}
+        for plan in (candidate.plan for candidate in own):
+            kind = "pipelines" if plan.pp > 1 else "other plans"
+            needed = max(stage.total for stage in memory_of(work, plan))
+            kind += " that fit" if needed <= device.memory_bytes else " that do not fit"
+            text = plan.text().replace(",schedule=1f1b", "")
+            case = {"workload": model, "set": settings, "cluster": cluster, "plan": text}
+            kinds.setdefault(kind, []).append(case)
+        for kind, cases in sorted(kinds.items()):
+            screen(cases[:1])
+            times = []
+            for case in cases[1:41]:
+                start = time.process_time()
+                screen([case])
+                times.append(time.process_time() - start)
+            note = f"{1 / mean(times):.0f} a second, at most {max(times):.2g} s"
+            show(f"screen {model} on {cluster}, {kind}", mean(times), 0.5, note)
 
 
 def compare(wire: Wire) -> None:

@@ -96,15 +96,10 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
     """
     from ...predict.cluster.step_case import PlannedStep
     from ...predict.fit import step_fit
-    from ...simulate.clusters.catalogue import find_cluster
     from ...simulate.step.workload import read_workload
 
     own = settings
     work = read_workload(workload, own.settings)
     names = [own.cluster] if own.cluster else [f"{name}-x1" for name in own.device.split(",")]
-    found = []
-    for name in names:
-        cluster = find_cluster(name)
-        plan = PlannedStep(cluster=name, plan=own.plan).plan_on(cluster, work)
-        found.append(step_fit(work, cluster, plan, own.framework, own.risk, Path(workload).stem))
-    return found
+    cases = (PlannedStep(cluster=n, plan=own.plan, framework=own.framework) for n in names)
+    return [step_fit(case, work, own.risk, Path(workload).stem) for case in cases]

@@ -3,7 +3,6 @@ import math
 import re
 import resource
 import time
-from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 
@@ -18,8 +17,8 @@ from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.network import ClusterNetwork, learned_time
-from opcast.predict.cluster.step import StepPredictor, as_run, interleaved, least_seconds
-from opcast.predict.cluster.step_case import StepCase, may_fit
+from opcast.predict.cluster.step import StepPredictor, least_seconds
+from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, step_row
 from opcast.predict.page.cluster import step_data, step_page
@@ -33,8 +32,7 @@ from opcast.simulate.step.costs import Estimate
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
-from opcast.simulate.step.plan import Group, Plan, idle_setting, parse_plan, resolved
-from opcast.simulate.step.presets import preset_names
+from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
 from opcast.simulate.step.workload import make_workload, read_workload
 
 LLAMA = {
@@ -124,101 +122,10 @@ def test_a_box_that_is_filled_in_part_has_fewer_ports():
     assert network._ranks(Group(32, 4)) == range(0, 128, 4)
 
 
-def test_a_pipeline_of_which_nothing_is_said_is_as_in_recipes():
-    def asked(plan):
-        case = StepCase(cluster="dgx-h100-x64", framework="nemo", plan=plan, model="roofline")
-        return case.predict(make_workload("llama", LLAMA), None)
-
-    found, plain = asked("tp=4,pp=4,dp=4"), asked("tp=4,pp=4,dp=4,schedule=1f1b")
-    # 32 layers in 4 stages, chunks of two.
-    assert found.plan.virtual == 4 and found.step.total < plain.step.total
-    assert found.interval.hi >= plain.step.total
-    (note,) = [note for note in found.notes() if "interleaved" in note]
-    assert "virtual=4" in note and "nemo" in note
-    assert not [note for note in plain.notes() if "interleaved" in note]
-
-
-@pytest.mark.parametrize(
-    ("recompute", "fits"),
-    # Activations of 1F1B and of three chunks: with the rest 86 and 106 GiB a device of 80, 68 and
-    # 81 GiB without the matrices of attention, 34 and 35 GiB with those of a layer at a time.
-    [("none", (False, False)), ("selective", (True, False)), ("full", (True, True))],
-)
-def test_a_pipeline_is_interleaved_where_that_fits(recompute, fits):
-    def asked(schedule):
-        plan = f"tp=8,pp=16,dp=4,zero=1,recompute={recompute}{schedule}"
-        case = StepCase(cluster="dgx-h100-x512", plan=plan, model="roofline")
-        return case.predict(make_workload("llama", {**LLAMA_405B, "batch": 256, "seq": 8192}), None)
-
-    plain, chunks = asked(",schedule=1f1b"), asked(",schedule=interleaved,virtual=3")
-    assert (plain.fit.fits, chunks.fit.fits) == fits
-    # 81 GiB are within the error of the count, and where neither fits nothing speaks for 1F1B.
-    found = asked("")
-    assert found.plan == chunks.plan and found.step.total == chunks.step.total
-    assert found.interval.lo == min(plain.interval.lo, chunks.interval.lo)
-    assert found.interval.hi == max(plain.interval.hi, chunks.interval.hi)
-    (note,) = [note for note in found.notes() if "interleaved" in note]
-    assert ("error of the count" in note) == (fits == (True, False))
-
-
-@pytest.mark.parametrize(("gib", "may"), [(79, True), (103, True), (105, False)])
-def test_chunks_are_given_up_where_the_error_of_the_memory_does_not_allow_them(gib, may):
-    stage = StageMemory(0.0, 0.0, 0.0, gib * 2.0**30, 0.0, 0.0, 0.0)
-    # The lower end is exp(-0.26) of the count: 80 GiB of 103.8.
-    assert may_fit(StepModel(), "", Fit((stage,), 80 * 2.0**30)) == may
-
-
-@pytest.mark.parametrize("framework", ["", *StepModel.find().frameworks])
-@pytest.mark.parametrize("mode", ["train", "forward"])
-@pytest.mark.parametrize("products", ["", "fp8"])
-def test_printed_plans_can_be_pasted(framework, mode, products):
-    for name in preset_names():
-        sizes = {"batch": 64, "mode": mode, **({"products": products} if products else {})}
-        work = read_workload(name, sizes)
-        for text in ("dp=8", "fsdp=8", "dp=8,zero=1", "pp=2,dp=4", "pp=2,dp=2,cp=2,zero=1"):
-            if idle_setting(work, parse_plan(text)):
-                continue
-            with suppress(PlanError):
-                plan = interleaved(parse_plan(text), work, 8, framework)
-                found = resolved(work, as_run(work, plan, framework), 8)
-                assert parse_plan(found.text()) == found
-                assert not idle_setting(work, found), (name, found)
-
-
-def test_recipes_say_nothing_that_does_not_act():
-    work = read_workload("llama-3-8b", {"batch": 64})
-    assert as_run(work, parse_plan("fsdp=8"), "nemo").text() == "fsdp=8,reduce=bf16"
-    eight = replace(work, products="fp8")
-    found = as_run(eight, parse_plan("fsdp=8"), "nemo").text()
-    assert found == "fsdp=8,reduce=bf16,quantized_weights=true"
-    # Nothing is gathered in replicas.
-    assert as_run(eight, parse_plan("dp=8"), "megatron-bridge").text() == "dp=8"
-
-
 def test_frameworks_of_which_nothing_is_known_are_refused():
     case = StepCase(cluster="h100-sxm-x8", framework="bogus", model="roofline")
     with pytest.raises(PlanError, match=r"'bogus' is not known.*nanotron, nemo"):
         case.predict(read_workload("llama-3-8b", {"batch": 64}), None)
-
-
-@pytest.mark.parametrize(
-    ("devices", "batch", "seq", "plan", "tflops"),
-    [
-        # Table 4 of "The Llama 3 Herd of Models" (arXiv:2407.21783): bf16, interleaved (3.3.2).
-        (8192, 2048, 8192, "tp=8,pp=16,dp=64", 430),
-        (16384, 2048, 8192, "tp=8,pp=16,dp=128", 400),
-        (16384, 128, 131072, "tp=8,cp=16,pp=16,dp=8", 380),
-    ],
-)
-def test_metas_run_lies_in_the_interval_of_a_plan_that_says_no_schedule(
-    devices, batch, seq, plan, tflops
-):
-    case = StepCase(cluster=f"dgx-h100-x{devices}", plan=f"{plan},zero=1")
-    work = make_workload("llama", {**LLAMA_405B, "batch": batch, "seq": seq})
-    found = case.predict(work, None)
-    seconds = work.model_flops() / devices / (tflops * 1e12)
-    assert found.interval.lo < seconds < found.interval.hi
-    assert [note for note in found.notes() if "interleaved" in note]
 
 
 def test_a_step_above_the_best_published_share_is_widened_and_says_so():

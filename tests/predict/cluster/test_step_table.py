@@ -50,7 +50,7 @@ def test_a_row_says_model_plan_cluster_and_what_was_measured() -> None:
     # 8.03e9 parameters: Llama 3 8B (The Llama 3 Herd of Models, 2024, table 3).
     assert row.workload.parameters == pytest.approx(8.03e9, rel=0.001)
     assert row.workload.attention == "flash2" and row.workload.rope
-    assert row.plan.text() == "dp=4,tp=2,pp=2,microbatches=16"
+    assert row.plan.text() == "dp=4,tp=2,pp=2,microbatches=16,schedule=1f1b"
     assert (row.framework, row.source) == ("megatron-lm", "someone/runs")
     assert (row.measured_s, row.memory_bytes, row.share) == (20.0, 60 * 2.0**30, 1.0)
     inside, between = row.cluster.topology.dims

@@ -7,6 +7,7 @@ from opcast.simulate.step.plan import (
     idle_setting,
     parse_plan,
     resolved,
+    says_schedule,
     stage_layers,
 )
 from opcast.simulate.step.workload import make_workload, read_workload
@@ -59,6 +60,15 @@ def test_fsdp_shards_inside_and_replicates_outside():
 def test_bad_plans_say_what_is_wrong(text, said):
     with pytest.raises(PlanError, match=said):
         parse_plan(text)
+
+
+def test_a_silent_plan_is_told_from_a_plain_one(tmp_path):
+    path = tmp_path / "plan.yaml"
+    for text, says in (("pp: 4", False), ("pp: 4\nchunks: 2", True), ("schedule: 1f1b", True)):
+        path.write_text(text)
+        pairs = text.replace(": ", "=").replace("\n", ",")
+        assert says_schedule(str(path)) == says_schedule(pairs) == says
+    assert Plan(pp=4).text() == "pp=4,schedule=1f1b" and Plan(dp=4).text() == "dp=4"
 
 
 def test_chunks_are_those_of_the_interleaved_schedule():

@@ -227,6 +227,15 @@ def test_what_does_not_fit_is_told_with_the_smallest_change():
     assert "no small change" in none.reason()
 
 
+def test_fewer_chunks_are_a_change_that_saves_memory():
+    w = small(layers=8)
+    plan = resolved(w, parse_plan("pp=4,microbatches=8,virtual=2,recompute=full"), 4)
+    need = max(stage.total for stage in memory_of(w, plan))
+    # A pipeline has no replicas to shard over: only smaller micro-batches and the host are left.
+    fit = find_fit(w, plan, need - 1.0, lambda p: 1.0 + (p.schedule != "1f1b"))
+    assert fit.change == "schedule=1f1b,virtual=1"
+
+
 def test_stragglers_slow_their_stage():
     w = small(layers=8)
     plan, found = step(w, "pp=4,dp=2,microbatches=8")
