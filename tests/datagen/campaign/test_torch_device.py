@@ -61,10 +61,13 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(cuda, "stream", lambda stream: own.around("side"))
     monkeypatch.setattr(cuda, "graph", lambda graph: own.around("capture"))
     monkeypatch.setattr(torch_tasks, "device", lambda: "cpu")
-    # Its own import, and with a GPU that of its graphs, takes seconds and warns.
-    dynamo = SimpleNamespace(reset=own.note("reset"))
-    monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)
-    monkeypatch.setattr(torch, "_dynamo", dynamo, raising=False)
+    if "torch._dynamo" in sys.modules:  # others of PyTorch's modules hold it
+        monkeypatch.setattr(torch._dynamo, "reset", own.note("reset"))
+    else:
+        # Its own import, and with a GPU that of its graphs, takes seconds and warns.
+        dynamo = SimpleNamespace(reset=own.note("reset"))
+        monkeypatch.setitem(sys.modules, "torch._dynamo", dynamo)
+        monkeypatch.setattr(torch, "_dynamo", dynamo, raising=False)
     return own
 
 

@@ -32,13 +32,17 @@ def test_no_end_of_an_interval_lies_below_the_floor(device: str) -> None:
 
 
 def test_the_floor_of_a_product_by_hand() -> None:
-    """An H100: 989.4 TFLOP/s in bf16; 3.35 TB/s but for what its 50 MB of L2 may hold."""
+    """An H100: 989.4 TFLOP/s in bf16; 3.35 TB/s but for what its 50 MiB of L2 may hold.
+
+    Of 75 MiB it may hold 25, twice its capacity less those; of a gigabyte nothing.
+    """
     spec = find_device("h100-sxm")
-    large, wide = Op("linear", (8192, 8192, 8192)), Op("move", (1_050_000_000,))
-    found = least_seconds([large, wide], spec)
+    large, wide, near = Op("linear", (8192,) * 3), Op("move", (10**9,)), Op("move", (75 * 2**20,))
+    found = least_seconds([large, wide, near], spec)
     assert found[0] == pytest.approx(2 * 8192**3 / 989.4e12)
-    cached = 50e6 / spec.levels[0].bandwidth
-    assert found[1] == pytest.approx(1e9 / 3.35e12 + cached, rel=0.01)
+    assert found[1] == pytest.approx(1e9 / 3.35e12)
+    cached = 25 * 2**20 / spec.levels[0].bandwidth
+    assert found[2] == pytest.approx(50 * 2**20 / 3.35e12 + cached)
 
 
 def test_one_roofline_adds_or_overlaps() -> None:
