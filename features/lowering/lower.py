@@ -142,8 +142,10 @@ def _lower(
     # know.
     absent = device is not None and asked in (AUTO, "xla") and _is_absent(program, device)
     choice = choose_lowering(asked, device, absent=absent)
-    widened = _widened_by_stand_in(program.program, device) if absent and device else ""
-    if widened and choice.lowering == "xla" and asked == AUTO:
+    widened = ""
+    if device is not None and absent and choice.lowering == "xla":
+        widened = _widened_by_stand_in(program.program, device)
+    if widened and asked == AUTO:
         choice = Choice("fused", f"kernels are made by opcast's own fusion rules: {widened}")
     # Compilers bound themselves by time and memory; what they wrote is inlined here as well.
     if choice.lowering != "xla" or program.kind == "hlo":
@@ -200,6 +202,8 @@ def _widened_by_stand_in(program: Program, device: DeviceSpec) -> str:
     target = str(device.compiler.get("target", ""))
     rules = generations().nearest.get(target, target)
     own, other = (narrow_floats_of(name) or frozenset() for name in (target, rules))
+    if own <= other:
+        return ""
     multiplied = {
         comp.ops[operand].type.dtype
         for comp in program.computations.values()
