@@ -1,8 +1,8 @@
-"""Data frames as tables on a console, relative figures in percent."""
+"""Data frames as tables on a console, relative figures in percent; tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -113,3 +113,17 @@ def percent(wide: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     for column in (c for c in wide.columns if c not in names):
         shown[column] = [f"{100 * v:.1f}" if v == v else "–" for v in wide[column]]
     return shown
+
+
+def markdown_table(
+    columns: Collection[str], rows: Iterable[Sequence[str]], right: Container[str] = ()
+) -> list[str]:
+    """Lines of a table in Markdown.
+
+    Args:
+        columns: Their heads.
+        rows: Cells, one a column.
+        right: Heads of columns that are aligned to the right.
+    """
+    rule = "|".join("---:" if name in right else "---" for name in columns)
+    return [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]

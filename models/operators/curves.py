@@ -15,6 +15,7 @@ from ..adapt.covariance import Sites, covariance, joined_sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..trust.calibrator import NORMAL_90
 from .family import FamilyModel
+from .regressors import mean_ape
 
 #: Most candidates and test rows that are used; larger tables are sampled down, so that
 #: a trial needs small matrices only.
@@ -212,7 +213,7 @@ class Trial:
 
     def error(self, chosen: np.ndarray) -> float:
         """MAPE on the test rows after learning from some of the candidates."""
-        return _mape(self.left(chosen))
+        return mean_ape(self.left(chosen))
 
     def asked(self, counts: Sequence[int], seed: int = 0) -> Asked:
         """Compare samples that are chosen for one test row with random ones, over some test rows.
@@ -236,17 +237,12 @@ class Trial:
                 error = float(self.left(some[order[:count]], one)[0])
                 chosen[place, at] = abs(np.expm1(-error))
                 drawn = (rng.permutation(len(self.pool))[:count] for _ in range(RANDOM_DRAWS))
-                random[place, at] = np.mean([_mape(self.left(own, one)) for own in drawn])
+                random[place, at] = np.mean([mean_ape(self.left(own, one)) for own in drawn])
                 spread = prior * (shares[count - 1] if count else 1.0) + noise
                 left[place, at] = np.sqrt(spread / (prior + noise))
                 inside[place, at] = abs(error) <= NORMAL_90 * np.sqrt(spread)
         means = (each.mean(axis=0).tolist() for each in (chosen, random, left, inside))
         return Asked(self.family, tuple(counts), *map(tuple, means))
-
-
-def _mape(errors: np.ndarray) -> float:
-    """MAPE of predictions by logarithms of measured over predicted."""
-    return float(np.mean(np.abs(np.expm1(-errors))))
 
 
 def error_curve(trial: Trial, device: str, counts: Sequence[int], seed: int = 0) -> Curve:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations, groupby
 from typing import TYPE_CHECKING
 
+from ...common.tables_text import markdown_table
 from ...common.units import duration, size
 from .device_rows import ROUNDING, DeviceRow, known_programs, rows
 
@@ -128,9 +129,7 @@ def check_lines(checks: Sequence[Check]) -> list[str]:
 
 def markdown(table: Sequence[DeviceRow], checks: Sequence[Check]) -> str:
     """Format the report as Markdown: a table, then errors and checks as lists."""
-    rule = "|".join("---" if name in _LEFT else "---:" for name in COLUMNS)
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{rule}|"]
-    lines += [f"| {' | '.join(cells_of(row))} |" for row in table]
+    lines = markdown_table(COLUMNS, map(cells_of, table), {*COLUMNS} - {*_LEFT})
     errors = [f"- {row.program} on {row.device}: {row.error}" for row in table if row.error]
     demands = [
         f"- {line}" if line[0] != " " else f"  - {line.strip()}" for line in check_lines(checks)

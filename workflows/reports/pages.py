@@ -6,7 +6,7 @@ as training and evaluation printed them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 
@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.files import parse_yaml
+from ...common.tables_text import markdown_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,11 +78,16 @@ def _cells(kind: Kind) -> list[list[str]]:
 def _page(kind: Kind) -> str:
     lines = [f"# Accuracy: {kind['title']}", "", MARK]
     lines += [kind["text"]] if "text" in kind else []
-    lines += [f"Models: {kind['models']}.", "", *table(_COLUMNS, _cells(kind)), ""]
+    lines += [f"Models: {kind['models']}.", "", *markdown_table(_COLUMNS, _cells(kind)), ""]
     lines += ["```", f"$ {kind['command']}", "```", ""]
     if "peers" in kind:
         peers = [[who, says, f"[{at}](../{at})"] for who, says, at in kind["peers"]]
-        lines += ["What others publish:", "", *table(["who", "what", "stated in"], peers), ""]
+        lines += [
+            "What others publish:",
+            "",
+            *markdown_table(["who", "what", "stated in"], peers),
+            "",
+        ]
     else:
         lines += ["No predictions of these rows by other projects are known to us.", ""]
     lines += [f"What the figures mean and what limits them: {_links(kind)}.", ""]
@@ -93,14 +99,6 @@ def _links(kind: Kind) -> str:
     return ", ".join(f"[{name}](../{name})" for name in names)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table in Markdown."""
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-
-
 class Errors(NamedTuple):
     """Errors of a family of operators on what was left out.
 
@@ -110,7 +108,7 @@ class Errors(NamedTuple):
         rows: That are judged.
         mape: Mean absolute error over predicted time.
         median: Of the same.
-        coverage: Share inside the 90 % interval; 0 of chips, which keep none.
+        coverage: Share inside the 90 % interval; 0 of chips, of which the pages show none.
         width: Its upper over its lower end; 0 likewise.
     """
 
@@ -168,8 +166,8 @@ def _operators(kind: Kind, errors: Sequence[Errors]) -> str:
             chips.setdefault(e.key, []).append(f"{_chip(e.left)} {e.text}")
     left = [[f"`{key}`", ", ".join(own)] for key, own in chips.items()]
     lines = ["# Accuracy: operators", "", MARK, kind["text"]]
-    lines += [*table(["family", "left out", "rows", "error", "inside", "width"], rows), ""]
-    lines += [kind["left"], *table(["family", "chip left out: error"], left), ""]
+    lines += [*markdown_table(["family", "left out", "rows", "error", "inside", "width"], rows), ""]
+    lines += [kind["left"], *markdown_table(["family", "chip left out: error"], left), ""]
     lines += [kind["noise"], f"More: {_links(kind)}.", ""]
     return "\n".join(lines)
 
@@ -196,7 +194,14 @@ def _index(index: Kind, kinds: Mapping[str, Kind], errors: Sequence[Errors]) -> 
         for row in (own_rows[0], blind[-1]):
             link = f"[{kind['title']}]({name}.md)"
             rows.append([link, f"{row[0]}; left out: {row[1]}", row[2]])
-    lines = ["# Accuracy", "", MARK, index["text"], *table(["page", "what", "error, %"], rows), ""]
+    lines = [
+        "# Accuracy",
+        "",
+        MARK,
+        index["text"],
+        *markdown_table(["page", "what", "error, %"], rows),
+        "",
+    ]
     return "\n".join([*lines, index["more"]])
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from ...common.tables_text import markdown_table
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -105,8 +107,8 @@ softmax and casts.
 def markdown(table: pd.DataFrame) -> str:
     """The page: a row for each device of which anything was measured, the others in one line."""
     measured = _measured(table)
-    lines = [HEAD, f"| {' | '.join(table.columns)} |", f"|---|{'---:|' * (table.shape[1] - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in measured.itertuples(index=False)]
+    device, *others = table.columns
+    lines = [HEAD, *markdown_table([device, *others], measured.itertuples(index=False), others)]
     rest = table["device"][~table.index.isin(measured.index)]
     return "\n".join([*lines, "", f"By their data sheets alone: {', '.join(rest)}.", ""])
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from opcast.common.tables_text import markdown_table
 from opcast.models.core.registry import PRETRAINED
-from opcast.workflows.reports.pages import MADE_BY, operator_errors, pages, table
+from opcast.workflows.reports.pages import MADE_BY, operator_errors, pages
 
 from ...support.commands import opcast
 
@@ -44,7 +45,7 @@ def test_every_page_says_how_sure_and_how_noisy() -> None:
 
 
 def test_a_table_in_markdown() -> None:
-    assert list(table(["a", "b"], [["1", ""]])) == ["| a | b |", "|---|---|", "| 1 |  |"]
+    assert list(markdown_table(["a", "b"], [["1", ""]])) == ["| a | b |", "|---|---|", "| 1 |  |"]
 
 
 def test_the_command_writes_them(tmp_path: Path) -> None:
