@@ -38,7 +38,8 @@ def probe(home, monkeypatch):
     return made
 
 
-@pytest.mark.slow
+# `.ci/run` runs the demo itself beside `make test`.
+@pytest.mark.exhaustive
 def test_the_demo_in_its_order(home, probe, monkeypatch):
     monkeypatch.setattr(
         demo, "STEP",

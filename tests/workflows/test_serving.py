@@ -375,12 +375,12 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 @published
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
-    asked = read_cases(TABLE, "serving")
+    asked = read_cases(TABLE, "serving").sample(24, random_state=0).reset_index(drop=True)
     rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
     # Sizes of recurrent states have no option: they come with a model's name or config.json.
     plain = [row is not None and row.deployment.model.recurrence is None for row in rows]
-    some = asked[plain].sample(30, random_state=0).reset_index(drop=True)
-    compare_with_commands(some, tmp_path, OPERATOR_MODEL)
+    assert sum(plain) >= 15
+    compare_with_commands(asked[plain].reset_index(drop=True), tmp_path, OPERATOR_MODEL)
 
 
 @published

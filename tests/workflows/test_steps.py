@@ -306,7 +306,7 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 @published
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path) -> None:
-    asked = read_cases(TABLE, "steps")
+    asked = read_cases(TABLE, "steps").sample(30, random_state=0).reset_index(drop=True)
     plain = [row is not None and can_be_typed(row) for row in read_rows(asked, step_row)[0]]
-    some = asked[plain].sample(30, random_state=0).reset_index(drop=True)
-    compare_with_commands(some, tmp_path, OPERATOR_MODEL)
+    assert sum(plain) >= 12
+    compare_with_commands(asked[plain].reset_index(drop=True), tmp_path, OPERATOR_MODEL)

@@ -48,7 +48,7 @@ def test_one_per_cent_of_a_rate_is_no_cliff():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (1, 3))
+@pytest.mark.parametrize("seed", (1, pytest.param(3, marks=pytest.mark.exhaustive)))
 def test_one_per_cent_of_a_rate_is_no_cliff_for_many(seed):
     check(seed, chips=28, count=40)
 
