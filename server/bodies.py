@@ -92,7 +92,9 @@ def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
     for name, text in given.items():
         same: tuple[str, ...] = ()
         if name in fields:
-            same = tuple(map(_query_text, (fields[name].default, getattr(body, name))))
+            own = (fields[name].default, getattr(body, name))
+            # No text stands for null: the document lets no name and no count be empty.
+            same = tuple(_query_text(value) for value in own if value is not None)
         if text not in same:
             raise RequestError(
                 400,
@@ -104,7 +106,7 @@ def _no_other(given: Mapping[str, str], body: schemas.ProgramQuery) -> None:
 
 def _query_text(value: object) -> str:
     """A value of an option as a query has it."""
-    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _payload(query: schemas.ProgramQuery) -> bytes:

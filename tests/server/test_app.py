@@ -274,8 +274,8 @@ def test_the_document_names_every_endpoint(client: Client) -> None:
 @pytest.mark.parametrize(
     "query",
     [
-        # What a client sends that fills in each default, or nothing for null.
-        {"lowering": "auto", "fallback": "", "strict": "false", "model": "", "trip_count": ""},
+        # What a client sends that fills in each default.
+        {"lowering": "auto", "fallback": "", "strict": "false"},
         {"device": "h100-sxm", "lowering": "fused"},
     ],
 )
@@ -286,6 +286,11 @@ def test_json_bodies_may_come_with_a_query_that_says_no_more(
     answer = client.post("/v1/predict/program", json=body, params=query)
     assert answer.status_code == 200, answer.text
     assert tasks.asked[0][0]["lowering"] == "fused"
+
+
+def test_an_empty_text_of_a_query_is_no_name(client: Client) -> None:
+    answer = client.post("/v1/predict/program", json=PROGRAM, params={"model": ""})
+    assert answer.status_code == 400 and "query 'model'" in answer.text
 
 
 def test_the_document_suits_generated_clients(client: Client) -> None:
