@@ -18,6 +18,9 @@ _NAMES = named("names")
 #: drop the attribute for side effects.
 _EFFECTS = frozenset(("infeed", "outfeed", "send", "recv", "custom-call"))
 
+#: Ops behind which values are new ones to the compiler: it joins nothing across them.
+_BARRIERS = frozenset(("opt-barrier", "optimization-barrier"))
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -190,6 +193,8 @@ class _Builder:
             return _element(inputs[0], op)
         if opcode == "add-dependency":
             return inputs[0]
+        if opcode in _BARRIERS:
+            return _barrier(inputs, op)
         if opcode in _NAMES or (opcode == "custom-call" and is_annotation(op)):
             return inputs[0] if len(inputs) == 1 else inputs
         if opcode == "call" and op.called:
@@ -362,6 +367,23 @@ def flatten(value: Value) -> list[Node]:
     if isinstance(value, Node):
         return [value]
     return [node for item in value for node in flatten(item)]
+
+
+def _barrier(inputs: list[Value], op: Op) -> Value:
+    """Make values anew that come once all operands are there (``jax.checkpoint`` computes so)."""
+    given = split(inputs[0] if len(inputs) == 1 else inputs)
+    leaves = flatten(given)
+    types = tuple(leaf.type for leaf in leaves)
+    whole = isinstance(given, list)
+    node = Node("opt-barrier", leaves, types, is_tuple=whole, source=op.source)
+    return _like(given, [element(node, i) for i in range(len(leaves))]) if whole else node
+
+
+def _like(value: Value, leaves: list[Node]) -> Value:
+    """Arrange leaves, which are taken from the front, as nested as a value."""
+    if isinstance(value, Node):
+        return leaves.pop(0)
+    return [_like(item, leaves) for item in value]
 
 
 def _element(value: Value, op: Op) -> Value:

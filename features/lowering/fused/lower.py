@@ -284,9 +284,8 @@ def _sources(comp: Computation) -> list[list[_Value]]:
     """Find the values behind each op's results, views and tuples followed."""
     sources: list[list[_Value]] = []
     for position, op in enumerate(comp.ops):
-        if op.opcode in _VIEWS and op.operands:
-            sources.append(sources[op.operands[0]])
-        elif op.opcode == "tuple":
+        # A tuple of values, as a barrier may be.
+        if op.opcode == "tuple" or (op.opcode in _VIEWS and op.operands):
             sources.append([value for operand in op.operands for value in sources[operand]])
         elif op.opcode == "get-tuple-element":
             values, index = sources[op.operands[0]], int(op.attrs["index"])

@@ -383,3 +383,45 @@ def test_reading_again_gives_the_same_kernels():
     source = read_program(text)
     first, second = (lower(source, "fused", device=H100) for _ in range(2))
     assert [k.hash for k in first.kernels] == [k.hash for k in second.kernels]
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "tpu-v5p", "cpu"])
+def test_what_is_computed_again_behind_a_barrier_takes_its_time(device):
+    def layer(x, w, v):
+        return x + jnp.sin(x @ w) @ v
+
+    def gradient(block):
+        def loss(weights, x):
+            for w, v in weights:
+                x = block(x, w, v)
+            return (x * x).sum()
+
+        return jax.grad(loss)
+
+    weights = [(spec(64, 128), spec(128, 64))] * 2
+    target = find_device(device) if device != "cpu" else None
+    plain, again = (
+        fused(gradient(block), weights, spec(32, 64), device=target)
+        for block in (layer, jax.checkpoint(layer))
+    )
+
+    def flops(lowered):
+        return sum(k.flops for k in lowered.kernels if k.kind == "gemm")
+
+    # Forward two products a layer, backward twice that but for the gradient of the input; the
+    # first product of each layer is computed again, 2 x 32 x 64 x 128 FLOPs.
+    product = 2 * 32 * 64 * 128
+    assert flops(plain) == pytest.approx((4 + 7) * product, rel=0.02)
+    assert flops(again) == pytest.approx((4 + 7 + 2) * product, rel=0.02)
+
+
+def test_a_barrier_itself_is_no_kernel_and_hands_on_nested_values():
+    def stages(x, y):
+        a, (b, c) = jax.lax.optimization_barrier((jnp.sin(x), (jnp.cos(y), x)))
+        return a + b, jax.lax.optimization_barrier(c * 2.0)
+
+    found = fused(stages, spec(256, 256), spec(256, 256))
+    size = 256 * 256 * 4
+    # Sine and cosine stay apart from their sum.
+    assert sum(k.bytes for k in working(found)) == (2 + 2 + 3 + 2) * size
+    assert not any(k.opcode == "opt-barrier" for k in working(found))
