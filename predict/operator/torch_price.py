@@ -20,7 +20,15 @@ from ...common.interval import InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
-from ...models.pytorch.model import UNLIKE, CpuTorchModel, TorchModel, torch_context, widened
+from ...models.pytorch.model import (
+    UNLIKE,
+    UNLIKE_WIDE,
+    CpuTorchModel,
+    TorchModel,
+    products_lead,
+    torch_context,
+    widened,
+)
 from ...models.steps.context import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import Ends
@@ -48,6 +56,9 @@ if TYPE_CHECKING:
 #: Seconds of the host for a launch, and by which factors it takes less or more, between machines,
 #: libraries and releases of Python.
 _HOST = fitted("python")
+#: Bytes per second of PCI Express 4.0 x16, as data sheets round them: hosts with later processors
+#: have more.
+_PCIE_4 = 32e9
 #: Most times that recurrent layers written out step by step take of cuDNN's, which has about two
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
@@ -241,15 +252,18 @@ def price_works(
         train = any(w.phase == "backward" for w in found)
         ends = learned.interval(seconds_by_class(costs, times[:, 0]), context, train, narrow)
     total = float(times[:, 0].sum())
-    # Errors of calls timed alone are less alike than those that steps were fitted with.
+    # Errors of calls timed alone, and of those in f32 that nobody timed, are less alike than those
+    # that steps were fitted with.
     alone = np.array([s.removeprefix("learned:").startswith(ALONE) for s in sources])
-    rho = RHO_ALONE if times[alone, 0].sum() > 0.5 * total else RHO
+    rho = RHO if narrow and times[alone, 0].sum() <= 0.5 * total else RHO_ALONE
     reach = np.stack([times[:, 0] - times[:, 1], times[:, 2] - times[:, 0]], axis=1)
     down, up = np.hypot(combined_spread(reach, rho), RUN_ERROR * total)
     if ends is None and not cpu:
         # Of the kernels' own errors, in a program unlike those that whole models taught of.
         shortest = np.log(max(1.0 - down / total, _SHORTEST))
-        ends = widened((float(shortest), float(np.log1p(up / total))), UNLIKE)
+        wide = bundle is not None and spec.runs_cuda and not narrow
+        ends = (float(shortest), float(np.log1p(up / total)))
+        ends = widened(ends, UNLIKE_WIDE if wide else UNLIKE)
     if ends is not None:
         # Errors of whole models that were left out hold those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
@@ -279,20 +293,25 @@ def unlearned(
     bits = 32 if _mostly_f32(found) else 16
     effects = StepModel.find().table.effects(device_context(spec, bits))
     prices = AtenPrices(spec, bundle, effects.product, effects.attention, release)
-    return *prices(found, kept), _host_seconds(found, framework, effects.launch_s)
+    return *prices(found, kept), _host_seconds(found, spec, framework, effects.launch_s)
 
 
-def _host_seconds(found: Sequence[AtenKernel], framework: str, launch: float) -> float:
+def _host_seconds(
+    found: Sequence[AtenKernel], spec: DeviceSpec, framework: str, launch: float
+) -> float:
     """Seconds in which the host launches kernels.
 
     Args:
         found: The kernels.
+        spec: The device.
         framework: As of :func:`price_works`.
         launch: For a launch beside the model's own Python: autograd's, of a compiled backward graph
             too (no table has one, and it does not launch more than eager does), and the optimiser's
             of lists.
     """
     python = _HOST.compiled_s if framework == "torch-compiled" else _HOST.eager_s
+    if products_lead(spec) and spec.host_link <= _PCIE_4:
+        python *= _HOST.server
     each = [python if w.phase == "forward" else launch for w in found]
     return float(np.dot([w.launches for w in found], each))
 
