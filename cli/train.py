@@ -26,18 +26,21 @@ from .options import Kind, make_console, named_out, refuse, refuse_unused, run_k
 #: What ``train`` learns from instead of a dataset. Small models are files, the others folders.
 LEARNED = {
     "steps": Kind(
-        "training on steps", "train_steps:run_train_steps", ("out", "track", "seed"), "steps.json"
+        "training on steps",
+        "train_steps:run_train_steps",
+        ("out", "track", "seed", "left_out"),
+        "steps.json",
     ),
     "serving": Kind(
         "training on serving",
         "serving.train:run_train_serving",
-        ("out", "track", "seed", "start"),
+        ("out", "track", "seed", "start", "left_out"),
         "serving.json",
     ),
     "models": Kind(
         "training on models",
         "torch_models.train:run_train_models",
-        ("out", "track", "seed"),
+        ("out", "track", "seed", "left_out"),
         "torch.json",
     ),
     "power": Kind(
@@ -119,6 +122,13 @@ def train(
     start: Annotated[
         str | None,
         Option("For serving: model to start from; 'default' for the one that ships.", ("--from",)),
+    ] = None,
+    left_out: Annotated[
+        Path | None,
+        Option(
+            "For steps, serving, models: table for the predictions of rows that were left out.",
+            check=table_file,
+        ),
     ] = None,
 ) -> None:
     """Train a model, print its metrics, save and track it.

@@ -193,6 +193,24 @@ def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: st
         console.print(f"{count} {what} not predicted: {reason}", highlight=False)
 
 
+def keep_left_out(out: Path | None, left: pd.DataFrame, ways: Sequence[str]) -> None:
+    """Write predictions of rows that were left out, if that is asked for.
+
+    Args:
+        out: Table to write; ``None`` for none.
+        left: For each answer its ``id``, ``metric``, what was ``measured`` in seconds, and the
+            logarithmic errors ``log(measured / predicted)`` when left out in each way.
+        ways: Columns of ``left`` with these errors.
+    """
+    if out is None:
+        return
+    known = ["id", "metric", "measured"]
+    rows = left.melt(known, list(ways), var_name="left_out", value_name="error").dropna()
+    rows["predicted"] = rows["measured"] * np.exp(-rows.pop("error").astype(float))
+    write_table(rows, out)
+    wrote(out, f"{len(rows)} predictions of what was left out")
+
+
 def print_judged(console: Console, judged: Judged, what: str, lines: Sequence[str]) -> None:
     """Print errors by group, and a few lines on all of them."""
     print_frame(console, in_percent(judged.by_group), f"{what}, errors in %")

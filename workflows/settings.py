@@ -245,6 +245,7 @@ class TableSettings:
         out: File for the predictions or the model.
         model: Name, file or folder of a model; ``default`` for the one that ships.
         start: Model that learning starts from; empty for none.
+        left_out: Table for the predictions of rows that were left out; ``None`` for none.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have an answer.
         limit: Maximum rows of each operator table.
         devices: Files of devices of the tables that are not in the catalogue.
@@ -260,6 +261,7 @@ class TableSettings:
     out: Path
     model: str = "default"
     start: str = ""
+    left_out: Path | None = None
     calibrate: bool = False
     limit: int | None = None
     devices: Sequence[str] = ()

@@ -29,7 +29,7 @@ from ..models.trust.calibrator import Calibrator
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
 from ..predict.operator.step_operators import load_step_model
-from .judging import few_of_each, keep_learned, named_folds
+from .judging import few_of_each, keep_learned, keep_left_out, named_folds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +110,8 @@ def train_steps(
     }
     inside = {f"{name}_inside": values for name, values in study.inside(left).items()}
     logs = {name: own.error for name, own in left.items()}
-    errors = pd.DataFrame({"id": [r.id for r in rows], "group": groups, **logs, **inside})
+    known = {"id": [r.id for r in rows], "group": groups, "measured": np.exp(measured)}
+    errors = pd.DataFrame({**known, **logs, **inside})
     return model, StudyFigures(errors, curve, gains)
 
 
@@ -119,9 +120,9 @@ class StudyFigures:
     """What was found with rows left out.
 
     Attributes:
-        left: For every measured row its logarithmic error when left out in each way, and under
-            the same name with ``_inside`` whether an interval held it that knew nothing of its
-            source and device.
+        left: For every row its ``id``, ``group``, the seconds ``measured``, its logarithmic error
+            when left out in each way, and under the same name with ``_inside`` whether an interval
+            held it that knew nothing of its source and device.
         curve: Error of left-out sources against the number of their runs adapted to.
         gains: Error without the effects of each class of cost.
     """
@@ -342,6 +343,7 @@ def run_train_steps(console: Console, settings: TableSettings) -> StepModel:
         title = "error in % of sources left out, by number of their runs adapted to"
         print_frame(console, percent(wide, ["source", "choice"]), title)
     errors = figures.melt("left_out", ["mape", "median_ape"])
+    keep_left_out(settings.left_out, left.assign(metric="step"), ways_of(left))
     keep_learned(console, settings, model, len(model.table.values), len(left), figures, errors)
     return model
 
@@ -366,6 +368,11 @@ def left_out_groups(left: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
+def ways_of(left: pd.DataFrame) -> list[str]:
+    """Ways of leaving out of :func:`train_steps`: its columns of errors."""
+    return [name.removesuffix("_inside") for name in left.columns if name.endswith("_inside")]
+
+
 def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
     """Mean over groups of the error, and of the share inside, with rows, clusters … left out.
 
@@ -373,8 +380,7 @@ def left_out_figures(left: pd.DataFrame) -> pd.DataFrame:
         left: From :func:`train_steps`.
     """
     records = []
-    ways = [c for c in left.columns if c not in ("id", "group") and not c.endswith("_inside")]
-    for name in ways:
+    for name in ways_of(left):
         logs, groups = left[name].to_numpy(), left["group"].to_numpy()
         records.append(
             {

@@ -274,9 +274,13 @@ def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
     again = runner.invoke(
         app,
         ["train", "--serving", str(asked), "--out", str(tmp_path / "n.json"), "--no-track",
-         "--from", str(tmp_path / "m.json")],
+         "--from", str(tmp_path / "m.json"), "--left-out", str(tmp_path / "left.csv")],
     )  # fmt: skip
     assert again.exit_code == 0, again.output
+    left = pd.read_csv(tmp_path / "left.csv")
+    assert set(left["left_out"]) == {"row"} and set(left["metric"]) == {"tpot"}
+    seconds = plain["tpot_ms"].to_numpy(float) * 1.1e-3
+    assert left["measured"].to_numpy() == pytest.approx(seconds)
     assert "round 0" in again.output and "round 3" not in again.output
     none = runner.invoke(app, ["train", "--serving", str(asked), "--from", str(tmp_path / "x")])
     assert none.exit_code != 0 and "x" in str(none.exception or none.output)

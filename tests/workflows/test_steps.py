@@ -170,8 +170,16 @@ def test_commands_train_calibrate_and_evaluate(tmp_path: Path) -> None:
     )  # fmt: skip
     assert "measured steps, errors in %" in said and "Kendall's tau" in said
     assert len(pd.read_parquet(out)) == 6 and "Accuracy" in page.read_text()
-    trained = run("train", "--steps", runs, "--out", tmp_path / "own.json", "--no-track")
+    trained = run(
+        "train", "--steps", runs, "--out", tmp_path / "own.json", "--no-track",
+        "--left-out", tmp_path / "left.parquet",
+    )  # fmt: skip
     assert "left out" in trained and StepModel.load(tmp_path / "own.json").provenance["rows"] == 6
+    left = pd.read_parquet(tmp_path / "left.parquet")
+    # All runs are of one cluster: without it, or its chip, there are none to learn from.
+    assert set(left["left_out"]) == {"row"} and set(left["metric"]) == {"step"}
+    assert left["measured"].to_list() == pytest.approx(asked["step_s"].to_list())
+    assert (left["predicted"] > 0.0).all()
 
 
 def test_steps_that_teach_nothing_of_each_other_are_not_saved(tmp_path: Path) -> None:

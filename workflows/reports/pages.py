@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
 import numpy as np
 import pandas as pd
 
+from ...common.errors import DatasetError
 from ...common.files import parse_yaml
 from ...common.tables_text import markdown_table
 
@@ -38,17 +39,28 @@ _SPLITS = {
 _OF_FAMILY, _FIGURES = ["key", "split"], ("mape", "median_ape", "coverage", "width_ratio")
 #: Columns of pages whose figures are data.
 _COLUMNS = ("what", "left out", "error", "inside", "width", "noise", "blind")
+#: Columns of what others predict of the same rows.
+_PEERS = ("who", "rows", "its error", "opcast's", "left out of opcast")
+
+
+class Plot(TypedDict):
+    """A page's plot of rows that were left out: in which way, and its caption."""
+
+    left_out: str
+    caption: str
 
 
 class Kind(TypedDict, total=False):
-    """A page in ``pages.yaml``; ``rows`` has a line for each, with bars between its cells."""
+    """A page in ``pages.yaml``; each line of ``rows`` and ``peers`` has bars between its cells."""
 
     title: str
     command: str
     models: str
     text: str
     rows: str
-    peers: list[list[str]]
+    plot: Plot
+    peers: str
+    beside: str
     left: str
     noise: str
     more: str
@@ -56,38 +68,40 @@ class Kind(TypedDict, total=False):
 
 def pages() -> dict[str, str]:
     """Text of every page by the name of its file."""
-    data = Path(__file__).with_name("pages.yaml").read_text(encoding="utf-8")
-    kinds = cast("dict[str, Kind]", parse_yaml(data))
+    kinds = _kinds()
     index, operators = kinds.pop("index"), kinds.pop("operators")
     errors = operator_errors()
-    found = {f"{name}.md": _page(kind) for name, kind in kinds.items()}
+    found = {f"{name}.md": _page(name, kind) for name, kind in kinds.items()}
     found["operators.md"] = _operators(operators, errors)
     found["index.md"] = _index(index, kinds, errors)
     return found
 
 
-def _cells(kind: Kind) -> list[list[str]]:
-    """Cells of a page's rows; an empty first cell is that of the row above."""
+def _kinds() -> dict[str, Kind]:
+    """The pages' data by name."""
+    data = Path(__file__).with_name("pages.yaml").read_text(encoding="utf-8")
+    return cast("dict[str, Kind]", parse_yaml(data))
+
+
+def _cells(text: str) -> list[list[str]]:
+    """Cells of rows; an empty first cell is that of the row above."""
     rows: list[list[str]] = []
-    for line in kind["rows"].splitlines():
+    for line in text.splitlines():
         first, *others = (cell.strip() for cell in line.split("|"))
         rows.append([first or rows[-1][0], *others])
     return rows
 
 
-def _page(kind: Kind) -> str:
+def _page(name: str, kind: Kind) -> str:
     lines = [f"# Accuracy: {kind['title']}", "", MARK]
     lines += [kind["text"]] if "text" in kind else []
-    lines += [f"Models: {kind['models']}.", "", *markdown_table(_COLUMNS, _cells(kind)), ""]
+    lines += [f"Models: {kind['models']}.", "", *markdown_table(_COLUMNS, _cells(kind["rows"])), ""]
     lines += ["```", f"$ {kind['command']}", "```", ""]
+    if "plot" in kind:
+        lines += [f"![Predicted against measured]({name}.png)", "", kind["plot"]["caption"]]
     if "peers" in kind:
-        peers = [[who, says, f"[{at}](../{at})"] for who, says, at in kind["peers"]]
-        lines += [
-            "What others publish:",
-            "",
-            *markdown_table(["who", "what", "stated in"], peers),
-            "",
-        ]
+        lines += ["Other projects on the same rows:", ""]
+        lines += [*markdown_table(_PEERS, _cells(kind["peers"])), "", kind["beside"]]
     else:
         lines += ["No predictions of these rows by other projects are known to us.", ""]
     lines += [f"What the figures mean and what limits them: {_links(kind)}.", ""]
@@ -189,7 +203,7 @@ def _index(index: Kind, kinds: Mapping[str, Kind], errors: Sequence[Errors]) -> 
         span = f"{min(chips):.0f} to {max(chips):.0f}"
         rows.append([link, f"{name}; left out: each chip, which constants knew", span])
     for name, kind in kinds.items():
-        own_rows = _cells(kind)
+        own_rows = _cells(kind["rows"])
         blind = [row for row in own_rows if row[-1] != "no"]
         for row in (own_rows[0], blind[-1]):
             link = f"[{kind['title']}]({name}.md)"
@@ -214,4 +228,30 @@ def run_pages(console: Console, settings: PagesSettings) -> None:
     found = pages()
     for name, text in found.items():
         write_text(settings.out / name, text)
-    wrote(settings.out, f"{len(found)} pages")
+    drawn = _draw(settings) if settings.left_out else 0
+    wrote(settings.out, f"{len(found)} pages, {drawn} plots")
+
+
+def _draw(settings: PagesSettings) -> int:
+    """Draw the plots of pages whose rows that were left out are there; returns how many."""
+    from ...common.parquet import read_table
+    from .parity import draw_parity
+
+    assert settings.left_out is not None
+    plots = {name: kind["plot"] for name, kind in _kinds().items() if "plot" in kind}
+    tables = {name: settings.left_out / f"{name}.parquet" for name in plots}
+    there = {name: path for name, path in tables.items() if path.exists()}
+    if not there:
+        raise DatasetError(
+            f"has none of {', '.join(path.name for path in tables.values())}",
+            where=str(settings.left_out),
+            hint="write them by opcast train --left-out",
+        )
+    for name, path in there.items():
+        left = read_table(path, ("metric", "left_out", "measured", "predicted"))
+        way = plots[name]["left_out"]
+        own = left[left["left_out"] == way]
+        if own.empty:
+            raise DatasetError(f"has no row with left_out={way}", where=str(path))
+        draw_parity(own, settings.out / f"{name}.png")
+    return len(there)

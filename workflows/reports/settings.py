@@ -57,6 +57,10 @@ class PagesSettings(Settings):
 
     command: ClassVar[str] = "report pages"
     out: Annotated[Path, Option("Folder to write.", check=folder)]
+    left_out: Annotated[
+        Path | None,
+        Option("Folder of tables of train --left-out (steps.parquet ...): plot them anew."),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ...predict.cluster.case_table import read_cases
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ..judging import few_of_each, keep_learned, named_folds
+from ..judging import few_of_each, keep_learned, keep_left_out, named_folds
 from .evaluate import observer
 from .rows import FAULTY, FEWEST, MOST_ROWS, Tell, possible_rows, set_of, settled_rows
 
@@ -87,8 +87,9 @@ def train_serving(
 
     Returns:
         The model, and for every measured latency its logarithmic errors when left out: ``id``,
-        ``metric``, ``group``, ``queued``, a column for each way of leaving out, and by
-        :data:`INSIDE` and that way whether it lies inside the interval made without its row.
+        ``metric``, ``group``, ``queued``, the seconds ``measured``, a column for each way of
+        leaving out, and by :data:`INSIDE` and that way whether it lies inside the interval made
+        without its row.
 
     Raises:
         DatasetError: No row has an answer and can be expressed.
@@ -153,6 +154,7 @@ def train_serving(
             "metric": seen.metrics,
             "group": groups[seen.rows, 1],
             "queued": seen.queued,
+            "measured": np.exp(seen.measured),
             **left,
         }
     )
@@ -283,6 +285,12 @@ def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
             yield LeftOut(f"{first} and {second}", f"{here} {own}", a & b, ~a & ~b)
 
 
+def _ways(left: pd.DataFrame) -> list[str]:
+    """Columns of errors of :func:`train_serving`."""
+    known = ("id", "metric", "group", "queued", "measured")
+    return [name for name in left.columns if name not in known and not name.startswith(INSIDE)]
+
+
 def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
     """Errors by metric and what was left out.
 
@@ -294,8 +302,7 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
         mean over groups of their medians), and ``coverage`` of the 90 % intervals.
     """
     records = []
-    known = ("id", "metric", "group", "queued")
-    for name in (c for c in left.columns if c not in known and not c.startswith(INSIDE)):
+    for name in _ways(left):
         for metric, part in left.groupby("metric"):
             error = np.abs(np.expm1(-part[name]))
             inside = part.get(f"{INSIDE}{name}")
@@ -324,5 +331,6 @@ def run_train_serving(console: Console, settings: TableSettings) -> ServingModel
     figures = left_out_serving(left)
     print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
     errors = figures[["left_out", "metric", "median_ape"]]
+    keep_left_out(settings.left_out, left, [way for way in _ways(left) if way != "fit"])
     keep_learned(console, settings, model, len(model.effects.values), len(left), figures, errors)
     return model

@@ -30,7 +30,7 @@ from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
 from ...predict.operator.torch_framework import operator_bundle
 from ...predict.operator.torch_price import measured_costs
-from ..judging import FOLDS, keep_learned
+from ..judging import FOLDS, keep_learned, keep_left_out
 from .rows import Asking, ModelRow, model_row, seconds_of
 
 if TYPE_CHECKING:
@@ -252,6 +252,11 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
         long = named.melt("left_out", ["mape", "median_ape"])
         cpu = "-cpu" if platform == "cpu" else ""
         out = replace(settings, out=settings.out.with_stem(f"{settings.out.stem}{cpu}"))
+        errors = {name: part[:, 0] for name, part in judged.items()}
+        known = {"id": [row.id for row in own], "measured": [row.measured_s for row in own]}
+        left = pd.DataFrame({**known, "metric": "latency", **errors})
+        into = settings.left_out and settings.left_out.with_stem(f"{settings.left_out.stem}{cpu}")
+        keep_left_out(into, left, list(judged))
         keep_learned(console, out, model, len(model.effects.values), len(own), figures, long)
         found[platform] = model
     return found

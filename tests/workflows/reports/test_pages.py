@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
+from rich.console import Console
 
+from opcast.common.errors import DatasetError
 from opcast.common.tables_text import markdown_table
 from opcast.models.core.registry import PRETRAINED
-from opcast.workflows.reports.pages import MADE_BY, operator_errors, pages
+from opcast.workflows.reports.pages import MADE_BY, operator_errors, pages, run_pages
+from opcast.workflows.reports.settings import PagesSettings
 
 from ...support.commands import opcast
 
@@ -18,7 +24,8 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "accuracy"
 
 def test_the_pages_in_the_docs_are_current() -> None:
     found = pages()
-    assert {path.name for path in DOCS.iterdir()} == set(found)
+    plots = set(re.findall(r"\]\((\w+\.png)\)", "".join(found.values())))
+    assert {path.name for path in DOCS.iterdir()} == set(found) | plots and plots
     for name, text in found.items():
         assert (DOCS / name).read_text("utf-8") == text, f"write the pages anew: {MADE_BY}"
 
@@ -51,3 +58,24 @@ def test_a_table_in_markdown() -> None:
 def test_the_command_writes_them(tmp_path: Path) -> None:
     assert opcast("report", "pages", "--out", tmp_path / "new").returncode == 0
     assert (tmp_path / "new" / "steps.md").read_text("utf-8") == pages()["steps.md"]
+
+
+def test_plots_of_what_was_left_out(tmp_path: Path) -> None:
+    measured = np.geomspace(0.1, 10.0, 40)
+    rows = {"id": "r", "metric": "step", "left_out": "source", "measured": measured}
+    left = pd.DataFrame({**rows, "predicted": 1.1 * measured})
+    left.to_parquet(tmp_path / "steps.parquet")
+    run_pages(Console(), PagesSettings(tmp_path / "a", tmp_path))
+    assert (tmp_path / "a" / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "a" / "serving.png").exists()
+    # The same rows, in whatever order, and no other way of leaving out.
+    other = left.assign(left_out="row", predicted=5.0)
+    pd.concat([other, left[::-1]]).to_parquet(tmp_path / "steps.parquet")
+    run_pages(Console(), PagesSettings(tmp_path / "b", tmp_path))
+    first, second = ((tmp_path / name / "steps.png").read_bytes() for name in "ab")
+    assert first == second
+    other.to_parquet(tmp_path / "steps.parquet")
+    with pytest.raises(DatasetError, match="left_out=source"):
+        run_pages(Console(), PagesSettings(tmp_path / "b", tmp_path))
+    with pytest.raises(DatasetError, match=r"none of steps\.parquet"):
+        run_pages(Console(), PagesSettings(tmp_path / "b", tmp_path / "a"))
