@@ -200,16 +200,18 @@ def _scored(path: Path, measured: Path) -> pd.DataFrame:
     """The questions of a forecast, with what was measured where it was.
 
     Raises:
-        DatasetError: A file cannot be read, or the table measures what was not forecast.
+        DatasetError: A file cannot be read, or the table measures what was not forecast, or states
+            what is no positive number.
     """
     import pandas as pd
 
     from ..common.errors import DatasetError
     from ..common.files import read_json
+    from ..common.measured import check_measured
 
     try:
         answers = read_json(path)["answers"]
-        table = pd.read_csv(measured)[["question", "measured"]].astype({"measured": float})
+        table = pd.read_csv(measured)[["question", "measured"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DatasetError(
             f"no forecast, or no table of it: {error}",
@@ -223,5 +225,7 @@ def _scored(path: Path, measured: Path) -> pd.DataFrame:
             f"measures {', '.join(unknown) or 'nothing'}, which was not forecast",
             where=str(measured),
         )
+    check_measured(table, ["measured"], str(measured), row="question")
+    table = table.astype({"measured": float})
     frame = pd.DataFrame([{"question": name, **answer} for name, answer in answers.items()])
     return frame.merge(table, on="question", how="left")

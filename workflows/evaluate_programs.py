@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError, OpcastError
+from ..common.measured import check_measured
 from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
 from ..features.devices.catalogue import in_catalogue
@@ -66,6 +67,7 @@ def read_table(folder: Path) -> pd.DataFrame:
             hint="a folder has one CSV that lists its program files and devices",
         )
     table = fitting[0]
+    check_measured(table, ["latency_us", "measured_ms"], str(folder))
     if not set(NEEDED) <= set(table.columns):
         count = table["n_devices"].astype(str)
         table["cluster"] = table["device"] + "-x" + count

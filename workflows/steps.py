@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..models.steps.model import StepModel
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
 from ..predict.cluster.step import StepPrediction
-from ..predict.cluster.step_table import StepRow, StepRuns, step_row
+from ..predict.cluster.step_table import StepRow, StepRuns, floor_seconds, step_row
 from ..predict.operator.step_operators import load_step_model
 from .judging import (
     FIGURES,
@@ -32,7 +33,7 @@ from .judging import (
     to_learn,
     write_predictions,
 )
-from .measured.calibration_samples import check_unseen, mean_error
+from .measured.calibration_samples import check_unseen, far_off, mean_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +49,27 @@ _WORDS = {
     "launch": "launching a kernel takes {1:.2f} times as long as expected",
     "whole": "everything takes {1:.2f} times as long as expected",
 }
+
+
+def possible_steps(
+    rows: Sequence[StepRow | None], tell: Callable[[str], None]
+) -> list[StepRow | None]:
+    """Rows without times that are shorter than their arithmetic at the dense peak.
+
+    Args:
+        rows: Of a table.
+        tell: Told of every such time, with its floor.
+    """
+    found: list[StepRow | None] = []
+    for row in rows:
+        if row is not None and row.measured_s < (floor := floor_seconds(row)):
+            tell(
+                f"{row.id}: {row.measured_s:g} s is below the floor of {floor:.3g} s, its matrix "
+                f"products at the dense peak of {row.cluster.size} {row.cluster.device}: not used"
+            )
+            row = replace(row, measured_s=np.nan)
+        found.append(row)
+    return found
 
 
 def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepModel:
@@ -139,6 +161,7 @@ def evaluate_steps(
     *,
     calibrate: bool = False,
     show: Callable[[int, int], None] = lambda done, of: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[pd.DataFrame, Judged, StepModel]:
     """Predict every row of a table of steps, and judge those whose answer is given.
 
@@ -148,12 +171,15 @@ def evaluate_steps(
         operators: Model of library operators; ``None`` for rooflines.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have a time.
         show: Told of progress.
+        tell: Told of measured times that cannot be, which are neither learned from nor judged by.
     """
-    rows, reasons = read_rows(table, step_row)
+    read, reasons = read_rows(table, step_row)
+    rows = possible_steps(read, tell)
     runs = StepRuns([row for row in rows if row is not None], operators, show)
     known = to_learn(table)
     if calibrate:
-        known = known & table["step_s"].notna().to_numpy()
+        timed = [row is not None and np.isfinite(row.measured_s) for row in rows]
+        known = known & np.array(timed)
         learn = [row for row, own in zip(rows, known, strict=True) if own and row]
         if not learn:
             raise DatasetError(
@@ -173,7 +199,12 @@ def run_evaluate_steps(console: Console, settings: TableSettings) -> Judged:
     model = StepModel.find(settings.model)
     with counting("steps") as show:
         frame, judged, model = evaluate_steps(
-            table, model, load_step_model(), calibrate=settings.calibrate, show=show
+            table,
+            model,
+            load_step_model(),
+            calibrate=settings.calibrate,
+            show=show,
+            tell=partial(console.print, highlight=False, soft_wrap=True),
         )
     write_predictions(console, frame, settings.out, "rows")
     if settings.calibrate:
@@ -199,28 +230,24 @@ def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
     if "source" not in table or table["source"].isna().any():
         # Runs of one's own need no name: they are of one place.
         table["source"] = table["source"].fillna(OWN) if "source" in table else OWN
-    rows, reasons = read_rows(table, step_row)
+    tell = partial(console.print, highlight=False, soft_wrap=True)
+    read, reasons = read_rows(table, step_row)
     for name, reason in zip(table["id"], reasons, strict=True):
         if reason:
-            console.print(f"{name}: not used: {reason}", highlight=False)
-    own = [row for row in rows if row is not None and np.isfinite(row.measured_s)]
+            tell(f"{name}: not used: {reason}")
+    base = StepModel.find(settings.model)
+    runs, before = _near(base, possible_steps(read, tell), tell)
+    own = runs.rows
     if not own:
         raise DatasetError(
             "no step to calibrate on", where=str(settings.table), hint="step_s holds seconds"
         )
-    runs = StepRuns(own, load_step_model())
-    base = StepModel.find(settings.model)
     measured = np.log([row.measured_s for row in own])
     model = adapt_steps(base, runs, measured)
-    for name, which in (("before", base), ("after", model)):
-        answers = runs.predict(which)
-        ratios = [
-            answer.step.total * row.share / row.measured_s
-            for answer, row in zip(answers, own, strict=True)
-            if isinstance(answer, StepPrediction)
-        ]
-        error = 100 * np.abs(np.array(ratios) - 1.0).mean()
-        console.print(f"error of these {len(own)} steps {name}: {error:.1f} %", highlight=False)
+    after = _ratios(runs, model)
+    errors = [100.0 * float(np.abs(ratios - 1.0).mean()) for ratios in (before, after)]
+    for name, error in zip(("before", "after"), errors, strict=True):
+        tell(f"error of these {len(own)} steps {name}: {error:.1f} %")
     for line in learned_lines(model, table):
         console.print(line, highlight=False)
     following = next_run(base, runs, measured)
@@ -229,11 +256,41 @@ def run_calibrate_steps(console: Console, settings: TableSettings) -> StepModel:
     if len(own) > 1:
         slopes = slopes_at(runs.simulate, base.table, len(own))
         plain = slopes.linear(runs.contexts, measured).errors(base.table)
-        after = mean_error(left_out(slopes, runs, measured))
-        check_unseen(console, f"{len(own)} steps", mean_error(plain), after)
+        unseen = mean_error(left_out(slopes, runs, measured))
+        check_unseen(console, f"{len(own)} steps", mean_error(plain), unseen)
     model.save(settings.out)
     wrote(settings.out, "use it with --steps of simulate, --model of evaluate --steps")
     return model
+
+
+def _near(
+    model: StepModel, rows: Sequence[StepRow | None], tell: Callable[[str], None]
+) -> tuple[StepRuns, np.ndarray]:
+    """Steps whose measured times are near what a model predicts, and predicted over measured."""
+    own = [row for row in rows if row is not None and np.isfinite(row.measured_s)]
+    runs = StepRuns(own, load_step_model())
+    ratios = _ratios(runs, model)
+    why = [
+        far_off(f"{row.id}: {row.measured_s:g} s", -float(np.log(ratio)))
+        for row, ratio in zip(own, ratios, strict=True)
+    ]
+    for reason in filter(None, why):
+        tell(reason)
+    near = [n for n, reason in enumerate(why) if not reason]
+    return runs.part([own[n] for n in near]), ratios[near]
+
+
+def _ratios(runs: StepRuns, model: StepModel) -> np.ndarray:
+    """Predicted over measured seconds of steps; NaN where one cannot be predicted."""
+    answers = zip(runs.predict(model), runs.rows, strict=True)
+    return np.array(
+        [
+            said.step.total * row.share / row.measured_s
+            if isinstance(said, StepPrediction)
+            else np.nan
+            for said, row in answers
+        ]
+    )
 
 
 def learned_lines(model: StepModel, table: pd.DataFrame) -> list[str]:

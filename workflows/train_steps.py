@@ -30,6 +30,7 @@ from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.step_table import StepRuns, fullest, step_row
 from ..predict.operator.step_operators import load_step_model
 from .judging import few_of_each, keep_learned, keep_left_out, named_folds
+from .steps import possible_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +81,8 @@ def train_steps(
     Raises:
         DatasetError: No row has a measured time and can be expressed.
     """
-    rows = [r for r in read_rows(table, step_row)[0] if r is not None and np.isfinite(r.measured_s)]
+    read = possible_steps(read_rows(table, step_row)[0], tell)
+    rows = [row for row in read if row is not None and np.isfinite(row.measured_s)]
     if not rows:
         raise DatasetError(
             "no row with a measured step can be predicted", hint="step_s holds seconds"

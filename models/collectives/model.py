@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.measured import check_measured
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import Ends
@@ -238,10 +239,9 @@ def measured_table(rows: pd.DataFrame, find: FindLinks) -> tuple[CollectiveTable
     Raises:
         DatasetError: There is no row, or a latency is missing or not positive.
     """
-    if "latency_us" not in rows or rows.empty or not (rows["latency_us"] > 0).all():
-        raise DatasetError(
-            "measured collectives need rows with positive latency_us", hint="check the table"
-        )
+    if "latency_us" not in rows or rows.empty:
+        raise DatasetError("measured collectives need rows with latency_us", hint="check the table")
+    check_measured(rows, ["latency_us"], "collectives", needed=True)
     return collective_table(rows, find), rows["latency_us"].to_numpy(float)
 
 

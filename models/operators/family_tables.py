@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...common.errors import DatasetError, ModelError
+from ...common.errors import ModelError
 from ...common.files import parse_yaml
+from ...common.measured import check_measured
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash
@@ -157,17 +158,8 @@ def latency_s(rows: pd.DataFrame) -> np.ndarray:
     Raises:
         DatasetError: A row has none.
     """
-    latency = rows["latency_us"].to_numpy(np.float64)
-    bad = ~((latency > 0) & np.isfinite(latency))
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        label = rows["id"].iloc[row] if "id" in rows else rows.index[row]
-        raise DatasetError(
-            f"needs a positive number in column 'latency_us', found {latency[row]}",
-            where=f"row {label}",
-            hint="correct or drop the row",
-        )
-    return np.maximum(latency * 1e-6, LEAST_S)
+    check_measured(rows, ["latency_us"], "operators", needed=True)
+    return np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S)
 
 
 def balanced_weights(group: np.ndarray) -> np.ndarray:

@@ -16,6 +16,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.files import parse_yaml
+from ...common.measured import check_measured
 from ...simulate.step.workload import Workload
 
 #: What a rule of opcast may raise on sizes that it was not made for.
@@ -40,7 +41,8 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
         what: What the cases are: ``steps`` or ``serving``.
 
     Raises:
-        DatasetError: A file cannot be read, or lacks columns.
+        DatasetError: A file cannot be read, lacks columns, or states something as measured that is
+            no positive number.
     """
     if not isinstance(path, str | Path):
         # Columns that a table lacks are of any type, not of its own.
@@ -64,6 +66,7 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
         )
     if "id" not in table:
         table.insert(0, "id", [f"row{number}" for number in range(len(table))])
+    check_measured(table, case_data()["measured"][what], str(file))
     return table
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, PlanError
 from ...common.types import JsonObject
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import find_typed
 from ...simulate.serving.checkpoints import plain_name, recurrence_of, served_models
 from ...simulate.serving.formats import Formats, in_formats
 from ...simulate.serving.policies import framework_defaults, framework_of, frameworks
@@ -84,7 +84,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
     spec = _load(cell, folder, engine.count)
     own = Deployment(
         model=model,
-        device=find_device(cell.text("device")).name,
+        device=find_typed(cell.text("device")).name,
         framework=framework if framework in frameworks() else "",
         engine=engine,
         prefill=prefill,
@@ -107,7 +107,7 @@ def serving_row(row: Mapping[str, object], folder: Path = Path()) -> ServingRow:
         deployment=own,
         spec=spec,
         group=cell.text("model_group") or cell.text("model"),
-        measured={name: value for name, value in measured.items() if value == value and value > 0},
+        measured={name: value for name, value in measured.items() if value == value},
     )
 
 
@@ -292,7 +292,7 @@ def _roomy(
     cell: Cells, model: ServedModel, plan: EnginePlan, ranks: Iterable[int], share: float = _ROOMY
 ) -> int:
     """First of some numbers of ranks whose weights leave room for a cache; 0 for none."""
-    most = share * find_device(cell.text("device")).memory_bytes
+    most = share * find_typed(cell.text("device")).memory_bytes
     return next((n for n in ranks if model.weight_bytes(plan) / n <= most), 0)
 
 

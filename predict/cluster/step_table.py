@@ -17,7 +17,7 @@ import numpy as np
 
 from ...common.errors import OpcastError, PlanError
 from ...features.cost.formats import format_name
-from ...features.devices.catalogue import find_device
+from ...features.devices.catalogue import find_device, find_typed
 from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.steps.context import FRAMEWORKS, StepContext, device_context, is_compiled
@@ -34,7 +34,7 @@ from ...simulate.step.plan import Plan, resolved
 from ...simulate.step.workload import DTYPES, PRODUCTS, Workload
 from ..operator.step_operators import OperatorLatency
 from .case_table import FAULTS, Cells, case_data, noted_share, noted_sizes, reason_of
-from .peaks import as_multiplied
+from .peaks import arithmetic_seconds, as_multiplied
 from .recipes import as_run, interleaved
 from .step import StepPrediction, StepPredictor
 
@@ -130,7 +130,8 @@ def _block(cell: Cells, batch: int, plan: Plan) -> float:
 
 
 def _cluster(cell: Cells) -> Cluster:
-    device, count = cell.text("device"), cell.count("partitions", 0) or cell.count("n_devices", 1)
+    device = find_typed(cell.text("device")).name
+    count = cell.count("partitions", 0) or cell.count("n_devices", 1)
     per_node = cell.count("devices_per_node", 0)
     network = cell.number("network") * 1e9
     if cell.text("network_scope") == "node" and per_node:
@@ -299,6 +300,12 @@ class StepRuns:
                 found.append(reason_of(error))
             self.show(len(found), len(self.rows))
         return found
+
+
+def floor_seconds(row: StepRow) -> float:
+    """Least seconds of a row's steps: its matrix products at the dense peak."""
+    spec = find_device(row.cluster.device)
+    return arithmetic_seconds(as_multiplied(row.workload, spec), row.plan, spec) * row.share
 
 
 def fullest(row: StepRow) -> StageMemory:

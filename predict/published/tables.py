@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.measured import check_measured
 from ...common.parquet import read_table
 from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
@@ -72,7 +73,8 @@ def predict_published(
             is kept of them; by default here, and nothing.
 
     Raises:
-        DatasetError: The folder has no such table, or a table lacks a column.
+        DatasetError: The folder has no such table, or a table lacks a column or states a latency
+            that is no positive number.
         DeviceError: A device is not in the catalogue.
     """
     if not folder.exists():
@@ -171,6 +173,7 @@ class _Job:
             for path in files_of(self.folder, kind):
                 table = read_table(path)
                 if kind_of(table.columns, path.name) == kind:
+                    check_measured(table, ["latency_us", "power_w"], str(path))
                     yield path, table
 
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:

@@ -99,7 +99,8 @@ def test_questions_that_cannot_be_asked(tmp_path, questions, said):
     [
         ("question,measured\nz,1\n", "measures z"),
         ("a,b\n1,2\n", "columns question and measured"),
-        ("question,measured\na,200us\n", "'200us'"),
+        ("question,measured\na,200us\n", "m.csv: question a: measured is 200us,"),
+        ("question,measured\na,-1700\n", "m.csv: question a: measured is -1700,"),
     ],
 )
 def test_tables_that_score_nothing(tmp_path, table, said):

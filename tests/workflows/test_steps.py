@@ -15,11 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import DeviceError, WorseModelError
+from opcast.common.errors import DatasetError, DeviceError, WorseModelError
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster import step as steps
 from opcast.predict.cluster.case_table import read_cases, read_rows
-from opcast.predict.cluster.step_table import StepRow, StepRuns, step_row
+from opcast.predict.cluster.step_table import StepRow, StepRuns, floor_seconds, step_row
 from opcast.predict.locate import OPERATOR_MODEL
 from opcast.predict.operator.step_operators import load_step_model
 from opcast.simulate.clusters.catalogue import find_cluster
@@ -197,6 +197,46 @@ def test_steps_that_teach_nothing_of_each_other_are_not_saved(tmp_path: Path) ->
     asked["step_s"] = [2 * own for own in seconds]
     asked.to_csv(tmp_path / "runs.csv", index=False)
     assert "error on 2 steps, each left out of what is learned: 100.0% before" in run(*words)
+
+
+@pytest.mark.parametrize("seconds", [-7.6, 0.0, np.inf])
+def test_steps_that_are_no_measurement_teach_nothing(tmp_path: Path, seconds: float) -> None:
+    asked = table(step_s=1.5)
+    asked.loc[2, "step_s"] = seconds
+    asked.to_csv(tmp_path / "runs.csv", index=False)
+    for words in (
+        ("calibrate", "--steps", tmp_path / "runs.csv", "--out", tmp_path / "m.json"),
+        ("train", "--steps", tmp_path / "runs.csv", "--out", tmp_path / "m.json", "--no-track"),
+    ):
+        with pytest.raises(DatasetError, match=rf"runs.csv: row r2: step_s is {seconds},"):
+            CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_steps_below_their_floor_or_far_off_teach_nothing(tmp_path: Path) -> None:
+    """A 65 B token, 8 x A100: 6 x 403 M parameters x 131,072 tokens / (8 x 312 TFLOP/s)."""
+    good = table().head(4)
+    runs = StepRuns([row for row in read_rows(good, step_row)[0] if row], load_step_model())
+    good["step_s"] = [2 * found.step.total for found in runs.predict(StepModel.find())]
+    good.to_csv(tmp_path / "good.csv", index=False)
+    more = table().tail(2).assign(step_s=[0.05, 1500.0])
+    pd.concat([good, more]).to_csv(tmp_path / "all.csv", index=False)
+    said = run("calibrate", "--steps", tmp_path / "all.csv", "--out", tmp_path / "all.json")
+    run("calibrate", "--steps", tmp_path / "good.csv", "--out", tmp_path / "good.json")
+    least = floor_seconds(runs.rows[0])
+    sizes = 8 * (4 * 2048**2 + 2 * 2048 * 8192) + 2048 * 32000
+    assert least >= 6 * sizes * 64 * 2048 / (8 * 312e12)
+    assert "r4: 0.05 s is below the floor of 0." in said and "8 a100-sxm-80gb: not used" in said
+    assert "r5: 1500 s is" in said and "times as long as predicted" in said
+    own, without = (StepModel.load(tmp_path / f"{name}.json") for name in ("all", "good"))
+    assert own.table.values == without.table.values
+    frame, judged, _ = evaluate_steps(more, StepModel.find(), load_step_model())
+    assert frame["measured_us"].notna().tolist() == [False, True] and len(judged.by_group) == 1
+
+
+def test_a_table_names_devices_as_a_command_does() -> None:
+    (_,), (reason,) = read_rows(table(device="h100").head(1), step_row)
+    assert "'h100' may be any of 3 devices" in reason
 
 
 def test_a_tracked_training_names_its_table(tmp_path: Path, monkeypatch) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.measured import check_measured
 from ...common.parquet import read_table
 from ...common.progress import stages, wrote
 from ...common.tables_text import in_percent, print_frame
@@ -186,8 +187,8 @@ def _read(path: Path) -> Iterator[pd.DataFrame]:
     block = kind_of(table.columns) in BLOCK_TABLES
     if not block and not set(table.columns) >= NEEDED:
         return
-    timed = pd.to_numeric(table["latency_us"], errors="coerce").to_numpy(float) > 0
-    table = table[timed].reset_index(drop=True)
+    check_measured(table, ["latency_us"], str(path))
+    table = table.dropna(subset=["latency_us"]).reset_index(drop=True)
     if not len(table):
         return
     if block:

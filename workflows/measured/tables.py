@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
+from ...common.measured import check_measured
 from ...common.parquet import read_table
 from ...common.progress import wrote
 from ...common.tables_text import in_percent, print_frame
@@ -53,8 +54,9 @@ def train_power(
     for column in COLUMNS:
         if column not in table:
             raise DatasetError(f"column {column!r} of the power table is missing")
-    good = table[(table["latency_us"] > 0) & (table["power_w"] > 0) & (table["power_limit_w"] > 0)]
-    good = good.reset_index(drop=True)
+    measured = ["latency_us", "power_w", "power_limit_w"]
+    check_measured(table, measured, "table of power")
+    good = table.dropna(subset=measured).reset_index(drop=True)
     learn = (good["split"] == "train").to_numpy(bool)
     if min(learn.sum(), (~learn).sum()) < _FEWEST:
         raise DatasetError(
@@ -137,7 +139,8 @@ def train_tiles(table: pd.DataFrame, seed: int = 0) -> tuple[TileModel, pd.DataF
     """
     if "latency_us" not in table:
         raise DatasetError("column 'latency_us' of the table of tiles is missing")
-    good = table[table["latency_us"] > 0].reset_index(drop=True)
+    check_measured(table, ["latency_us"], "table of tiles")
+    good = table.dropna(subset=["latency_us"]).reset_index(drop=True)
     if len(good) < _FEWEST_TILES:
         raise DatasetError(f"{len(good)} rows with a latency, of {_FEWEST_TILES} needed")
     rows = tile_rows(good)

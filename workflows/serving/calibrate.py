@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,9 +33,9 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
-from ..measured.calibration_samples import check_unseen
+from ..measured.calibration_samples import check_unseen, far_off
 from .evaluate import observer
-from .rows import FEWEST
+from .rows import FEWEST, Tell, above_floor
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,12 +46,18 @@ if TYPE_CHECKING:
 
 #: Name of the machines of rows that do not say whose they are.
 OWN = "own"
+#: Figures that are compared with predictions, in words.
+_FIGURE = {"tpot": "time of a further token", "per_token": "time of an output token in all"}
 #: Column with the tokens that the cache of an engine holds, as vLLM and SGLang log at start.
 CACHE = "kv_cache_tokens"
 
 
 def calibrate_serving(
-    table: pd.DataFrame, operators: OpModel | None, model: ServingModel, folder: Path
+    table: pd.DataFrame,
+    operators: OpModel | None,
+    model: ServingModel,
+    folder: Path,
+    tell: Tell = lambda text: None,
 ) -> tuple[ServingModel, pd.DataFrame]:
     """Learn of one's own runs, with errors before and after.
 
@@ -60,6 +67,7 @@ def calibrate_serving(
         operators: Model of library operators; ``None`` for rooflines.
         model: That is adapted.
         folder: That the table's traces are in.
+        tell: Told of rows and answers that are not learned from, and why.
 
     Returns:
         The adapted model, and for each metric median absolute errors: ``before``, ``after``, and
@@ -72,7 +80,11 @@ def calibrate_serving(
     said = table["source"] if "source" in table else pd.Series(OWN, index=table.index)
     table["source"] = said.fillna(OWN).replace("", OWN)
     rows, reasons = serving_rows(table, folder)
-    own = [row for row in rows if row is not None and row.measured]
+    for name, reason in zip(table["id"], reasons, strict=True):
+        if reason:
+            tell(f"{name}: not used: {reason}")
+    own = above_floor([row for row in rows if row is not None], tell)
+    own = [row for row in own if row.measured]
     if not own:
         why = next((reason for reason in reasons if reason), "none has ttft_ms, tpot_ms, out_tok_s")
         raise DatasetError(f"no row to calibrate on: {why}", hint="docs/serving.md lists columns")
@@ -88,6 +100,7 @@ def calibrate_serving(
             hint="one file for each stack, or the same source in all rows",
         )
     seen = observer(predictor, own)(model.effects)
+    seen = _near(own, seen, tell)
     linear = linear_serving(seen, contexts, model.effects)
     effects = linear.adapted()
     before, after = linear.errors(model.effects), linear.errors(effects)
@@ -112,6 +125,31 @@ def calibrate_serving(
         for cluster, share in zip(clusters, _memory(rows, table, predictor, clusters), strict=True)
     }
     return replace(adapted, provenance=replace(known, own=stacks)), figures
+
+
+def _near(rows: Sequence[ServingRow], seen: Observed, tell: Tell) -> Observed:
+    """Answers near what is predicted; first tokens may wait for anything, and are all kept.
+
+    Raises:
+        DatasetError: None is near.
+    """
+    why = [
+        ""
+        if metric == "ttft"
+        else far_off(f"{rows[at].id}: {_FIGURE[metric]} of {np.exp(own):.3g} s", own - said)
+        for at, metric, own, said in zip(
+            seen.rows, seen.metrics, seen.measured, seen.simulated, strict=True
+        )
+    ]
+    for reason in filter(None, why):
+        tell(reason)
+    near = np.array([not reason for reason in why])
+    if not near.any():
+        raise DatasetError(
+            "no row to calibrate on: all are far from what is predicted",
+            hint="docs/serving.md lists columns and units",
+        )
+    return Observed(*(column[near] for column in seen))
 
 
 def _stack(
@@ -171,6 +209,7 @@ def run_calibrate_serving(console: Console, settings: TableSettings) -> ServingM
         load_serving_operators(),
         ServingModel.find(settings.model),
         settings.table.parent,
+        partial(console.print, highlight=False, soft_wrap=True),
     )
     print_frame(console, in_percent(figures), "own runs, median errors in %")
     few = int(figures["runs"].max())

@@ -12,6 +12,7 @@ import numpy as np
 from ...models.serving.ends import SATURATED
 from ...models.serving.model import METRICS
 from ...predict.cluster.serving import ServingPredictor
+from ...predict.cluster.serving_engine import request_floors
 from ...predict.cluster.serving_load import draw
 from ...predict.cluster.serving_table import ServingRow
 from ...simulate.serving.floor import EngineFloor
@@ -61,6 +62,39 @@ def possible_rows(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
         tell(f"not learned from, since no device runs prompts as fast as these say: {names}")
     kept = [not bad and key not in sets for key, bad in zip(keys, wrong, strict=True)]
     return [row for row, good in zip(rows, kept, strict=True) if good]
+
+
+def above_floor(rows: Sequence[ServingRow], tell: Tell) -> list[ServingRow]:
+    """Rows without the answers that lie below what the devices' data sheets allow.
+
+    No row of the published table has a latency below its floor.
+
+    Args:
+        rows: Of the table.
+        tell: Told of every such answer, with the floor.
+    """
+    kept = []
+    for row in rows:
+        load = draw(row.spec)
+        least = request_floors(row.deployment, load, np.zeros(len(load.prompts)))
+        floors = {"ttft_ms": least.ttft, "tpot_ms": least.tpot, "itl_ms": least.tpot}
+        good = dict(row.measured)
+        for name, floor in floors.items():
+            said, lowest = row.measured.get(name, np.inf), float(floor.mean()) * 1e3
+            if said < lowest:
+                tell(
+                    f"{row.id}: {name} {said:g} is below its floor of {lowest:.3g} (weights and "
+                    "cache read once, prompts multiplied at the dense peak): not learned from"
+                )
+                del good[name]
+        if "out_tok_s" in good and (busy := busy_share(replace(row, measured=good))) > 1.0:
+            tell(
+                f"{row.id}: {good['out_tok_s']:g} out_tok_s take {busy:.1f} times the dense peak "
+                "of its devices: not learned from"
+            )
+            del good["out_tok_s"]
+        kept.append(replace(row, measured=good))
+    return kept
 
 
 def busy_share(row: ServingRow) -> float:
