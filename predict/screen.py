@@ -26,6 +26,7 @@ from ..models.trust.calibrator import NORMAL_90
 
 if TYPE_CHECKING:
     from ..models.operators import OpModel
+    from ..simulate.step.workload import Workload
     from .cluster.step import StepPredictor
 
 #: Answers for candidates of one kind.
@@ -117,11 +118,16 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
         kind: Answering = _operators
         if "plan" in own or "implementation" in own:
             kind = _plans if "plan" in own else _tiles
+        lacking = [name for name in _NEEDED[kind] if not own.get(name)]
+        if lacking:
+            also = " or --device" if "device" in lacking else ""
+            found[number] = ProgramError(f"give {', '.join(lacking)}{also}")
+            continue
         asked.setdefault(kind, []).append(number)
         if group := own.get("group"):
             groups[number] = str(group)
         elif kind is not _operators:
-            groups[number] = _problem(own)
+            groups[number] = _problem(kind, own)
     for kind, numbers in asked.items():
         answers = _each(kind, [given[number] for number in numbers])
         for number, answer in zip(numbers, answers, strict=True):
@@ -200,9 +206,35 @@ def _given(candidate: JsonMapping, device: str) -> JsonObject:
     return {**own, **texts}
 
 
-def _problem(own: JsonMapping) -> str:
-    names = ("device", "op", "args", "workload", "set", "cluster")
-    return "|".join(str(own.get(name, "")) for name in names)
+def _problem(kind: Answering, own: JsonObject) -> Hashable:
+    """What a candidate solves, however it is written; equal problems compete.
+
+    A fault of the candidate is told by its answer.
+    """
+    from ..features.devices.catalogue import find_device
+    from ..simulate.clusters.catalogue import find_cluster
+
+    try:
+        if kind is _plans:
+            return str(find_cluster(str(own["cluster"]))), _workload(own)
+        args = own["args"] if not isinstance(own["args"], str) else parse_json(own["args"])
+        name = find_device(str(own["device"])).name
+        return name, str(own["op"]), json.dumps(args, sort_keys=True)
+    except (OpcastError, ValueError, TypeError):
+        return ""
+
+
+def _workload(own: JsonMapping) -> Workload:
+    """The model and batch of a plan, with what it leaves to defaults."""
+    return _read_workload(str(own["workload"]), str(own.get("set", "")))
+
+
+@lru_cache(maxsize=64)
+def _read_workload(name: str, settings: str) -> Workload:
+    from ..simulate.step.settings import sizes_of
+    from ..simulate.step.workload import read_workload
+
+    return read_workload(name, sizes_of([settings]))
 
 
 def _each(kind: Answering, asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
@@ -285,8 +317,6 @@ def _plans(asked: Sequence[JsonObject]) -> list[Screened | OpcastError]:
 
 
 def _plan(own: JsonObject) -> Screened:
-    from ..simulate.step.settings import sizes_of
-    from ..simulate.step.workload import read_workload
     from .cluster.step_case import StepCase
 
     case = StepCase(
@@ -294,13 +324,20 @@ def _plan(own: JsonObject) -> Screened:
         workload=str(own["workload"]),
         framework=str(own.get("framework", "")),
         plan=str(own["plan"]),
-        settings=sizes_of([str(own.get("set", ""))]),
     )
     predictor = _step_predictor(case.cluster, case.framework)
-    said = case.by(predictor, read_workload(case.workload, case.settings))
+    said = case.by(predictor, _workload(own))
     middle, low, high = (1e6 * end for end in said.interval)
     scope = _OF_TIERS[said.known]
     return Screened(middle, low, high, scope, fits=said.fit.fits, reason=said.fit.reason())
+
+
+#: What a candidate of each kind cannot do without.
+_NEEDED: dict[Answering, tuple[str, ...]] = {
+    _operators: ("op", "device"),
+    _tiles: ("op", "implementation", "args", "device"),
+    _plans: ("workload", "cluster"),
+}
 
 
 @lru_cache(maxsize=8)

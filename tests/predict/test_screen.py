@@ -103,6 +103,35 @@ def test_plans_that_do_not_fit_say_so():
     assert (first["scope"], other["scope"]) == ("sibling", "unseen")
 
 
+def test_a_problem_is_what_is_solved_however_it_is_written():
+    """Llama's sequences have 4096 tokens where nothing is said."""
+    step = {"workload": "llama-3-8b", "cluster": "dgx-h100-x16"}
+    sets = ("batch=64", "seq=4096,batch=64", {"batch": 64}, "batch=64,seq=2048")
+    pairs = [("batch=64,seq=4096", "tp=4,dp=4,zero=1"), *((own, "tp=8,dp=2") for own in sets)]
+    (found,) = answer_lines(lines(*({**step, "set": s, "plan": p} for s, p in pairs)))
+    chances = [own["chance"] for own in found]
+    assert chances[0] > max(chances[1:4]) and chances[4] == 1.0
+    tiles = [{"tile_m": m, "tile_k": 1024, "tile_n": 1024} for m in (128, 1024)]
+    turned = json.dumps(dict(reversed(RAGGED["args"].items())))
+    asked = [{**RAGGED, "config": tiles[0]}, {**RAGGED, "args": turned, "config": tiles[1]}]
+    (same,) = answer_lines(lines(*asked))
+    assert sum(own["chance"] for own in same) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        ({"op": "linear m=64 n=64 k=64 dtype=bf16"}, "give device or --device"),
+        ({"plan": "tp=8"}, "give workload, cluster"),
+        ({"implementation": "x", "device": "tpu-v6e"}, "give op, args"),
+        ({}, "give op, device or --device"),
+    ],
+)
+def test_what_is_missing_is_named(candidate, said):
+    (found,) = next(answer_lines(lines(candidate)))
+    assert found["error"] == said
+
+
 def test_faulty_lines_cost_only_themselves_and_batches_end_at_empty_lines():
     good = "linear m=64 n=4096 k=4096 dtype=bf16"
     asked = [*lines(good, "nonsense m=1", {"op": "linear m=1"}), "{", "3", "", json.dumps(good)]
