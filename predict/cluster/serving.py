@@ -154,8 +154,10 @@ class ServingPredictor:
         overload = 0.0
         if found.room < inf:
             ends, spans, overload = self._open(found, tier, queued)
-            share = 1.0 / found.room
+            share, moved = 1.0 / found.room, 1.0 / found.link_room
             full = f"{share:.0%} of what they serve at most is offered" if share > KEPT else ""
+            if moved > max(share, KEPT):
+                full = f"{moved:.0%} of what the links between them move at most is offered"
         else:
             ends, spans = self._tied(found, tier, queued)
             waits = (typical_wait(load, run) if load.concurrency else queued) > SATURATED
@@ -242,7 +244,9 @@ class ServingPredictor:
             spans.append(other.makespan)
         # Engines that do not keep up need as long as they take for all requests.
         spans.append(max(spans[2], slow / room * float(load.arrivals.max())))
-        return ends, spans, 1.0 - Interval(1.0, fast, slow).chance_below(room)
+        # A link is as fast as it is, whatever the engines' kernels take.
+        overload = 1.0 - Interval(1.0, fast, slow).chance_below(room)
+        return ends, spans, 1.0 if found.link_room < 1.0 else overload
 
     def _tied(self, found: Simulated, tier: str, queued: float) -> tuple[list[Served], list[float]]:
         """Latencies at both ends, and how long the run takes: estimate and ends."""

@@ -62,6 +62,18 @@ class Simulated:
             return inf
         return capacity(self.load, *self.stations) / (self.spec.rate or self.load.rate)
 
+    @cached_property
+    def link_room(self) -> float:
+        """What the links behind workers of prompts move at most over what is offered.
+
+        Infinite where nothing queues up or moves.
+        """
+        move, prefill = cache_transfer(self.deployment), self.deployment.prefill
+        if prefill is None or not is_open(self.spec, self.load):
+            return inf
+        each = float(np.mean([move(int(tokens)) for tokens in self.load.prompts]))
+        return prefill.count / each / (self.spec.rate or self.load.rate) if each else inf
+
     @property
     def output_tokens(self) -> float:
         """Tokens of all outputs."""

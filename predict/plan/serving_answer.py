@@ -98,7 +98,7 @@ class Planned:
     @property
     def keeps_up(self) -> bool:
         """Whether the engines serve the load by their estimate."""
-        return self.found.room >= 1.0
+        return min(self.found.room, self.found.link_room) >= 1.0
 
     @property
     def sure(self) -> float:

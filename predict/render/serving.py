@@ -109,6 +109,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
 
 def _overload(prediction: ServingPrediction) -> str:
     """How likely queues grow without end, and what then becomes of the upper ends."""
+    if prediction.overload >= 1.0:
+        return "more is offered than is served: queues grow without end, and times with the load"
     said = f"the load may saturate the engines: {prediction.overload:.0%} likely"
     return f"{said}; queues then grow without end, and upper ends are of engines that keep up"
 

@@ -82,6 +82,7 @@ class _Fleet:
         self.engines = self.decoders + (self.fronts if prefill is not None else [])
         #: When the link of each worker that runs prompts is free, a heap.
         self.links = [0.0] * len(self.fronts)
+        self.moves: list[tuple[float, float]] = []
         closed = load.concurrency > 0
         times = [0.0] * min(load.concurrency, n) if closed else load.arrivals.tolist()
         self.next = len(times) if closed else n
@@ -156,7 +157,9 @@ class _Fleet:
         """A prompt was run by a worker of its own: its cache moves to one that decodes."""
         assert self.prefiller is not None
         # A link moves one cache after the other, at the same mean rate as all of them at once.
-        end = max(time, heappop(self.links)) + self.transfer(self.requests.prompts[index])
+        start = max(time, heappop(self.links))
+        self.moves.append((time, start))
+        end = start + self.transfer(self.requests.prompts[index])
         heappush(self.links, end)
         self._event(end, index, True)
 
@@ -193,6 +196,7 @@ class _Fleet:
             found=np.array((self.prefiller or own).found),
             engine=np.array(own.engine),
             histories=self.histories,
+            moves=np.array(self.moves).reshape(-1, 2),
         )
 
 

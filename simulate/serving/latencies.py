@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -10,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .floor import NO_FLOOR, Floors
-from .load import Load, Run
+from .load import History, Load, Run
 
 #: Percentiles of latencies, beside the mean.
 LEVELS = (50, 90, 99)
@@ -149,33 +150,57 @@ def wider(end: Served, other: Served, side: int) -> Served:
 
 
 def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
-    """Means over time of what decoding engines held and ran; nothing without histories."""
+    """Means over time of what decoding engines held and ran; nothing without histories.
+
+    The queue is of all that wait: at an engine, or where workers of their own run prompts, at one
+    of those, at its link and at an engine.
+    """
     if not run.histories:
         return {}
-    found: dict[str, list[float]] = {"kv": [], "queue": [], "batch": [], "peak": []}
-    longest = 0
+    found: dict[str, list[float]] = {"kv": [], "batch": [], "peak": []}
     for history in run.histories[:engines]:
         if not history.time:
             continue
         spans = np.diff(history.time, prepend=0.0)
         whole = max(float(spans.sum()), 1e-12)
-        for name, values in (
-            ("kv", history.held),
-            ("queue", history.waiting),
-            ("batch", history.batch),
-        ):
+        for name, values in (("kv", history.held), ("batch", history.batch)):
             found[name].append(float(np.array(values) @ spans) / whole)
         found["peak"].append(max(history.held))
-        longest = max(longest, max(history.waiting))
     if not found["kv"]:
         return {}
+    ahead = run.histories[engines:]
+    queues = [_queue(run.histories[:engines]), _queue(ahead), _links(run, len(ahead))]
+    mean, longest = np.sum(queues, axis=0)
     return {
         "kv_occupancy_mean": float(np.mean(found["kv"])) / room,
         "kv_occupancy_max": max(found["peak"]) / room,
         "batch_mean": float(np.mean(found["batch"])),
-        "queue_mean": float(np.mean(found["queue"])),
+        "queue_mean": float(mean),
         "queue_max": float(longest),
     }
+
+
+def _queue(histories: Sequence[History]) -> tuple[float, float]:
+    """Requests that wait at one of several engines: mean over time, and most at any."""
+    means, longest = [], 0
+    for history in histories:
+        if history.time:
+            spans = np.diff(history.time, prepend=0.0)
+            means.append(float(np.array(history.waiting) @ spans) / max(float(spans.sum()), 1e-12))
+            longest = max(longest, max(history.waiting))
+    return (float(np.mean(means)), float(longest)) if means else (0.0, 0.0)
+
+
+def _links(run: Run, count: int) -> tuple[float, float]:
+    """Caches that wait for one of several links: mean over the run, and most at any time."""
+    waits = run.moves[run.moves[:, 1] > run.moves[:, 0]]
+    if not len(waits):
+        return 0.0, 0.0
+    # One more when a cache is ready, one less when it moves: ends before beginnings of one time.
+    times = np.concatenate([waits[:, 1], waits[:, 0]])
+    steps = np.repeat([-1, 1], len(waits))
+    most = np.cumsum(steps[np.argsort(times, kind="stable")]).max()
+    return float((waits[:, 1] - waits[:, 0]).sum()) / run.makespan / count, float(most) / count
 
 
 def queued_share(load: Load, run: Run) -> float:

@@ -218,6 +218,8 @@ class Run:
         found: The same of each prompt, when it was first admitted.
         engine: Engine that decoded each.
         histories: Of each engine, where it was asked for.
+        moves: Of each cache that moved to another worker, when it was ready and when its link was
+            free, shape ``(n, 2)``.
     """
 
     sent: np.ndarray
@@ -235,6 +237,7 @@ class Run:
     found: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     engine: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     histories: list[History] = field(default_factory=list)
+    moves: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
 
 
 class Requests:

@@ -374,6 +374,13 @@ def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
     assert gap > 0.5 * 512 * 131_072 / 1e9
     assert fast.deployment.devices == 8
     assert "prefill" in fast.deployment.text()
+    # 512 tokens of 131,072 bytes take 0.067 s of a link of 1 GB/s: 15 requests a second at most.
+    for rate, overload in ((10.0, 0.0), (20.0, 1.0)):
+        open_load = replace(SPEC, prompt="512", concurrency=0, rate=rate, count=200)
+        found = predictor.predict(slow, open_load)
+        assert found.overload == pytest.approx(overload, abs=0.05)
+    assert any("of what the links between them move at most" in note for note in found.notes)
+    assert found.states["queue_max"] > 10
 
 
 def test_deployments_that_are_none() -> None:

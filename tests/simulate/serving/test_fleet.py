@@ -10,6 +10,7 @@ import pytest
 
 from opcast.common.errors import PlanError
 from opcast.simulate.serving.fleet import capacity, run_fleet
+from opcast.simulate.serving.latencies import states_of
 from opcast.simulate.serving.load import Chunk, Load, Station
 from opcast.simulate.serving.occupancy import PrefixCache
 from opcast.simulate.serving.policies import Policy
@@ -122,6 +123,20 @@ def test_prompts_on_workers_of_their_own_by_hand() -> None:
     first = FIXED + 100 * TOKEN + 5.0
     assert run.first[0] == pytest.approx(first)
     assert run.finished[0] == pytest.approx(first + 2 * (FIXED + TOKEN))
+
+
+def test_what_waits_for_a_link_is_in_the_queue() -> None:
+    """Prompts end after 2 and 4 s; each cache takes 10 s, so that the second waits for 8."""
+    asked = load([100, 100], [2, 2], [0.0, 0.0])
+    ahead = station(max_batch=1)
+    run = run_fleet(asked, station(), ahead, transfer=lambda tokens: 10.0, record=True)
+    ready = FIXED + 100 * TOKEN
+    assert run.moves == pytest.approx(np.array([[ready, ready], [2 * ready, ready + 10.0]]))
+    found = states_of(run, 1000, 1)
+    assert found["queue_mean"] >= (10.0 - ready) / run.makespan and found["queue_max"] >= 1.0
+    assert states_of(replace(run, moves=np.zeros((0, 2))), 1000, 1)["queue_mean"] == pytest.approx(
+        found["queue_mean"] - (10.0 - ready) / run.makespan
+    )
 
 
 def test_a_full_engine_is_not_taken_for_a_free_one() -> None:
