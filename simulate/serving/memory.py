@@ -190,16 +190,17 @@ class MemoryParts:
         return (self.held + self.kept + cache) / self.capacity
 
     def too_large(self) -> str:
-        """Which part is the first that does not fit, with the sizes of all."""
+        """How much is missing, what each part takes, and which is the first without room."""
         totals = zip(self.to_dict(), accumulate((*self.weights.values(), self.kept)), strict=False)
         room = self.capacity - self.left
         first = next((name for name, total in totals if total > room), "the cache")
-        sizes = {k: v / 2**30 for k, v in self.to_dict().items() if k != "cache" and v}
-        listed = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
+        listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.weights.items())
+        alone = f" and {self.left / 2**30:.1f} GiB left alone" if self.left else ""
         return (
-            f"weights of {self.held / 2**30:.1f} GiB on a device do not fit into "
-            f"{self.capacity / 2**30:.1f} GiB: first {first} does not (GiB: {listed}), "
-            f"{max(0.0, -self.cache) / 2**30:.1f} GiB are missing"
+            f"weights of {self.held / 2**30:.1f} GiB, {self.kept / 2**30:.1f} GiB for activations "
+            f"and driver{alone} do not fit into the {self.capacity / 2**30:.1f} GiB of a device: "
+            f"{max(0.0, -self.cache) / 2**30:.1f} GiB are missing, from {first} on (weights in "
+            f"GiB: {listed})"
         )
 
 
