@@ -373,9 +373,11 @@ class Explained(Modelled):
 
     program: ProgramOrNone = None
     kernel: Annotated[str | None, Option("Explain the kernel of this name.")] = None
-    top: Annotated[int, Option("Number of costliest kernels to explain.", least=1)] = 3
+    top: Annotated[
+        int, Option("Without --next: number of costliest kernels to explain.", least=1)
+    ] = 3
     neighbours: Annotated[
-        int, Option("Number of measured neighbours to print for each.", least=0)
+        int, Option("Without --next: measured neighbours to print for each.", least=0)
     ] = 3
     data: Annotated[
         Sequence[Path],

@@ -267,8 +267,8 @@ def serve(settings: ServerSettings) -> None:
         raise OpcastError(
             f"the server's packages are not installed: {error}", hint=extra_hint("serve")
         ) from None
-    # On stderr, once the port is bound: with --port 0 nobody knows it before.
-    run(settings, lambda url: typer.echo(f"{url}/docs  (loading models)", err=True))
+    # On stderr, once connections are accepted: with --port 0 nobody knows the port before.
+    run(settings, lambda url: typer.echo(f"{url}/docs", err=True))
 
 
 def mcp() -> None:

@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -309,7 +309,7 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
 
     Args:
         settings: Models, address and limits.
-        ready: Called with the address once it is bound; the models are not loaded yet.
+        ready: Called with the address once connections are accepted: the models are loaded.
 
     Raises:
         ServeError: The address cannot be bound.
@@ -339,11 +339,28 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
             limit_concurrency=max(1024, 4 * settings.concurrency),
         )
         shown = f"[{address}]" if ":" in address else address
-        ready(f"http://{shown}:{port}")
-        server = uvicorn.Server(config)
+        server = _Server(config, partial(ready, f"http://{shown}:{port}"))
         server.run(sockets=[listener])
         if not server.started:
             raise ServeError("the server did not start", hint="the log above has the reason")
+
+
+class _Server(uvicorn.Server):
+    """Tells when it accepts connections.
+
+    Args:
+        config: Of the server.
+        ready: Called then.
+    """
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
 
 def bound(settings: ServerSettings) -> socket.socket:

@@ -40,6 +40,11 @@ async def program_task(
         OpcastError: There is no such model or device.
     """
     if kind is PROGRAM and _media_type(request) in _RAW:
+        for name in request.query_params:
+            if len(request.query_params.getlist(name)) > 1:
+                raise RequestError(
+                    400, "given more than once", where=f"query {name[:80]!r}", hint="one each"
+                )
         options = _checked(_UPLOAD, dict(request.query_params))
         payload = await request.body()
     else:
@@ -138,4 +143,6 @@ def malformed(errors: Any) -> RequestError:
     what = first["msg"]
     if first["type"] == "string_pattern_mismatch":
         what = f"not {schemas.ALLOWED[first['ctx']['pattern']]}"
-    return RequestError(status, what[:300], where=where, hint="see /docs")
+    own = next((schemas.EXAMPLES[name] for name in place if name in schemas.EXAMPLES), "")
+    hint = f"such as {own}; see /docs" if own else "see /docs"
+    return RequestError(status, what[:300], where=where, hint=hint)

@@ -43,6 +43,12 @@ ALLOWED = {
     LOAD: "a load such as rate=4,prompt=1024,output=256,count=200; no file",
     RANK: "a rank: a whole number of at most six digits",
 }
+#: Values of fields that are no plain text or number, for answers.
+EXAMPLES = {
+    "settings": '{"batch": 16, "seq": 4096}',
+    "design": '{"hbm_bandwidth_gbps": 4000}',
+    "speed": '{"0": 0.9}',
+}
 # Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40
 

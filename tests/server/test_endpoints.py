@@ -252,6 +252,20 @@ def test_refusals_say_what_is_wrong(ask, path, body, status, what):
     assert what in error["what"], error
 
 
+def test_an_object_that_is_none_gets_an_example(ask):
+    body = {"workload": "llama", "cluster": "dgx-h100-x16", "settings": "batch=4"}
+    status, error = ask(SIMULATE, body)
+    assert status == 422 and error["where"] == "settings"
+    assert error["hint"] == 'such as {"batch": 16, "seq": 4096}; see /docs'
+
+
+def test_an_option_of_an_upload_is_given_once(client):
+    raw = {"content": PLAIN.encode(), "headers": {"Content-Type": "text/plain"}}
+    answer = client.post(f"{PROGRAM}?device=h100-sxm&device=l4", **raw)
+    assert answer.status_code == 400 and "given more than once" in answer.json()["what"]
+    assert answer.json()["where"] == "query 'device'"
+
+
 def test_what_is_no_request_of_ours_is_refused_alike(client):
     for answer, status in (
         (client.post(KERNELS, content=b"{"), 415),
