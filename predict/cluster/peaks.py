@@ -84,7 +84,7 @@ def arithmetic_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> floa
 
 
 def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
-    """Seconds of a step at the largest share of the peak that published steps reach; 0 without one.
+    """Seconds at the largest share of the peak of the steps that were learned from; 0 without one.
 
     Args:
         workload: The model.
@@ -99,7 +99,7 @@ def best_seconds(workload: Workload, plan: Plan, spec: DeviceSpec) -> float:
 
 
 def best_note(seconds: float, best: float, spec: DeviceSpec) -> tuple[str, ...]:
-    """A note where a step is faster than any published one, by its share of the peak.
+    """A note where a step is faster than any that was learned from, by its share of the peak.
 
     Args:
         seconds: Of the step.
@@ -110,9 +110,9 @@ def best_note(seconds: float, best: float, spec: DeviceSpec) -> tuple[str, ...]:
         return ()
     share = FRAMEWORKS["best_share"][spec.platform]
     return (
-        f"{share * best / seconds:.0%} of the peak is more than any published step of a "
-        f"{spec.platform.upper()} reaches ({share:.0%}): the time is of kernels at their best, and "
-        "the upper end holds a step at that share",
+        f"{share * best / seconds:.0%} of the peak is more than any step of a "
+        f"{spec.platform.upper()} reaches that was learned from ({share:.0%}): the time is of "
+        "kernels at their best, and the upper end holds a step at that share",
     )
 
 
