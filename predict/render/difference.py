@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...common.interval import Interval
+from ...common.tables_text import markdown_table
 from ...common.units import duration, likely, plain, size
 from ..designs import REACH, Compared, Comparison, Elasticity, Sensitivity
 from ..difference.compare import Change, Difference, Judged
@@ -121,8 +122,7 @@ def _details(name: str, found: Difference, opened: bool, top: int) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *([_escaped(cell) for cell in row] for row in rows)]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return markdown_table(heads, ([_escaped(cell) for cell in row] for row in rows))
 
 
 def _escaped(text: str) -> str:
