@@ -372,7 +372,7 @@ class Explained(Modelled):
     """What is explained: a program's kernels or an operator."""
 
     program: ProgramOrNone = None
-    kernel: Annotated[str | None, Option("Explain the kernel of this name.")] = None
+    kernel: Annotated[str | None, Option("Without --next: explain the kernel of this name.")] = None
     top: Annotated[
         int, Option("Without --next: number of costliest kernels to explain.", least=1)
     ] = 3

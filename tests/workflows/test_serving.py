@@ -263,6 +263,19 @@ def test_runs_that_no_device_can_have_done_are_not_learned_from(plain: pd.DataFr
     assert any("mine, small, vllm, h100-sxm" in line for line in said)
 
 
+def test_answers_below_their_floor_or_far_off_teach_nothing(plain: pd.DataFrame) -> None:
+    """A token reads 16 layers of 60.8 M weights and the head, in 16 bits, at 3.35 TB/s."""
+    asked = table(tpot_ms=plain["tpot_ms"])
+    least = 2 * 16 * (2048 * (2 * 2048 + 2 * 1024) + 3 * 2048 * 8192) / 3.35e12 * 1e3
+    asked.loc[0, "tpot_ms"] = 0.9 * least
+    asked.loc[1, "tpot_ms"] *= 1000.0
+    said: list[str] = []
+    _, found = calibrate_serving(asked, None, ServingModel(), Path(), said.append)
+    assert found["runs"].tolist() == [4] and found["before"][0] == pytest.approx(0.0, abs=0.01)
+    assert "is below its floor of" in said[0] and said[0].startswith(f"{asked['id'][0]}: tpot_ms")
+    assert "1,000 times as long as predicted" in said[1] and len(said) == 2
+
+
 def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
     asked = tmp_path / "runs.csv"
     table(tpot_ms=plain["tpot_ms"] * 1.1).to_csv(asked, index=False)

@@ -37,7 +37,16 @@ from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import few_of_each, keep_learned, keep_left_out, named_folds
 from .evaluate import observer
-from .rows import FAULTY, FEWEST, MOST_ROWS, Tell, possible_rows, set_of, settled_rows
+from .rows import (
+    FAULTY,
+    FEWEST,
+    MOST_ROWS,
+    Tell,
+    above_floor,
+    possible_rows,
+    set_of,
+    settled_rows,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +111,7 @@ def train_serving(
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
         )
-    rows = possible_rows(rows, tell)
+    rows = [row for row in above_floor(possible_rows(rows, tell), tell) if row.measured]
     # A group counts by the root of its rows, so that more of them take time and teach little.
     rows = [rows[at] for at in few_of_each(list(map(set_of, rows)), MOST_ROWS, seed)]
     measured = _measured(rows)
