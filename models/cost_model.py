@@ -13,6 +13,7 @@ import numpy as np
 
 from ..common.errors import ModelError
 from ..common.types import JsonMapping, JsonObject
+from ..features.devices.catalogue import base_of
 from ..features.devices.device import DeviceSpec
 from ..features.devices.identity import Comparison, unlike
 from ..features.kernels.kernel import Kernel, LoweredProgram
@@ -34,6 +35,7 @@ from .program.context_trees import ContextCorrection, in_loops
 from .program.fused_error import widened
 from .program.program_model import ProgramModel, ProgramPrediction
 from .program.schedule_cost import UNMEASURED, least_wall
+from .trust.designs import on_design, roofline_ratio
 
 if TYPE_CHECKING:
     from .trust.neighbours import NeighbourTable
@@ -117,12 +119,28 @@ class CostModel:
         """
         return unlike(device, self.devices)
 
+    def base_of(self, device: DeviceSpec) -> DeviceSpec | None:
+        """The base that a TPU's or CPU's design is priced by; ``None`` for other devices.
+
+        Those that were learned from or calibrated have answers of their own, and so has every
+        device where nothing was learned.
+        """
+        known = {*self.devices, *self.corrections}
+        if device.platform == "gpu" or not self.devices or device.name in known:
+            return None
+        return base_of(device) or self.devices.get(device.base)
+
     def predict_kernels(self, kernels: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         """Predict one execution of every kernel.
 
         If a device has the name of a training device but different measured peaks, every kernel is
-        out of domain, and intervals are widened by the ratio of the peaks.
+        out of domain, and intervals are widened by the ratio of the peaks. What was learned by
+        trees is neither smooth nor monotone in a rate: a design of a TPU or CPU is priced as its
+        base, times the ratio of their rooflines; estimators of GPUs do so themselves.
         """
+        base = self.base_of(device)
+        if base is not None:
+            return on_design(self.predict_kernels(kernels, base), kernels, device, base)
         prediction = self.estimator.predict(kernels, device)
         other = self.unlike(device)
         # Corrections are by name as well: those of the other machine do not apply to this one.
@@ -166,7 +184,7 @@ class CostModel:
         in_place = kernels or self.predict_kernels(lowered.kernels, device)
         in_place = in_loops(in_place, lowered.kernels, device)
         if self.context is not None:
-            in_place = self.context.apply(in_place, lowered, device, base_s)
+            in_place = self._in_context(self.context, in_place, lowered, device, base_s)
         wall = self.program_model.predict(
             in_place.latency, lowered, device, in_place.lo, in_place.hi
         )
@@ -178,6 +196,22 @@ class CostModel:
         least = least_wall(lowered, device)
         latency, lo, hi = (max(end, least) for end in wall[:3])
         return in_place, ProgramPrediction(latency, lo, hi, least)
+
+    def _in_context(
+        self,
+        context: ContextCorrection,
+        kernels: KernelPrediction,
+        lowered: LoweredProgram,
+        device: DeviceSpec,
+        base_s: np.ndarray | None,
+    ) -> KernelPrediction:
+        base = self.base_of(device)
+        if base is None:
+            return context.apply(kernels, lowered, device, base_s)
+        # Of a design as on its base, so that no rate moves what was learned of the context.
+        ratio = roofline_ratio(lowered.kernels, device, base)[0]
+        there = context.apply(_scaled(kernels, 1.0 / ratio), lowered, base)
+        return _scaled(there, ratio)
 
     def contents(self) -> tuple[dict[str, object], dict[str, bytes]]:
         """Manifest and files of the model folder (see :class:`~.core.base.ModelBundle`)."""
@@ -262,3 +296,8 @@ def _context(stored: JsonMapping | None, files: Mapping[str, bytes]) -> ContextC
         return None
     raw = [files[_CONTEXT.format(i)] for i in range(stored["trees"])]
     return ContextCorrection.from_dict(stored, raw)
+
+
+def _scaled(kernels: KernelPrediction, ratio: np.ndarray) -> KernelPrediction:
+    ends = {key: getattr(kernels, key) * ratio for key in ("latency", "lo", "hi")}
+    return replace(kernels, **ends)

@@ -26,6 +26,7 @@ from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
 from ..simulators.base import Answer, AnsweringEstimator
+from ..trust.designs import on_design
 from .boosted import BoostedParams, XGBoostEstimator
 
 #: Opcodes for which libtpu writes no ``estimated_cycles`` (docs/tpu.md).
@@ -65,7 +66,8 @@ def by_compiler(
     prediction: KernelPrediction,
     kernels: Sequence[Kernel],
     device: DeviceSpec,
-    predict: Callable[[Sequence[Kernel]], KernelPrediction],
+    predict: Callable[[Sequence[Kernel], DeviceSpec], KernelPrediction],
+    base: DeviceSpec | None = None,
 ) -> KernelPrediction:
     """The prediction with the compiler's own estimates where kernels state them.
 
@@ -79,10 +81,14 @@ def by_compiler(
         prediction: Of the kernels.
         kernels: ``n`` kernels, as the compiler scheduled them.
         device: Device that they were compiled for.
-        predict: Prediction of any kernels on the device.
+        predict: Prediction of any kernels on a device.
+        base: Of a design: the device whose answer is moved by the ratio of their rooflines.
     """
     if device.platform != "tpu":
         return prediction
+    if base is not None:
+        found = by_compiler(predict(kernels, base), kernels, base, predict)
+        return on_design(found, kernels, device, base)
     cycles = np.array([k.cycles if is_estimated(k) else 0.0 for k in kernels], np.float64)
     stated = cycles > 0.0
     if not stated.any():
@@ -141,7 +147,7 @@ def _not_below_bf16(
     prediction: KernelPrediction,
     kernels: Sequence[Kernel],
     device: DeviceSpec,
-    predict: Callable[[Sequence[Kernel]], KernelPrediction],
+    predict: Callable[[Sequence[Kernel], DeviceSpec], KernelPrediction],
 ) -> KernelPrediction:
     """The prediction with no product of f32 faster than the same one of bf16.
 
@@ -152,7 +158,7 @@ def _not_below_bf16(
         return prediction
     narrow = kernels_from_irs(kernels[i].ir.replace("f32[", "bf16[") for i in wide)
     least = np.zeros(len(kernels))
-    least[wide] = _within_roofline(predict(narrow), narrow, device).latency
+    least[wide] = _within_roofline(predict(narrow, device), narrow, device).latency
     latency = np.maximum(prediction.latency, least)
     # The error is as large in relation to the new time.
     high = prediction.hi * latency / prediction.latency

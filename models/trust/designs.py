@@ -7,11 +7,17 @@ an unchanged copy is equal to the bit, and what physics does not know of moves n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
+from ...features.kernels.kernel import Kernel
+from ...features.table.roofline import least_seconds, roofline
+from ..core.base import KernelPrediction
+from ..core.kernel_table import SMALLEST
 
 #: Largest error, in logarithms, of the ratio that physics gives to the times of two chips. Beside
 #: the ratio that the model predicts for pairs of measured chips, 90 % of products, attention,
@@ -107,3 +113,48 @@ def is_near(ratio: np.ndarray, like: Likeness = ALIKE) -> np.ndarray:
 def why_far(name: str, base: str, ratio: float) -> str:
     """The reason why a design is outside the domain, in words."""
     return f"{name} takes {ratio:.2g} times as long as {base}, farther than measured siblings lie"
+
+
+def roofline_ratio(
+    kernels: Sequence[Kernel], design: DeviceSpec, base: DeviceSpec
+) -> tuple[np.ndarray, np.ndarray]:
+    """Time on a design over that on its base by roofline and floor, and its bounds, ``(n,)`` each.
+
+    Returns:
+        The ratio, 1 for kernels that take no time; what limits each kernel on the design.
+    """
+    line = roofline(kernels, design)
+    here, there = line.latency_s + design.floor, roofline(kernels, base).latency_s + base.floor
+    return np.divide(here, there, out=np.ones(len(kernels)), where=there > 0.0), line.bound
+
+
+def on_design(
+    found: KernelPrediction, kernels: Sequence[Kernel], design: DeviceSpec, base: DeviceSpec
+) -> KernelPrediction:
+    """Move predictions from a base to a design of it by the ratio of their rooflines.
+
+    Args:
+        found: Of the kernels on the base.
+        kernels: ``n`` kernels.
+        design: The device to predict for.
+        base: The device that it was made of.
+    """
+    if not kernels:
+        return found
+    ratio, bound = roofline_ratio(kernels, design, base)
+    like = Likeness.of(design, base)._replace(reuse=1.0)
+    lo, hi = ends_of((found.lo, found.hi), found.latency, ratio, like)
+    # Not below what bounds the design, unless the base's answer is below its own bound, as where
+    # caches hold more than physics knows.
+    below = np.minimum(found.latency / np.maximum(least_seconds(kernels, base), SMALLEST), 1.0)
+    least = least_seconds(kernels, design) * below
+    latency = np.maximum(found.latency * ratio, least)
+    return replace(
+        found,
+        latency=latency,
+        lo=np.clip(lo, np.minimum(least, latency), latency),
+        hi=np.maximum(hi, latency),
+        bound=bound.astype(object),
+        in_domain=found.in_domain & is_near(ratio, like),
+        unclamped=found.latency * ratio,
+    )

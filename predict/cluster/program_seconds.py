@@ -7,14 +7,12 @@ what the same kernels cost without partitioning, and its collectives come on top
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.kernels.kernel import Kernel, LoweredProgram
-from ...models.core.base import KernelPrediction
+from ...features.kernels.kernel import LoweredProgram
 from ...models.cost_model import CostModel
 from ...models.estimators.tpu import by_compiler
 from ...models.program.fused_error import lowering_note
@@ -58,11 +56,8 @@ def program_seconds(
     apart = np.array([k.kind == "collective" for k in kernels], bool)
     # The program model must not see the collectives: their time depends on the cluster, and the
     # stream simulation adds it, overlapped, later.
-
-    def predict(others: Sequence[Kernel]) -> KernelPrediction:
-        return model.predict_kernels(others, device)
-
-    alone = by_compiler(predict(kernels), kernels, device, predict)
+    found = model.predict_kernels(kernels, device)
+    alone = by_compiler(found, kernels, device, model.predict_kernels, model.base_of(device))
     check_known(kernels, alone.source)
     placed, wall = model.predict_in_program(lowered, device, alone.without(apart))
     busy = np.array([k.takes_time for k in kernels], bool) & ~apart

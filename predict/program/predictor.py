@@ -196,10 +196,7 @@ class Predictor:
             from ...models.estimators.tpu import by_compiler
 
             kernels = by_compiler(
-                kernels,
-                lowered.kernels,
-                device,
-                lambda others: model.predict_kernels(others, device),
+                kernels, lowered.kernels, device, model.predict_kernels, model.base_of(device)
             )
         check_known(
             lowered.kernels,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,13 @@ from typer.testing import CliRunner
 from opcast.cli import app
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device, load_designs, unchanged
+from opcast.features.devices.rates import rates_of
+from opcast.features.lowering.lower import lower
 from opcast.predict.designs import compare_designs, sensitivity
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import operator_prices, predict_op
+from opcast.predict.program.predictor import load
+from opcast.workflows.reports.device_rows import build_program
 
 #: Half a gigabyte in and out, and a product of 550 GFLOP.
 STREAM = "kernel/elementwise op=add rows=16384 cols=8192 n_in=1 dtype=fp16"
@@ -120,3 +125,27 @@ def test_a_program_and_its_energy(own, tmp_path):
     designs = json.loads(done.output)["designs"]
     assert len(designs) == 5 and all(one["energy_j"] > 0 for one in designs)
     assert find_device("h100-sxm").name == designs[0]["device"]
+
+
+@pytest.mark.parametrize("lowering", ["fused", "op"])
+@pytest.mark.parametrize("name", ["tpu-v5e", "tpu-v5p", "cpu-amd-epyc-2c"])
+def test_no_rate_of_a_tpu_or_cpu_makes_a_program_slower(name, lowering):
+    """A copy is its base to the bit; no rate has a cliff or slows, and compute bounds products."""
+    predictor = load()
+    base = predictor.devices.get(name) or find_device(name)
+    program = build_program("mlp batch=512 features=512 width=512 layers=2 mode=train")
+    lowered = lower(program, lowering, device=base)
+    copy = replace(base, name="copy", aliases=(), base=name)
+
+    def price(device):
+        return predictor.predict_lowered(lowered, device)
+
+    first = price(base)
+    assert price(copy).latency_us == pytest.approx(first.latency_us, rel=1e-12)
+    for rate in rates_of(copy).values():
+        last = first.latency_us
+        for factor in (1.01, 1.1, 2.0, 10.0):
+            found = price(rate(copy, factor))
+            assert found.lo_us <= found.latency_us <= found.hi_us
+            assert last / factor * 0.97 < found.latency_us <= last * 1.0001
+            last = found.latency_us if factor > 1.05 else last

@@ -19,6 +19,7 @@ from opcast.datagen.compile.run import estimated_rows
 from opcast.features.cost.bytes import array_traffic, on_chip_bytes
 from opcast.features.dataset import Dataset, sample_frame
 from opcast.features.devices.catalogue import find_device
+from opcast.features.devices.device import DeviceSpec
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.kernels.extract import extract_kernels
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
@@ -98,7 +99,7 @@ def test_asynchronous_copies_are_not_estimated() -> None:
     assert [k.cycles > 0 for k in own] == [is_estimated(k) for k in own]
 
 
-def unasked(others: Sequence[Kernel]) -> KernelPrediction:
+def unasked(others: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
     raise AssertionError(others)
 
 
@@ -128,7 +129,7 @@ def test_a_product_of_f32_is_not_faster_than_one_of_bf16(model: TpuEstimator) ->
     wide = [product("float32")]
     asked: list[str] = []
 
-    def predict(others: Sequence[Kernel]) -> KernelPrediction:
+    def predict(others: Sequence[Kernel], device: DeviceSpec) -> KernelPrediction:
         asked.extend(k.dtype for k in others)
         return priced(1.4, others)
 
