@@ -1,10 +1,13 @@
-"""Convolutions as cuDNN takes them: channels innermost, symmetric padding, filters not reversed.
+"""Convolutions as libraries take them.
 
-XLA:GPU chooses the layout in its layout assignment and pads in ConvPaddingLegalization.
+cuDNN: channels innermost, symmetric padding, filters not reversed. XLA:GPU chooses the layout in
+its layout assignment and pads in ConvPaddingLegalization. Libraries of CPUs: ``b01f_01io->b01f``,
+which XLA:CPU's ConvCanonicalization writes; what has another form it runs as scalar loops.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from ...ir.program import TensorType, WindowDim
@@ -27,7 +30,7 @@ def canonical_convs(graph: Graph, machine: Machine) -> None:
     def rule(node: Node) -> Node | None:
         if node.opcode != "convolution" or "dim_labels" not in node.attrs:
             return None
-        return _canonical(node, _channels_last(node, machine))
+        return _on_host(node) if machine.host else _canonical(node, _channels_last(node, machine))
 
     rewrite(graph, rule)
 
@@ -84,6 +87,28 @@ def _canonical(conv: Node, channels_last: bool) -> Node:
     result = TensorType(conv.type.dtype, shape)
     made = Node("convolution", operands, (result,), attrs, source=conv.source)
     return _ordered(made, want_out, out)
+
+
+def _on_host(conv: Node) -> Node:
+    """The convolution in f32 with channels innermost, as XLA:CPU hands it to its library."""
+    lhs, rhs, out = _labels(conv)
+    space = "".join(str(i) for i in range(len(lhs) - 2))
+    data, kernel, result = f"b{space}f", f"{space}io", f"b{space}f"
+    dtype = "f32" if conv.type.dtype in ("bf16", "f16") else conv.type.dtype
+    operands = [
+        _as_type(_ordered(operand, have, want), dtype)
+        for operand, have, want in zip(conv.operands, (lhs, rhs), (data, kernel), strict=True)
+    ]
+    shape = tuple(conv.type.shape[out.index(c)] for c in result)
+    attrs = {**conv.attrs, "dim_labels": f"{data}_{kernel}->{result}"}
+    made = replace(conv, operands=operands, results=(TensorType(dtype, shape),), attrs=attrs)
+    return _ordered(_as_type(made, conv.type.dtype), result, out)
+
+
+def _as_type(node: Node, dtype: str) -> Node:
+    if node.type.dtype == dtype:
+        return node
+    return Node("convert", [node], (node.type._replace(dtype=dtype),), source=node.source)
 
 
 def _ordered(node: Node, labels: str, wanted: str) -> Node:

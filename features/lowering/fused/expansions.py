@@ -31,18 +31,20 @@ TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
 _LIBRARY_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh")
 
 
-def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
+def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
     """Spell out ops that the compiler has no kernel for.
 
     Args:
         graph: Changed in place, its loops and branches too.
         program: Takes in the computations that the new ops call.
-        on_tpu: Whether the target has kernels for sorts, the largest elements and ragged rows.
+        platform: Of the target. TPUs have kernels for sorts, the largest elements and ragged rows,
+            CPUs for the largest elements of f32.
     """
+    on_tpu = platform == "tpu"
 
     def rule(node: Node) -> Node | None:
         for inner in node.graphs:
-            expand_ops(inner, program, on_tpu)
+            expand_ops(inner, program, platform)
         opcode = node.opcode
         if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
             return node.operands[0].operands[int(node.attrs["index"])]
@@ -64,6 +66,9 @@ def expand_ops(graph: Graph, program: Program, on_tpu: bool = False) -> None:
             if opcode == "rng-bit-generator":
                 return philox(node)
             if opcode == "topk":
+                # XLA:CPU's TopkRewriter.
+                if platform == "cpu" and node.type.dtype == "f32":
+                    return replace(node, opcode="custom-call", attrs={"target": "TopK"})
                 return _largest(node, len(node.operands[0].type.shape) - 1, program)
             if opcode == "custom-call" and node.attrs.get("target") == "ApproxTopK":
                 return _approximate(node, program)

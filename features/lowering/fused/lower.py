@@ -74,7 +74,7 @@ def lower_fused(
     emitter = Emitter(program)
     # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
     # pass relies on the forms that those before it leave.
-    expand_ops(graph, program, device is not None and device.platform == "tpu")
+    expand_ops(graph, program, device.platform if device is not None else "gpu")
     inline_branches(graph)
     simplify(graph, program)
     merge_counters(graph)
@@ -161,8 +161,9 @@ def _fused(
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph, fused_products=machine.fused_products)
     fuse_generated(clusters, machine.converted, is_entry=is_entry)
-    fuse_epilogues(clusters)
-    if machine.tensor_fusion and not machine.fused_products:
+    if not machine.host:
+        fuse_epilogues(clusters)
+    if machine.tensor_fusion and not (machine.fused_products or machine.host):
         fuse_softmax(clusters)
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,
     # and kernels get several results only at the end.

@@ -46,6 +46,8 @@ class Machine:
         half_channels_last: Whether those of images in 16-bit floats do.
         fused_products: Whether products take in what makes their operands and follows them, and
             read and write any order of dimensions, as on TPUs.
+        host: Whether it is a CPU, whose libraries take other forms of convolutions and the largest
+            elements, and nothing of what follows them.
         converted: Types from which a generated product converts its operands itself.
         narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
     """
@@ -60,6 +62,7 @@ class Machine:
     channels_last: bool = True
     half_channels_last: bool = True
     fused_products: bool = False
+    host: bool = False
     converted: frozenset[str] = _CONVERTED | _FROM_HOPPER
     narrow: frozenset[str] | None = frozenset(("f8e4m3fn", "f8e5m2"))
 
@@ -70,7 +73,8 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     An H100 stands in for a missing description, for one of another platform, and for figures that
     the description leaves out.
     """
-    usual = Machine(fused_products=device is not None and device.platform == "tpu")
+    platform = device.platform if device is not None else "gpu"
+    usual = Machine(fused_products=platform == "tpu", host=platform == "cpu")
     if device is None or device.platform != "gpu" or not device.levels:
         return usual
     target = str(device.compiler.get("target", ""))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -425,3 +427,35 @@ def test_a_barrier_itself_is_no_kernel_and_hands_on_nested_values():
     # Sine and cosine stay apart from their sum.
     assert sum(k.bytes for k in working(found)) == (2 + 2 + 3 + 2) * size
     assert not any(k.opcode == "opt-barrier" for k in working(found))
+
+
+HOST = replace(H100, name="host", platform="cpu")
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_cpu_is_given_the_convolution_that_its_library_takes(layout, dtype):
+    """XLA:CPU runs other layouts than ``b01f_01io->b01f`` as scalar loops, 100 times slower."""
+
+    def loss(x, w):
+        kinds = (layout, "HWIO", layout)
+        made = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=kinds)
+        return jax.nn.relu(made).sum()
+
+    images = spec(*((2, 16, 16, 8) if layout == "NHWC" else (2, 8, 16, 16)), dtype=dtype)
+    found = fused(jax.grad(loss, (0, 1)), images, spec(3, 3, 8, 32, dtype=dtype), device=HOST)
+    convs = [k for k in working(found) if k.kind == "conv"]
+    # Forward, and the gradients of images and filters, each alone: 2 FLOPs a tap, without pads.
+    assert [opcodes(k).count("convolution") for k in convs] == [1, 1, 1]
+    assert all(k.opcode == "convolution" and k.dtype == "f32" for k in convs)
+    for kernel in convs:
+        assert kernel.inner.root_op.attrs["dim_labels"] == "b01f_01io->b01f"
+    taps = (3 * 16 - 2) ** 2 * 2 * 8 * 32
+    assert convs[0].flops == 2 * taps
+
+
+def test_a_cpu_finds_the_largest_in_one_call():
+    found = fused(lambda x: jax.lax.top_k(x, 8), spec(16, 1000), device=HOST)
+    (kernel,) = working(found)
+    assert (kernel.opcode, kernel.kind) == ("custom-call", "sort")
+    assert kernel.bytes == 16 * 1000 * 4 + 16 * 8 * (4 + 4)
