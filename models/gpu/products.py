@@ -62,6 +62,8 @@ _DIMS = ("b", "m", "n", "k")
 #: to 90 %: 0.91 to 1.16) what PyTorch's do; extrapolated beyond, they would run at up to 95 % of
 #: the peak, where PyTorch's measured ones, whose clocks the power limits, reach 71 to 88 %.
 _XLA_LONGEST = 4096
+#: Sides of a product that reaches the best rate of a chip. Engineering choice.
+_LARGE = 8192
 #: Formats of XLA's tables by matrix rate.
 _XLA_FORMATS = {"bf16": "bf16", "f16": "fp16", "tf32": "tf32", **dict.fromkeys(_FP8, "fp8")}
 
@@ -161,11 +163,25 @@ class Products:
             tiles = tiles * rows["dense"].to_numpy(np.float64) * GATHERING
         else:
             tiles = tiles * GATHERING_ELSEWHERE
-        arithmetic = tiles * np.clip(ratio, 0.8, 3.0)
+        arithmetic = np.maximum(tiles * np.clip(ratio, 0.8, 3.0), self._at_best(rows))
         latency = self.launch + soft_maximum(arithmetic, streamed, self._gathered(rows))
         names = np.array([f"{s} (implicit)" for s in product.source], object)
         latency = latency * rows["times"].to_numpy(np.float64)
         return widened(product, latency, IMPLICIT, names, in_domain=False)
+
+    def _at_best(self, rows: pd.DataFrame) -> np.ndarray:
+        """Seconds at the rate of a large product by XLA's own table; 0 where that is not asked.
+
+        On AMD's chips that table, not the one that convolutions take, answers for products: without
+        Winograd's transforms no convolution does more operations a second than the best of them.
+        """
+        asked = np.array([not self.device.runs_cuda and self._autotuned(r, "linear")
+                          for r in rows["rate"].map(self._rate)], bool)  # fmt: skip
+        if not asked.any():
+            return np.zeros(len(rows))
+        large = self.products(rows.assign(b=1, m=_LARGE, n=_LARGE, k=_LARGE)).latency
+        work = rows[["b", "m", "n", "k"]].to_numpy(np.float64).prod(axis=1)
+        return np.where(asked, work / _LARGE**3 * large, 0.0)
 
     def _gathered(self, rows: pd.DataFrame) -> np.ndarray:
         """Seconds in which inputs with short runs of channels are gathered; 0 for others."""

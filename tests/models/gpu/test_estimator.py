@@ -176,6 +176,21 @@ def test_a_product_on_amd_is_that_of_the_operator_query(model: CostModel, name: 
         assert found.latency == pytest.approx(alone.latency, rel=0.25)
 
 
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h100-sxm"])
+def test_a_convolution_does_not_more_a_second_than_the_best_product(
+    model: CostModel, name: str
+) -> None:
+    assert isinstance(model.estimator, GpuEstimator)
+    ask = Products(model.estimator.operators, find_device(name), model.estimator.memory)
+    # 3 x 3 taps of 640 and 1280 channels in 64 images of 64 x 64.
+    sizes = {"m": [64 * 64 * 64] * 2, "n": [640, 1280], "k": [9 * 640, 9 * 1280]}
+    own = {"rate": "bf16", "width": 2.0, "times": 1.0, "dense": 1.0, "extra": 0.0, "moved": 1e9}
+    convs = pd.DataFrame({**sizes, "b": 1, "run": 640.0, **own})
+    large = ask.products(convs.assign(m=8192, n=8192, k=8192)).latency / 8192**3
+    rate = ask.convs(convs).latency / convs[["m", "n", "k"]].prod(axis=1)
+    assert (rate >= large).all()
+
+
 def test_an_image_is_gathered_element_by_element(model: CostModel) -> None:
     device = find_device("a100-sxm-40gb")
     assert isinstance(model.estimator, GpuEstimator)
