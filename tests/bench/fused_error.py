@@ -1,12 +1,12 @@
 """Error of the lowering ``fused`` against XLA's compilers, by class of op, both priced by opcast.
 
-    python tests/bench/fused_error.py --hlo report-out/fused-hlo [--platform tpu] [--kept] [--write]
+    python tests/bench/fused_error.py --hlo FOLDER [--platform tpu|cpu] [--kept] [--write]
 
 Lowers every op and 500 random compositions (``tests/support/drawn_programs.py``) both ways for
-absent GPUs, or a part of them for TPUs, whose compiler takes minutes for some, and prints the table
-of ``docs/fused.md``; ``--write`` puts it there, and the ends that widen the intervals of ``fused``
-into ``models/pretrained/fused.json``, on TPUs also those of ``op``. Compiled modules are kept in
-``--hlo``, so that it resumes with what is missing.
+absent GPUs, or a part of them for TPUs, whose compiler takes minutes for some, and CPUs; prints the
+table of ``docs/fused.md``; ``--write`` puts it there, and the ends that widen the intervals of
+``fused`` into ``models/pretrained/fused.json``, on TPUs also those of ``op``. Compiled modules are
+kept in ``--hlo``, so that it resumes with what is missing.
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ import numpy as np
 from scipy.special import ndtr
 
 from opcast.common.errors import UnknownCallError
-from opcast.features.devices.catalogue import find_device
 from opcast.features.lowering.lower import lower
 from opcast.models.program.fused_error import COUNTS, FILE, ends_of, fit, op_ends
 from opcast.models.trust.calibrator import NORMAL_90, Ends
+from opcast.predict.devices import resolve_device
 from opcast.predict.program.predictor import load
 from opcast.tests.support.drawn_programs import Case, cases, text_of
 from opcast.tests.support.two_lowerings import Price, compiled, on_stream, path_of, priced, prices
 
 DOCS = Path(__file__).parents[2] / "docs/fused.md"
 #: Of each platform, one of each generation whose kernels the rules tell apart.
-DEVICES = {"gpu": ("h100-sxm", "a100-sxm-80gb"), "tpu": ("tpu-v5e", "tpu-v5p", "tpu-v6e")}
+DEVICES = {
+    "gpu": ("h100-sxm", "a100-sxm-80gb"),
+    "tpu": ("tpu-v5e", "tpu-v5p", "tpu-v6e"),
+    "cpu": ("cpu-amd-epyc-2c",),
+}
 #: JAX's name of a platform.
-JAX_PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}
+JAX_PLATFORMS = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
 #: Processes, and parts of the cases of a device that they take.
 WORKERS, PARTS = 2, 8
 _MARK = r"(<!-- fused_error {} begin -->\n).*?(<!-- fused_error {} end -->)"
@@ -98,7 +102,8 @@ def measured(chosen: Sequence[Case], platform: str, folder: Path, *, kept: bool)
 
 def _part(name: str, chosen: Sequence[Case], folder: Path) -> list[Row]:
     """Price some cases on a device."""
-    predictor, device = load(), on_stream(find_device(name))
+    predictor = load()
+    device = on_stream(resolve_device(name, predictor.devices))
     texts = {case.name: text_of(case.name, JAX_PLATFORMS[device.platform]) for case in chosen}
     found = compiled(texts, device, folder)
     rows = []
@@ -118,7 +123,7 @@ def _part(name: str, chosen: Sequence[Case], folder: Path) -> list[Row]:
 
 
 def chosen_cases(platform: str) -> list[Case]:
-    """Cases of a platform: all, or for TPUs one draw of each op and some compositions."""
+    """Cases of a platform: all, or for TPUs and CPUs one draw of each op and some compositions."""
     if platform == "gpu":
         return cases()
     by_kind: dict[bool, list[Case]] = {True: [], False: []}
@@ -170,9 +175,9 @@ def left_out(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The table in Markdown; intervals are those from the other devices' errors."""
+    """The table in Markdown; intervals are those from the other devices' errors, if there are."""
     names = dict.fromkeys(row.device for row in rows)
-    others = {name: fitted([r for r in rows if r.device != name]) for name in names}
+    others = {name: fitted([r for r in rows if r.device != name] or rows) for name in names}
     lines = [
         "| class of op | n | median | mean | bias | beyond 2× | inside | covered | bytes | FLOPs "
         "| silent | worst |",

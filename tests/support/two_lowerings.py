@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +12,12 @@ import numpy as np
 
 from opcast.common.errors import LoweringError
 from opcast.features.devices.device import DeviceSpec
+from opcast.features.ir.reader import read_program
 from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.target_compiler.process import CompileSettings, compile_programs
 from opcast.features.lowering.target_compiler.target import target_of
+from opcast.features.lowering.xla import compile_native
 from opcast.models.program.fused_error import (
     left_joined,
     lowering_note,
@@ -67,17 +70,31 @@ def compiled(
     kept = {} if folder is None else {name: path_of(name, folder) for name in texts}
     found = {n: path.read_text() for n, path in kept.items() if path.is_file()}
     todo = [name for name in texts if name not in found]
-    settings = CompileSettings(progress=False)
+    make = _here if device.platform == "cpu" else partial(_absent, device=device)
     for start in range(0, len(todo), BATCH):
         names = todo[start : start + BATCH]
-        programs = [texts[name].encode() for name in names]
-        results = compile_programs(programs, [(1, 1)] * len(names), target_of(device), settings)
-        for name, result in zip(names, results, strict=True):
-            found[name] = "" if isinstance(result, LoweringError) else result.hlo
+        for name, hlo in zip(names, make([texts[name] for name in names]), strict=True):
+            found[name] = hlo
             if name in kept:
                 kept[name].parent.mkdir(parents=True, exist_ok=True)
-                kept[name].write_text(found[name])
+                kept[name].write_text(hlo)
     return {name: hlo for name, hlo in found.items() if hlo}
+
+
+def _absent(texts: Sequence[str], device: DeviceSpec) -> list[str]:
+    programs, settings = [text.encode() for text in texts], CompileSettings(progress=False)
+    results = compile_programs(programs, [(1, 1)] * len(texts), target_of(device), settings)
+    return ["" if isinstance(result, LoweringError) else result.hlo for result in results]
+
+
+def _here(texts: Sequence[str]) -> list[str]:
+    def one(text: str) -> str:
+        try:
+            return compile_native(read_program(text)).hlo
+        except LoweringError:
+            return ""
+
+    return list(map(one, texts))
 
 
 def path_of(name: str, folder: Path) -> Path:

@@ -98,10 +98,10 @@ def lower_fused(
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
-        rules = "a TPU's rules for products alone" if machine.fused_products else "GPUs' rules only"
+        own = "library calls" if machine.host else "products"
         notes.append(
-            f"{device.name} is a {device.platform}, but lowering fused has {rules}, and no layouts "
-            "but GPUs'"
+            f"{device.name} is a {device.platform}, but lowering fused has a "
+            f"{device.platform.upper()}'s rules for {own} alone, and no layouts but GPUs'"
         )
     return LoweredProgram(
         kernels=kernels,
