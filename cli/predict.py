@@ -194,7 +194,9 @@ class Shown:
             require_plots()
         chips = find_chips(asked.devices, known, here)
         with counting("predictions") as tell:
-            frame = predict_many(asked.programs, chips, answers, tell, asked.opened, self.price)
+            frame = predict_many(
+                asked.programs, chips, answers, tell, opened=asked.opened, prices=self.price
+            )
         if self.out is not None:
             write_table(frame, self.out)
             wrote(self.out, f"{len(frame)} rows")

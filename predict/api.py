@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 from ..common.errors import DeviceError, ProgramError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ..features.devices.device import DeviceSpec
     from ..features.ir.platforms import Platform
     from ..features.ir.torch.program import TorchProgram
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .operator.torch_price import TorchPrediction
     from .program.predictor import Prediction, Predictor
 
+#: Several devices, of which a table is made.
+Devices: TypeAlias = list[str] | tuple[str, ...]
 #: Suffixes of files that :func:`save` writes as text.
 _TEXT = (".mlir", ".txt")
 
@@ -89,10 +93,29 @@ def predict(
 ) -> TorchPrediction: ...
 
 
+@overload
 def predict(
     program: object,
     *args: object,
-    device: str | Path | DeviceSpec | None = None,
+    device: Devices,
+    cluster: None = None,
+    model: str | Path = "default",
+    lowering: str = "auto",
+    trip_counts: dict[str, int] | int | None = None,
+    strict: bool = False,
+    fallback: str = "",
+    settings: CompileSettings | None = None,
+    train: object = None,
+    loss: object = None,
+    framework: str = "xla",
+    **kwargs: object,
+) -> pd.DataFrame: ...
+
+
+def predict(
+    program: object,
+    *args: object,
+    device: str | Path | DeviceSpec | Devices | None = None,
     cluster: str | Path | Cluster | None = None,
     model: str | Path = "default",
     lowering: str = "auto",
@@ -104,7 +127,7 @@ def predict(
     loss: object = None,
     framework: str = "xla",
     **kwargs: object,
-) -> Prediction | PartitionedPrediction | TorchPrediction:
+) -> Prediction | PartitionedPrediction | TorchPrediction | pd.DataFrame:
     """Predict a program on a device, or a program for several devices on a cluster.
 
     Args:
@@ -115,7 +138,9 @@ def predict(
         args: Example arguments of a function: arrays or ``jax.ShapeDtypeStruct``; tensors of a
             module.
         device: Name (``opcast device --list``), path of a device file, or description; ``local``
-            by default, which is this machine as ``opcast device --save`` measured it.
+            by default, which is this machine as ``opcast device --save`` measured it. A list of
+            names and files makes a table, of a PyTorch module also with ``batch``, a list of
+            numbers of samples: inputs whose first size is that of the first tensor get each.
         cluster: Instead of a device: name (``opcast cluster --list``), path of a YAML file, or
             description.
         model: Name or folder of the model; it is loaded once.
@@ -136,7 +161,9 @@ def predict(
 
     Returns:
         For a device its ``Prediction``, for a cluster a ``PartitionedPrediction``, for a framework
-        of PyTorch a ``TorchPrediction``; all have ``latency_us``, ``lo_us`` and ``hi_us``.
+        of PyTorch a ``TorchPrediction``; all have ``latency_us``, ``lo_us`` and ``hi_us``. For
+        several devices a table of them, in the order asked: ``batch`` (if given), ``device``,
+        those figures, memory, energy, ``notes``, and ``error`` where there is no prediction.
 
     Raises:
         OpcastError: The program, device, cluster or lowering is not usable.
@@ -148,6 +175,7 @@ def predict(
     from .program.case import ProgramCase
 
     given = {"train": train, "loss": loss}
+    batches = _batches(program, args, device, kwargs)
     own_torch = _torch_program(program, args, kwargs, train, loss)
     if own_torch is None:
         kwargs |= {name: value for name, value in given.items() if value is not None}
@@ -162,17 +190,51 @@ def predict(
         _refuse_compiler_options(lowering, trip_counts, fallback, settings)
         from .operator.torch_framework import TorchPredictor
 
-        return TorchPredictor(framework, model).predict(own_torch, device or "local", strict=strict)
+        torch_predictor = TorchPredictor(framework, model)
+        if isinstance(device, list | tuple):
+            from .program.many import by_torch, predict_on
+
+            answers = by_torch({framework: torch_predictor}, strict=strict)
+            return predict_on(own_torch, device, batches, answers, torch_predictor.devices)
+        return torch_predictor.predict(own_torch, device or "local", strict=strict)
     own = own_torch if own_torch is not None else _call(program, args, kwargs)
+    predictor = loaded(model)
+    if isinstance(device, list | tuple):
+        from .program.many import by_xla, predict_on
+
+        options = LoweringOptions(lowering, None, trip_counts, fallback, settings)
+        like = ProgramCase(own, options, strict=strict)
+        return predict_on(own, device, batches, {"xla": by_xla(predictor, like)}, predictor.devices)
     if cluster is None:
         _require_measured(device)
-    predictor = loaded(model)
     options = LoweringOptions(lowering, device, trip_counts, fallback, settings)
     if cluster is None:
         return predictor.answer(ProgramCase(own, options, strict=strict))
     if strict:
         raise DeviceError("strict is not known for a cluster", hint="leave it out")
     return predict_partitioned(own, cluster, predictor, options)
+
+
+def _batches(
+    program: object, args: tuple[object, ...], device: object, kwargs: dict[str, object]
+) -> list[int] | tuple[int, ...] | None:
+    """Take the numbers of samples that are asked about out of the keyword arguments.
+
+    Raises:
+        ProgramError: One is no number, or they are asked about on a single device.
+    """
+    from ..features.ir.torch.program import as_torch_program
+
+    batch = kwargs.get("batch")
+    if not isinstance(batch, list | tuple) or not as_torch_program(program, args):
+        return None
+    if not isinstance(device, list | tuple) or not all(isinstance(n, int) for n in batch):
+        raise ProgramError(
+            "batch is a list of numbers of samples, for a table of devices",
+            hint="such as device=['h100-sxm'], batch=[1, 8, 32]",
+        )
+    del kwargs["batch"]
+    return batch
 
 
 def _require_measured(device: str | Path | DeviceSpec | None) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pandas as pd
 
-from ...common.errors import OpcastError, fault
+from ...common.errors import DeviceError, OpcastError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...common.types import JsonMapping, JsonObject
 from ...features.devices.catalogue import Design, load_designs
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .case import ProgramCase
     from .predictor import Predictor
 
+#: What stands for a program.
+Asked = TypeVar("Asked")
 #: Figures and notes of a program on each design of a chip, or why one has none.
 Answers = Callable[[Callable[[], object], "Chip"], "list[JsonObject | Exception]"]
 
@@ -85,17 +87,18 @@ def find_chips(
 
 
 def predict_many(
-    programs: Sequence[Path],
+    programs: Sequence[Asked],
     chips: Sequence[Chip],
     answers: Mapping[str, Answers],
     progress: Callable[[int, int], None] | None = None,
-    opened: Callable[[Path], object] = Path,
+    *,
+    opened: Callable[[Asked], object],
     prices: Mapping[str, float] | None = None,
 ) -> pd.DataFrame:
     """Predict every program on every design.
 
     Args:
-        programs: Files of programs, or what ``opened`` takes.
+        programs: What ``opened`` takes, such as files.
         chips: The devices.
         answers: :func:`by_xla`, and what :func:`by_torch` gives, by framework.
         progress: Told how many of all predictions are done.
@@ -143,6 +146,43 @@ def predict_many(
     frame = pd.DataFrame(rows, columns=columns)
     frame.attrs["left"] = len(left)
     return frame
+
+
+def predict_on(
+    program: object,
+    devices: Sequence[str],
+    batches: Sequence[int] | None,
+    answers: Mapping[str, Answers],
+    known: Mapping[str, DeviceSpec],
+) -> pd.DataFrame:
+    """Predict one program on several devices, of PyTorch at several numbers of samples.
+
+    Args:
+        program: The program.
+        devices: Names and files.
+        batches: Numbers of samples; if none, as its inputs have them.
+        answers: As of :func:`predict_many`.
+        known: Devices that the model was trained on.
+
+    Returns:
+        As of :func:`predict_many`, with ``batch`` instead of ``program``, or with neither.
+
+    Raises:
+        DeviceError: There are no devices, or one is unknown.
+    """
+    from ...features.ir.torch.called import with_batch
+    from ...features.ir.torch.program import TorchProgram
+
+    if not devices:
+        raise DeviceError("an empty list of devices", hint="such as device=['h100-sxm', 'l4']")
+    chips = find_chips(devices, known)
+    if isinstance(program, TorchProgram) and batches:
+        sizes = list(dict.fromkeys(batches))
+        frame = predict_many(sizes, chips, answers, opened=partial(with_batch, program))
+        frame.insert(0, "batch", frame["program"].astype(int))
+    else:
+        frame = predict_many([program], chips, answers, opened=lambda own: own)
+    return frame.drop(columns="program")
 
 
 def _row(program: str, design: Design, framework: str, found: JsonMapping) -> JsonObject:

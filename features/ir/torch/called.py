@@ -1,15 +1,19 @@
-"""Modules of PyTorch that a program calls: which ones, and with which inputs."""
+"""Modules of PyTorch that a program calls, with which inputs, and the same on other batches."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from ....common.errors import ProgramError
 
 if TYPE_CHECKING:
     import torch
+
+    from .program import TorchProgram
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,39 @@ def _shapes(given: object) -> object:
         return value
 
     return tree_map(shape, given)
+
+
+def with_batch(program: TorchProgram, samples: int) -> TorchProgram:
+    """Put a program on another batch: inputs as long as the first tensor get that many samples.
+
+    Args:
+        program: A module or function with its inputs.
+        samples: First size of those inputs.
+
+    Raises:
+        ProgramError: It is an export or a file, whose sizes are fixed, it has no tensor of
+            samples among its inputs, or there is less than one sample.
+    """
+    import torch
+
+    given = (program.args, dict(program.kwargs))
+    leaves = torch.utils._pytree.tree_leaves(given)
+    batch = next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
+    if samples < 1 or not batch:
+        raise ProgramError(
+            f"no batch of {samples} can be made of the program",
+            where=program.name,
+            hint="batch takes whole numbers from 1 on, of a module or function with its inputs",
+        )
+
+    def resized(x: object) -> object:
+        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != batch:
+            return x
+        last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        own = x.new_zeros((samples, *x.shape[1:]))
+        if last and not x.is_contiguous():
+            own = own.contiguous(memory_format=torch.channels_last)
+        return own
+
+    args, kwargs = torch.utils._pytree.tree_map(resized, given)
+    return replace(program, args=args, kwargs=kwargs)

@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
 
-from opcast.common.errors import DeviceError, ProgramError  # noqa: E402
+from opcast.common.errors import DeviceError, OpcastError, ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.torch.called import with_batch  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, export  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
@@ -552,6 +554,49 @@ def test_the_host_takes_longer_for_launches_of_python():
     # A compiled backward graph has no more launches, of no more each.
     fewer = predict(module, x, device="a100-sxm-40gb", **{**step, "framework": "torch-compiled"})
     assert fewer.host_us < trained.host_us
+
+
+def test_devices_and_batches_make_a_table():
+    with torch.device("meta"):
+        module, x = torch.nn.Linear(4096, 4096).bfloat16(), torch.empty(8, 4096).bfloat16()
+    names, sizes = ["h100-sxm", "l4"], [1, 8, 8192]
+    table = predict(module, x, device=names, batch=sizes, framework="torch-eager")
+    assert list(zip(table["batch"], table["device"], strict=True)) == list(product(sizes, names))
+    assert set(table["error"]) == {""}
+    one = predict(module, x, device="l4", framework="torch-eager")
+    assert table["latency_us"][3] == one.latency_us and table["hi_us"][3] == one.hi_us
+    # 2 · 8192 · 4096² FLOPs at no more than 989 TFLOP/s.
+    assert table["latency_us"][4] > 2 * 8192 * 4096**2 / 989e12 * 1e6
+    plain = predict(module, x, device=names, framework="torch-eager")
+    assert list(plain["latency_us"]) == list(table["latency_us"][2:4]) and "batch" not in plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "l4", "batch": [1, 2]}, "for a table of devices"),
+        ({"device": ["l4"], "batch": [1.5]}, "for a table of devices"),
+        ({"device": []}, "an empty list of devices"),
+        ({"device": ["l5"]}, "l5"),
+    ],
+)
+def test_what_is_no_table_is_refused(options, message):
+    with torch.device("meta"):
+        module, x = torch.nn.Linear(8, 8), torch.empty(2, 8)
+    with pytest.raises(OpcastError, match=message):
+        predict(module, x, framework="torch-eager", **options)
+
+
+def test_a_batch_keeps_the_order_of_images_and_refuses_programs_without_inputs():
+    image = torch.zeros(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    program = TorchProgram(torch.nn.Conv2d(3, 3, 1), (image, torch.zeros(5)), {"y": torch.ones(2)})
+    found = with_batch(program, 16)
+    (moved, other), named = found.args, found.kwargs
+    assert moved.shape == (16, 3, 8, 8) and other.shape == (5,) and named["y"].shape == (16,)
+    assert moved.is_contiguous(memory_format=torch.channels_last)
+    for wrong, samples in ((program, 0), (TorchProgram("model.pt2"), 4)):
+        with pytest.raises(OpcastError, match=f"no batch of {samples}"):
+            with_batch(wrong, samples)
 
 
 @pytest.mark.parametrize("device", ["rtx-4090", "rtx-5090", "h100-sxm"])

@@ -1,6 +1,7 @@
 """An architect's question: many programs on many designs, in one command."""
 
 import json
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -219,6 +220,7 @@ def test_lines_of_devices_can_be_told_apart(folder, drawn):
         [folder / "mlp.mlir"],
         many.find_chips(names, predictor.devices),
         {"xla": many.by_xla(predictor, ProgramCase(None, LoweringOptions("fused")))},
+        opened=Path,
     )
     many.plot_predictions(frame, folder / "lines.png")
     (axes,) = drawn[0].axes
