@@ -131,7 +131,7 @@ def _refuse_compiler_options(
 def summary(lowered: LoweredProgram, device: DeviceSpec | None) -> dict[str, object]:
     """Summarise a lowering as ``opcast lower --json`` prints it."""
     kernels = [k for k in lowered.kernels if k.takes_time]
-    memory = device.memory_bytes if device else 0.0
+    memory = device.usable_bytes if device else 0.0
     return {
         "device": lowered.target,
         "lowering": lowered.lowering,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, exp
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
 from ..common.interval import Interval
-from .operator.torch_memory import usable_bytes
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
@@ -116,14 +115,13 @@ def _capacity(spec: DeviceSpec) -> float:
     Raises:
         DeviceError: It is not known.
     """
-    found = usable_bytes(spec)
-    if not found:
+    if not spec.memory_bytes:
         raise DeviceError(
             "the memory of the device is not known",
             where=spec.name,
             hint="give memory_gb in a device file",
         )
-    return found
+    return spec.usable_bytes
 
 
 def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
@@ -142,7 +140,7 @@ def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
     source, lowered, spec = case.lower(roofline_predictor())
     most = _capacity(spec)
     # JAX takes its share at once; elsewhere memory is taken as it is needed.
-    capacity = min(most, JAX_SHARE * spec.memory_bytes) if spec.platform == "gpu" else most
+    capacity = JAX_SHARE * most if spec.platform == "gpu" else most
     compiled = lowered.memory_source == "compiler"
     low, high = _COMPILED if compiled else _LIFETIMES.get(spec.platform, _LIFETIMES[""])
     peak = lowered.peak_memory_bytes
@@ -150,7 +148,7 @@ def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
     # Arguments are there, whatever is between them.
     floor = min(parts["arguments"], peak)
     needed = Interval(peak, max(floor, peak * exp(low)), peak * exp(high))
-    change = _program_change(source.program, needed, parts, spec, (capacity, most), risk)
+    change = _program_change(source.program, needed, parts, (capacity, most), risk)
     return MemoryFit(
         subject, spec.name, needed, capacity, parts, risk, change, lowered.memory_source,
         tuple(lowered.notes),
@@ -186,7 +184,6 @@ def _program_change(
     program: Program,
     needed: Interval,
     parts: dict[str, float],
-    spec: DeviceSpec,
     room: tuple[float, float],
     risk: float,
 ) -> str:
@@ -196,7 +193,7 @@ def _program_change(
         return ""
     limit = allowed(needed, most, risk)
     if needed.value <= limit:
-        share = ceil(100 * needed.quantile(1.0 - risk) / spec.memory_bytes) / 100
+        share = ceil(100 * needed.quantile(1.0 - risk) / most) / 100
         return f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} (JAX takes {JAX_SHARE:g} by default)"
     saved = donatable(program)
     if saved and needed.value - saved <= limit:
@@ -244,7 +241,7 @@ def torch_fit(
     parts["fragments"] = max(0.0, held.value - sum(parts.values()))
     limit = allowed(needed, capacity, risk)
     if needed.value > limit and not change:
-        change = asked(replace(spec, memory_bytes=spec.memory_bytes * limit / capacity)).change
+        change = asked(spec.with_usable(limit)).change
     return MemoryFit(
         subject, spec.name, needed, capacity, parts, risk, change if needed.value > limit else "",
         memory.source, held=held,
@@ -274,7 +271,7 @@ def step_fit(case: PlannedStep, workload: Workload, risk: float, subject: str) -
     plan, other, why = case.taken(usual, workload)
     # Of a plan that fits as likely as is wanted, the peak is at most this.
     unit = interval_of(usual.learned.memory, framework, 1.0)
-    margin = replace(spec, memory_bytes=allowed(unit, capacity, risk))
+    margin = spec.with_usable(allowed(unit, capacity, risk))
     predictor = StepPredictor(
         cluster, None, margin, framework, learned=usual.learned, latency=usual.latency
     )

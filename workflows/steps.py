@@ -12,9 +12,11 @@ import pandas as pd
 
 from ..common.errors import DatasetError
 from ..common.progress import counting, wrote
+from ..common.tables_text import in_percent, print_frame
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
 from ..models.steps.effects import Slopes, slopes_at
+from ..models.steps.memory import interval_of
 from ..models.steps.model import StepModel
 from ..predict.cluster.case_table import read_cases, read_rows
 from ..predict.cluster.next_run import next_run
@@ -101,24 +103,28 @@ def left_out(slopes: Slopes, runs: StepRuns, measured: np.ndarray) -> np.ndarray
 
 #: Parts of a step, µs; they add up to ``latency_us``.
 PARTS = ("compute_us", "exposed_communication_us", "bubble_us", "host_us", "update_us")
+#: Ends of the 90 % interval of ``memory_bytes``.
+MEMORY_ENDS = ("memory_lo_bytes", "memory_hi_bytes")
 #: Columns of predictions: times in µs, bytes, and what was measured where the table says.
 COLUMNS = (
-    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", *PARTS),
+    *("id", "latency_us", "lo_us", "hi_us", "memory_bytes", *MEMORY_ENDS, *PARTS),
     *("known", "source", "device", "measured_us", "measured_memory_bytes", "reason"),
 )
 
 
-def _record(row: StepRow, said: StepPrediction) -> dict[str, object]:
+def _record(row: StepRow, said: StepPrediction, model: StepModel) -> dict[str, object]:
     step, scale = said.step, row.share * 1e6
     update = step.stages[step.worst].update.compute
     parts = (step.compute - update, step.exposed, step.bubble, step.host, update)
     # Rounding of the bubble aside, the parts add up to the step.
     rest = step.total - sum(parts)
+    memory = interval_of(model.memory, row.framework, said.fit.worst.total)
     return {
         "latency_us": step.total * scale,
         "lo_us": said.interval.lo * scale,
         "hi_us": said.interval.hi * scale,
-        "memory_bytes": said.fit.worst.total,
+        "memory_bytes": memory.value,
+        **dict(zip(MEMORY_ENDS, memory[1:], strict=True)),
         **dict(zip(PARTS, (value * scale for value in (parts[0] + rest, *parts[1:])), strict=True)),
         "known": said.known,
         "source": row.source,
@@ -126,6 +132,18 @@ def _record(row: StepRow, said: StepPrediction) -> dict[str, object]:
         "measured_us": row.measured_s * 1e6,
         "measured_memory_bytes": row.memory_bytes,
     }
+
+
+def judge_memory(frame: pd.DataFrame) -> pd.DataFrame:
+    """Errors of peak memory by source and device, of rows that state it.
+
+    Args:
+        frame: From :func:`evaluate_steps`.
+    """
+    own = measured_rows(frame, "memory_bytes", "measured_memory_bytes", MEMORY_ENDS)
+    own["width"] = own[MEMORY_ENDS[1]] / own[MEMORY_ENDS[0]]
+    groups = own.groupby(["source", "device"], dropna=False)
+    return groups.agg(**FIGURES, width=("width", "median")).reset_index()
 
 
 def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
@@ -136,15 +154,14 @@ def judge(frame: pd.DataFrame, table: pd.DataFrame) -> Judged:
         table: The table, for the models and clusters that plans are compared within.
     """
     own = measured_rows(frame)
-    own["memory_error"] = (own["memory_bytes"] / own["measured_memory_bytes"] - 1.0).abs()
-    groups = own.groupby(["source", "device"], dropna=False)
-    by_group = groups.agg(**FIGURES, memory_mape=("memory_error", "mean")).reset_index()
+    by_group = own.groupby(["source", "device"], dropna=False).agg(**FIGURES).reset_index()
     plans = choice(table, SAME, own["latency_us"], own["measured_us"])
-    means = by_group[["mape", "median_ape", "coverage", "memory_mape"]].astype(float).mean()
+    means = by_group[["mape", "median_ape", "coverage"]].astype(float).mean()
     overall = {
         "rows": float(len(frame)),
         "expressed": float(frame["latency_us"].notna().mean()),
         **{str(name): float(value) for name, value in means.items()},
+        "memory_mape": float(judge_memory(frame)["mape"].mean()),
         **choice_figures(plans),
     }
     return Judged(by_group, overall, plans)
@@ -188,7 +205,9 @@ def evaluate_steps(
             )
         model = adapt_steps(model, runs.part(learn), np.log([row.measured_s for row in learn]))
     said = zip(runs.rows, runs.predict(model), strict=True)
-    answers = (answer if isinstance(answer, str) else _record(row, answer) for row, answer in said)
+    answers = (
+        answer if isinstance(answer, str) else _record(row, answer, model) for row, answer in said
+    )
     frame = predicted_frame(table["id"], reasons, answers, COLUMNS)
     return frame, judge(frame[~known] if calibrate else frame, table), model
 
@@ -211,6 +230,9 @@ def run_evaluate_steps(console: Console, settings: TableSettings) -> Judged:
         for line in learned_lines(model, table):
             console.print(line, highlight=False)
     if len(judged.by_group):
+        memory = in_percent(judge_memory(frame))
+        if len(memory):
+            print_frame(console, memory, "measured peak memory, errors in %")
         print_judged(console, judged, "measured steps", [_sentence(judged)])
     wrote(settings.out, f"{len(frame)} rows")
     known = measured_rows(frame)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp
 
 import numpy as np
 
 from ...common.interval import Interval
+from ...features.cost.formats import FORMATS
+from ...features.devices.device import DeviceSpec
 from ...simulate.step.memory import StageMemory
+from ...simulate.step.workload import Workload
+from .context import FRAMEWORKS
 
 #: Logarithmic error that weighs as much as a deviation of a figure: what repeated runs and the
 #: roundings of sources leave.
@@ -20,7 +24,10 @@ _DEVIATIONS = (0.33, 0.33, 1.0)
 #: Ends of the 90 % interval in logarithms: of frameworks that were learned from, by the rows of
 #: published-steps that say their memory (1,525 of five frameworks, each of which counts the same),
 #: and of others, with each framework left out (``tests/models/steps/test_memory.py``).
-KNOWN_ENDS, OTHER_ENDS = (-0.17, 0.36), (-0.26, 0.49)
+KNOWN_ENDS, OTHER_ENDS = (-0.17, 0.36), (-0.2, 0.5)
+#: Architectures whose units take operands of 8 bits in any layout (Transformer Engine,
+#: ``is_non_tn_fp8_gemm_supported``: compute capability 10).
+_ANY_LAYOUT = ("blackwell", "blackwell-ultra")
 #: Bytes of a gibibyte.
 _GIB = 2.0**30
 
@@ -65,6 +72,23 @@ class MemoryLaw:
         return [round(value, 4) for value in asdict(self).values()]
 
 
+def weight_copies(workload: Workload, spec: DeviceSpec) -> int:
+    """Copies of the weights of quantised products that a device keeps during a training step.
+
+    One is as the forward pass takes them. The backward pass takes a transposed one, where values
+    share scales in blocks, which lie along one side, or the device's units take operands of 8 bits
+    in one layout alone. XLA for TPUs quantises weights where they are used.
+
+    Args:
+        workload: With products in the format that the device multiplies.
+        spec: The device.
+    """
+    if spec.platform != "gpu":
+        return 0
+    shared = FORMATS[workload.product_dtype].block > 1
+    return 1 if spec.architecture in _ANY_LAYOUT and not shared else 2
+
+
 def fit_laws(
     frameworks: Sequence[str], stages: Sequence[StageMemory], measured: Sequence[float]
 ) -> dict[str, MemoryLaw]:
@@ -81,14 +105,23 @@ def fit_laws(
         at = [i for i, f in enumerate(frameworks) if f == name and known[i]]
         laws[name] = _fit([stages[i] for i in at], np.array([measured[i] for i in at]))
     if laws:
-        middle = np.median([law.to_list() for law in laws.values()], axis=0)
-        laws[""] = MemoryLaw(*(float(value) for value in middle))
+        laws[""] = _median(laws.values())
     return laws
 
 
 def law_of(laws: Mapping[str, MemoryLaw], framework: str) -> MemoryLaw:
-    """Law of a framework, or the median one."""
-    return laws.get(framework) or laws.get("") or MemoryLaw()
+    """Law of a framework, or the median one of those with its engine, or of all."""
+    if framework in laws:
+        return laws[framework]
+    engines = FRAMEWORKS["engines"]
+    engine = engines.get(framework)
+    same = [law for name, law in laws.items() if engine and engines.get(name) == engine]
+    return _median(same) if same else laws.get("") or MemoryLaw()
+
+
+def _median(laws: Iterable[MemoryLaw]) -> MemoryLaw:
+    middle = np.median([law.to_list() for law in laws], axis=0)
+    return MemoryLaw(*(float(value) for value in middle))
 
 
 def interval_of(laws: Mapping[str, MemoryLaw], framework: str, total: float) -> Interval:

@@ -13,7 +13,7 @@ from ...models.adapt.active import in_order
 from ...models.operators import OpModel
 from ...models.steps.context import is_compiled
 from ...models.steps.effects import Slopes, slopes_at, unsure
-from ...models.steps.memory import law_of
+from ...models.steps.memory import law_of, weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.fitting import memory_of
@@ -195,7 +195,9 @@ def _others(model: StepModel, runs: StepRuns) -> Iterator[StepRow]:
         law = law_of(model.memory, row.framework)
         own = grid | {"recompute": [row.plan.recompute], "offload": [row.plan.offload]}
         for cluster in list(clusters)[:_MODELS]:
-            capacity = find_device(cluster.device).memory_bytes or np.inf
+            spec = find_device(cluster.device)
+            capacity = spec.usable_bytes or np.inf
+            copies = weight_copies(row.workload, spec)
             try:
                 plans = candidates(row.workload, {"": cluster}, [row.workload.batch], own)
             except (OpcastError, *FAULTS):
@@ -203,7 +205,7 @@ def _others(model: StepModel, runs: StepRuns) -> Iterator[StepRow]:
             fitting = [
                 c.plan
                 for c in plans
-                if max(law.total(m) for m in memory_of(row.workload, c.plan)) <= capacity
+                if max(law.total(m) for m in memory_of(row.workload, c.plan, copies)) <= capacity
             ]
             for plan in fitting[:: max(1, len(fitting) // _PLANS)]:
                 yield replace(row, cluster=cluster, plan=plan, measured_s=float("nan"))

@@ -71,7 +71,7 @@ class PartitionedPrediction(InSeconds):
         device: Name of its device.
         lowering: Lowering of the program, or ``scheduled``.
         peak_memory_bytes: Peak memory of one device.
-        capacity_bytes: Memory of the device; 0 if unknown.
+        capacity_bytes: Memory of the device that programs can have; 0 if unknown.
         notes: Known limits of the prediction.
         sources: Share of the computation time by kind of estimate.
         kernels: Kernels to which ``members`` of the nodes refer.
@@ -232,7 +232,7 @@ def predict_partitioned(
         device=spec.name,
         lowering="scheduled" if scheduled else lowered.lowering,
         peak_memory_bytes=lowered.peak_memory_bytes,
-        capacity_bytes=spec.memory_bytes,
+        capacity_bytes=spec.usable_bytes,
         notes=tuple(notes),
         sources=times.sources,
         kernels=tuple(lowered.kernels),

@@ -172,7 +172,7 @@ def engine_memory(own: Deployment, workers: Workers) -> MemoryParts:
     Raises:
         PlanError: The memory of the device is not known.
     """
-    capacity = own.spec.memory_bytes
+    capacity = own.spec.usable_bytes
     if not capacity:
         raise PlanError(
             "the memory of the device is not known, so neither is its cache",

@@ -292,7 +292,7 @@ def _roomy(
     cell: Cells, model: ServedModel, plan: EnginePlan, ranks: Iterable[int], share: float = _ROOMY
 ) -> int:
     """First of some numbers of ranks whose weights leave room for a cache; 0 for none."""
-    most = share * find_typed(cell.text("device")).memory_bytes
+    most = share * find_typed(cell.text("device")).usable_bytes
     return next((n for n in ranks if model.weight_bytes(plan) / n <= most), 0)
 
 

@@ -18,7 +18,7 @@ from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import board_law, cap_share, under_cap
 from ...models.steps.context import OWN, StepContext, device_context, is_compiled
-from ...models.steps.memory import law_of
+from ...models.steps.memory import law_of, weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
@@ -371,14 +371,15 @@ class StepPredictor:
         return Fit(
             self._memory(workload, plan),
             # A device file may omit the capacity; everything then fits rather than nothing.
-            self.spec.memory_bytes or np.inf,
+            self.spec.usable_bytes or np.inf,
             offloaded=box_host(workload, plan, host.box),
             host=host,
         )
 
     def _memory(self, workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
         law = law_of(self.learned.memory, self.framework)
-        return tuple(law.applied(stage) for stage in memory_of(workload, plan))
+        copies = weight_copies(workload, self.spec)
+        return tuple(law.applied(stage) for stage in memory_of(workload, plan, copies))
 
 
 def _by_name(seconds: dict[Op, float]) -> dict[str, float]:

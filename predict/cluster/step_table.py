@@ -22,6 +22,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.steps.context import FRAMEWORKS, StepContext, device_context, is_compiled
 from ...models.steps.effects import EffectTable
+from ...models.steps.memory import weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import joined
 from ...simulate.clusters.topology import Cluster
@@ -310,7 +311,10 @@ def floor_seconds(row: StepRow) -> float:
 
 def fullest(row: StepRow) -> StageMemory:
     """Memory of the stage that needs most, by the plain count."""
-    return max(memory_of(row.workload, row.plan), key=lambda stage: stage.total)
+    spec = find_device(row.cluster.device)
+    workload = as_multiplied(row.workload, spec)
+    stages = memory_of(workload, row.plan, weight_copies(workload, spec))
+    return max(stages, key=lambda stage: stage.total)
 
 
 def row_context(row: StepRow) -> StepContext:

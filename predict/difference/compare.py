@@ -91,7 +91,7 @@ class Difference:
         reasons: How the ops and arguments differ.
         old_bytes: Peak memory of the old version.
         new_bytes: That of the new one.
-        device_bytes: Memory of the device; 0 if unknown.
+        device_bytes: Memory of the device that programs can have; 0 if unknown.
         notes: Known limits of both predictions.
     """
 

@@ -41,9 +41,6 @@ _CONTEXT, _CONTEXT_PER_CORE = 100 * MIB, 3 * MIB
 _PROCESS = 300 * MIB
 #: Half-width of the context's interval, from the same messages.
 _CONTEXT_ERROR = 150 * MIB
-#: What the driver leaves a process of the memory of the data sheet, by the totals in the same
-#: messages: 31.37 of 32 GiB, 39.5 of 40, 79.14 of 80, 23.65 of 24, 14.75 of 15. AMD's leaves all.
-_USABLE = {"NVIDIA": 0.985}
 #: Bytes of the workspace of cuBLAS, of which PyTorch keeps one for each thread that calls it
 #: (``ATen/cuda/CublasHandlePool.cpp``), by the compiler's target; else the last.
 _WORKSPACES = (
@@ -145,11 +142,6 @@ def _ends(value: float, error: tuple[float, float], parts: Mapping[str, int]) ->
     return found._replace(lo=max(found.lo, float(parts.get(WEIGHTS, 0))))
 
 
-def usable_bytes(spec: DeviceSpec) -> float:
-    """Bytes that a process can have of a device; 0 if its memory is unknown."""
-    return spec.memory_bytes * _USABLE.get(spec.vendor, 1.0)
-
-
 def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> TorchMemory:
     """Replay the storages of a program on a device.
 
@@ -165,7 +157,7 @@ def torch_memory(log: StorageLog, spec: DeviceSpec, error: float = ERROR) -> Tor
     reserved, pinned = (
         (own.peak_allocated, own.peak_allocated) if cpu else (own.peak_reserved, own.peak_pinned)
     )
-    capacity = usable_bytes(spec)
+    capacity = spec.usable_bytes
     upwards = error if log.framed else _UNFRAMED
     errors = (error * own.peak_allocated, upwards * own.peak_allocated)
     needed = context + pinned

@@ -176,7 +176,7 @@ class PlanSearch:
         program = self.program.changed(change)
         plain = self.program.changed(Change(0, change.micro)) if change.remat else None
         sheet = program.sheet(self.cluster, loaded(self.case.model), plain)
-        self.memory = self.memory or sheet.device.memory_bytes
+        self.memory = self.memory or sheet.device.usable_bytes
         inside = self.cluster.box or self.cluster.size
         plans: list[Plan] = []
         count = self.cluster.size

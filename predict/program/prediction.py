@@ -122,7 +122,7 @@ class Prediction(InSeconds):
         device: Name of the device.
         notes: Known limits of the prediction.
         compiler: Compiler and version, if a compiler made the kernels.
-        device_memory_bytes: Memory of the device; 0 if unknown.
+        device_memory_bytes: Memory of the device that programs can have; 0 if unknown.
         energy: Joules of one run with their 90 % interval; ``None`` if the device's power limit is
             not known.
         standing: The ``notes`` about the model and the device, whatever the program.

@@ -245,7 +245,7 @@ class Predictor:
                 cap,
             ),
             compiler=lowered.compiler,
-            device_memory_bytes=device.memory_bytes,
+            device_memory_bytes=device.usable_bytes,
         )
 
     def latency_us(self, what: Kernel | str, device: str | DeviceSpec = "local") -> float:

@@ -109,9 +109,9 @@ def _against(needed: float, capacity: float) -> str:
     return f"{needed:.{digits}f} GiB of {capacity:.{digits}f} GiB"
 
 
-def memory_of(workload: Workload, plan: Plan) -> tuple[StageMemory, ...]:
-    """Return the memory of every stage of a resolved plan."""
-    return tuple(stage_memory(workload, plan, stage) for stage in range(plan.pp))
+def memory_of(workload: Workload, plan: Plan, copies: int = 0) -> tuple[StageMemory, ...]:
+    """Return the memory of every stage of a resolved plan, as :func:`stage_memory` counts it."""
+    return tuple(stage_memory(workload, plan, stage, copies) for stage in range(plan.pp))
 
 
 def find_fit(

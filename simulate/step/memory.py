@@ -2,6 +2,7 @@
 
 State in mixed precision: a parameter and its gradient in the model's dtype, and 12 bytes of
 optimiser state in f32: master weight and two moments of Adam (Rajbhandari et al., ZeRO, SC 2020).
+Weights of quantised products are kept as these take them, beside or instead of the former.
 Gradients are f32 where several micro-batches are added up. Activations are the tensors that the
 backward pass reads, with fused attention, which keeps no scores.
 """
@@ -79,13 +80,14 @@ def stage_held(workload: Workload, plan: Plan, stage: int) -> Parameters:
     return held + table_held(workload, plan).times(ends)
 
 
-def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
+def stage_memory(workload: Workload, plan: Plan, stage: int, copies: int = 0) -> StageMemory:
     """Count the bytes on one device of a stage.
 
     Args:
         workload: The model.
         plan: Resolved: ``microbatches`` is set.
         stage: From 0.
+        copies: Of the weights of quantised products, that are kept as these take them.
     """
     held = stage_held(workload, plan, stage)
     train = workload.mode == "train"
@@ -95,13 +97,26 @@ def stage_memory(workload: Workload, plan: Plan, stage: int) -> StageMemory:
     kept = own if zero >= 3 else held.total
     summed = own if zero >= 2 else held.total
     return StageMemory(
-        parameters=kept * workload.width,
+        parameters=kept * workload.width + train * _quantised(workload, plan, stage, copies),
         gradients=summed * gradient_bytes(workload, plan) * train,
         optimizer=own * OPTIMIZER_BYTES * (train and plan.offload != "optimizer"),
         activations=stage_activations(workload, plan, stage) if train else 0.0,
         temporary=_temporary(workload, plan, stage),
         buffers=_buffers(workload, plan),
     )
+
+
+def _quantised(workload: Workload, plan: Plan, stage: int, copies: int) -> float:
+    """Bytes of quantised copies of a stage's weights, less those of the weights that they replace.
+
+    Copies of gathered weights (ZeRO 3) go with these.
+    """
+    if not copies or workload.operand_width >= workload.width or plan.stage >= 3:
+        return 0.0
+    kinds = kind_counts(workload, plan, stage).items()
+    count = sum(layer_held(layer, plan).total * layers for layer, layers in kinds)
+    eight = plan.quantized_weights and workload.product_bits == 8
+    return count * (copies * workload.operand_width - (workload.width if eight else 0.0))
 
 
 def layer_activations(workload: Workload, plan: Plan) -> float:

@@ -25,7 +25,7 @@ from opcast.predict.operator.step_operators import load_step_model
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.plan import idle_setting
 from opcast.workflows.judging import choice
-from opcast.workflows.steps import PARTS, SAME, evaluate_steps, judge
+from opcast.workflows.steps import PARTS, SAME, evaluate_steps, judge, judge_memory
 from opcast.workflows.train_steps import train_steps
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
@@ -76,9 +76,14 @@ def test_groups_count_the_same_whatever_their_size() -> None:
             "hi_us": 12.0,
             "measured_us": 10.0,
             "memory_bytes": [8.0, 8.0, 8.0, 10.0],
+            "memory_lo_bytes": [7.0, 7.0, 7.0, 9.0],
+            "memory_hi_bytes": [14.0, 14.0, 9.0, 11.0],
             "measured_memory_bytes": [10.0, 10.0, 10.0, np.nan],
         }
     )
+    (memory,) = judge_memory(frame).to_dict("records")
+    assert memory["rows"] == 3 and memory["coverage"] == pytest.approx(2 / 3)
+    assert memory["bias"] == pytest.approx(-0.2) and memory["width"] == pytest.approx(2.0)
     overall = judge(frame, pd.DataFrame({"id": frame["id"]})).overall
     assert overall["mape"] == pytest.approx((0.1 + 0.5) / 2)
     assert overall["coverage"] == 1.0

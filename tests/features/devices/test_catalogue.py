@@ -556,3 +556,16 @@ def test_importing_needs_no_yaml() -> None:
     code = "import sys, opcast.features.devices.catalogue; print('yaml' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_programs_have_what_the_driver_tells() -> None:
+    # GiB that messages of torch.OutOfMemoryError, and of XLA for TPUs, tell of these devices.
+    told = {"t4": 14.66, "rtx-4090": 23.65, "a100-sxm-40gb": 39.5, "l40": 44.4, "h100-sxm": 79.18}
+    told |= {"h200-sxm": 139.8, "b200": 178.35, "tpu-v3": 15.48, "tpu-v4": 30.75}
+    for name, gib in told.items():
+        spec = find_device(name)
+        assert spec.usable_bytes / 2**30 == pytest.approx(gib, abs=0.3), name
+        again = spec.with_usable(spec.usable_bytes)
+        assert again.memory_bytes == pytest.approx(spec.memory_bytes)
+    assert find_device("mi300x").usable_bytes == 192 * 2**30
+    assert replace(find_device("t4"), memory_bytes=0.0).usable_bytes == 0.0

@@ -9,10 +9,23 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opcast.models.steps.memory import KNOWN_ENDS, OTHER_ENDS, MemoryLaw, fit_laws, interval_of
+from opcast.features.devices.catalogue import find_device
+from opcast.models.steps.memory import (
+    KNOWN_ENDS,
+    OTHER_ENDS,
+    MemoryLaw,
+    fit_laws,
+    interval_of,
+    law_of,
+    weight_copies,
+)
 from opcast.predict.cluster.case_table import read_rows
 from opcast.predict.cluster.step_table import fullest, step_row
+from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.memory import StageMemory
+from opcast.simulate.step.plan import Plan, resolved
+from opcast.simulate.step.traffic import layer_held, table_held
+from opcast.simulate.step.workload import Workload
 
 STEPS = (
     Path(os.environ.get("OPCAST_PUBLISHED_DATA", "../shared/data"))
@@ -27,6 +40,43 @@ def test_a_framework_without_a_law_has_the_wider_interval():
     assert (known.lo, known.hi) == pytest.approx((100 * np.exp(-0.17), 100 * np.exp(0.36)))
     assert other.lo < known.lo and other.hi > known.hi
     assert interval_of(laws, "", 100.0) == other
+
+
+def test_a_framework_without_a_law_has_that_of_its_engine():
+    laws = {"nemo": MemoryLaw(0.8, 1.0, 2.0), "megatron-lm": MemoryLaw(1.0, 0.8, 4.0)}
+    laws |= {"nanotron": MemoryLaw(2.0, 2.0, 2.0), "": MemoryLaw(1.5, 1.5, 1.5)}
+    assert law_of(laws, "nemo") == laws["nemo"]
+    assert law_of(laws, "megatron-bridge") == MemoryLaw(0.9, 0.9, 3.0)
+    # Another engine, of which nothing was measured, and one of its own.
+    assert law_of(laws, "torchtitan") == law_of(laws, "oneflow") == laws[""]
+
+
+@pytest.mark.parametrize(
+    ("device", "products", "quantized", "bytes_each"),
+    [
+        # Operands in one layout alone: the weights, and transposed, instead of 16 bits or beside.
+        ("h100-sxm", "fp8", True, 2.0),
+        ("h100-sxm", "fp8", False, 4.0),
+        ("h100-sxm", "", None, 2.0),
+        ("b200", "fp8", True, 1.0),
+        ("b200", "fp8", False, 3.0),
+        # Scales of blocks lie along one side.
+        ("b200", "mxfp8", True, 2.0),
+        ("b200", "nvfp4", False, 3.0),
+        ("tpu-v6e", "int8", False, 2.0),
+    ],
+)
+def test_quantised_weights_are_kept_as_products_take_them(device, products, quantized, bytes_each):
+    workload = Workload(
+        layers=2, d_model=64, heads=8, d_ff=256, vocab=100, seq=16, batch=4, products=products
+    )
+    plan = resolved(workload, Plan(dp=2, zero=1, quantized_weights=quantized), 2)
+    copies = weight_copies(workload, find_device(device))
+    (found,) = memory_of(workload, plan, copies)
+    # Embedding and head stay in 16 bits.
+    layers = 2 * layer_held(workload, plan).total
+    tables = 2 * table_held(workload, plan).total
+    assert found.parameters == pytest.approx(bytes_each * layers + 2.0 * tables)
 
 
 def test_parameters_are_counted_exactly_whatever_the_law():

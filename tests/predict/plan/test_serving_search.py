@@ -167,7 +167,7 @@ def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:
     # Three products of 2048 x 65536 and four of attention in 200 layers, and the vocabulary's.
     weights = 2 * (200 * (3 * 2048 * 65536 + 2 * 2048 * 2048 + 2 * 2048 * 1024) + 2 * 2048 * 32000)
     # With half of what is kept for activations, and two per cent left alone.
-    missing = weights + RESERVED_BYTES / 2 - 0.98 * 80 * 2**30
+    missing = weights + RESERVED_BYTES / 2 - 0.98 * large.spec.usable_bytes
     told = float(re.search(r"([\d.]+) GiB are missing", why)[1])
     assert told == pytest.approx(missing / 2**30, abs=0.2)
     # 152 GiB of weights take more than two devices of 80 that keep some for themselves, four do.
@@ -256,7 +256,7 @@ def test_flags_are_a_table_that_says_why() -> None:
     assert "num_nextn_predict_layers: 3" in value["TensorRT-LLM"]["speculative_config"]
     # vLLM counts what passes need in its share of the memory, SGLang does not, and TensorRT-LLM
     # takes a share of what weights leave.
-    capacity = own.spec.memory_bytes
+    capacity = own.spec.usable_bytes
     free = capacity - own.model.weight_bytes(own.engine.plan) - RESERVED_BYTES
     cache = free - 0.15 * capacity
     assert value["vLLM"]["--gpu-memory-utilization"] == "0.85"
@@ -325,7 +325,7 @@ def test_commands_start_where_memory_is_short(tmp_path: Path) -> None:
         for name, launch in launches(own, find_checkpoint("llama-3.3-70b"), 1152).items()
     }
     assert flags["vLLM"]["--gpu-memory-utilization"] == "0.98"
-    capacity, held = own.spec.memory_bytes, own.model.weight_bytes(EnginePlan())
+    capacity, held = own.spec.usable_bytes, own.model.weight_bytes(EnginePlan())
     cache = 0.98 * capacity - held - RESERVED_BYTES / 2
     static = (held + cache) / (capacity - RESERVED_BYTES / 2)
     assert float(flags["SGLang"]["--mem-fraction-static"]) == pytest.approx(static, abs=2e-3)
