@@ -34,7 +34,7 @@ from .core.store import (
 from .program.context_trees import ContextCorrection, in_loops
 from .program.fused_error import widened
 from .program.program_model import ProgramModel, ProgramPrediction
-from .program.schedule_cost import UNMEASURED, least_wall
+from .program.schedule_cost import UNMEASURED, first_touch_s, least_wall
 from .trust.designs import on_design, roofline_ratio
 
 if TYPE_CHECKING:
@@ -193,6 +193,7 @@ class CostModel:
             # Intervals fitted to programs ignore those of the kernels, so they are widened here.
             wall = wall._replace(lo=wall.lo / other.factor, hi=wall.hi * other.factor)
         wall = widened(wall, lowered, in_place.latency, device)
+        wall = wall._replace(hi=wall.hi + first_touch_s(lowered, device))
         least = least_wall(lowered, device)
         latency, lo, hi = (max(end, least) for end in wall[:3])
         return in_place, ProgramPrediction(latency, lo, hi, least)

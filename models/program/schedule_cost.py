@@ -12,6 +12,7 @@ from math import sqrt
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
+from ...features.ir.hlo_reader import parse_hlo
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
 from ...features.operators.physics import resident_share
 from ...features.table.columns import CODE, INDEX
@@ -137,6 +138,32 @@ def durations(latency_s: np.ndarray, kernels: Sequence[Kernel]) -> np.ndarray:
 def reads(kernels: Sequence[Kernel]) -> list[tuple[int, ...]]:
     """Positions that each kernel waits for: its operands, and a done's own start."""
     return [(*k.operands, k.async_peer) if k.async_role == "done" else k.operands for k in kernels]
+
+
+#: Largest buffer that glibc keeps for the next run (DEFAULT_MMAP_THRESHOLD_MAX of malloc.c).
+_KEPT_BYTES = 32 * 2**20
+#: Bytes of a page, and seconds of a first touch: 12,500 faults took 20 ms on a virtual machine of
+#: two cores of an AMD EPYC; bare metal takes less.
+_PAGE, _FAULT_S = 4096, 2e-6
+
+
+def first_touch_s(lowered: LoweredProgram, device: DeviceSpec) -> float:
+    """Seconds that touching new pages may take in each run, at most; 0 but on CPUs.
+
+    XLA:CPU asks for all temporaries of a program as one buffer. A large one comes from the system
+    and goes back to it, so that every run faults on each of its pages.
+    """
+    if device.platform != "cpu" or lowered.peak_memory_bytes <= _KEPT_BYTES:
+        return 0.0
+    module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
+    if module is None:
+        return 0.0
+    entry = module.entry_computation
+    outside = sum(op.result_bytes for op in (*entry.parameters, entry.root_op))
+    temporary = lowered.peak_memory_bytes - outside
+    if temporary <= _KEPT_BYTES:
+        return 0.0
+    return temporary / _PAGE * _FAULT_S
 
 
 def least_wall(lowered: LoweredProgram, device: DeviceSpec) -> float:

@@ -4,13 +4,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.kernels.kernel import Kernel, LoweredProgram
+from opcast.features.lowering.lower import lower
 from opcast.models.program.program_model import ProgramModel, fit_physics, physics_time
-from opcast.models.program.schedule_cost import reads, schedule_cost
+from opcast.models.program.schedule_cost import first_touch_s, reads, schedule_cost
 from opcast.simulate.program.list_schedule import list_schedule
 
 MakeKernel = Callable[..., Kernel]
@@ -198,3 +202,16 @@ def test_programs_of_many_kernels_get_narrower_intervals(
     assert 0.85 < inside[1::2].mean() < 0.97 and 0.85 < inside[::2].mean() < 0.99
     widths = np.array([p.hi / p.lo for p in found])
     assert np.log(widths[0]) < 0.35 * np.log(widths[1])
+
+
+def test_a_cpu_may_touch_all_pages_of_large_temporaries_anew():
+    """24 MiB are kept by glibc, 48 MiB are not: 12,288 pages of 2 µs."""
+    spec = jax.ShapeDtypeStruct((96, 64), jnp.float32)
+    wide = jax.ShapeDtypeStruct((64, 65536), jnp.float32)
+    cpu = replace(find_device("cpu-i7-12700h"), name="cpu")
+    lowered = lower(jax.jit(lambda x, w: (x @ w).sum()).lower(spec, wide), "fused", device=cpu)
+    assert lowered.peak_memory_bytes - (96 + 65536) * 64 * 4 == pytest.approx(24 * 2**20, rel=0.01)
+    assert first_touch_s(lowered, cpu) == 0.0
+    more = replace(lowered, peak_memory_bytes=lowered.peak_memory_bytes + 24 * 2**20)
+    assert first_touch_s(more, cpu) == pytest.approx(2 * 24 * 2**20 / 4096 * 2e-6, rel=0.01)
+    assert first_touch_s(more, find_device("h100-sxm")) == 0.0
