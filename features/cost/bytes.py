@@ -22,6 +22,8 @@ _GROWN = ops_with(lambda spec: spec.reads == "grown")
 #: Ops that need another share of their operands than is needed of their result; all others,
 #: elementwise ones above all, need the same share.
 _UNEVEN = ops_with(lambda spec: spec.reads != "share")
+#: Starts that return what they write.
+_RESULTS_ALONE = ("all-reduce-start", "send", "recv")
 
 
 def op_bytes(op: Op, comp: Computation) -> tuple[float, float]:
@@ -94,8 +96,8 @@ def _update_operands(op: Op, operands: Sequence[Op]) -> Sequence[Op]:
 def _start_bytes(op: Op, operands: Sequence[Op]) -> tuple[float, float]:
     """Count the bytes of a start, whose result may repeat the operands and add contexts."""
     read = _total(operands)
-    # These return what they write; other starts return (operands, results, contexts).
-    if op.opcode in ("all-reduce-start", "send", "recv") or not op.is_tuple:
+    # Other starts return (operands, results, contexts).
+    if op.opcode in _RESULTS_ALONE or not op.is_tuple:
         return float(read), float(op.result_bytes)
     # Scalar integers among the results are contexts (semaphores, tokens of a DMA), not data.
     arrays = sum(t.nbytes for t in op.results if t.shape or t.dtype not in ("u32", "s32"))
@@ -260,7 +262,15 @@ def array_traffic(op: Op, entry: Computation, program: Program) -> tuple[Touched
     else:
         moved = op_bytes(op, entry)
     leaves = [t for o in operands for t in o.results]
-    return _shared(leaves, moved[0]), _shared(op.results, moved[1])
+    return _shared(leaves, moved[0]), _shared(_made(op, len(leaves)), moved[1])
+
+
+def _made(op: Op, given: int) -> Sequence[TensorType]:
+    """Results that an op makes: a start repeats what it is given, and adds contexts."""
+    if not op.opcode.endswith("-start") or not op.is_tuple or op.opcode in _RESULTS_ALONE:
+        return op.results
+    # A copy's result comes first, those of other starts after the operands.
+    return op.results[:1] if op.opcode == "copy-start" else op.results[given:]
 
 
 def on_chip_bytes(arrays: Touched) -> float:

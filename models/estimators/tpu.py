@@ -21,7 +21,7 @@ from ...features.kernels.extract import kernels_from_irs
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import least_seconds, roofline
 from ...features.table.row import rows as kernel_rows
-from ...features.table.tpu import sort_seconds
+from ...features.table.tpu import sort_seconds, tpu_parts, tpu_rows
 from ..core.base import KernelPrediction
 from ..core.kernel_table import SMALLEST
 from ..program.schedule_cost import UNMEASURED, Overhead
@@ -73,7 +73,7 @@ def by_compiler(
 
     The trees reproduce the compiler, so its own estimate is better; the domain is what was measured
     of it: products, on devices that :data:`MEASURED` has. Kernels of another lowering
-    state nothing: the trees learned from layouts and fusions of the TPU's compiler, have seen none
+    state nothing: the trees learned from fusions of the TPU's compiler, have seen none
     like them, and may be off by more than ten times, so these are held within :data:`UNSEEN` of the
     roofline, products within :data:`UNSEEN_PRODUCT`. Devices that are no TPUs are left as they are.
 
@@ -130,7 +130,12 @@ def _within_roofline(
     """
     if not kernels:
         return prediction
-    base = np.maximum(roofline(kernels, device).latency_s + device.floor, SMALLEST)
+    # A change of layout moves padding, too, and a reshape is no name of its operand here.
+    moves = np.array([k.opcode in ("copy", "reshape") for k in kernels], bool)
+    moved = moves * tpu_parts(kernel_rows(kernels), tpu_rows(kernels), device)["main"]
+    base = np.maximum(
+        np.maximum(roofline(kernels, device).latency_s, moved) + device.floor, SMALLEST
+    )
     most = base * np.where([k.kind == "gemm" for k in kernels], UNSEEN_PRODUCT, UNSEEN)
     learned = np.array([str(source).startswith("learned") for source in prediction.source], bool)
     high = learned & (prediction.latency > most)
@@ -218,7 +223,9 @@ class TpuEstimator(XGBoostEstimator):
         latency, lo, hi = prediction.latency.copy(), prediction.lo.copy(), prediction.hi.copy()
         latency[silent] = base_s
         lo[silent] = base_s * np.exp(self.fallback[0])
-        hi[silent] = base_s * np.exp(self.fallback[1])
+        # A transfer beside the kernels does nothing but move its bytes.
+        alone = np.array([bool(kernel.async_role) for kernel in left], bool)
+        hi[silent] = base_s * np.where(alone, UNSEEN, np.exp(self.fallback[1]))
         return KernelPrediction(
             latency,
             lo,

@@ -63,11 +63,16 @@ _WORDS = {
 
 def group_of(kernel: Kernel) -> str:
     """What a kernel counts as: its kind, apart from updates in place and generated numbers."""
-    if kernel.opcode == "copy":
+    if kernel.opcode == "copy" and not _changes_layout(kernel):
         # The copy that an update of an argument starts from: the compiler may do without.
         return "gather_scatter"
     names = {op.opcode for part in kernel.body.computations.values() for op in part.ops}
     return "random" if "rng-bit-generator" in names else kernel.kind
+
+
+def _changes_layout(kernel: Kernel) -> bool:
+    entry = kernel.body.entry_computation
+    return any(op.results[0].layout != entry.root_op.results[0].layout for op in entry.parameters)
 
 
 def shares(kernels: Sequence[Kernel], latency_s: np.ndarray) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ...ir.op_table import PLACED, UPDATES, named
 from .folding import is_elementwise
 from .graph import Graph, Node
+from .layouts import MOVES
 
 #: Ops of the matrix unit.
 PRODUCTS = frozenset(("dot", "convolution"))
@@ -52,7 +53,7 @@ class Reduction(NamedTuple):
 
 def is_free(node: Node) -> bool:
     """Return whether a node needs no kernel."""
-    return node.opcode in FREE
+    return node.opcode in FREE and MOVES not in node.attrs
 
 
 def reduction(node: Node) -> Reduction:
@@ -116,9 +117,14 @@ def written(node: Node) -> range:
 
 def source_of(node: Node) -> Node:
     """Look through reshapes to the node whose memory a value is."""
-    while node.opcode in ("reshape", "bitcast"):
+    while is_view(node):
         node = node.operands[0]
     return node
+
+
+def is_view(node: Node) -> bool:
+    """Return whether a value is the memory of its operand by another name."""
+    return node.opcode in ("reshape", "bitcast") and MOVES not in node.attrs
 
 
 @dataclass(slots=True, eq=False)
@@ -224,10 +230,13 @@ class Clusters:
                     inputs[id(source)] = source
         cluster.inputs = list(inputs.values())
         makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
-        cluster.makers = [maker for maker in makers.values() if maker.opcode not in FREE]
+        cluster.makers = [maker for maker in makers.values() if not is_free(maker)]
         # Clusters are ordered by their last root: nothing that reads them can stand before it.
         cluster.last = max(self.position[id(root)] for root in cluster.roots)
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
+        # A TPU's compiler computes windows once.
+        if self.fused_products and any(node.opcode == "reduce-window" for node in nodes):
+            cluster.loops = False
         cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
         cluster.version += 1
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from ....common.errors import LoweringError
 from ...ir.program import Computation, Op, Program
-from .clusters import Cluster, Clusters, is_consumer
+from .clusters import Cluster, Clusters, is_consumer, is_view
 from .convolutions import REVERSED
 from .graph import Node
+from .layouts import MOVES
 
 
 class Emitter:
@@ -71,7 +72,7 @@ class _Writer(ABC):
         known = self.place.get(id(node))
         if known is not None:
             return known
-        if node.opcode in ("reshape", "bitcast"):
+        if is_view(node):
             source = self._value(node.operands[0])
             return self._put(node, Op("", "bitcast", (source,), node.results, source=node.source))
         return self._make(node)
@@ -80,7 +81,7 @@ class _Writer(ABC):
         """The op that computes a node, its operands written before it."""
         operands = tuple(self._value(operand) for operand in node.operands)
         called = tuple(self.emitter.called(name) for name in node.called)
-        attrs = {k: v for k, v in node.attrs.items() if k != REVERSED}
+        attrs = {k: v for k, v in node.attrs.items() if k not in (REVERSED, MOVES)}
         return Op(
             "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
         )

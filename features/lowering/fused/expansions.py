@@ -22,8 +22,8 @@ from .reductions import adder
 #: Types of the parts of complex numbers.
 _PARTS = {"c64": "f32", "c128": "f64"}
 #: Elements of a scan that one thread computes from scratch for each result; longer ones become
-#: trees (ReduceWindowRewriter's base length).
-SCAN = 16
+#: trees (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
+SCAN, TPU_SCAN = 16, 128
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
 #: takes (found by compiling for an H100 with JAX 0.10).
 TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
@@ -37,7 +37,7 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
     Args:
         graph: Changed in place, its loops and branches too.
         program: Takes in the computations that the new ops call.
-        platform: Of the target. TPUs have kernels for sorts, the largest elements and ragged rows,
+        platform: Of the target. TPUs have kernels for the largest elements and ragged rows,
             CPUs for the largest elements of f32.
     """
     on_tpu = platform == "tpu"
@@ -48,12 +48,12 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
         opcode = node.opcode
         if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
             return node.operands[0].operands[int(node.attrs["index"])]
-        if opcode == "select-and-scatter" and len(node.called) == 2:
+        if opcode == "select-and-scatter" and len(node.called) == 2 and not on_tpu:
             return scattered(node, program)
         if opcode == "slice":
             return cropped(node)
         if opcode == "reduce-window":
-            return _scan(node, program)
+            return _scan(node, program, TPU_SCAN if on_tpu else SCAN)
         if opcode == "exponential" and node.type.dtype in _PARTS:
             return _complex_exponential(node)
         if opcode == "ragged-dot":
@@ -72,8 +72,8 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
                 return _largest(node, len(node.operands[0].type.shape) - 1, program)
             if opcode == "custom-call" and node.attrs.get("target") == "ApproxTopK":
                 return _approximate(node, program)
-            if opcode == "sort":
-                return _stable(node)
+        if opcode == "sort":
+            return _stable(node)
         return None
 
     rewrite(graph, rule)
@@ -91,8 +91,8 @@ def _complex_exponential(node: Node) -> Node:
     return Node("complex", parts, node.results, source=node.source)
 
 
-def _scan(node: Node, program: Program) -> Node | None:
-    """Turn a running sum, product or maximum over more than :data:`SCAN` elements into a tree."""
+def _scan(node: Node, program: Program, base: int = SCAN) -> Node | None:
+    """Turn a running sum, product or maximum over more than ``base`` elements into a tree."""
     window: tuple[WindowDim, ...] = node.attrs.get("window", ())
     wide = [d for d, w in enumerate(window) if w != WindowDim(1)]
     if node.is_tuple or len(node.operands) != 2 or len(wide) != 1 or not node.called:
@@ -101,9 +101,9 @@ def _scan(node: Node, program: Program) -> Node | None:
     length = node.operands[0].type.shape[along]
     forward = WindowDim(length, pad_low=length - 1)
     backward = WindowDim(length, pad_high=length - 1)
-    if length <= SCAN or window[along] not in (forward, backward):
+    if length <= base or window[along] not in (forward, backward):
         return None
-    return _Scan(node, along, window[along] == backward, program).of(node.operands[0])
+    return _Scan(node, along, window[along] == backward, program, base).of(node.operands[0])
 
 
 class _Scan:
@@ -114,21 +114,23 @@ class _Scan:
         along: Its dimension.
         reverse: Whether it runs from the end.
         program: Has the computation that combines two elements.
+        base: Elements that are combined from scratch.
     """
 
-    def __init__(self, node: Node, along: int, reverse: bool, program: Program) -> None:
+    def __init__(self, node: Node, along: int, reverse: bool, program: Program, base: int) -> None:
         self.node, self.along, self.reverse, self.program = node, along, reverse, program
+        self.base = base
 
     def of(self, value: Node) -> Node:
         """Scan a value along the dimension."""
-        shape, d = value.type.shape, self.along
-        rows = -(-shape[d] // SCAN)
-        full = _at(shape, d, rows * SCAN)
-        parts = reshape(self._pad(value, 0, rows * SCAN - shape[d]), _at(full, d, rows, SCAN))
-        inner = self._window(parts, d + 1, SCAN, SCAN - 1)
-        last = 0 if self.reverse else SCAN - 1
+        shape, d, base = value.type.shape, self.along, self.base
+        rows = -(-shape[d] // base)
+        full = _at(shape, d, rows * base)
+        parts = reshape(self._pad(value, 0, rows * base - shape[d]), _at(full, d, rows, base))
+        inner = self._window(parts, d + 1, base, base - 1)
+        last = 0 if self.reverse else base - 1
         ends = reshape(_cut(inner, d + 1, last, last + 1), _at(shape, d, rows))
-        if rows <= SCAN:
+        if rows <= base:
             before = self._window(ends, d, rows, rows)
         else:
             before = self._pad(self.of(ends), *((0, 1) if self.reverse else (1, 0)))

@@ -1,20 +1,13 @@
-"""Lowering by our own fusion rules: roughly what XLA's GPU pipeline makes of a program.
-
-A TPU keeps values on its chip between kernels instead of in HBM. XLA:TPU assigns memory spaces
-after scheduling (MemorySpaceAssignment): a value whose life fits into what is free of the on-chip
-memory stays there. Here values are placed in the order in which they are made; one that is large,
-or finds the memory full, stays in main memory. Arguments and results of the program are in main
-memory; the compiler fetches arguments ahead of use, which takes the same bandwidth.
-"""
+"""Lowering by our own fusion rules: roughly what XLA's pipelines make of a program."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....common.errors import LoweringError
 from ...devices.device import DeviceSpec
 from ...ir.op_table import ELEMENTWISE
-from ...ir.program import Computation, Op, Program, TensorType
+from ...ir.program import Program, TensorType
 from ...ir.reader import SourceProgram
 from ...kernels.extract import extract_kernels
 from ...kernels.kernel import LoweredProgram
@@ -27,6 +20,7 @@ from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
 from .generated import fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
+from .layouts import assign_layouts
 from .loops import (
     copy_loop_state,
     copy_overwritten,
@@ -37,13 +31,15 @@ from .loops import (
 )
 from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
+from .on_chip import on_chip_of, place_on_chip, prefetch
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, sink_transposes, widen_products
+from .products import canonical_dots, convolved_products, sink_transposes, widen_products
 from .reductions import (
     pad_products,
     reduce_vector_products,
     split_products,
     split_reductions,
+    sum_vector_products,
 )
 from .simplify import simplify
 from .work import Machine, machine_of
@@ -86,23 +82,25 @@ def lower_fused(
     simplify(graph, program)
     donated = {parameter for _, parameter in program.aliases}
     copy_results(graph, donated)
+    if machine.fused_products:
+        assign_layouts(graph)
     writer = _fused(graph, machine, emitter, is_entry=True, horizontal=horizontal)
     # Last, as in XLA: only what is updated in place starts from a copy.
     copy_overwritten(writer.clusters, donated)
     emitter.add(writer.write("main"))
     memory = on_chip_of(device)
     if memory is not None:
+        prefetch(emitter.program, memory)
         place_on_chip(emitter.program, memory)
     kernels, notes = extract_kernels(emitter.program)
     notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
-        own = "library calls" if machine.host else "products"
-        notes.append(
-            f"{device.name} is a {device.platform}, but lowering fused has a "
-            f"{device.platform.upper()}'s rules for {own} alone, and no layouts but GPUs'"
-        )
+        rules = "a CPU's rules for library calls alone, and no layouts but GPUs'"
+        if machine.fused_products:
+            rules = "a TPU's rules for layouts, products and windows alone, GPUs' for the rest"
+        notes.append(f"{device.name} is a {device.platform}, but lowering fused has {rules}")
     return LoweredProgram(
         kernels=kernels,
         lowering="fused",
@@ -119,6 +117,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     """Bring products and convolutions into the libraries' form, in loops and branches too."""
     # A product of a TPU reads any order of dimensions, and needs no library's form.
     if machine.fused_products:
+        sum_vector_products(graph, program)
+        convolved_products(graph)
         return
     for node in graph.nodes():
         for inner in node.graphs:
@@ -175,135 +175,6 @@ def _fused(
     if horizontal and is_entry:
         HorizontalFusion(clusters).run()
     return ComputationWriter(emitter, clusters, bodies)
-
-
-#: Ops whose result is their operand's memory.
-_VIEWS = frozenset(("bitcast", "reshape", "opt-barrier", "optimization-barrier", "copy-done"))
-#: Ops whose results are names of other values, or no arrays in memory.
-_NO_VALUES = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "while",
-        "conditional",
-        "call",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        *_VIEWS,
-    )
-)
-#: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
-#: Engineering estimates, this and the next one (docs/fused.md).
-SHARE = 0.75
-#: Largest share of the memory for one value; the compiler places few that are larger.
-LARGEST = 0.2
-_MIB = 2.0**20
-
-
-@dataclass(frozen=True)
-class OnChip:
-    """On-chip memory in which a compiler places values.
-
-    Attributes:
-        space: Number of the memory space.
-        capacity: Bytes.
-    """
-
-    space: int
-    capacity: float
-
-
-def on_chip_of(device: DeviceSpec | None) -> OnChip | None:
-    """Return where the TPU's compiler places values: CMEM (v4), a core's VMEM (later), nowhere."""
-    if device is None or device.platform != "tpu":
-        return None
-    target = str(device.compiler.get("target", ""))
-    # XLA assigns memory spaces from v4 on; docs/tpu.md: "v3 has no such memory spaces".
-    if target in ("v2", "v3"):
-        return None
-    if target == "v4":
-        # 128 MiB of CMEM (Jouppi et al., TPU v4, ISCA 2023); memory space 3, as libtpu writes it.
-        return OnChip(3, 128 * _MIB)
-    return OnChip(1, device.shared_bytes_per_core)
-
-
-def place_on_chip(program: Program, memory: OnChip) -> None:
-    """Mark values that stay on the chip with its memory space, in all computations that run.
-
-    Args:
-        program: Fused and scheduled; its types are changed in place.
-        memory: The memory.
-    """
-    # Bodies of loops and branches run kernels, too; fused computations and reducers do not.
-    names, todo = {program.entry}, [program.entry]
-    while todo:
-        for op in program.computations[todo.pop()].ops:
-            if op.opcode in ("while", "conditional", "call"):
-                new = [name for name in op.called if name not in names]
-                names.update(new)
-                todo += new
-    for name in names:
-        _place(program.computations[name], memory)
-
-
-_Value = tuple[int, int]  # position of the op that makes it, leaf of its results
-
-
-def _place(comp: Computation, memory: OnChip) -> None:
-    sources = _sources(comp)
-    last: dict[_Value, int] = {}
-    for position, op in enumerate(comp.ops):
-        for operand in op.operands:
-            for value in sources[operand]:
-                last[value] = position
-    kept = set(sources[comp.root % len(comp.ops)]) if comp.ops else set()
-    ends: dict[int, float] = {}
-    used, near = 0.0, set()
-    for position, op in enumerate(comp.ops):
-        # A value is free from the op after its last use on.
-        used -= ends.pop(position - 1, 0.0)
-        if op.opcode in _NO_VALUES:
-            continue
-        for leaf, t in enumerate(op.results):
-            value = (position, leaf)
-            # Results of the program go to main memory; values that nobody reads need no place.
-            if value in kept or value not in last or t.nbytes > LARGEST * memory.capacity:
-                continue
-            if used + t.nbytes > SHARE * memory.capacity:
-                continue
-            used += t.nbytes
-            ends[last[value]] = ends.get(last[value], 0.0) + t.nbytes
-            near.add(value)
-    for position, op in enumerate(comp.ops):
-        _mark(op, sources[position], near, memory.space)
-
-
-def _sources(comp: Computation) -> list[list[_Value]]:
-    """Find the values behind each op's results, views and tuples followed."""
-    sources: list[list[_Value]] = []
-    for position, op in enumerate(comp.ops):
-        # A tuple of values, as a barrier may be.
-        if op.opcode == "tuple" or (op.opcode in _VIEWS and op.operands):
-            sources.append([value for operand in op.operands for value in sources[operand]])
-        elif op.opcode == "get-tuple-element":
-            values, index = sources[op.operands[0]], int(op.attrs["index"])
-            flat = len(values) == len(comp.ops[op.operands[0]].results)
-            sources.append([values[index]] if flat and index < len(values) else values)
-        else:
-            sources.append([(position, leaf) for leaf in range(len(op.results))])
-    return sources
-
-
-def _mark(op: Op, values: list[_Value], near: set[_Value], space: int) -> None:
-    if len(values) != len(op.results) or not any(value in near for value in values):
-        return
-    op.results = tuple(
-        t._replace(memory_space=space) if value in near else t
-        for t, value in zip(op.results, values, strict=True)
-    )
 
 
 # Arithmetic on bf16 that a GPU has no instructions for runs in f32, between conversions, as XLA's

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ...ir.program import DTYPE_BITS, TensorType
+from ...ir.program import DTYPE_BITS, TensorType, WindowDim
 from .clusters import source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
@@ -310,3 +310,57 @@ def _turned_broadcast(node: Node, order: tuple[int, ...], shape: tuple[int, ...]
             moved[d] = dims[i]
         small, dims = small.operands[0], moved
     return spread(small, dims, shape, node.source)
+
+
+def convolved_products(graph: Graph) -> None:
+    """Write products as the convolutions that a TPU's compiler makes of them.
+
+    One operand is the filter, with one dimension of its own; the other dimensions of the first are
+    its images and their places, batches are places of both, which a dilation by their number keeps
+    apart. Products of other forms stay: of several contracted dimensions, or own ones on both
+    sides.
+
+    Args:
+        graph: Changed in place, its loops and branches too.
+    """
+
+    def rule(node: Node) -> Node | None:
+        for inner in node.graphs:
+            convolved_products(inner)
+        return _convolved(node) if node.opcode == "dot" else None
+
+    rewrite(graph, rule)
+
+
+def _convolved(dot: Node) -> Node | None:
+    sides = [_roles(dot, key, place, True) for place, key in enumerate(("lhs", "rhs"))]
+    # The filter is the one with a single dimension of its own, the second if both have.
+    image, kernel = sides if len(sides[1].free) == 1 else sides[::-1]
+    if len(kernel.free) != 1 or not image.free or len(image.contract) != 1:
+        return None
+    *places, images = image.free
+    spatial = [*image.batch, *places]
+    shape = (*kernel.node.type.shape, *(1 for _ in places))
+    filters = reshape(kernel.node, shape) if places else kernel.node
+    written = {d: str(number) for number, d in enumerate(kernel.batch)}
+    first = len(kernel.node.type.shape)
+    written |= {first + i: str(len(kernel.batch) + i) for i in range(len(places))}
+    written |= {kernel.contract[0]: "i", kernel.free[0]: "o"}
+    numbers = [str(i) for i in range(len(spatial))]
+    batch, own = numbers[: len(image.batch)], [*numbers[len(image.batch) :], "b"]
+    out = [*batch, *own, "f"] if image is sides[0] else [*batch, "f", *own]
+    read = {d: str(number) for number, d in enumerate(spatial)}
+    read |= {images: "b", image.contract[0]: "f"}
+    sizes = [image.node.type.shape[d] for d in image.batch]
+    window = [WindowDim(size, max(size - 1, 1), lhs_dilation=size) for size in sizes]
+    attrs = {
+        "window": (*window, *(WindowDim(1) for _ in places)),
+        "dim_labels": f"{_word(read)}_{_word(written)}->{''.join(out)}",
+        "feature_group_count": 1,
+        "batch_group_count": 1,
+    }
+    return Node("convolution", [image.node, filters], dot.results, attrs, source=dot.source)
+
+
+def _word(letters: Mapping[int, str]) -> str:
+    return "".join(letters[d] for d in range(len(letters)))

@@ -110,6 +110,51 @@ def reduce_vector_products(graph: Graph, program: Program) -> None:
     rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
 
 
+def sum_vector_products(graph: Graph, program: Program) -> None:
+    """Replace products with a vector by a multiply and a sum, as a TPU's compiler does.
+
+    Its matrix unit takes matrices alone; a vector has no dimension of its own, not even of size 1.
+
+    Args:
+        graph: Its products may have any order of dimensions.
+        program: Takes in the computation that adds two scalars.
+    """
+
+    def rule(node: Node) -> Node | None:
+        for inner in node.graphs:
+            sum_vector_products(inner, program)
+        return _vector_sum(node, program) if node.opcode == "dot" else None
+
+    rewrite(graph, rule)
+
+
+def _vector_sum(dot: Node, program: Program) -> Node | None:
+    sides = [
+        (*dot.attrs.get(f"{key}_batch_dims", ()), *dot.attrs[f"{key}_contracting_dims"])
+        for key in ("lhs", "rhs")
+    ]
+    alone = [len(o.type.shape) == len(dims) for o, dims in zip(dot.operands, sides, strict=True)]
+    if not any(alone) or dot.operands[0].type.dtype != dot.type.dtype:
+        return None
+    # Of two vectors either is the matrix.
+    own = 0 if alone[0] else 1
+    matrix, dims = dot.operands[1 - own], sides[1 - own]
+    order = sorted(range(len(dims)), key=sides[own].__getitem__)
+    vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
+    product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
+    zero = splat_node(0, TensorType(dot.type.dtype))
+    batch = len(dot.attrs.get("lhs_batch_dims", ()))
+    summed, kept = dims[batch:], [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
+    if not summed:
+        return None
+    kind = TensorType(dot.type.dtype, tuple(matrix.type.shape[d] for d in kept))
+    add = (adder(program, dot.type.dtype),)
+    attrs = {"dimensions": tuple(sorted(summed))}
+    total = Node("reduce", [product, zero], (kind,), attrs, add, source=dot.source)
+    wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
+    return transposed(total, [kept.index(d) for d in wanted], dot.source)
+
+
 def split_products(graph: Graph, machine: Machine, program: Program) -> None:
     """Split the contracted dimension of products that leave cores idle, and sum the parts.
 

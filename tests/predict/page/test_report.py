@@ -147,7 +147,7 @@ def test_comparison_names_lowering_and_failures(predictor, step, tmp_path):
     good, tpu, bad = rows
     assert good["lowering"] == tpu["lowering"] == "fused"
     assert good["us"] > 0 and tpu["model"] != good["model"]
-    assert any("rules for products alone" in note for note in tpu["notes"])
+    assert any("rules for layouts, products and windows alone" in note for note in tpu["notes"])
     assert bad["error"] and "us" not in bad
 
 

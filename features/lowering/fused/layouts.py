@@ -1,0 +1,352 @@
+"""Layouts of a TPU's arrays, and the copies between them, as XLA's layout assignment makes them.
+
+A TPU's memory pads the two minor dimensions of an array to tiles. Its compiler gives arguments and
+results the order of dimensions that pads least, lets every other op keep the order of what it
+reads, turns transposes and reshapes into names where that order allows it, and copies where it does
+not. The rules were read off 551 arrays and the kernels of 569 programs that were compiled for a
+v5e, v5p and v6e; of the arrays' orders none differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+
+from ...ir.program import DTYPE_BITS, TensorType
+from .folding import is_elementwise
+from .graph import Graph, Node
+
+#: Elements of a tile of memory: lanes of the minor dimension, and rows of the one above.
+LANES, SUBLANES = 128, 8
+#: Attribute of a reshape that moves its elements.
+MOVES = "moves"
+
+#: Dimensions of an array, minor to major, as :class:`TensorType` has them.
+Order = tuple[int, ...]
+
+#: Ops that make a value of any order.
+_FREE = frozenset(("constant", "iota", "broadcast"))
+#: Ops whose result has the order of their first operand, and whose other operands of the same rank
+#: get it too.
+_KEEP = frozenset(
+    (
+        "copy", "pad", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "reverse",
+        "reduce-window", "select-and-scatter", "get-dimension-size", "all-reduce", "all-gather",
+        "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", "map",
+    )
+)  # fmt: skip
+#: Ops that read and write row-major arrays: whole rows by their numbers, and library calls.
+_ROWS = frozenset(("gather", "scatter", "custom-call", "fft", "cholesky", "triangular-solve"))
+
+
+def default_order(t: TensorType) -> Order:
+    """Return the order in which padding takes least, the program's own before others.
+
+    Args:
+        t: Tiles have 128 lanes, and 8 rows or the next power of two; types of less than 32 bits
+            pack at least as many rows as fill a word.
+    """
+    rank = len(t.shape)
+    if rank < 2:
+        return tuple(range(rank))
+    packed = max(1, 32 // max(DTYPE_BITS[t.dtype], 1))
+
+    def padded(minor: int, second: int) -> int:
+        lanes, rows = t.shape[minor], t.shape[second]
+        tile = min(SUBLANES, max(packed, 1 << max(rows - 1, 0).bit_length()))
+        outer = prod(size for d, size in enumerate(t.shape) if d not in (minor, second))
+        return outer * -(-lanes // LANES) * LANES * -(-rows // tile) * tile
+
+    pairs = ((a, b) for a in range(rank) for b in range(rank) if a != b)
+    minor, second = min(pairs, key=lambda pair: (padded(*pair), -pair[0], -pair[1]))
+    return (minor, second, *(d for d in reversed(range(rank)) if d not in (minor, second)))
+
+
+def assign_layouts(graph: Graph) -> None:
+    """Give all values of a graph, its loops and branches an order, and insert copies.
+
+    Args:
+        graph: Changed in place; simplified, so that every transpose and reshape is needed.
+    """
+    _Assignment(graph, [default_order(p.type) if _is_array(p) else None for p in graph.parameters])
+
+
+class _Assignment:
+    """Orders of the values of one graph.
+
+    Args:
+        graph: Changed in place.
+        given: Order of each parameter; ``None`` for what has none.
+        wanted: Order of each output; by default the one that pads least.
+    """
+
+    def __init__(
+        self, graph: Graph, given: Sequence[Order | None], wanted: Sequence[Order | None] = ()
+    ) -> None:
+        # None: of any order, so far.
+        self.order: dict[int, Order | None] = {}
+        self.copies: dict[tuple[int, Order], Node] = {}
+        # Keeps what is replaced alive, whose id() stands in the tables.
+        self.nodes = graph.nodes()
+        for parameter, order in zip(graph.parameters, given, strict=True):
+            self._set(parameter, order)
+        for node in self.nodes:
+            if node.opcode != "parameter":
+                self._visit(node)
+        for i, node in enumerate(graph.outputs):
+            if _is_array(node):
+                order = wanted[i] if i < len(wanted) else None
+                graph.outputs[i] = self._in(node, order or default_order(node.type))
+        for node in self.nodes:
+            if id(node) in self.order and self.order[id(node)] is None and _is_array(node):
+                self._settle(node, default_order(node.type))
+
+    def _set(self, node: Node, order: Order | None) -> None:
+        self.order[id(node)] = order
+        if order is not None:
+            node.results = (_with(node.type, order), *node.results[1:])
+
+    def _visit(self, node: Node) -> None:
+        """Choose the order of a node's result from what it reads."""
+        opcode = node.opcode
+        if node.graphs:
+            self._control(node)
+        elif opcode == "get-tuple-element":
+            self.order[id(node)] = _order(node.operands[0].results[int(node.attrs["index"])])
+            node.results = (node.operands[0].results[int(node.attrs["index"])],)
+        elif opcode == "opt-barrier":
+            node.operands = [self._fix(operand) for operand in node.operands]
+            node.results = tuple(operand.type for operand in node.operands)
+            self.order[id(node)] = _order(node.type) if _is_array(node) else None
+        elif opcode in _FREE:
+            for operand in node.operands:
+                self._fix(operand)
+            self._set(node, None)
+        elif is_elementwise(node) or opcode in _KEEP:
+            self._alike(node)
+        elif opcode in ("transpose", "reshape"):
+            self._move(node)
+        elif opcode == "reduce":
+            self._reduce(node)
+        elif opcode == "sort":
+            self._sort(node)
+        elif opcode in _ROWS:
+            node.operands = [self._in(o, _rows(o.type)) for o in node.operands]
+            self._results(node, _rows)
+        elif opcode == "convolution":
+            node.operands = [self._fix(operand) for operand in node.operands]
+            self._set(node, _convolved(node))
+        else:
+            node.operands = [self._fix(operand) for operand in node.operands]
+            self._results(node, default_order)
+
+    def _results(self, node: Node, choose: Callable[[TensorType], Order]) -> None:
+        node.results = tuple(_with(t, choose(t)) for t in node.results)
+        self.order[id(node)] = _order(node.type) if _is_array(node) else None
+
+    def _alike(self, node: Node) -> None:
+        """Give an op and its operands of the same rank one order: that of the largest."""
+        rank = len(node.type.shape) if node.results else 0
+        alike = [o for o in node.operands if _is_array(o) and len(o.type.shape) == rank]
+        settled = [o for o in alike if self.order.get(id(o)) is not None]
+        if not settled:
+            self._set(node, None)
+            if not is_elementwise(node):
+                self._settle(node, default_order(node.type))
+            return
+        first = settled[0] if node.opcode in _KEEP else max(settled, key=lambda o: o.nbytes)
+        order = self.order[id(first)]
+        assert order is not None
+        node.operands = [
+            self._in(o, order) if len(o.type.shape) == rank else o for o in node.operands
+        ]
+        self._results(node, lambda t: order if len(t.shape) == rank else default_order(t))
+
+    def _move(self, node: Node) -> None:
+        """Turn a transpose, or a reshape that keeps the tiles, into a name."""
+        operand = self._fix(node.operands[0])
+        order = self.order[id(operand)] or ()
+        if node.opcode == "transpose":
+            places = {source: place for place, source in enumerate(node.attrs["dimensions"])}
+            derived: Order | None = tuple(places[d] for d in order)
+        else:
+            derived = reshaped(operand.type.shape, order, node.type.shape)
+        if derived is None:
+            node.attrs[MOVES] = True
+            self._set(node, default_order(node.type))
+        else:
+            node.opcode, node.attrs = "bitcast", {}
+            self._set(node, derived)
+
+    def _reduce(self, node: Node) -> None:
+        count = len(node.operands) // 2
+        first = self._fix(node.operands[0])
+        order = self.order[id(first)] or ()
+        node.operands = [
+            self._in(o, order) if i < count else o for i, o in enumerate(node.operands)
+        ]
+        gone = set(node.attrs.get("dimensions", ()))
+        kept = [d for d in range(len(order)) if d not in gone]
+        places = {d: place for place, d in enumerate(kept)}
+        derived = tuple(places[d] for d in order if d in places)
+        self._results(node, lambda t: derived)
+
+    def _sort(self, node: Node) -> None:
+        """Sort along any dimension but the lanes."""
+        first = self._fix(node.operands[0])
+        order = self.order[id(first)] or ()
+        along = int(node.attrs.get("dimension", len(order) - 1))
+        if len(order) > 1 and order[0] == along:
+            order = (order[1], order[0], *order[2:])
+        node.operands = [self._in(o, order) for o in node.operands]
+        self._results(node, lambda t: order)
+
+    def _control(self, node: Node) -> None:
+        """Give loops and branches, and what they are handed, one order for each array."""
+        node.operands = [self._fix(operand) for operand in node.operands]
+        shift = 1 if node.opcode == "conditional" else 0
+        given = [self.order.get(id(operand)) for operand in node.operands[shift:]]
+        loop = node.opcode == "while"
+        wanted = given if loop else [default_order(t) if t.shape else None for t in node.results]
+        for i, inner in enumerate(node.graphs):
+            # The condition of a loop returns a scalar.
+            _Assignment(inner, given[: len(inner.parameters)], wanted if not loop or i else ())
+        node.results = tuple(
+            _with(t, order) if order is not None else t
+            for t, order in zip(node.results, wanted, strict=False)
+        )
+        self.order[id(node)] = None
+
+    def _fix(self, value: Node) -> Node:
+        """Give a value of any order the one that pads least."""
+        if _is_array(value) and self.order.get(id(value)) is None:
+            self._settle(value, default_order(value.type))
+        return value
+
+    def _settle(self, value: Node, order: Order) -> None:
+        """Give a value of any order this one, and so the values of its shape that it is made of."""
+        stack = [value]
+        while stack:
+            node = stack.pop()
+            self._set(node, order)
+            if node.opcode not in _FREE:
+                stack += [
+                    o
+                    for o in node.operands
+                    if o.results
+                    and o.type.shape == node.type.shape
+                    and self.order.get(id(o), order) is None
+                ]
+
+    def _in(self, value: Node, order: Order) -> Node:
+        """The value in an order, by a copy if it has another one."""
+        if not _is_array(value) or len(value.type.shape) < 2:
+            return value
+        own = self.order.get(id(value))
+        if own is None:
+            self._settle(value, order)
+            return value
+        if _spaced(value.type.shape, own) == _spaced(value.type.shape, order):
+            return value
+        key = id(value), order
+        if key not in self.copies:
+            made = Node("copy", [value], (value.type,), source=value.source)
+            self._set(made, order)
+            self.copies[key] = made
+        return self.copies[key]
+
+
+def _convolved(node: Node) -> Order:
+    """Order of a convolution's result: features in lanes, images in rows."""
+    out = str(node.attrs.get("dim_labels", "")).rpartition("->")[2]
+    if len(out) != len(node.type.shape):
+        return default_order(node.type)
+    minor, second = out.index("f"), out.index("b")
+    return (minor, second, *(d for d in reversed(range(len(out))) if d not in (minor, second)))
+
+
+def reshaped(shape: Sequence[int], order: Order, result: Sequence[int]) -> Order | None:
+    """Return the order of a reshape's result if it is a name of its operand, ``None`` if it moves.
+
+    Args:
+        shape: Of the operand.
+        order: Of the operand.
+        result: Shape of the result.
+    """
+    groups = _groups(shape, result)
+    place = {d: i for i, d in enumerate(_spaced(shape, order))}
+    made: list[tuple[int, list[int]]] = []
+    for before, after in groups:
+        places = [place[d] for d in reversed(before)]
+        # Dimensions that become one have to lie side by side, in the order of the program.
+        if places != list(range(places[0], places[0] + len(places))):
+            return None
+        made.append((places[0], after[::-1]))
+    derived = [d for _, after in sorted(made) for d in after]
+    if not _same_tiles(_sizes(shape, _spaced(shape, order)), _sizes(result, derived)):
+        return None
+    ones = [d for d in reversed(range(len(result))) if result[d] == 1]
+    return (*derived, *ones)
+
+
+def _groups(shape: Sequence[int], result: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Dimensions of two shapes that hold the same elements, the smallest groups; no ones."""
+    a = [d for d, size in enumerate(shape) if size != 1]
+    b = [d for d, size in enumerate(result) if size != 1]
+    groups = []
+    while a and b:
+        before, after = [a.pop(0)], [b.pop(0)]
+        x, y = shape[before[0]], result[after[0]]
+        while x != y:
+            if x < y and a:
+                before.append(a.pop(0))
+                x *= shape[before[-1]]
+            elif b:
+                after.append(b.pop(0))
+                y *= result[after[-1]]
+            else:
+                break
+        groups.append((before, after))
+    return groups
+
+
+def _spaced(shape: Sequence[int], order: Iterable[int]) -> list[int]:
+    """An order without the dimensions of size one, which take no memory."""
+    return [d for d in order if shape[d] != 1]
+
+
+def _sizes(shape: Sequence[int], spaced: Sequence[int]) -> list[int]:
+    return [shape[d] for d in spaced]
+
+
+def _same_tiles(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Return whether arrays of equal elements, sizes minor to major, lie in memory alike.
+
+    Whole tiles of rows may be split and joined, and a vector of whole tiles is stored as rows of
+    128.
+    """
+    (lanes, rows), (new_lanes, new_rows) = ((*sizes, 1, 1)[:2] for sizes in (before, after))
+    if lanes == new_lanes:
+        return rows == new_rows or (rows % SUBLANES == 0 and new_rows % SUBLANES == 0)
+    vectors = ((before, new_lanes), (after, lanes))
+    return any(
+        len(sizes) == 1 and sizes[0] % (LANES * SUBLANES) == 0 and other == LANES
+        for sizes, other in vectors
+    )
+
+
+def _is_array(node: Node) -> bool:
+    return len(node.results) == 1 and not node.is_tuple and bool(node.type.shape)
+
+
+def _rows(t: TensorType) -> Order:
+    return tuple(reversed(range(len(t.shape))))
+
+
+def _order(t: TensorType) -> Order:
+    return _rows(t) if t.layout is None else t.layout
+
+
+def _with(t: TensorType, order: Order) -> TensorType:
+    """The type with an order; as in all of the program, row-major ones are not stated."""
+    return t._replace(layout=None if order == _rows(t) else order)
