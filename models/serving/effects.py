@@ -67,8 +67,8 @@ class ServingEffects(Effects):
 
 #: Value of each class of cost where nothing was learned.
 PRIOR = ServingEffects.levels.prior
-#: The same of engines whose hosts run in Python between passes.
-_INTERPRETED = {**PRIOR, **read_levels("serving")["interpreted"]}
+#: The same by what an engine's host runs, where that differs.
+_PRIORS = {name: {**PRIOR, **own} for name, own in read_levels("serving")["hosts"].items()}
 #: Most times that the simulator is asked again where the effects then lie, and the least share by
 #: which a round has to lower the error for another one.
 ROUNDS, GAIN = 4, 0.01
@@ -79,7 +79,7 @@ FIRST_WEIGHT = 0.5
 
 def prior_of(context: Context) -> Mapping[str, float]:
     """Value of each class of cost of a row where nothing was learned."""
-    return _INTERPRETED if context.get("interpreted") else PRIOR
+    return _PRIORS.get(context.get("host", ""), PRIOR)
 
 
 class Observed(NamedTuple):

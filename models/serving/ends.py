@@ -19,6 +19,11 @@ TIERS = ("model", "framework", "device", "architecture", "new", "vendor")
 FOREIGN = 1.5
 #: Share of waiting in a time to the first token from which its interval is another one.
 SATURATED = 0.5
+#: The same from which nearly all of it is a queue, whose length follows from small differences of
+#: what engines serve and what is asked.
+FULL = 0.9
+#: Shares of waiting that stand for times that hardly wait, for those that wait, and for queues.
+REGIMES = (SATURATED / 2.0, (SATURATED + FULL) / 2.0, 1.0)
 #: Ends of the interval where nothing was calibrated, in deviations: 90 % of a normal distribution.
 UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 #: Share of the errors of left-out rows between the logarithms that no end lies beyond. Deviations
@@ -37,21 +42,22 @@ class EndKey(NamedTuple):
 
     Attributes:
         metric: What is predicted.
-        queued: Whether it is mostly waiting.
+        queued: ``queued`` of what is mostly waiting, ``full`` of what is nearly nothing else, else
+            empty.
         apart: Whether prompts run on workers of their own.
         models: ``dense`` or ``experts``; empty for all.
-        elsewhere: Whether nobody measured the machines, by their source and device.
+        elsewhere: Whether nobody measured the machines, by their source and device, or the engine.
     """
 
     metric: str
-    queued: bool = False
+    queued: str = ""
     apart: bool = False
     models: str = ""
     elsewhere: bool = False
 
     def __str__(self) -> str:
         """As in files, such as ``ttft-queued-apart/elsewhere`` and ``tpot-dense``."""
-        kind = (self.metric, "queued" * self.queued, "apart" * self.apart, self.models)
+        kind = (self.metric, self.queued, "apart" * self.apart, self.models)
         return "/".join(filter(None, ("-".join(filter(None, kind)), "elsewhere" * self.elsewhere)))
 
     @property
@@ -64,6 +70,8 @@ class EndKey(NamedTuple):
         for elsewhere in dict.fromkeys((self.elsewhere, False)):
             key = self._replace(elsewhere=elsewhere)
             yield from (key, key.shared, key.shared._replace(apart=False))
+            if self.queued:
+                yield key._replace(queued="queued", apart=False)
 
 
 def kind_of(metric: str, queued: float, context: Context) -> EndKey:
@@ -73,12 +81,14 @@ def kind_of(metric: str, queued: float, context: Context) -> EndKey:
     a further token is what it is elsewhere. Which kernels an engine has for experts differs by
     factors, those of dense layers are much alike.
     """
-    first, apart = metric == "ttft", context.get("spread") == APART
+    first = metric == "ttft"
+    apart = first and context.get("spread") == APART
+    waiting = ("full" if queued > FULL else "queued") if first and queued > SATURATED else ""
     models = "experts" if context.get("expert_format") else "dense"
-    if first or metric == "per_token":
+    if apart or waiting or metric == "per_token":
         # What passes take is a part of these, beside what waits and what a whole run holds.
         models = ""
-    return EndKey(metric, first and queued > SATURATED, first and apart, models)
+    return EndKey(metric, waiting, apart, models)
 
 
 class Score(NamedTuple):
@@ -113,8 +123,8 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
 
     Beside them, under :func:`bound_of`, logarithms that they do not reach beyond.
 
-    Who knows less is not surer: ends of machines that nobody measured reach no less far than those
-    of measured ones.
+    Who knows less is not surer: ends of machines and engines that nobody measured reach no less far
+    than those of measured ones.
     """
     parts: dict[EndKey, list[Score]] = {}
     for score in scores:

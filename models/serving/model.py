@@ -12,7 +12,7 @@ from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
-from .ends import FOREIGN, UNCALIBRATED, bound_of, kind_of
+from .ends import FOREIGN, REGIMES, UNCALIBRATED, bound_of, kind_of
 
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
@@ -97,8 +97,9 @@ class ServingModel(JsonModel):
         return "new" if known else "vendor"
 
     def measured_on(self, context: Context) -> bool:
-        """Whether there are runs of a row's very machines: of its source, on its device."""
-        return context.get("cluster", "") in self.provenance.clusters
+        """Whether there are runs of a row's engine, and of its source's on its device."""
+        known = context.get("cluster", "") in self.provenance.clusters
+        return known and self.effects.knows("engine", context.get("engine", ""))
 
     def source_note(self, source: str, device: str) -> tuple[str, ...]:
         """A note where no run on a named owner's machines was learned from: the name is idle."""
@@ -146,7 +147,7 @@ class ServingModel(JsonModel):
         """Ends of the 90 % interval as factors on an estimate.
 
         A time to the first token is a sum of what waits for other requests and of what does not, so
-        that its ends are those of both kinds in these shares.
+        that its ends lie between those of both kinds, and of queues, by the share of the first.
 
         Args:
             metric: One of :data:`METRICS`, or :data:`REQUEST_TIME`.
@@ -169,8 +170,9 @@ class ServingModel(JsonModel):
             reach = unit * np.array(own.get(str(kind.shared), ends))
             return np.exp(np.clip(reach, *(foreign * np.array(bound))))
 
-        low, high = (1.0 - queued) * factors(0.0) + queued * factors(1.0)
-        return float(low), float(high)
+        ends = np.stack([factors(share) for share in REGIMES])
+        low, high = (float(np.interp(queued, REGIMES, column)) for column in ends.T)
+        return low, high
 
     def tied_intervals(
         self,
@@ -260,7 +262,7 @@ def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict
             left out. Without any, nothing more is known of a kind than before.
     """
     ends = {}
-    cases = product((*METRICS, REQUEST_TIME), (0.0, 1.0), ("", APART))
+    cases = product((*METRICS, REQUEST_TIME), REGIMES, ("", APART))
     for kind in {kind_of(name, queued, {"spread": how}).shared for name, queued, how in cases}:
         left = errors.get(str(kind), ())
         keys = map(str, kind._replace(elsewhere=not left).fallbacks())

@@ -24,8 +24,9 @@ from .deployment import Deployment
 #: at most 1. ML.ENERGY's 167 runs of vLLM on 1 to 8 H100, power at their measured throughput: the
 #: law alone reads 6 % too much (median) and errs by 18 % on average, with this by 13 %.
 _FEEDING, _FEEDING_POWER = 2.3, 0.15
-#: Classes of a pass in which nothing runs on the device, and the one in which its cores poll.
-_IDLE, _POLLING = ("host", "sequence", "launch"), "network"
+#: Classes of a pass in which nothing runs on the device, and the one in which its cores poll. While
+#: the host launches kernels, they run one by one.
+_IDLE, _POLLING = ("host", "sequence"), "network"
 
 
 def step_energy(

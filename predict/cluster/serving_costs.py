@@ -23,6 +23,7 @@ from ...simulate.serving.forward import (
     dispatched,
     exchanges,
     head_ops,
+    launches,
     prefill_ops,
     token_ops,
 )
@@ -45,6 +46,8 @@ _EXPERTS = [_AT[name] for name in _SPLIT["moe"]]
 _HOST = [_AT[name] for name in ("host", "sequence")]
 #: Classes of kernels that keep the device's cores busy.
 _KERNELS = [_AT[n] for n in (*_SPLIT["linear"], *_SPLIT["moe"], "prefill", "decode", "memory")]
+#: Classes of all that the host launches.
+_LAUNCHED = [*_KERNELS, _AT["network"]]
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
 #: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
@@ -117,6 +120,7 @@ class ServingCosts:
         # that share; ranks with sequences of their own take theirs. A prompt is not shared out.
         self.parts = plan.dp * plan.pp
         self.decoding = Decoding()
+        self._weights = np.ones(len(CLASSES))
         share = ceil((most_tokens + most_batch) / self.parts)
         tokens = _grid(1, max(2, share, min(most_tokens, longest)), _POINTS)
         batches = _grid(1, max(2, ceil(most_batch / self.parts)), _POINTS)
@@ -136,15 +140,15 @@ class ServingCosts:
         self._decodings: dict[int, np.ndarray] = {}
         sizes = {_rounded(n) for n in _grid(16, max(32, min(tokens[-1], longest)), 4)}
         self._price([(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]])
-        self._layers = float(model.workload.layers)
+        self._launches = launches(model, plan)
         self._zero = np.zeros(len(CLASSES))
         self._base = self._zero.copy()
         self._base[_AT["host"]] = 1.0
 
-    def under(self, decoding: Decoding) -> ServingCosts:
-        """These costs with another way to decode."""
+    def under(self, decoding: Decoding, weights: np.ndarray) -> ServingCosts:
+        """These costs with another way to decode, where classes have some weights."""
         other = copy(self)
-        other.decoding = decoding
+        other.decoding, other._weights = decoding, weights
         return other
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
@@ -155,7 +159,7 @@ class ServingCosts:
         attention = self._attend(batch, length)
         one = steps * self._decoding(batch * how.width, attention)
         if how.eager:
-            one[_AT["launch"]] += steps * self._layers
+            one = self._launched(one, steps)
         if how.draft is not None:
             drafts = how.drafts * how.draft.decode(batch, cached, steps)
             # The host schedules a step once: its drafts are a loop of captured graphs.
@@ -179,7 +183,19 @@ class ServingCosts:
         share = count / len(chunks)
         prefill = share * sum(self._prompt(count, chunk) for chunk in chunks)
         costs = self._pass(total, decoding + len(chunks), largest, prefill, decode)
-        costs[_AT["launch"]] += self._layers
+        return self._launched(costs, 1)
+
+    def _launched(self, costs: np.ndarray, passes: int) -> np.ndarray:
+        """Costs of passes whose kernels the host launches one by one.
+
+        It runs ahead of the device, so that a pass takes the longer of launching and running them;
+        which of both it is has all of the time.
+        """
+        launching = passes * self._launches
+        running = float(costs[_LAUNCHED] @ self._weights[_LAUNCHED])
+        if launching * self._weights[_AT["launch"]] > running:
+            costs[_LAUNCHED] = 0.0
+            costs[_AT["launch"]] = launching
         return costs
 
     def _decoding(self, tokens: int, attention: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from ...simulate.serving.expert_load import busiest
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
-from ...simulate.serving.policies import Policy, engine_era, framework_defaults, interpreted
+from ...simulate.serving.policies import Policy, engine_era, framework_defaults, host_kind
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
 from .deployment import Deployment, Workers
@@ -83,7 +83,7 @@ class Engines:
         if small is not None:
             draft = self._table(own, small, workers.plan.of(small), policy, batch, longest)
         how = Decoding(width, own.options.accepted, own.options.eager, draft, own.options.drafts)
-        costs = costs.under(how)
+        costs = costs.under(how, weights[:-1])
         return Station(costs, weights[:-1], cache, policy, workers.count, own.options.accepted)
 
     def _table(
@@ -313,7 +313,7 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "framework": own.framework,
         "engine": engine,
         "era": era,
-        "interpreted": "yes" if interpreted(own.framework, era) else "",
+        "host": host_kind(own.framework, era, spec.platform, eager=own.options.eager),
         "format": served.weights,
         "expert_format": experts,
         # Kernels of experts differ by engine and format.

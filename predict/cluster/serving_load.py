@@ -167,6 +167,11 @@ def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]
         if name == "lognormal":
             mean, deviation = figures
             middle = np.log(mean) - deviation**2 / 2.0
+            if middle < 0.0:
+                raise PlanError(
+                    f"half of the lengths of {text!r} are below a token",
+                    hint="the deviation is that of the logarithm, such as 0.8",
+                )
             return lambda rng, n: np.maximum(
                 1, np.rint(rng.lognormal(middle, deviation, n))
             ).astype(int)

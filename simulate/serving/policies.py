@@ -122,6 +122,7 @@ class Framework:
         words: Pattern by which names of engines are recognised as this framework.
         rewritten: First version whose engine was rewritten.
         native: Whether the host of its engine was compiled before that too.
+        fused: Whether layers of its engine today are compiled, or of few operators in C++.
         releases: The first one, and the newest of which runs were measured.
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
@@ -140,6 +141,7 @@ class Framework:
     words: str = ""
     rewritten: tuple[int, ...] = (0, 0)
     native: bool = False
+    fused: bool = False
     releases: tuple[str, str] = ("", "")
     budgets: dict[str, int] = field(default_factory=dict)
     cache_follows: tuple[str, ...] = ()
@@ -251,11 +253,22 @@ def engine_era(name: str, version: str) -> str:
     return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"
 
 
-def interpreted(name: str, era: str) -> bool:
-    """Whether the host of an engine ran in Python between passes.
+def host_kind(name: str, era: str, platform: str, *, eager: bool = False) -> str:
+    """What the host of an engine runs; empty for Python that launches kernels one by one.
+
+    ``native`` hosts are compiled, or run a pass as one program; ``fused`` ones run layers that are;
+    ``interpreted`` ones were in Python between passes too, before engines were rewritten.
 
     Args:
         name: Of a framework, in lower case.
         era: From :func:`engine_era`.
+        platform: Of the device.
+        eager: Whether neither graphs are captured nor layers compiled.
     """
-    return era == "early" and not framework_defaults(name).native
+    known = framework_defaults(name)
+    rewritten = era != "early" and known.rewritten != (0, 0)
+    if platform == "tpu" or (known.native and not rewritten):
+        return "native"
+    if era == "early":
+        return "interpreted"
+    return "fused" if known.fused and not eager else ""

@@ -19,7 +19,9 @@ from ...simulate.serving.floor import EngineFloor
 from .evaluate import measured_seconds, observer
 
 #: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
-FAULTY = "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable"
+FAULTY = (
+    "impossible|suspicious|beyond the context|prefix_reuse|parallelism_unreliable|ttft_mean_spoiled"
+)
 #: Largest share of the dense peak that a run of requests can multiply at. A power-capped product in
 #: fp8 holds about two thirds of it; the busiest published runs are at 0.61 (whole batches on A100).
 MOST_BUSY = 0.7

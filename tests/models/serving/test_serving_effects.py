@@ -71,8 +71,8 @@ def observe(effects: ServingEffects) -> Observed:
 
 def test_hosts_in_python_begin_at_what_schedulers_between_passes_took() -> None:
     plain, early = (
-        dict(zip(COSTS, ServingEffects().weights({"interpreted": said}).tolist(), strict=True))
-        for said in ("", "yes")
+        dict(zip(COSTS, ServingEffects().weights({"host": said}).tolist(), strict=True))
+        for said in ("", "interpreted")
     )
     # At a hundred sequences 9 ms, of vLLM 0.5's 29 % beside 38 % of a GPU's 10 to 12 ms.
     assert early["host"] + 100 * early["sequence"] == pytest.approx(9e-3)
@@ -200,10 +200,15 @@ def test_ends_are_in_deviations() -> None:
 def test_intervals_on_machines_that_nobody_measured() -> None:
     here = scores("tpot", np.linspace(-0.1, 0.1, 41))
     there = scores("tpot", np.linspace(0.0, 0.4, 41), "device h100", here=False)
-    model = ServingModel(ends=serving_ends(here + there), provenance=Known(clusters=("a|hopper",)))
+    model = ServingModel(
+        ServingEffects({"host/engine/vllm now": 0.0}),
+        serving_ends(here + there),
+        Known(clusters=("a|hopper",)),
+    )
     known = model.interval("tpot", "model", 0.0, context("vllm"), 0.1)
     assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
-    for other in (context("vllm", source="b"), {}):
+    # Neither were engines on known machines.
+    for other in (context("vllm", source="b"), {}, context("sglang")):
         low, high = model.interval("tpot", "model", 0.0, other, 0.1)
         # Who knows less is not surer; one device was left out: the next may be twice as far off.
         assert low == pytest.approx(known[0])
@@ -249,6 +254,7 @@ def test_tiers() -> None:
 def test_first_tokens_of_workers_that_run_prompts_alone_have_intervals_of_their_own() -> None:
     apart = {"spread": "disaggregated"}
     assert str(kind_of("ttft", 0.9, {})) == "ttft-queued"
+    assert str(kind_of("ttft", 0.95, {})) == "ttft-full"
     assert str(kind_of("ttft", 0.9, apart)) == "ttft-queued-apart"
     # A further token is what it is elsewhere: of engines with experts another one than without.
     assert str(kind_of("tpot", 0.9, apart)) == "tpot-dense"

@@ -143,11 +143,14 @@ def test_an_interval_passes_from_one_kind_to_the_other() -> None:
     ends = {"ttft": (-0.5, 1.0), "ttft-queued": (-2.0, 2.0)}
     model = ServingModel(ends=ends)
     lows, highs = zip(
-        *(model.interval("ttft", "new", q, {}, 1.0) for q in np.linspace(0, 1, 11)), strict=True
+        *(model.interval("ttft", "new", q, {}, 1.0) for q in np.linspace(0.25, 0.7, 11)),
+        strict=True,
     )
     assert lows[0] == pytest.approx(np.exp(-0.5)) and highs[10] == pytest.approx(np.exp(2.0))
-    # Half waiting, half not: a sum of two parts.
+    # Half way between times that hardly wait and those that wait: a sum of two parts.
     assert highs[5] == pytest.approx((np.exp(1.0) + np.exp(2.0)) / 2)
+    outer = [model.interval("ttft", "new", q, {}, 1.0) for q in (0.0, 1.0)]
+    assert outer == [(lows[0], highs[0]), (lows[10], highs[10])]
     assert (np.diff(lows) < 0).all() and (np.diff(highs) > 0).all()
     assert np.abs(np.diff(highs)).max() == pytest.approx((highs[10] - highs[0]) / 10)
 
@@ -238,12 +241,14 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests(
     model = ServingModel(ends=known | sure)
     predictor = ServingPredictor(None, model)
     own = replace(PLAIN, options=EngineOptions(max_batch=8))
-    most = predictor.predict(own, LoadSpec(prompt="256", output="64", count=960)).requests_per_s
+    # Of unequal outputs, since equal ones sent at once share passes over prompts.
+    alike = LoadSpec(prompt="256", output="uniform:32:96", count=960)
+    most = predictor.predict(own, alike).requests_per_s
     # At 70 % of what they serve, engines that take 1 / 0.7 of the time do not keep up.
-    spec = LoadSpec(prompt="256", output="64", rate=0.7 * most.value, count=1000)
+    spec = replace(alike, rate=0.7 * most.value, count=1000)
     short, long = (predictor.predict(own, replace(spec, count=n)) for n in (1000, 8000))
     likely = 1.0 - NormalDist().cdf(1.645 * np.log(1.0 / 0.7) / np.log(2.0))
-    assert short.overload == pytest.approx(likely, abs=0.03)
+    assert short.overload == pytest.approx(likely, abs=0.05)
     first, later = (each.figures["ttft/p90"] for each in (short, long))
     # A queue that grows as long as requests come would be eight times as long.
     assert later.hi < 2.5 * first.hi

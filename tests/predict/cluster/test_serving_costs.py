@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from opcast.features.devices.catalogue import read_device
@@ -12,7 +15,8 @@ from opcast.models.serving.model import ServingModel
 from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_table import serving_row
 from opcast.predict.operator.serving_operators import ServingLatency, load_serving_operators
-from opcast.simulate.serving.load import CLASSES
+from opcast.simulate.serving.forward import launches
+from opcast.simulate.serving.load import CLASSES, Chunk
 
 LLAMA = {
     "id": "a", "device": "h100-sxm", "framework": "vLLM", "n_gpus": 4, "tp": 4, "model": "llama",
@@ -20,6 +24,9 @@ LLAMA = {
     "d_ff": 28672, "vocab": 128256, "weight_dtype": "bf16", "load": "static-batch", "isl": 1024,
     "osl": 256, "concurrency": 1,
 }  # fmt: skip
+
+
+SMALL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336, "n_gpus": 1, "tp": 1}
 
 
 def test_engines_before_they_were_rewritten_reduce_by_the_library() -> None:
@@ -67,3 +74,49 @@ def test_ranks_that_attend_to_their_own_sequences_have_hosts_of_their_own() -> N
     # Five microseconds a sequence: a rank's host sees 16 of the 64.
     assert per_sequence() == pytest.approx(16 * PRIOR["sequence"], rel=0.01)
     assert per_sequence(tp=4, dp=1) == pytest.approx(64 * PRIOR["sequence"], rel=0.01)
+
+
+def test_kernels_of_a_pass_over_prompts_are_counted() -> None:
+    """Of a dense layer two norms, three of attention's inputs, its output, three of the rest.
+
+    These are queries, keys and values, their rotation, writing the cache and attending; the output;
+    two products and an activation; and two all-reduces. Embedding, logits and sampling are three.
+    """
+    row = serving_row(LLAMA)
+    dense = launches(row.deployment.model, row.deployment.engine.plan)
+    assert dense == 80 * 12 + 3
+    narrow = serving_row({**LLAMA, "weight_dtype": "fp8"})
+    # Inputs of the four products of a layer are quantised first.
+    assert launches(narrow.deployment.model, narrow.deployment.engine.plan) == dense + 80 * 4
+
+
+def test_a_pass_over_prompts_takes_the_longer_of_launching_and_running_its_kernels() -> None:
+    row = serving_row({**LLAMA, "framework": "SGLang", "framework_version": "0.5"})
+    own = ServingPredictor(None, ServingModel())
+    station = own.simulate(row.deployment, row.spec).stations[0]
+    device = [CLASSES.index(name) for name in ("stream", "product", "prefill", "memory", "network")]
+    launch = CLASSES.index("launch")
+
+    def seconds(tokens: int) -> np.ndarray:
+        return station.costs.mixed([Chunk(tokens)], 0, 0.0) * station.weights
+
+    # 963 kernels at 60 us; the weights of a rank are read in a fifth of that.
+    short, long = seconds(64), seconds(8192)
+    assert short[launch] == pytest.approx(963 * PRIOR["launch"])
+    assert not short[device].any()
+    # 2 FLOP for each of 70e9 / 4 weights and each of 8192 tokens at 989 TFLOP/s are 290 ms.
+    assert long[launch] == 0.0
+    assert long[device].sum() > 0.29
+
+
+def test_eager_engines_launch_further_tokens_too() -> None:
+    """A layer of Llama 3 8B has ten kernels on one device: 323 of a pass take 19 ms, its weights 5.
+
+    Of vLLM graphs and compiled layers go together (``--enforce-eager``).
+    """
+    own = ServingPredictor(None, ServingModel())
+    row = serving_row({**LLAMA, **SMALL, "framework_version": "0.11"})
+    eager = replace(row.deployment, options=replace(row.deployment.options, eager=True))
+    slow, fast = (own.simulate(one, row.spec).seconds("tpot") for one in (eager, row.deployment))
+    assert slow == pytest.approx(323 * PRIOR["launch"] + PRIOR["host"], rel=0.02)
+    assert fast < 0.5 * slow

@@ -23,7 +23,7 @@ def test_two_engines_that_compute_for_half_of_the_time():
     load = Load(np.full(4, 100), np.full(4, 50), np.zeros(4))
     # 10 s, in which both engines together are busy for as long: each for half of it.
     zero = np.zeros(4)
-    # Of these 5 s an engine, 1 s waits for the network and 0.5 s for the host.
+    # Of these 5 s an engine, 1 s waits for the network and 3/8 s for the host between passes.
     busy = np.array([2.0, 1.0, 0.0, 0.0, 2.0, 2.0, 0.0, 2.0, 0.5, 0.25, 0.25])
     run = Run(zero, zero, zero, makespan=10.0, busy=busy, iterations=40_000)
     found = serving_energy(deployment, load, run, Interval(10.0, 9.0, 11.0))
@@ -38,12 +38,12 @@ def test_two_engines_that_compute_for_half_of_the_time():
     law = board_law(h100)
     flops = 4 * 2.0 * (2 * layer + 32000 * 1024) * 150
     one = np.ones(1)
-    matrix = flops / 4 / 3.5 / h100.matrix_peak("bf16")
-    memory = moved / 4 / 3.5 / h100.bandwidth
+    matrix = flops / 4 / 3.625 / h100.matrix_peak("bf16")
+    memory = moved / 4 / 3.625 / h100.bandwidth
     # Cores wait for weights most of the time.
     work = Work(one * matrix, one * memory, one * (2.3 * matrix / memory) ** 0.15, one < 0)
     at_work = float(held(law.demand(work))[0])
-    watts = 700 * (0.35 * at_work + 0.1 * law.waiting + 0.55 * law.idle)
+    watts = 700 * (0.3625 * at_work + 0.1 * law.waiting + 0.5375 * law.idle)
     assert found.value == pytest.approx(4 * 10.0 * watts, rel=5e-3)
     assert found.lo < found.value < found.hi <= 4 * 700 * 11.0
 

@@ -52,6 +52,11 @@ def test_lengths_that_are_none(text: str) -> None:
         parse_lengths(text)
 
 
+def test_a_deviation_in_tokens_is_not_taken_for_one_of_logarithms() -> None:
+    with pytest.raises(PlanError, match="below a token"):
+        parse_lengths("lognormal:292:200")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

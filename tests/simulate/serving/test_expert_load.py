@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.features.operators.op import busy_rank
+from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.expert_load import EXPERT_SKEW, busiest, slots_of
+from opcast.simulate.serving.formats import Formats
+from opcast.simulate.serving.forward import token_ops
 from opcast.simulate.serving.served import EnginePlan
 from opcast.simulate.serving.token_exchange import Links, exchange_seconds, row_bytes
 
@@ -80,3 +85,14 @@ def test_high_throughput_kernels(ranks: int, gb_s: float) -> None:
 def test_operands_of_16_bits_are_sent_as_they_are() -> None:
     assert row_bytes(128, 16) == (256.0, 256.0)
     assert row_bytes(128, 8) == (132.0, 256.0)
+
+
+def test_experts_in_a_box_are_as_uneven_however_many_tokens() -> None:
+    """The busiest of eight ranks, which the tables' power law loads ever more unevenly."""
+    model = served_by_name("deepseek-v3", {}, Formats())
+    for tokens, most in ((256, 1.2), (8192, 1.4), (65536, 1.4)):
+        ops = token_ops(model, EnginePlan(tp=8, ep=8), tokens)
+        (experts,) = [op for op, _ in ops if op.family == "moe"]
+        asked = (experts.shape[0], 8, 256, 8, experts.skew)
+        rows = float(busy_rank(*(np.array([float(n)]) for n in asked))[0][0])
+        assert 1.1 < rows / tokens <= most

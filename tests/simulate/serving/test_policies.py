@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.simulate.serving.policies import engine_era, known_framework, release_note
+from opcast.simulate.serving.policies import (
+    engine_era,
+    host_kind,
+    known_framework,
+    release_note,
+)
 
 
 def test_releases_that_cannot_be_are_refused() -> None:
@@ -23,3 +28,15 @@ def test_releases_beyond_the_measured_ones_are_told() -> None:
     assert release_note("", "7") == ()
     assert engine_era("vllm", "0.33.0") == "now"
     assert engine_era("vllm", "0.6.6") == "early"
+
+
+def test_what_hosts_run() -> None:
+    names = ("vllm", "tensorrt-llm", "deepspeed-mii", "lmdeploy")
+    early = {name: host_kind(name, "early", "gpu") for name in names}
+    native = {"tensorrt-llm": "native", "lmdeploy": "native"}
+    assert early == {"vllm": "interpreted", "deepspeed-mii": "interpreted", **native}
+    now = {name: host_kind(name, "now", "gpu") for name in ("vllm", "tensorrt-llm", "sglang")}
+    assert now == {"vllm": "fused", "tensorrt-llm": "fused", "sglang": ""}
+    assert host_kind("vllm", "now", "gpu", eager=True) == ""
+    # A pass is one program there.
+    assert host_kind("vllm", "now", "tpu") == "native"
