@@ -328,7 +328,7 @@ def simulate(
     named = workload_of(workload, hf)
     work = read_workload(named, case.settings)
     if next_count:
-        spare = {"timeline", "html", "explain", "jitter", "speed", "power_cap_w", "seed"}
+        spare = {"timeline", "html", "explain", "jitter", "speed", "power_cap_w", "seed", "run"}
         refuse(context, "--next", spare)
         from ..predict.cluster.next_run import next_steps
         from ..predict.render.next_runs import print_next_runs

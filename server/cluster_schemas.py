@@ -109,6 +109,7 @@ _Lengths = Annotated[
 _STEP: dict[str, Any] = {
     "plan": _Plan,
     "settings": Settings,
+    "run": Settings,
     "framework": NameOrNone,
     "source": _Source,
     # A standard deviation of the logarithm: 10 is a factor of 22,000, beyond any real cluster.

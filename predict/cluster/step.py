@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, w
 from .recipes import as_run
 from .spread import step_interval
 from .waterfall import Term, Waterfall
+
+if TYPE_CHECKING:
+    from .training_run import TrainingRun
 
 #: Share of a training step above which waiting for expert parallelism is noted, and the share of
 #: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
@@ -71,6 +75,7 @@ class StepPrediction:
             is not known.
         price: Of a device for an hour, if given.
         described: Notes on the device's description.
+        run: A run of such steps, if requested.
     """
 
     workload: Workload
@@ -92,6 +97,7 @@ class StepPrediction:
     joules: Interval | None = None
     price: float | None = None
     described: tuple[str, ...] = ()
+    run: TrainingRun | None = None
 
     @property
     def flops_per_device(self) -> float:
@@ -135,6 +141,8 @@ class StepPrediction:
         }
         if self.spread is not None:
             data["samples"] = self.spread.to_dict()
+        if self.run is not None:
+            data["run"] = self.run.to_dict()
         if self.terms:
             data["terms"] = [term.to_dict() for term in self.terms]
             data["learned_of_the_whole"] = dict(self.whole)

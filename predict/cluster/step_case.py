@@ -22,9 +22,10 @@ from ...common.options import (
     SourceOpt,
     StepModelOpt,
 )
+from ...common.types import JsonObject
 from ...common.units import duration
 from ...models.core.registry import OPERATOR_MODEL
-from ...simulate.step.settings import SizesOpt
+from ...simulate.step.settings import SizesOpt, read_pairs
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
@@ -41,6 +42,11 @@ def _speeds(texts: Sequence[str]) -> dict[int, float]:
         return {int(rank): float(value) for rank, value in (t.split("=", 1) for t in texts)}
     except ValueError:
         raise ValueError("write --speed RANK=0.9") from None
+
+
+def _run_of(texts: Sequence[str]) -> JsonObject:
+    """Settings of a run of training from texts such as ``tokens=15e12,spares=4``."""
+    return {name: value for text in texts for name, value in read_pairs(text, "--run").items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +147,13 @@ class StepCase(PlannedStep):
         Option("Relative speed of a rank, RANK=0.9; may be given again.", collect=_speeds),
     ] = field(default_factory=dict)
     seed: Annotated[int, Option("With --jitter: random seed.", least=0)] = 0
+    run: Annotated[
+        Mapping[str, object],
+        Option(
+            "A run of such steps with failures, such as tokens=15e12,spares=4,repair_h=24.",
+            collect=_run_of,
+        ),
+    ] = field(default_factory=dict)
 
     def predict(self, work: Workload, operators: OpModel | None) -> StepPrediction:
         """Answer for the workload as it was read.
@@ -171,10 +184,14 @@ class StepCase(PlannedStep):
             explain=self.explain,
             price=self.price,
         )
-        if own.other is None:
+        if own.other is not None:
+            other = predictor.predict(work, own.other, speeds=self.speed, remedy=False)
+            found = _either(found, other, own.why)
+        if not self.run:
             return found
-        other = predictor.predict(work, own.other, speeds=self.speed, remedy=False)
-        return _either(found, other, own.why)
+        from .training_run import training_run
+
+        return replace(found, run=training_run(self.run, found, predictor.spec.host_link))
 
 
 def _either(found: StepPrediction, other: StepPrediction, why: str) -> StepPrediction:

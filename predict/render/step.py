@@ -17,6 +17,7 @@ from .parts import plain_table, print_notes, timed_headline, unfit
 
 if TYPE_CHECKING:
     from ..cluster.partitioned import PartitionedPrediction
+    from ..cluster.training_run import TrainingRun
     from ..plan.answer import PlanAnswer
 
 #: Number of operators to list: those that fit the width of a table.
@@ -47,12 +48,39 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     console.print(f"plan {prediction.plan.text()} on {prediction.cluster}, by {by}")
     console.print(_terms(prediction) if prediction.terms else _times(prediction))
     console.print(_memory(prediction))
+    if prediction.run is not None:
+        for line in _run(prediction.run):
+            console.print(line)
     if prediction.spread is not None:
         parts = prediction.spread.to_dict()
         # Without the suffix ``_us``, since ``duration`` prints the unit.
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
         console.print(f"with jitter: {listed}")
     print_notes(console, prediction.notes())
+
+
+def _run(run: TrainingRun) -> list[str]:
+    """Days and cost of a run, and what failures take of it."""
+    data = run.to_dict()
+    lines = [
+        f"{run.settings.tokens:,.0f} tokens in {run.steps:,} steps: {data['days']:.3g} days "
+        f"({data['days_lo']:.3g} to {data['days_hi']:.3g}), "
+        f"{data['device_hours']:,.0f} device hours"
+    ]
+    if run.price is not None:
+        lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
+        lines[0] += f"{plain(data['cost_hi'], 4)})"
+    stalled = f", {data['stalled_share']:.1%} without a spare" if run.settings.spares >= 0 else ""
+    said = "as given" if run.settings.mtbf_h else "as of Llama 3's run"
+    lines.append(
+        f"{data['goodput']:.1%} of them train: {data['failures']:,.0f} failures (each "
+        f"{run.mtbf_h:,.0f} device hours, {said}), a checkpoint of "
+        f"{duration(run.checkpoint * 1e6)} every {duration(run.stretch * 1e6)} "
+        f"({data['checkpoint_share']:.1%}){stalled}"
+    )
+    if run.settings.days:
+        lines.append(f"within {run.settings.days:g} days: {data['probability']:.0%} likely")
+    return lines
 
 
 def _energy(prediction: StepPrediction) -> str:
