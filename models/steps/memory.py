@@ -11,6 +11,7 @@ import numpy as np
 from ...common.interval import Interval
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
+from ...features.devices.rules import capability_of
 from ...simulate.step.memory import StageMemory
 from ...simulate.step.workload import Workload
 from .context import FRAMEWORKS
@@ -25,9 +26,9 @@ _DEVIATIONS = (0.33, 0.33, 1.0)
 #: published-steps that say their memory (1,525 of five frameworks, each of which counts the same),
 #: and of others, with each framework left out (``tests/models/steps/test_memory.py``).
 KNOWN_ENDS, OTHER_ENDS = (-0.17, 0.36), (-0.2, 0.5)
-#: Architectures whose units take operands of 8 bits in any layout (Transformer Engine,
-#: ``is_non_tn_fp8_gemm_supported``: compute capability 10).
-_ANY_LAYOUT = ("blackwell", "blackwell-ultra")
+#: Compute capabilities × 10 whose units take operands of 8 bits in any layout (Transformer Engine,
+#: ``is_non_tn_fp8_gemm_supported``).
+_ANY_LAYOUT = (*range(100, 120), *range(130, 200))
 #: Bytes of a gibibyte.
 _GIB = 2.0**30
 
@@ -86,7 +87,8 @@ def weight_copies(workload: Workload, spec: DeviceSpec) -> int:
     if spec.platform != "gpu":
         return 0
     shared = FORMATS[workload.product_dtype].block > 1
-    return 1 if spec.architecture in _ANY_LAYOUT and not shared else 2
+    capability = capability_of(str(spec.compiler.get("target", "")))
+    return 1 if capability in _ANY_LAYOUT and not shared else 2
 
 
 def fit_laws(
