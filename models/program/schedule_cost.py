@@ -12,7 +12,6 @@ from math import sqrt
 import numpy as np
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.hlo_reader import parse_hlo
 from ...features.kernels.kernel import KINDS, Kernel, LoweredProgram
 from ...features.operators.physics import resident_share
 from ...features.table.columns import CODE, INDEX
@@ -155,9 +154,13 @@ def first_touch_s(lowered: LoweredProgram, device: DeviceSpec) -> float:
     """
     if device.platform != "cpu" or lowered.peak_memory_bytes <= _KEPT_BYTES:
         return 0.0
-    module = lowered.module or (parse_hlo(lowered.hlo) if lowered.hlo else None)
-    if module is None:
-        return 0.0
+    if (module := lowered.module) is None:
+        if not lowered.hlo:
+            return 0.0
+        # Readers take a while to import, and steps on clusters have no program.
+        from ...features.ir.hlo_reader import parse_hlo
+
+        module = parse_hlo(lowered.hlo)
     entry = module.entry_computation
     outside = sum(op.result_bytes for op in (*entry.parameters, entry.root_op))
     temporary = lowered.peak_memory_bytes - outside

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import combinations, islice
+from itertools import combinations
 from math import exp, log, sqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,7 +116,7 @@ def test_intervals_hold_the_ratios_of_measured_programs(predictor):
     table = pd.read_csv(PROGRAMS / "programs.csv")
     own = table[(table["device"] == "mi350") & table["file"].notna()]
     own = own[own["latency_us"].notna() & (own["trust"] != "doubtful")]
-    own = own.sort_values("n_devices").drop_duplicates("file")
+    own = own.sort_values("n_devices").drop_duplicates("file").iloc[::2]
     options = LoweringOptions("fused", PROGRAMS / "mi350.yaml")
     found = [
         Version.of(ProgramCase(PROGRAMS / f, options, whole=True, on_stream=True), predictor)
@@ -124,12 +124,12 @@ def test_intervals_hold_the_ratios_of_measured_programs(predictor):
     ]
     rows = list(zip(found, own["latency_us"], strict=True))
     inside = []
-    for (old, was), (new, now) in islice(combinations(rows, 2), 0, None, 3):
+    for (old, was), (new, now) in combinations(rows, 2):
         down, up = ratio_error(old, new)
         # Equal programs on more devices at once: their ratio is the label's own error.
         if up == 0.0:
             continue
         error = log(now / was) - log(new.prediction.latency_us / old.prediction.latency_us)
         inside.append(-down <= error <= up)
-    assert len(inside) > 300
+    assert len(inside) > 220
     assert 0.88 < np.mean(inside) < 0.98

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_the_pages_in_the_docs_are_current() -> None:
     assert {path.name for path in DOCS.iterdir()} == set(found) | plots and plots
     for name, text in found.items():
         assert (DOCS / name).read_text("utf-8") == text, f"write the pages anew: {MADE_BY}"
+
+
+def test_figures_are_of_the_models_that_ship() -> None:
+    stated = re.findall(r"(\S+\.json) ([0-9a-f]{12})", "".join(pages().values()))
+    assert len(stated) >= 6
+    for name, digest in stated:
+        own = hashlib.sha256((PRETRAINED / name).read_bytes()).hexdigest()
+        assert own.startswith(digest), f"state the figures of {name} anew in pages.yaml"
 
 
 def test_a_family_s_error_is_the_mean_over_its_rows() -> None:
