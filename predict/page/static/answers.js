@@ -116,7 +116,7 @@ function trainingAnswer(query, [{ answer: a }]) {
     ["host", a.host_us, "gap"],
   ].filter(([, us]) => us > 0);
   const memory = Object.entries(a.memory_bytes).filter(([name, held]) => name !== "total" && held > 0);
-  const trained = trainingOf(query, a, (a.tokens_per_s * a.latency_us) / 1e6);
+  const trained = a.run;
   const drawn = rangeChart(
     "Parts of a step",
     "opcast-step",
@@ -142,8 +142,13 @@ function trainingAnswer(query, [{ answer: a }]) {
             a.capacity_bytes ? a.memory_bytes_per_device / a.capacity_bytes : null,
           ),
           tile("Energy of a step", joules(a.energy_j), between(a.energy_lo_j, a.energy_hi_j, joules)),
-          trained ? tile("Training", `${significant(trained.days)} days`, between(...trained.ends, significant)) : null,
-          trained?.dollars ? tile("Cost", dollars(trained.dollars), `${dollars(a.cost)} a step`) : null,
+          trained
+            ? tile("Training", `${significant(trained.days)} days`, between(trained.days_lo, trained.days_hi, significant))
+            : null,
+          trained
+            ? tile("Goodput", percent(trained.goodput), `${significant(trained.failures)} failures`, trained.goodput)
+            : null,
+          trained?.cost ? tile("Cost", dollars(trained.cost), `${dollars(a.cost)} a step`) : null,
         ),
       ),
       el("p", { class: "small soft" }, `Plan ${a.plan}; known: ${a.known}.`),

@@ -3,6 +3,7 @@
 const names = (list) => list.map((name) => [name, name]);
 const SETTINGS = "settings";
 const PAIRS = "pairs";
+const RUN = "run";
 // A server that compiles nothing takes auto for fused, which a command line does not.
 const LOWERINGS = DATA.compiles ? ["auto", "xla", "fused", "op"] : ["fused", "op"];
 const WORKLOADS = [["", "the program below"], ...names([...Object.keys(DATA.zoo), ...Object.keys(DATA.presets)])];
@@ -16,8 +17,8 @@ const TRAINED = [
   { name: "layers", text: "Layers, if not the model's", kind: "number", place: SETTINGS },
   { name: "framework", text: "Framework", hint: "nemo, megatron …" },
   { name: "price", text: "Price of a device for an hour, $", kind: "number" },
-  { name: "tokens", text: "Tokens to train on, in 10⁹", kind: "number", place: "page" },
 ];
+const TOKENS = { name: "tokens", text: "Tokens to train on, in 10⁹", kind: "number" };
 const CLUSTER = { name: "cluster", text: "Cluster", kind: "list", of: DATA.clusters, needed: true, first: "dgx-h100-x16" };
 const FIELDS = {
   program: [
@@ -34,6 +35,7 @@ const FIELDS = {
     CLUSTER,
     { name: "plan", text: "Plan", hint: "tp=8,dp=2", first: "tp=8,dp=2" },
     ...TRAINED,
+    { ...TOKENS, place: RUN },
     CONFIG,
   ],
   plans: [
@@ -41,6 +43,7 @@ const FIELDS = {
     CLUSTER,
     { name: "grid", text: "Axes, if not all", hint: "tp=4/8,recompute=none" },
     ...TRAINED,
+    { ...TOKENS, place: "page" },
     CONFIG,
   ],
   serving: [
@@ -110,6 +113,7 @@ function bodyOf(kind, query, device) {
     if (!text || place === "page" || (name === "workload" && query.config)) continue;
     const value = typed === "number" ? Number(text) : text;
     if (place === SETTINGS) (body.settings ||= {})[name] = value;
+    else if (place === RUN) body.run = { [name]: value * 1e9 };
     else body[name] = place === PAIRS ? pairsOf(text) : value;
   }
   if (body.program && bytes) Object.assign(body, { program: bytes, encoding: "base64" });
@@ -127,6 +131,7 @@ function commandOf(kind, query) {
     if (!text || place === "page" || (name === "workload" && query.config)) continue;
     if (name === "config") parts.push("--hf", "config.json");
     else if (place === SETTINGS) parts.push("--set", quoted(`${name}=${text}`));
+    else if (place === RUN) parts.push("--run", quoted(`${name}=${text}e9`));
     else parts.push(`--${name.replaceAll("_", "-")}`, quoted(text));
   }
   return [...parts, ...(kind === "plans" ? ["--out", "plans"] : [])].join(" ");
