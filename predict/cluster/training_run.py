@@ -51,10 +51,10 @@ class RunSettings:
         mtbf_h: Hours of one device between failures that stop the job; 0 for :data:`MTBF_H`, of
             which the interval holds a factor of :data:`MTBF_FACTOR`.
         restart_s: From a failure until the job trains again.
-        checkpoint_s: Wait of training for a checkpoint; negative for :data:`CHECKPOINT_S` and the
+        checkpoint_s: Wait of training for a checkpoint; -1 for :data:`CHECKPOINT_S` and the
             copy of the device's state to its host.
         every_s: Work between checkpoints; 0 for the best.
-        spares: Boxes that stand by; negative for as many as are needed.
+        spares: Boxes that stand by; -1 for as many as are needed.
         repair_h: Until a box that failed is a spare again; with ``spares``.
         days: Deadline whose probability is asked; 0 for none.
     """
@@ -75,9 +75,9 @@ class RunSettings:
             PlanError: A value is missing, not finite, or below what it may be.
         """
         for name, value in asdict(self).items():
-            if name == "spares":
-                continue
-            if not value < inf or (value < 0 and (name, value) != ("checkpoint_s", -1.0)):
+            # Of these -1 stands for what is taken where nothing is said.
+            least = -1.0 if name in ("spares", "checkpoint_s") else 0.0
+            if not value < inf or (value < 0 and value != least):
                 raise PlanError(f"{name}={value:g} is no time or number", where="run")
         if not self.tokens:
             raise PlanError("how long is the run?", where="run", hint="as in --run tokens=15e12")

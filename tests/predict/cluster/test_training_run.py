@@ -116,6 +116,7 @@ def test_the_answer_of_a_step_has_the_run() -> None:
         ({"tokens": -1}, "tokens=-1 is no time or number"),
         ({"tokens": 1e9, "hours": 1}, "run has no key 'hours'"),
         ({"tokens": 1e9, "spares": 2}, "give both or neither"),
+        ({"tokens": 1e9, "spares": -5}, "spares=-5 is no time or number"),
         ({"tokens": 1e9, "mtbf_h": 1e-5}, "lets nothing end"),
     ],
 )
