@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from ...common.errors import PlanError
@@ -22,10 +23,9 @@ from ...common.options import (
     SourceOpt,
     StepModelOpt,
 )
-from ...common.types import JsonObject
 from ...common.units import duration
 from ...models.core.registry import OPERATOR_MODEL
-from ...simulate.step.settings import SizesOpt, read_pairs
+from ...simulate.step.settings import SizesOpt, sizes_of
 
 if TYPE_CHECKING:
     from ...models.operators import OpModel
@@ -42,11 +42,6 @@ def _speeds(texts: Sequence[str]) -> dict[int, float]:
         return {int(rank): float(value) for rank, value in (t.split("=", 1) for t in texts)}
     except ValueError:
         raise ValueError("write --speed RANK=0.9") from None
-
-
-def _run_of(texts: Sequence[str]) -> JsonObject:
-    """Settings of a run of training from texts such as ``tokens=15e12,spares=4``."""
-    return {name: value for text in texts for name, value in read_pairs(text, "--run").items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +146,7 @@ class StepCase(PlannedStep):
         Mapping[str, object],
         Option(
             "A run of such steps with failures, such as tokens=15e12,spares=4,repair_h=24.",
-            collect=_run_of,
+            collect=partial(sizes_of, option="--run"),
         ),
     ] = field(default_factory=dict)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import ceil, exp, expm1, hypot, inf, log, sqrt
-from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...common.types import JsonMapping, JsonObject
 from ...models.power.energy import cost_fields
+from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.settings import build
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ CHECKPOINT_S = 6.3
 _DAY, _HOUR = 86400.0, 3600.0
 #: Expected failures in one go from which it never ends: one of e^20 attempts does.
 _HOPELESS = 20.0
-#: Half-width of a 90 % interval in standard deviations.
-_WIDE = NormalDist().inv_cdf(0.95)
 
 
 @dataclass(frozen=True)
@@ -212,12 +210,15 @@ class TrainingRun:
     checkpoint: float
     price: float | None = None
 
+    def _rate(self, mtbf_h: float) -> float:
+        """Failures per second of all devices."""
+        return self.devices / (mtbf_h * _HOUR)
+
     def _wall(self, mtbf_h: float) -> Wall:
-        rate = self.devices / (mtbf_h * _HOUR)
         own = self.settings
         return wall_time(
             self.steps * self.step.value,
-            rate,
+            self._rate(mtbf_h),
             self.stretch,
             self.checkpoint,
             own.restart_s,
@@ -233,8 +234,8 @@ class TrainingRun:
     @property
     def stretch(self) -> float:
         """Seconds of work between checkpoints: whole steps."""
-        rate = self.devices / (self.mtbf_h * _HOUR)
-        asked = self.settings.every_s or best_stretch(self.checkpoint, rate)
+        best = best_stretch(self.checkpoint, self._rate(self.mtbf_h))
+        asked = self.settings.every_s or best
         return max(1, round(asked / self.step.value)) * self.step.value
 
     @cached_property
@@ -246,7 +247,7 @@ class TrainingRun:
     def seconds(self) -> Interval:
         """All of the run: errors of the step, chance, and failures that are not those of a site."""
         mean = self.wall.mean
-        chance = _WIDE * self.wall.deviation / mean
+        chance = NORMAL_90 * self.wall.deviation / mean
         few, many = mean, mean
         if not self.settings.mtbf_h:
             few = self._wall(self.mtbf_h * MTBF_FACTOR).mean
@@ -256,13 +257,6 @@ class TrainingRun:
         # Nothing is faster than steps at the end of their interval without a failure.
         least = self.steps * self.step.lo
         return Interval(mean, max(mean * exp(-down), least), mean * exp(up))
-
-    def within(self, seconds: float) -> float:
-        """Probability that the run ends in a time; errors are normal in logarithms on each side."""
-        found = self.seconds
-        away = log(seconds / found.value)
-        side = log(found.hi / found.value) if away > 0 else log(found.value / found.lo)
-        return NormalDist().cdf(away / max(side, 1e-9) * _WIDE)
 
     def to_dict(self) -> JsonObject:
         """Plain data, as ``opcast simulate --run --json`` prints it."""
@@ -286,7 +280,7 @@ class TrainingRun:
             **cost_fields(self.price, span, self.devices),
         }
         if self.settings.days:
-            data["probability"] = self.within(self.settings.days * _DAY)
+            data["probability"] = span.chance_below(self.settings.days * _DAY)
         return data
 
 

@@ -161,10 +161,8 @@ def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
     for history in run.histories[:engines]:
         if not history.time:
             continue
-        spans = np.diff(history.time, prepend=0.0)
-        whole = max(float(spans.sum()), 1e-12)
         for name, values in (("kv", history.held), ("batch", history.batch)):
-            found[name].append(float(np.array(values) @ spans) / whole)
+            found[name].append(_over_time(history, values))
         found["peak"].append(max(history.held))
     if not found["kv"]:
         return {}
@@ -180,13 +178,18 @@ def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
     }
 
 
+def _over_time(history: History, values: Sequence[float]) -> float:
+    """Mean over time of what a history kept at its times."""
+    spans = np.diff(history.time, prepend=0.0)
+    return float(np.array(values) @ spans) / max(float(spans.sum()), 1e-12)
+
+
 def _queue(histories: Sequence[History]) -> tuple[float, float]:
     """Requests that wait at one of several engines: mean over time, and most at any."""
     means, longest = [], 0
     for history in histories:
         if history.time:
-            spans = np.diff(history.time, prepend=0.0)
-            means.append(float(np.array(history.waiting) @ spans) / max(float(spans.sum()), 1e-12))
+            means.append(_over_time(history, history.waiting))
             longest = max(longest, max(history.waiting))
     return (float(np.mean(means)), float(longest)) if means else (0.0, 0.0)
 

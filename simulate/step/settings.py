@@ -17,13 +17,17 @@ T = TypeVar("T")
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def sizes_of(texts: Sequence[str]) -> JsonObject:
-    """Sizes of a model from texts such as ``layers=32,d_model=4096``.
+def sizes_of(texts: Sequence[str], option: str = "--set") -> JsonObject:
+    """Settings, such as sizes of a model, from texts such as ``layers=32,d_model=4096``.
+
+    Args:
+        texts: Those of an option that may be given again.
+        option: Its name, for messages.
 
     Raises:
         PlanError: A part is not a pair.
     """
-    return {name: value for text in texts for name, value in read_pairs(text, "--set").items()}
+    return {name: value for text in texts for name, value in read_pairs(text, option).items()}
 
 
 def read_pairs(text: str, what: str) -> JsonObject:

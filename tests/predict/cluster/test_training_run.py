@@ -89,8 +89,8 @@ def test_intervals_hold_steps_chance_and_sites() -> None:
     assert guessed.seconds.hi > given.seconds.hi > 1.2 * given.seconds.value
     assert given.seconds.lo >= 1000 * 0.9 * 5.0
     for run in (given, guessed):
-        assert run.within(run.seconds.hi) == pytest.approx(0.95)
-        assert run.within(run.seconds.value) == pytest.approx(0.5)
+        assert run.seconds.chance_below(run.seconds.hi) == pytest.approx(0.95)
+        assert run.seconds.chance_below(run.seconds.value) == pytest.approx(0.5)
     rare = run_of(5.0, 4096, mtbf_h=1e9)
     assert rare.to_dict()["goodput"] > 0.98 and rare.seconds.value < given.seconds.value
     assert rare.to_dict()["cost"] == pytest.approx(2.0 * 4096 * rare.seconds.value / 3600)
