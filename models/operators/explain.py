@@ -164,7 +164,7 @@ def explain_op(
     ratio = float(np.log(prediction.latency[0] / base))
     models = model.fitted
     # What was learned of a design is what was learned of its base.
-    asked_row, known = model.learned_at(OpRows.of(frame), specs)
+    asked_row, known = model.designs.bases(OpRows.of(frame), specs)
     learned, name = model.features(asked_row, known), str(asked_row.texts("device")[0])
     like, _ = model.known_devices.proxies(asked_row.texts("device"), known)
     parts = models.linear_parts(asked_row, learned, like)

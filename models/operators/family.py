@@ -9,54 +9,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
-from ...features.devices.catalogue import base_of, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows
-from ...features.operators.schema import BLOCKS, FAMILIES, faulty
+from ...features.operators.schema import BLOCKS
 from ..adapt.covariance import Sites
 from ..adapt.gaussian_process import ErrorPosterior
 from ..core.registry import estimator_class
-from ..trust.designs import Likeness, ends_of, is_near, scope_of, why_far
-from .device_errors import OF_LIBRARY, DeviceErrors
+from .designs import Designs, likeness, why_outside
+from .device_errors import OF_LIBRARY
 from .devices import KnownDevices
-from .family_tables import (
-    FamilySettings,
-    GeneralFit,
-    balanced_weights,
-    constants,
-    draw_rows,
-    latency_s,
-    target_of,
-)
+from .family_fit import GROUP, FamilyFit
+from .family_tables import FamilySettings, constants, latency_s
 from .fitted import Fitted
 from .mixture import Member, Menu, foreign, members_of, mixed
-from .prediction import FOREIGN, UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
-from .regressors import Folds, KnownModel, UnseenFit, error_figures
-from .rows import (
-    among,
-    codes,
-    dispatch,
-    drawn,
-    group_names,
-    held_out,
-    libraries,
-    named_columns,
-    unnamed,
-)
+from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
+from .rows import among, dispatch, group_names, libraries, named_columns, unnamed
 
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Least number of rows of groups that were held out in turn. Engineering estimate.
-LEAST_TESTED = 10_000
-#: Between a device and a group of its training rows.
-GROUP = "|"
-#: Fewest rows of a group on a device from which on it is known there, and their least share of
-#: those that the device's groups have in the median. Held-out rows of layers of ``tuned/linear``
-#: with 10 to 20 others lie within -12 to 14 %, as do those of layers with 40 to 100; of layers with
-#: fewer within -50 to 40 %. Where other groups have hundreds, ten are those of one batch.
-GROUP_ROWS, GROUP_SHARE = 10, 0.25
 #: How many times wider (in the logarithm) an interval is for a format or library that was seen on
 #: no chip, on a chip that was not seen. Engineering estimate.
 NOVEL = 2.0
@@ -112,6 +84,12 @@ class FamilyModel:
         return self.fitted.errors.corrections
 
     @property
+    def designs(self) -> Designs:
+        """What stands for devices that are designs."""
+        own = {*self.devices, *(name.split(OF_LIBRARY)[0] for name in self.corrections)}
+        return Designs(self.family, self.known_devices, self.devices, frozenset(own))
+
+    @property
     def _names_library(self) -> bool:
         # Blocks have their libraries in columns of their own.
         return bool(self.named) or self.family in BLOCKS
@@ -135,87 +113,11 @@ class FamilyModel:
         # Blocks are told apart by more names than those of serving frameworks.
         self.named = () if self.family in BLOCKS else named_columns(rows)
         self.menu = Menu.of(rows) if self.named else Menu()
-        features = self.features(rows, devices)
-        ratio = target_of(rows, features)
-        rng = np.random.default_rng(self.settings.seed)
-        device, code = rows["device"].to_numpy(object), codes(rows)
-
-        def known_of(fitting: np.ndarray, most: int) -> KnownModel:
-            fitting = draw_rows(rng, fitting, balanced_weights(device[fitting]), most)
-            return KnownModel.fit(
-                self.family, names, self.settings, features, device, code[0], ratio, fitting
-            )
-
-        held, parts = held_out(rows, self.family, self.settings.seed, rng)
-        known = known_of(np.flatnonzero(~held), self.settings.max_rows)
-        tested, left = [(known, np.flatnonzero(held))], []
-        for part in parts:
-            # As many rows of new groups as of known ones.
-            own, most = np.flatnonzero(part), max(LEAST_TESTED, int(held.sum())) // len(parts)
-            own = draw_rows(rng, own, balanced_weights(device[own]), most)
-            single = ~part & drawn(len(rows), rng)
-            fold = known_of(np.flatnonzero(~part & ~single), self.settings.fold_rows)
-            left.append((fold, own))
-            # A model of fewer rows errs more on known groups than the one that is kept.
-            if len(rows) <= self.settings.fold_rows:
-                tested.append((fold, np.flatnonzero(single)))
-
-        def judged(tests: list[tuple[KnownModel, np.ndarray]]) -> list[np.ndarray]:
-            found = [
-                (own, *model.held_out(features.take(own), device[own], code[0][own], ratio[own]))
-                for model, own in tests
-            ]
-            return [np.concatenate(part) for part in zip(*found, strict=True)]
-
-        own, scores, predicted, near = judged(tested)
-        if parts:
-            group = group_names(rows, self.family)
-            pairs, counts = np.unique((device + GROUP + group).astype(str), return_counts=True)
-            # A few rows of a group say nothing of its others.
-            own_device = np.char.partition(pairs, GROUP)[:, 0]
-            usual = {d: np.median(counts[own_device == d]) for d in names}
-            least = np.array([max(GROUP_ROWS, GROUP_SHARE * usual[d]) for d in own_device])
-            self.groups = frozenset(pairs[counts >= least].tolist())
-            others, new_scores, _, new_near = judged(left)
-            self.intervals.fit_groups(new_scores, group[others], device[others])
-            near = np.concatenate([near, new_near])
-        if len(own):
-            if known.regressor.domain is not None:
-                known.regressor.domain.calibrate(near)
-            # With fewer than ten scores a device stays without ends of its own and takes those of
-            # an unseen one.
-            dtype = OpRows.of(rows).texts("dtype")[own]
-            self.intervals.fit_devices(device[own], dtype, scores, predicted, 10)
-        job = GeneralFit(self.family, self.settings, features, ratio, device, code[0])
-        # Rows that mislead about other devices stay in the fit of known ones, where they are true.
-        fit = UnseenFit(job, self.known_devices, libraries(rows), ~faulty(rows, "local"), rng)
-        unseen, folds = fit.make(np.flatnonzero(~held))
-        unseen.vendors = self.known_devices.own_vendors(self._names_library)
-        self._judge(ratio, folds)
-        chips = self.known_devices.chips
-        errors = DeviceErrors.fit(known, unseen, chips, features, code, ratio, folds)
-        self._models = Fitted(known, unseen, errors)
+        job = FamilyFit(self.family, self.settings, rows, self.features(rows, devices))
+        vendors = self.known_devices.own_vendors(self._names_library)
+        learned = job.run(self.known_devices, vendors)
+        self._models, self.intervals, self.groups, self.left_out = learned
         return self
-
-    def _judge(self, ratio: np.ndarray, folds: Folds) -> None:
-        """Take the interval ends of unseen devices from the errors on left-out chips.
-
-        Each chip's own figures are those by the ends of the others.
-        """
-        if not folds:
-            return
-        # The errors on left-out chips are what a new device's errors will look like. Twins count as
-        # one device.
-        scores = {group[0]: ratio[own] - left_out for group, (own, left_out) in folds.items()}
-        foreign, widened = self.known_devices.foreign, self.family in constants()["widened"]
-        for group in folds:
-            others = {name: own for name, own in scores.items() if name != group[0]}
-            judged = DeviceIntervals()
-            judged.fit_unseen(others, foreign, widened)
-            kind = FOREIGN if group[0] in foreign else UNSEEN
-            ends = judged.ends.ends[kind, 0]
-            self.left_out["+".join(group)] = error_figures(scores[group[0]], ends)
-        self.intervals.fit_unseen(scores, foreign, widened)
 
     def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
         """Take the ends of known devices' intervals from rows that were not learned from.
@@ -257,98 +159,19 @@ class FamilyModel:
         unsaid = self.menu.open(rows, self.named)
         if unsaid.any():
             return self._mixed(rows, unsaid, devices, corrected)
-        learned, known = self.learned_at(rows, devices)
+        learned, known = self.designs.bases(rows, devices)
+        features = self.features(rows, devices)
         if learned is not rows:
             found = self.predict(learned, known, corrected)
-            like = self._likeness(rows, devices, learned, known)
-            self._on_designs(found, rows, devices, self.features(learned, known).base_s, like)
+            ratio = features.base_s / self.features(learned, known).base_s
+            self.designs.move(found, features, ratio, likeness(rows, devices, learned, known))
+            found.hold_above(least_s(self.family, rows, features, devices))
             return found
-        features = self.features(rows, devices)
         prediction = self._plain(rows, features, devices)
         if corrected and models.errors.corrections:
             models.errors.correct(prediction, rows, features, devices)
         prediction.hold_above(least_s(self.family, rows, features, devices))
         return prediction
-
-    def learned_at(
-        self, rows: OpRows, devices: Mapping[str, DeviceSpec]
-    ) -> tuple[OpRows, Mapping[str, DeviceSpec]]:
-        """Rows and devices at which what was learned holds: those of their bases for designs.
-
-        A design that was measured, or that the model was calibrated to, has its own.
-
-        Args:
-            rows: Rows of the family.
-            devices: Descriptions by the values of ``device``.
-
-        Returns:
-            ``rows`` and ``devices`` themselves where no device is a design.
-        """
-        own = {*self.devices, *(name.split(OF_LIBRARY)[0] for name in self.corrections)}
-        names = rows.codes("device")[1]
-        bases = {n: base for n in names if n not in own and (base := self._start(devices[n]))}
-        if not bases:
-            return rows, devices
-        code, found = rows.codes("device")
-        renamed = np.array([bases[n].name if n in bases else n for n in found], object)[code]
-        known = {base.name: base for base in bases.values()}
-        return rows.with_texts({"device": renamed}), {**known, **devices}
-
-    def _start(self, device: DeviceSpec) -> DeviceSpec | None:
-        """The device of the catalogue that a design starts from; ``None`` for other devices.
-
-        Where a design's file names none, one is taken by what was learned of the catalogue's chips.
-        """
-        base = base_of(device)
-        if base is None or device.base == base.name:
-            return base
-        name = np.array([device.name], object)
-        like, scope = self.known_devices.proxies(name, {device.name: device})
-        learned = [str(like[0])] if scope[0] == "sibling" else self.devices
-        return base if any(map(in_catalogue, learned)) else None
-
-    def _likeness(
-        self,
-        rows: OpRows,
-        devices: Mapping[str, DeviceSpec],
-        learned: OpRows,
-        known: Mapping[str, DeviceSpec],
-    ) -> Likeness:
-        """How alike the devices of rows and those that stand for them are, shape ``(n,)`` each."""
-        code, names = rows.codes("device")
-        bases = dict(zip(code.tolist(), learned.texts("device").tolist(), strict=True))
-        found = {at: Likeness.of(devices[names[at]], known[base]) for at, base in bases.items()}
-        akin, reuse = zip(*(found[at] for at in code.tolist()), strict=True)
-        tiled = FAMILIES.get(self.family) != "pointwise"
-        return Likeness(np.array(akin), np.array(reuse) if tiled else 1.0)
-
-    def _on_designs(
-        self,
-        found: FamilyPrediction,
-        rows: OpRows,
-        devices: Mapping[str, DeviceSpec],
-        base_s: np.ndarray,
-        like: Likeness,
-    ) -> None:
-        """Turn predictions on the bases of designs, in place, into those on the designs.
-
-        Args:
-            found: Of the rows, on the bases.
-            rows: The rows.
-            devices: Descriptions by the values of ``device``, of the designs.
-            base_s: Analytical estimates on the bases in seconds, shape ``(n,)``.
-            like: How alike the designs and their bases are.
-        """
-        features = self.features(rows, devices)
-        ratio = features.base_s / base_s
-        found.lo, found.hi = ends_of((found.lo, found.hi), found.latency, ratio, like)
-        found.latency = found.latency * ratio
-        found.scope, found.in_domain = (
-            scope_of(found.scope, ratio, like),
-            found.in_domain & is_near(ratio, like),
-        )
-        found.roofline, found.bound = features.roofline_s, features.bound
-        found.hold_above(least_s(self.family, rows, features, devices))
 
     def _mixed(
         self,
@@ -373,7 +196,7 @@ class FamilyModel:
         self, rows: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[OpRows, np.ndarray, np.ndarray]:
         """Rows of all members, the position of each one's origin, and its weight."""
-        learned, known = self.learned_at(rows, devices)
+        learned, known = self.designs.bases(rows, devices)
         proxy, _ = self.known_devices.proxies(learned.texts("device"), known)
         code, names = learned.codes("device")
         vendors = np.array([known[name].vendor for name in names], object)[code]
@@ -447,14 +270,11 @@ class FamilyModel:
             first = int(np.argmin(self.predict(members, devices).in_domain))
             row = members.take(np.array([first]))
         reasons = []
-        learned, known = self.learned_at(row, devices)
+        learned, known = self.designs.bases(row, devices)
         if learned is not row:
             both = self.features(row, devices).base_s, self.features(learned, known).base_s
-            name, base = row.texts("device")[0], learned.texts("device")[0]
-            if not Likeness.of(devices[name], known[base]).akin:
-                reasons.append(f"{name} is priced as {base}, of another architecture or other dies")
-            elif not is_near(ratio := both[0] / both[1])[0]:
-                reasons.append(why_far(name, base, float(ratio[0])))
+            design, base = devices[row.texts("device")[0]], known[learned.texts("device")[0]]
+            reasons += why_outside(design, base, both[0] / both[1])
             row, devices = learned, known
         features = self.features(row, devices)
         proxy, _ = self.known_devices.proxies(row.texts("device"), devices)
