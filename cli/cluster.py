@@ -323,7 +323,7 @@ def simulate(
     from ..common.files import write_text
     from ..predict.export.timeline import step_trace
     from ..predict.operator.step_operators import load_step_model
-    from ..simulate.step.workload import read_workload, workload_notes
+    from ..simulate.step.named_workloads import read_workload, workload_notes
 
     named = workload_of(workload, hf)
     work = read_workload(named, case.settings)

@@ -93,7 +93,7 @@ def export_chakra(
 def _export_step(workload: str, case: PlannedStep, out: Path, model: str) -> JsonObject:
     from ..predict.export.chakra import export_step
     from ..predict.operator.step_operators import load_step_model
-    from ..simulate.step.workload import read_workload
+    from ..simulate.step.named_workloads import read_workload
 
     work = read_workload(workload, case.settings)
     operators = load_step_model(OPERATOR_MODEL if model == "default" else model)
@@ -195,7 +195,7 @@ def export_vidur(
     """Write the tables that Vidur's random forests train on."""
     from ..predict.export.vidur import INSTEAD, write_vidur
     from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.workload import read_workload
+    from ..simulate.step.named_workloads import read_workload
 
     spec, latency = _priced(device, model)
     work = read_workload(workload, settings)
@@ -228,7 +228,7 @@ def export_llmservingsim(
     """Write LLMServingSim's table of layers."""
     from ..common.parquet import write_table
     from ..predict.export.simulators import llmservingsim_layers
-    from ..simulate.step.workload import read_workload
+    from ..simulate.step.named_workloads import read_workload
 
     _, latency = _priced(device, model)
     work = read_workload(workload, settings)
@@ -251,8 +251,8 @@ def export_simai(
     from ..predict.export.simulators import simai_workload
     from ..predict.operator.step_operators import OperatorLatency, load_step_model
     from ..simulate.clusters.catalogue import find_cluster
+    from ..simulate.step.named_workloads import read_workload
     from ..simulate.step.plan import parse_plan
-    from ..simulate.step.workload import read_workload
 
     where = find_cluster(cluster)
     latency = OperatorLatency(cluster_device(where), load_step_model(model))

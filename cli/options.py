@@ -209,7 +209,7 @@ def workload_of(workload: str, hf: Path | None, served: bool = False) -> str:
     Raises:
         typer.BadParameter: None or both were given, or ``--hf`` is not a ``.json`` file.
     """
-    from ..simulate.step.workload import workload_notes
+    from ..simulate.step.named_workloads import workload_notes
 
     if bool(workload) == (hf is not None):
         raise typer.BadParameter("give either --workload NAME or --hf config.json")

@@ -231,8 +231,8 @@ def _workload(own: JsonMapping) -> Workload:
 
 @lru_cache(maxsize=64)
 def _read_workload(name: str, settings: str) -> Workload:
+    from ..simulate.step.named_workloads import read_workload
     from ..simulate.step.settings import sizes_of
-    from ..simulate.step.workload import read_workload
 
     return read_workload(name, sizes_of([settings]))
 

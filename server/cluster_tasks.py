@@ -139,7 +139,7 @@ def _trained(given: Mapping[str, Any]) -> Workload:
     Raises:
         PlanError: There is no such workload, or its sizes do not fit.
     """
-    from ..simulate.step.workload import make_workload, read_by_model, read_workload
+    from ..simulate.step.named_workloads import make_workload, read_by_model, read_workload
 
     with _configured(given) as path:
         if path is not None:

@@ -77,7 +77,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     from ..predict.sweep.reasons import reasons
     from ..predict.sweep.space import parse_grid
     from ..simulate.clusters.catalogue import find_cluster
-    from ..simulate.step.workload import read_workload
+    from ..simulate.step.named_workloads import read_workload
 
     work = read_workload(settings.workload, list(settings.sizes))
     batches = list(settings.batches) or [work.batch]

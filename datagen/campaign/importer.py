@@ -23,8 +23,9 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.reader import read_program
 from ...features.lowering.lower import lower
 from ..dataset_folder import Row, RunWriter, sample_rows
+from ..profile.executions import Event
 from ..profile.runner import module_name
-from ..profile.trace import Event, Executed, expected
+from ..profile.trace import Executed, expected
 from ..traces.aten import TracedOperator
 from ..traces.importer import operator_rows
 from .archive import Archive, noise_floor

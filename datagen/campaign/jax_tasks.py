@@ -27,7 +27,7 @@ from .jax_cases import Compiled, compile_cases
 from .timing import time_calls, time_launches, time_loops, time_windows
 
 if TYPE_CHECKING:
-    from ..profile.trace import Event
+    from ..profile.executions import Event
 
 #: Takes what was found of a case: rows, the error that it ended with, or that it is under way.
 Tell = Callable[[str, "list[JsonObject] | Exception | None"], None]

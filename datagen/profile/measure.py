@@ -15,6 +15,7 @@ from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..dataset_folder import sample_rows
 from ..programs.source import random_arguments
+from .executions import Durations
 from .plan import Item, LoadedItem, load_item
 from .runner import (
     LONG_SECONDS,
@@ -29,7 +30,7 @@ from .runner import (
     rotation,
     wall_runs,
 )
-from .trace import Durations, expected, trace
+from .trace import expected, trace
 
 if TYPE_CHECKING:
     from ...features.lowering.xla import NativeExecutable

@@ -14,16 +14,15 @@ Module and step spans of the same trace contain others and are never taken.
 
 from __future__ import annotations
 
-import math
 import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ProfileError
 from ...common.types import JsonMapping
+from .executions import Durations, Event, alone, grouped, merged, per_execution, sum_launches
 from .xplane import FileProfile, read_planes
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
     from ...features.kernels.kernel import LoweredProgram
 
-#: Durations in seconds of every execution, by (HLO module name, HLO instruction name).
-Durations = dict[tuple[str, str], list[float]]
 #: For every kernel, by (HLO module name, HLO instruction name), the names of what it reads.
 Reads = Mapping[tuple[str, str], Collection[str]]
 
@@ -40,32 +37,6 @@ Reads = Mapping[tuple[str, str], Collection[str]]
 _END = "end: "
 #: Kind of flow id that links a thunk's event to its end (others link thread-pool events).
 _THUNK_FLOW = 0
-#: Part of an execution during which another kernel may run without it counting as shared: less
-#: than the labels' own noise (engineering estimate).
-_SHARED_PART = 0.05
-
-
-@dataclass(slots=True)
-class Event:
-    """A piece of an instruction's execution; times in nanoseconds of the trace's clock.
-
-    Attributes:
-        module: HLO module.
-        op: HLO instruction.
-        run: Identifies the run of the program; ``None`` where the trace does not separate runs.
-        name: Name that the profiler gives it.
-        start: Start.
-        end: End.
-        shared: Time during which another instruction ran.
-    """
-
-    module: str
-    op: str
-    run: object
-    name: str
-    start: float
-    end: float
-    shared: float = 0.0
 
 
 @dataclass
@@ -87,15 +58,8 @@ class Executed:
         if self.platform == "cpu":
             return _host_durations(self.events, reads, executions or {})
         if self.platform == "tpu":
-            return _group(self.events, lambda group: _alone(_merge(group)))
+            return grouped(self.events, lambda group: alone(merged(group)))
         return _stream_durations(self.events, executions or {})
-
-
-class _Span(NamedTuple):
-    """Nanoseconds of an execution or a part of it, and for how many of them another kernel ran."""
-
-    length: float
-    shared: float
 
 
 def trace(
@@ -226,9 +190,9 @@ def _host_durations(
     def each(group: list[Event]) -> list[float]:
         # Without a run id the events of several runs are mixed: the count of one does not apply.
         count = executions.get((group[0].module, group[0].op), 0)
-        return _alone(_per_execution(_merge(group), count if group[0].run is not None else 0))
+        return alone(per_execution(merged(group), count if group[0].run is not None else 0))
 
-    return _group(events, each)
+    return grouped(events, each)
 
 
 def _end_before_readers(events: list[Event], reads: Reads) -> None:
@@ -300,58 +264,6 @@ def _read_event(event: Any, stats: Mapping[str, object], by_program: bool = Fals
     )
 
 
-def _group(events: Iterable[Event], combine: Callable[[list[Event]], list[float]]) -> Durations:
-    """Combine the events of each instruction in each program run into executions, in seconds."""
-    by_run: dict[tuple[str, str, object], list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda e: e.start):
-        by_run[event.module, event.op, event.run].append(event)
-    durations: Durations = defaultdict(list)
-    for (module, op, _), group in by_run.items():
-        durations[module, op] += [ns * 1e-9 for ns in combine(group)]
-    return dict(durations)
-
-
-def _merge(events: list[Event]) -> list[_Span]:
-    """Merge overlapping intervals, which are one execution on several threads."""
-    merged: list[Event] = []
-    for event in events:
-        if merged and event.start < merged[-1].end:
-            last = merged[-1]
-            end = max(last.end, event.end)
-            merged[-1] = replace(last, end=end, shared=last.shared + event.shared)
-        else:
-            merged.append(event)
-    return [_Span(e.end - e.start, e.shared) for e in merged]
-
-
-def _per_execution(spans: list[_Span], count: int) -> list[_Span]:
-    """Add up the spans of each of ``count`` executions; 0 for an unknown number.
-
-    If they cannot be dealt out evenly, one execution is the mean.
-    """
-    if count <= 0 or len(spans) <= count:
-        return spans
-    size, left = divmod(len(spans), count)
-    if left:
-        whole = _sum(spans)
-        return [_Span(whole.length / count, whole.shared / count)]
-    return [_sum(spans[i : i + size]) for i in range(0, len(spans), size)]
-
-
-def _sum(spans: list[_Span]) -> _Span:
-    return _Span(sum(s.length for s in spans), sum(s.shared for s in spans))
-
-
-def _alone(spans: list[_Span]) -> list[float]:
-    """Return the lengths of the executions during which no other kernel ran.
-
-    Those beside another kernel count only if the run has no others, and then without half of the
-    time that they shared: two kernels at once take the machine from each other.
-    """
-    alone = [s.length for s in spans if s.shared <= _SHARED_PART * s.length]
-    return alone or [s.length - min(s.shared, s.length) / 2 for s in spans]
-
-
 def _device_events(plane: Any, by_program: bool) -> Executed:
     lines = {line.name: line for line in plane.lines}
     # Planes of GPUs have a derived "XLA Ops" line as well; the streams hold what really ran.
@@ -372,22 +284,9 @@ def _stream_durations(
 ) -> Durations:
     def total(group: list[Event]) -> list[float]:
         count = executions.get((group[0].module, group[0].op), 0)
-        return _sum_launches(group, count if group[0].run is not None else 0)
+        return sum_launches(group, count if group[0].run is not None else 0)
 
-    return _group(events, total)
-
-
-def _sum_launches(events: list[Event], count: int) -> list[float]:
-    """Sum the device kernels of each execution.
-
-    Without a known ``count`` of executions it is the greatest common divisor of how often each
-    device kernel ran: a GEMM and its split-K reduction, 10 times each, are 10 executions of two.
-    """
-    if count <= 0 or len(events) % count:
-        count = math.gcd(*Counter(event.name for event in events).values())
-    size = len(events) // count
-    chunks = (events[i : i + size] for i in range(0, len(events), size))
-    return [sum(event.end - event.start for event in chunk) for chunk in chunks]
+    return grouped(events, total)
 
 
 def _tpu_events(lines: JsonMapping, by_program: bool) -> list[Event]:

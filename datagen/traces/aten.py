@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..profile.trace import Event
+from ..profile.executions import Event
 from .trace import Collective, Operator, TraceKernel
 
 Row = dict[str, str | int]

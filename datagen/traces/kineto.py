@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from ...common.errors import DatasetError
 from ...features.ir.program import DTYPE_BITS, HLO_NAMES
-from ..profile.trace import Event
+from ..profile.executions import Event
 from .trace import Collective, Nested, Operator, Trace, TraceKernel
 
 #: Key of the list of events in a Chrome trace (the "JSON Object Format" of its documentation).

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.errors import DatasetError
-from ..profile.trace import Event
+from ..profile.executions import Event
 from .kineto import collective_of
 from .trace import Nested, Operator, Trace, TraceKernel
 

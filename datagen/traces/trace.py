@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from ...common.errors import DatasetError
-from ..profile.trace import Event, Executed
+from ..profile.executions import Event
+from ..profile.trace import Executed
 
 T = TypeVar("T")
 

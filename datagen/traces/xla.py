@@ -23,7 +23,8 @@ from ...features.ir.program import Program
 from ...features.ir.reader import read_program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.lowering.lower import lower
-from ..profile.trace import Event, Executed, executed, expected
+from ..profile.executions import Event
+from ..profile.trace import Executed, executed, expected
 from .trace import DeviceTrace, RunTime, Trace, TraceKernel, by_run, chosen, run_time
 
 #: Instructions whose events span the events of the computations that they call.

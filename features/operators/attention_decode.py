@@ -9,7 +9,8 @@ import numpy as np
 
 from ..devices.device import DeviceSpec
 from .attention_kernels import MADE, Attention, RowKernels, Tiles
-from .columns import Machine, OpTable
+from .columns import OpTable
+from .machine import Machine
 from .physics import combine, fitted, quantised, resident_share, stream_seconds
 
 FIT = fitted("decode")

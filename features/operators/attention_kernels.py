@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .columns import Machine, OpTable
+from .columns import OpTable
+from .machine import Machine
 from .physics import fitted
 
 #: Architectures that libraries have attention kernels made for: asynchronous copies and matrix

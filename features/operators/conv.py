@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .columns import Machine, OpTable
+from .columns import OpTable
 from .gemm import SHOWN
+from .machine import Machine
 from .physics import (
     Physics,
     combine,

@@ -9,9 +9,10 @@ import numpy as np
 
 from ..devices.device import DeviceSpec
 from .attention_kernels import GENERATED
-from .columns import Machine, OpTable
+from .columns import OpTable
 from .library_tiles import library_tiles
-from .op import busy_rank, expert_flops, product_bytes, ungated
+from .machine import Machine
+from .op import expert_flops, product_bytes, ungated
 from .physics import (
     Physics,
     combine,
@@ -27,6 +28,7 @@ from .physics import (
     resident_share,
     stream_seconds,
 )
+from .routing import busy_rank
 from .schema import DTYPES
 from .tiles import autotuned_tiles, grouped_tiles, tile_seconds, tile_waves, tuned_tiles
 

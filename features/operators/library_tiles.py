@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..devices.device import DeviceSpec
-from .columns import Machine, OpTable
+from .columns import OpTable
+from .machine import Machine
 from .physics import fitted
 from .tiles import LIBRARY_DEPTH, PAIRED, SIDES, SPLITS, Sizes
 

@@ -10,7 +10,6 @@ table agree to the bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple, TypeVar
 
@@ -19,14 +18,11 @@ import numpy as np
 from ...common.types import JsonMapping
 from ..cost.formats import FORMATS, Format
 from ..devices.device import DeviceSpec
+from .routing import routed
 from .schema import PARAMETERS
 
 Size = TypeVar("Size", float, np.ndarray)
 
-#: Share of the tokens that the most loaded expert of a skewed draw gets at most.
-MOST_LOADED = 0.8
-#: Draws of experts that are solved together: bounds the memory of their loads.
-_TOGETHER = 2048
 #: Inner width, experts of a token and experts of models without a gate, whose activation is a
 #: squared ReLU: Nemotron 3 (``mlp_hidden_act`` of their configurations).
 UNGATED = ((1856, 6, 128), (2688, 22, 512), (5120, 22, 512))
@@ -174,7 +170,7 @@ class Op(NamedTuple):
             )
         if self.kind == "experts":
             tokens, hidden, inter, topk, experts, tp, ep = self.shape
-            rows, touched = _routed(tokens, topk, experts, ep, self.skew)
+            rows, touched = routed(tokens, topk, experts, ep, self.skew)
             out = max(width, 2.0)
             return self.format.weight_bytes * 3.0 * touched * hidden * inter / tp + out * rows * (
                 2.0 * hidden + 3.0 * inter / tp
@@ -214,13 +210,6 @@ def moving_s(moved: np.ndarray, spec: DeviceSpec) -> np.ndarray:
     else:
         kept = np.minimum(moved, np.clip(2.0 * near - moved, 0.0, near))
     return np.asarray((moved - kept) / spec.bandwidth + kept / rate)
-
-
-@lru_cache(maxsize=4096)
-def _routed(tokens: int, topk: int, experts: int, ep: int, skew: float) -> tuple[float, float]:
-    """Rows of the busiest rank, and how many of its experts get any."""
-    rows, touched = busy_rank(*(np.array([float(n)]) for n in (tokens, topk, experts, ep, skew)))
-    return float(rows[0]), float(touched[0])
 
 
 def product_bytes(
@@ -289,64 +278,6 @@ def expert_flops(
     # Division by ep after the exact product of whole numbers, for the same reason.
     flops: Size = per_weight * tokens * topk / ep * hidden * inner
     return flops
-
-
-def busy_rank(
-    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of the busiest rank, and how many of its experts get any.
-
-    Both have shape ``(n,)``.
-
-    A balanced draw gives each rank ``tokens × topk / ep`` rows and each expert one as long as there
-    are any. A skewed one gives experts loads with a density ``∝ x^-skew`` between a row and 0.8 of
-    the tokens; the busiest rank has the most loaded expert and average ones, and an expert of load
-    ``x`` gets a row with probability ``1 - exp(-x)``.
-
-    Args:
-        tokens: Before the experts are chosen.
-        topk: Experts of a token.
-        experts: Of the layer.
-        ep: Ranks that they are divided over.
-        skew: Exponent; 0 is balanced.
-    """
-    rows, local = tokens * topk / ep, experts / ep
-    active = np.minimum(local, rows)
-    skewed = np.flatnonzero(skew > 0)
-    # Tables repeat few distinct draws: each is solved once.
-    keys = np.stack([tokens, topk, experts, ep, skew], axis=1)[skewed]
-    unique, place = np.unique(keys, axis=0, return_inverse=True)
-    busiest = np.empty((len(unique), 2))
-    # Together with those of as many experts, whose loads make a matrix.
-    for count in np.unique(unique[:, 2]):
-        same = np.flatnonzero(unique[:, 2] == count)
-        for some in np.array_split(same, -(-len(same) // _TOGETHER)):
-            busiest[some] = _busiest(*unique[some].T)
-    rows[skewed], active[skewed] = busiest[place.ravel()].T
-    return rows, np.clip(active, 1, np.maximum(local, 1))
-
-
-def _busiest(
-    tokens: np.ndarray, topk: np.ndarray, experts: np.ndarray, ep: np.ndarray, skew: np.ndarray
-) -> np.ndarray:
-    """Rows and active experts of draws with equally many experts, shape ``(n, 2)``."""
-    count, total = max(round(float(experts[0])), 1), tokens * topk
-    # Quantiles of the density x^-skew on [1, most] in closed form (inverse of its distribution
-    # function), at the midpoints of `count` equal parts.
-    place = (np.arange(count) + 0.5) / count
-    most = np.maximum(MOST_LOADED * tokens, 1.5)
-    flat = (1 - skew)[:, None]
-    load = (1 + place * (most[:, None] ** flat - 1)) ** (1 / flat)
-    # An expert gets a token at most once; what the cap cuts off goes to the others. Three rounds of
-    # rescaling suffice: the cap binds for a few experts only.
-    for _ in range(3):
-        load = np.minimum(load * (total / load.sum(axis=1))[:, None], tokens[:, None])
-    local = np.maximum(count / ep, 1.0)
-    others = (load.sum(axis=1) - load[:, -1]) / max(count - 1, 1)
-    rows = np.clip(load[:, -1] + (local - 1) * others, total / ep, total)
-    # Poisson: an expert with an expected load x gets no row with probability exp(-x).
-    active = np.maximum(1.0, local * (1 - np.exp(-load)).mean(axis=1))
-    return np.stack([rows, active], axis=1)
 
 
 def ungated(inner: float, topk: float, experts: float, kernel: str) -> bool:

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...common.files import parse_yaml
 from ...common.paths import PACKAGE
-from .columns import Machine, OpTable
+from .columns import OpTable
+from .machine import Machine
 from .schema import FLAGS
 
 #: Share of the data-sheet bandwidth that long streams reach. Engineering estimate, used by every

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .columns import Machine, OpTable
+from .columns import OpTable
 from .gemm import FLOOR_CYCLES
+from .machine import Machine
 from .physics import (
     BACKENDS,
     Physics,

@@ -12,7 +12,8 @@ from itertools import product
 
 import numpy as np
 
-from .columns import Machine, OpTable
+from .columns import OpTable
+from .machine import Machine
 from .physics import combine, fill, fitted, log2, quantised
 
 AUTOTUNED, TUNED = fitted("autotuned_products"), fitted("tuned_products")

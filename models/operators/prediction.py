@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from ...common.types import JsonMapping
 from ...features.cost.formats import TABLE_FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES, OpFeatures
-from ...features.operators.columns import OpRows, distinct, texts_of
+from ...features.operators.columns import OpRows, distinct
 from ...features.operators.op import moving_s
 from ..trust.calibrator import (
     LEAST_SETS,
@@ -29,12 +28,8 @@ from ..trust.calibrator import (
     including_zero,
     size_bins,
     widest,
-    with_error,
 )
 from .family_tables import constants
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 #: Groups of families whose every operation runs at the matrix unit. Not convolutions: Winograd's
 #: and Fourier transforms save multiplications (tuned/conv: 1 % of the rows of an MI60 are below).
@@ -135,9 +130,6 @@ UNSEEN, FOREIGN = "", "*"
 #: Name that stands for layers and head configurations that were not learned from, and before a
 #: device's name for those that it was not seen with.
 NEW_GROUP = "+"
-#: Between library, device and family in the name of versions that are known of one family on one
-#: device alone.
-SEPARATOR = "@"
 #: Between a device and a format in the name of what has ends of its own.
 WITHIN = "|"
 #: Ends before any calibration.
@@ -352,63 +344,3 @@ def moved_out(ends: Ends) -> Ends:
     wider, least = constants()["wider"], constants()["least_end"]
     lo, hi = wider * ends[0], wider * ends[1]
     return min(lo, -least * hi), max(hi, -least * lo)
-
-
-def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """Versions by library; none where rows do not name them.
-
-    Args:
-        rows: Rows of operators, with ``backend`` and ``version`` where they are known.
-    """
-    import pandas as pd
-
-    if "version" not in rows or "backend" not in rows:
-        return {}
-    named = pd.DataFrame({"library": texts_of(rows["backend"]), "it": texts_of(rows["version"])})
-    named = named[(named["library"] != "") & (named["it"] != "")].drop_duplicates().astype(str)
-    return {str(k): sorted(part["it"]) for k, part in named.groupby("library")}
-
-
-def joined_versions(
-    first: Mapping[str, Collection[str]], second: Mapping[str, Collection[str]]
-) -> dict[str, list[str]]:
-    """Versions by library of two sets together."""
-    return {
-        name: sorted({*first.get(name, ()), *second.get(name, ())}) for name in {**first, **second}
-    }
-
-
-def widen_unknown(
-    prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
-) -> None:
-    """Widen, in place, the intervals of rows that name another version than those learned from.
-
-    Errors of the model and changes between versions count as independent. Libraries without a known
-    version, and rows that name none, keep their intervals.
-
-    Args:
-        prediction: Of ``n`` rows.
-        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` where they are
-            known.
-        known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
-    """
-    rows = OpRows.of(rows)
-    if not known or "version" not in rows or "backend" not in rows:
-        return
-    other = rows.where("version", bool) & rows.where("backend", known.__contains__)
-    for name, versions in known.items() if other.any() else ():
-        own = other.copy()
-        texts = name.split(SEPARATOR, 2)
-        for column, text in zip(("backend", "device", "key"), texts, strict=False):
-            own &= rows.where(column, text.__eq__)
-        other &= ~(own & rows.where("version", versions.__contains__))
-    if not other.any():
-        return
-    release = np.full(len(other), constants()["release"])
-    for family, own_release in constants()["releases"].items():
-        release[rows.where("key", family.__eq__)] = own_release
-    release = release[other]
-    latency = prediction.latency[other]
-    now = np.log(prediction.lo[other] / latency), np.log(prediction.hi[other] / latency)
-    below, above = with_error(now, (release, release))
-    prediction.lo[other], prediction.hi[other] = latency * np.exp(below), latency * np.exp(above)

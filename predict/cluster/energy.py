@@ -11,7 +11,8 @@ from ...common.interval import Interval
 from ...features.cost.formats import FORMATS
 from ...features.devices.catalogue import read_device
 from ...features.devices.device import DeviceSpec
-from ...features.operators.op import Op, busy_rank
+from ...features.operators.op import Op
+from ...features.operators.routing import busy_rank
 from ...models.power.energy import energy
 from ...models.power.law import Work
 from ...simulate.serving.forward import ROUTING_SKEW

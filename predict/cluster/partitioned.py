@@ -41,7 +41,7 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.program.nodes import Node, check_devices, combine_all, program_nodes
 from ...simulate.program.streams import StreamRun, run_streams
 from ..devices import cluster_device, resolve_device
-from ..program.prediction import model_notes
+from ..program.model_notes import model_notes
 from ..program.predictor import Predictor, roofline_predictor
 from .network import CollectiveTime, contention, xla_time
 from .program_seconds import ProgramSeconds, program_seconds
@@ -371,12 +371,10 @@ def _is_annotated(source: SourceProgram) -> bool:
 def _check_partitioned(
     lowered: LoweredProgram, devices: int, cluster: Cluster, origin: str, *, split: bool
 ) -> None:
-    if devices > cluster.size:
-        raise ProgramError(
-            f"the program is for {devices} devices, the cluster has {cluster.size}",
-            where=origin,
-            hint="take a cluster of as many devices as the program was partitioned for",
-        )
+    if devices > (most := cluster.size):
+        what = f"the program is for {devices} devices, the cluster has {most}"
+        hint = "take a cluster of as many devices as the program was partitioned for"
+        raise ProgramError(what, where=origin, hint=hint)
     # Unpartitioned modules may say num_partitions = N, yet every device would run the whole
     # program: the time would be wrong by about that factor. One that was split along its shardings
     # may need no collective: a forward pass whose batch is cut.

@@ -23,8 +23,9 @@ from ...simulate.serving.checkpoints import plain_name, recurrence_of, served_mo
 from ...simulate.serving.formats import Formats, in_formats
 from ...simulate.serving.policies import framework_defaults, framework_of, frameworks
 from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.step.named_workloads import make_workload
 from ...simulate.step.presets import find_preset
-from ...simulate.step.workload import Workload, make_workload
+from ...simulate.step.workload import Workload
 from .case_table import Cells, meaning, noted_share, noted_sizes, read_rows
 from .deployment import Deployment, Workers
 from .serving_case import EngineOptions, LoadSpec

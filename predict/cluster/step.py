@@ -33,6 +33,7 @@ from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
+from .exchanges import EXCHANGE_SHARE, exchange_wait, least_seconds
 from .network import cluster_costs, host_of
 from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, widened_note
 from .recipes import as_run
@@ -41,13 +42,6 @@ from .waterfall import Term, Waterfall
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
-
-#: Share of a training step above which waiting for expert parallelism is noted, and the share of
-#: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
-#: published 1,543 tokens/s and H800 (2,048 of them, 2024, with DualPipe and node-limited routing)
-#: stand against 830 that are predicted for as many H100.
-EXCHANGE_SHARE = 0.3
-EXCHANGE_SAVED = 0.7
 
 
 @dataclass(frozen=True)
@@ -395,28 +389,6 @@ def _by_name(seconds: dict[Op, float]) -> dict[str, float]:
     for call, value in seconds.items():
         totals[call.name] = totals.get(call.name, 0.0) + value
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def exchange_wait(workload: Workload, step: StepTime) -> float:
-    """Seconds in which a training step waits for all-to-alls of expert parallelism.
-
-    They are composed without overlap (:mod:`opcast.simulate.step.stage_times`), so all of them are
-    exposed.
-    """
-    if workload.mode != "train":
-        return 0.0
-    return min(step.communication.get("expert", 0.0), step.exposed)
-
-
-def least_seconds(workload: Workload, step: StepTime) -> float:
-    """Seconds of a step that hides most of its all-to-alls of experts; all of them if it has few.
-
-    Other stages of a pipeline wait for the same all-to-alls, so the bubble shrinks with them.
-    """
-    wait = exchange_wait(workload, step)
-    if wait <= EXCHANGE_SHARE * step.total:
-        return step.total
-    return step.total - EXCHANGE_SAVED * wait * step.total / (step.total - step.bubble)
 
 
 def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:

@@ -23,7 +23,7 @@ import pandas as pd
 
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.operators.columns import format_rate
+from ...features.operators.machine import format_rate
 from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel

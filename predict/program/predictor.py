@@ -20,16 +20,11 @@ from ...models.program.fused_error import lowering_note
 from ..devices import generation_note, resolve_device
 from ..locate import OPERATOR_MODEL, PLATFORM_DEFAULTS, find_model, is_untrained
 from .case import ProgramCase as ProgramCase
+from .model_notes import capped_note, model_notes, rematerialised
 from .prediction import KernelEstimate as KernelEstimate
 from .prediction import Memory as Memory
 from .prediction import Prediction as Prediction
-from .prediction import (
-    capped_note,
-    check_known,
-    kernel_estimates,
-    model_notes,
-    rematerialised,
-)
+from .prediction import check_known, kernel_estimates
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec

@@ -24,6 +24,7 @@ from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device, in_catalogue, typed_name
 from ...features.devices.device import DeviceSpec, device_slug
 from .files import load_cluster
+from .slices import Rule, shape_of, slice_of, sources_of
 from .topology import Cluster, Dimension, Topology
 
 _FOLDER = PACKAGE / "simulate" / "clusters"
@@ -39,8 +40,6 @@ _FIGURES = {
 }
 #: Figures of a device file that a rule may name as its bandwidth, with the ``DeviceSpec`` field.
 _LINKS = {"link_gbps": "link_bandwidth", "pcie_gbps": "host_bandwidth"}
-#: How devices of some kinds are joined, with the keys that the head of its file explains.
-Rule = JsonObject
 
 
 def find_cluster(name: str | Path | Cluster) -> Cluster:
@@ -127,7 +126,7 @@ def joined(
         # Without links of a box, such as superchips of one device each, all go over the network.
         rule = _unnamed_boxes()
         network = replace(_network(count, rule), bandwidth=between)
-        sources = _sources(rule, network.name, spec, "inter_node_gbps")
+        sources = sources_of(rule, network.name, spec, "inter_node_gbps")
         return Cluster(name, spec.name, Topology((network,)), 1, sources)
     table, rule = matched
     most = rule["largest"]
@@ -136,7 +135,7 @@ def joined(
         most = min(per_node, most)
     whole = [n for n in range(1, min(most, count) + 1) if count % n == 0]
     if table == "slices":
-        whole = [n for n in whole if _shape(n, rule)] or [1]
+        whole = [n for n in whole if shape_of(n, rule)] or [1]
     inner = max(whole, default=1)
     box = _one_box(spec, inner)
     if inner == count:
@@ -155,7 +154,7 @@ def joined(
     if between:
         network = replace(network, bandwidth=between)
     link = "" if named else "inter_node_gbps"
-    sources = box.sources | _sources(between_boxes, network.name, spec, link)
+    sources = box.sources | sources_of(between_boxes, network.name, spec, link)
     return Cluster(name, spec.name, Topology((*box.topology.dims, network)), inner, sources)
 
 
@@ -232,7 +231,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
             hint=f"take fewer{more}, or describe the cluster in a YAML file",
         )
     if table == "slices":
-        shape = _shape(count, rule)
+        shape = shape_of(count, rule)
         if not shape:
             cube = rule.get("cube", 0) ** rule["axes"] * rule.get("cores_per_chip", 1)
             raise DeviceError(
@@ -240,7 +239,7 @@ def _one_box(device: DeviceSpec, count: int) -> Cluster:
                 where=name,
                 hint="take a power of two" + (f" or a multiple of {cube}" if cube else ""),
             )
-        return _slice(device, count, rule, name, shape)
+        return slice_of(device, count, rule, name, shape)
     dim, sources = _box_dimension(device, count, rule)
     return Cluster(name, device.name, Topology((dim,)), count, sources)
 
@@ -264,16 +263,7 @@ def _box_dimension(device: DeviceSpec, count: int, rule: Rule) -> tuple[Dimensio
         algorithms=tuple(rule["algorithms"]),
         reduction=rule.get("reduction", ""),
     )
-    return dim, _sources(rule, rule["name"], device, rule["bandwidth"])
-
-
-def _sources(rule: Rule, dim: str, device: DeviceSpec, link: str = "") -> dict[str, str]:
-    """Source of each figure, as ``<dimension>.<key>``."""
-    result = {f"{dim}.{key}": text for text, keys in rule["sources"].items() for key in keys}
-    if link:
-        where = device.provenance.get(link, "the device file")
-        result[f"{dim}.bandwidth_gbps"] = f"{link} of {device.name}: {where}"
-    return result
+    return dim, sources_of(rule, rule["name"], device, rule["bandwidth"])
 
 
 def _any_number(device: DeviceSpec, count: int, *, whole: bool = False) -> Cluster:
@@ -334,64 +324,7 @@ def _shaped(device: DeviceSpec, shape: tuple[int, ...]) -> Cluster:
         raise DeviceError(
             f"a slice has at most {rule['largest']} {device.name}, this one {count}", where=name
         )
-    return _slice(device, count, rule, name, shape)
-
-
-def _shape(count: int, rule: Rule) -> tuple[int, ...]:
-    """Chips along each axis of a slice of so many devices, as even as may be; empty if none is.
-
-    Slices are powers of two, or made of whole cubes where the hardware is.
-    """
-    cores = rule.get("cores_per_chip", 1)
-    chips, rest = divmod(count, min(cores, count))
-    cube, axes = rule.get("cube", 0), rule["axes"]
-    if rest:
-        return ()
-    if cube and chips % cube**axes == 0:
-        return tuple(cube * n for n in _grid(chips // cube**axes, axes))
-    return () if chips & (chips - 1) else tuple(_grid(chips, axes))
-
-
-def _slice(
-    device: DeviceSpec, count: int, rule: Rule, name: str, shape: tuple[int, ...]
-) -> Cluster:
-    """Chips in a grid, and the cores of a chip inside."""
-    cores = min(rule.get("cores_per_chip", 1), count)
-    chips = count // cores
-    dims: list[Dimension] = []
-    start = {"latency": rule["latency_us"] * 1e-6, "launch": rule["launch_us"] * 1e-6}
-    if cores > 1:
-        dims.append(Dimension("switch", cores, rule["core_gbps"] * 1e9, **start, name="cores"))
-    grid = [n for n in shape if n > 1]
-    per_axis = device.link_bandwidth / rule["axes"]
-    # An axis without wrap-around links sends what returns over the same links: half the bandwidth
-    # of a ring. Exact for collectives, half of what one transfer gets (docs/clusters.md).
-    # Cubes close every axis of whole ones by optical switches.
-    cube = rule.get("cube", 1)
-    speed = [per_axis / (1 if n >= rule["wraps"] and n % cube == 0 else 2) for n in grid]
-    common = {**start, "efficiency": rule["efficiency"], "name": "ici"}
-    # A torus shares its bandwidth equally between its axes. Axes of different speed (one closed,
-    # one open) become rings of their own, and collectives take them one after another.
-    if len(grid) > 1 and len(set(speed)) == 1:
-        dims.append(Dimension("torus", chips, sum(speed), shape=tuple(grid), **common))
-    else:
-        dims += [Dimension("ring", n, s, **common) for n, s in zip(grid, speed, strict=True)]
-    sources = _sources(rule, "ici", device, "link_gbps")
-    # A topology needs a dimension, even for a single chip.
-    if not dims:
-        dims = [Dimension("ring", 1, device.link_bandwidth, **common)]
-    return Cluster(name, device.name, Topology(tuple(dims)), count, sources)
-
-
-@cache
-def _grid(chips: int, axes: int) -> list[int]:
-    """Factor ``chips`` into numbers that are as equal as possible, smallest first."""
-    if axes == 1:
-        return [chips]
-    # The smallest axis is at most the root; of several the one whose rest is most even.
-    smallest = [n for n in range(1, round(chips ** (1 / axes)) + 1) if chips % n == 0]
-    grids = [sorted([n, *_grid(chips // n, axes - 1)]) for n in smallest]
-    return min(grids, key=lambda grid: (grid[-1], -grid[0]))
+    return slice_of(device, count, rule, name, shape)
 
 
 def _unknown(name: str) -> DeviceError:

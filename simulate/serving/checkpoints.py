@@ -13,8 +13,9 @@ from ...common.errors import OpcastError
 from ...common.files import parse_json, parse_yaml
 from ...common.types import JsonObject
 from ..step.configs import read_config
+from ..step.named_workloads import make_workload, read_by_model, read_workload
 from ..step.presets import Recurrence, family_settings, find_preset
-from ..step.workload import ALIASES, make_workload, read_by_model, read_workload
+from ..step.workload import ALIASES
 from .formats import Formats, format_in, in_formats
 from .served import ServedModel
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...features.cost.formats import FORMATS
-from ...features.operators.op import ABSORBED, DISPATCHED, EXPANDED, Op, busy_rank
+from ...features.operators.op import ABSORBED, DISPATCHED, EXPANDED, Op
+from ...features.operators.routing import busy_rank
 from ..step.workload import Workload
 from .expert_load import EXPERT_SKEW, busiest
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
@@ -32,8 +33,6 @@ SCAN_PASSES = 6.0
 #: Kernels of an operator: products, and others. Experts: two grouped products beside choosing them,
 #: sorting tokens by them (two), the activation and adding up; attention beside writing the cache.
 _KERNELS = {"linear": (1, 0), "bmm": (1, 0), "moe": (2, 5), "attention": (0, 2)}
-
-
 #: Operators with how often they run.
 Counted = list[tuple[Op, float]]
 

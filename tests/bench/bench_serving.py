@@ -14,7 +14,7 @@ from opcast.predict.operator.serving_operators import load_serving_operators
 from opcast.predict.plan.serving_search import search
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 
 def main() -> None:

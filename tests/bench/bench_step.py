@@ -17,8 +17,8 @@ from opcast.predict.screen import screen
 from opcast.predict.sweep.space import candidates
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.step.fitting import memory_of
+from opcast.simulate.step.named_workloads import make_workload, read_workload
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import make_workload, read_workload
 from opcast.tests.reference.by_rank import Wire
 from opcast.tests.reference.rank_check import PLANS, compare_ranks
 

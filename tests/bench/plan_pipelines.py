@@ -23,8 +23,8 @@ from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Change
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import read_workload
 
 CLUSTER = "dgx-h100-x16"
 SIZES = {

@@ -20,7 +20,7 @@ from opcast.predict.library import latency
 from opcast.predict.operator.step_operators import load_step_model
 from opcast.predict.published.tile_table import rank_configurations
 from opcast.predict.screen import LEAST_UNSEEN, answer_lines, chances
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 from ..support.commands import opcast
 

@@ -11,6 +11,7 @@ from opcast.features.operators.op import Op
 from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import CommCall, Costs, Estimate
 from opcast.simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
 from opcast.simulate.step.traffic import (
     Parameters,
@@ -22,7 +23,7 @@ from opcast.simulate.step.traffic import (
     table_held,
     tensor_calls,
 )
-from opcast.simulate.step.workload import Workload, make_workload
+from opcast.simulate.step.workload import Workload
 
 from .by_rank import LayerSeconds, Wire, step_by_rank
 

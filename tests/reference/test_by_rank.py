@@ -2,8 +2,8 @@
 
 import pytest
 
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import parse_plan, resolved
-from opcast.simulate.step.workload import make_workload
 
 from .by_rank import LayerSeconds, Wire, step_by_rank
 from .rank_check import PLANS, compare_ranks

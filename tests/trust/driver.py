@@ -116,7 +116,7 @@ def sweep(folder: Path) -> list[list[Any]]:
     from opcast.predict.sweep.job import SweepJob
     from opcast.predict.sweep.run import Sweep, grid
     from opcast.predict.sweep.space import parse_grid
-    from opcast.simulate.step.workload import make_workload
+    from opcast.simulate.step.named_workloads import make_workload
 
     sizes = {"layers": 8, "d_model": 1024, "heads": 8, "kv_heads": 8, "d_ff": 4096, "vocab": 8192,
              "seq": 1024, "batch": 32}  # fmt: skip

@@ -151,7 +151,7 @@ def _cluster(data: bytes, folder: Path) -> None:
 
 
 def _workload(data: bytes, folder: Path) -> None:
-    from opcast.simulate.step.workload import read_workload
+    from opcast.simulate.step.named_workloads import read_workload
 
     read_workload(str(_put(folder / "work.yaml", data)))
 
@@ -165,7 +165,7 @@ def _plan(data: bytes, _: Path) -> None:
 def _set(data: bytes, _: Path) -> None:
     from opcast.datagen.zoo import parse_settings
     from opcast.predict.sweep.space import parse_grid
-    from opcast.simulate.step.workload import read_workload
+    from opcast.simulate.step.named_workloads import read_workload
 
     for read in (
         lambda text: parse_settings("mlp", [text]),

@@ -39,8 +39,8 @@ from opcast.models.operators import OpModel
 from opcast.predict.published.opgraph import parse_ops, parse_shapes
 from opcast.simulate.chakra.folder import read_folder
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import read_workload
 
 from .fuzzing import ROOT, TARGETS
 

@@ -272,7 +272,7 @@ def _sweep(
 
 
 def _workload(name: str) -> Workload:
-    from ...simulate.step.workload import read_workload
+    from ...simulate.step.named_workloads import read_workload
 
     return read_workload(*MODELS[name])
 

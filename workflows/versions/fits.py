@@ -96,7 +96,7 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
     """
     from ...predict.cluster.step_case import PlannedStep
     from ...predict.fit import step_fit
-    from ...simulate.step.workload import read_workload
+    from ...simulate.step.named_workloads import read_workload
 
     own = settings
     work = read_workload(workload, own.settings)

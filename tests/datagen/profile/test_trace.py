@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from opcast.datagen.profile.trace import Durations, durations, trace
+from opcast.datagen.profile.executions import Durations
+from opcast.datagen.profile.trace import durations, trace
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from opcast.features.devices.catalogue import device_names, find_device, load_device_file
 from opcast.features.devices.device import DeviceSpec
-from opcast.features.operators.columns import power_rate
+from opcast.features.operators.machine import power_rate
 
 #: Power beyond 20 W over that of the FP32 peak at the energy of an operation, by device; the others
 #: have enough.

@@ -12,8 +12,8 @@ from opcast.features.operators import FAMILIES, gemm, op_features
 from opcast.features.operators.attention import visible_pairs, visited_keys
 from opcast.features.operators.attention_kernels import RowKernels
 from opcast.features.operators.columns import OpTable
-from opcast.features.operators.op import busy_rank
 from opcast.features.operators.physics import combine, fill, quantised, resident_share
+from opcast.features.operators.routing import busy_rank
 from opcast.features.operators.schema import parameters_of
 
 ATTENTION = {

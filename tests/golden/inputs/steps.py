@@ -6,8 +6,8 @@ from opcast.models.operators import OpModel
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import find_model
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import make_workload
 
 predictor = StepPredictor(find_cluster("dgx-h100-x128"), OpModel.load(find_model("gpu-operators")))
 prediction = predictor.predict(

@@ -35,8 +35,8 @@ from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.locate import find_model
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import predict_op
+from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import Plan
-from opcast.simulate.step.workload import read_workload
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = Path(os.environ.get("OPCAST_PUBLISHED_DATA", ROOT.parent / "shared" / "data"))

@@ -13,7 +13,7 @@ from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.next_run import next_run, next_steps
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.cluster.step_table import StepRuns, step_row
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 RUN = {
     "id": "r", "source": "own", "framework": "llm-foundry", "device": "a100-sxm-80gb",

@@ -17,9 +17,9 @@ from opcast.server import agent
 from opcast.server.cluster_schemas import SimulateQuery
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.memory import StageMemory
+from opcast.simulate.step.named_workloads import make_workload, read_workload
 from opcast.simulate.step.plan import idle_setting, parse_plan, resolved
 from opcast.simulate.step.presets import preset_names
-from opcast.simulate.step.workload import make_workload, read_workload
 
 from ...support.commands import opcast
 

@@ -12,7 +12,7 @@ from opcast.common.errors import PlanError
 from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.served import EnginePlan, ServedModel
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 ONE = EnginePlan()
 _NEMOTRON = {

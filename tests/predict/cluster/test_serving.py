@@ -27,7 +27,7 @@ from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.load import CLASSES, Load
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
-from opcast.simulate.step.workload import make_workload
+from opcast.simulate.step.named_workloads import make_workload
 
 LLAMA = make_workload(
     "llama",

@@ -10,7 +10,7 @@ from opcast.predict.cluster.deployment import Deployment, Workers
 from opcast.predict.cluster.energy import serving_energy
 from opcast.simulate.serving.load import CLASSES, Load, Run
 from opcast.simulate.serving.served import EnginePlan, ServedModel
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 #: All of the time in reading weights.
 STREAM = np.eye(len(CLASSES))[CLASSES.index("stream")]

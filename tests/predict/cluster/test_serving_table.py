@@ -29,7 +29,7 @@ from opcast.simulate.serving.forward import decode_ops
 from opcast.simulate.serving.load import Load
 from opcast.simulate.serving.policies import Policy
 from opcast.simulate.serving.served import EnginePlan
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[4] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"

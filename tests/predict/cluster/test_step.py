@@ -16,8 +16,9 @@ from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import StepModel
+from opcast.predict.cluster.exchanges import least_seconds
 from opcast.predict.cluster.network import ClusterNetwork, learned_time
-from opcast.predict.cluster.step import StepPredictor, least_seconds
+from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, step_row
@@ -32,8 +33,8 @@ from opcast.simulate.step.costs import Estimate
 from opcast.simulate.step.fitting import Fit
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import StageMemory
+from opcast.simulate.step.named_workloads import make_workload, read_workload
 from opcast.simulate.step.plan import Group, Plan, parse_plan, resolved
-from opcast.simulate.step.workload import make_workload, read_workload
 
 LLAMA = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,

@@ -15,7 +15,7 @@ from opcast.predict.cluster.training_run import (
     best_stretch,
     wall_time,
 )
-from opcast.simulate.step.workload import read_workload
+from opcast.simulate.step.named_workloads import read_workload
 
 
 def test_the_mean_is_that_of_daly() -> None:

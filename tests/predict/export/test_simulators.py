@@ -22,8 +22,8 @@ from opcast.predict.export.simulators import (
 from opcast.predict.export.vidur import write_vidur
 from opcast.predict.operator.step_operators import OperatorLatency
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, Plan
-from opcast.simulate.step.workload import make_workload
 
 H100 = find_device("h100-sxm")
 LATENCY = OperatorLatency(H100, None)

@@ -17,8 +17,8 @@ from opcast.simulate.chakra.messages import CommType, NodeType
 from opcast.simulate.chakra.step_network import Axes, fitted_network, network_seconds, ring_work
 from opcast.simulate.chakra.timeline import run_traces
 from opcast.simulate.step.costs import Message
+from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import Group, parse_plan
-from opcast.simulate.step.workload import read_workload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import astra_sim

@@ -18,8 +18,8 @@ from opcast.predict.export.latency_table import expand_ops, kernel_table, operat
 from opcast.predict.export.vidur import attention_table, mlp_table, sizes, write_vidur
 from opcast.predict.operator.step_operators import OperatorLatency
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group
-from opcast.simulate.step.workload import make_workload
 
 
 def test_grids_of_operators():

@@ -12,8 +12,8 @@ from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Plan
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import parse_plan
-from opcast.simulate.step.workload import read_workload
 
 #: The same layers in the names of the zoo and of ``simulate``.
 ZOO = {

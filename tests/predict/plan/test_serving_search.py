@@ -29,7 +29,7 @@ from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.latencies import Slo
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
-from opcast.simulate.step.workload import make_workload
+from opcast.simulate.step.named_workloads import make_workload
 
 DENSE = make_workload(
     "llama", {"layers": 16, "d_model": 2048, "heads": 16, "kv_heads": 8, "d_ff": 8192}

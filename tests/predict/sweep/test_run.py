@@ -20,8 +20,8 @@ from opcast.predict.sweep.run import Sweep, best_by_size, grid, pareto, plot, pl
 from opcast.predict.sweep.space import Candidate, axis_values, candidates, chunks, parse_grid
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.files import save_cluster
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Plan
-from opcast.simulate.step.workload import make_workload
 from opcast.tests.support import killed_once
 
 WORK = make_workload(

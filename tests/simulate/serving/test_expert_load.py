@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.features.operators.op import busy_rank
+from opcast.features.operators.routing import busy_rank
 from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.expert_load import EXPERT_SKEW, busiest, slots_of
 from opcast.simulate.serving.formats import Formats

@@ -10,7 +10,7 @@ import pytest
 from opcast.features.devices.catalogue import read_device
 from opcast.simulate.serving.floor import floors
 from opcast.simulate.serving.served import EnginePlan, ServedModel
-from opcast.simulate.step.workload import make_workload
+from opcast.simulate.step.named_workloads import make_workload
 
 H100 = read_device("h100-sxm")
 SIZES = {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256}

@@ -1,6 +1,7 @@
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.simulate.step.named_workloads import make_workload, read_workload
 from opcast.simulate.step.plan import (
     Group,
     Plan,
@@ -10,7 +11,6 @@ from opcast.simulate.step.plan import (
     says_schedule,
     stage_layers,
 )
-from opcast.simulate.step.workload import make_workload, read_workload
 
 SIZES = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab": 128256,

@@ -5,14 +5,9 @@ import json
 import pytest
 
 from opcast.common.errors import PlanError
+from opcast.simulate.step.named_workloads import make_workload, read_workload, workload_notes
 from opcast.simulate.step.presets import find_preset, preset_names
-from opcast.simulate.step.workload import (
-    MOST,
-    layer_kinds,
-    make_workload,
-    read_workload,
-    workload_notes,
-)
+from opcast.simulate.step.workload import MOST, layer_kinds
 
 
 @pytest.mark.parametrize("name", preset_names())

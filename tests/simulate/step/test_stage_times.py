@@ -11,9 +11,9 @@ import pytest
 
 from opcast.simulate.step.blocks import step_stages
 from opcast.simulate.step.costs import CommCall, Costs, Estimate, StepEffects
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Group, parse_plan, resolved
 from opcast.simulate.step.stage_times import stage_times, traffic
-from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK = 1e14, 1e11
 D, VOCAB, SEQ, BATCH, LAYERS = 512, 1024, 256, 8, 4

@@ -10,9 +10,9 @@ from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import find_fit, memory_of
 from opcast.simulate.step.layer_ops import layer_ops
 from opcast.simulate.step.memory import RESERVED_BYTES, layer_activations
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.plan import Plan, parse_plan, resolved
 from opcast.simulate.step.traffic import gather_calls, layer_held, scatter_calls, sharding_note
-from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK = 1e14, 1e11
 

@@ -7,10 +7,10 @@ from opcast.simulate.step.compose import step_time
 from opcast.simulate.step.costs import Costs, Estimate
 from opcast.simulate.step.fitting import memory_of
 from opcast.simulate.step.memory import layer_activations
+from opcast.simulate.step.named_workloads import make_workload
 from opcast.simulate.step.pipeline import orders, run_pipeline
 from opcast.simulate.step.plan import parse_plan, resolved
 from opcast.simulate.step.traffic import ring_calls
-from opcast.simulate.step.workload import make_workload
 
 PEAK, LINK, HOST = 1e14, 1e11, 1e9
 WORK = make_workload(

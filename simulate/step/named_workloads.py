@@ -1,0 +1,126 @@
+"""Workloads by the name of a family or model, a file or a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ...common.errors import PlanError
+from .configs import read_config
+from .presets import Preset, close_names, family_settings, find_preset, unsupported
+from .settings import build, read_pairs
+from .workload import ALIASES, Workload
+
+
+def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
+    """A workload from a family, or a model of ``presets.yaml``, and settings.
+
+    Raises:
+        PlanError: The family or a key is unknown, or the sizes do not fit.
+    """
+    families = family_settings()
+    known = families[family] if family in families else _named(family).settings
+    values = {ALIASES.get(k, k): v for k, v in settings.items()}
+    return build(Workload, values, f"workload {family}", **known)
+
+
+#: Sizes that are read only where another is given.
+_NEEDS = {
+    "shared_experts": "experts",
+    "expert_boxes": "experts",
+    "dense_layers": "experts",
+    "dense_ff": "dense_layers",
+    "window_share": "window",
+    "q_lora": "kv_lora",
+    "rope_dim": "kv_lora",
+    "v_dim": "kv_lora",
+}
+
+
+def read_by_model(workload: Workload, given: Mapping[str, object]) -> Workload:
+    """Return a workload all of whose given sizes have an effect.
+
+    Args:
+        workload: The model.
+        given: Settings that a user gives, by name.
+
+    Raises:
+        PlanError: A size is read only where another is given.
+    """
+    for name, needs in _NEEDS.items():
+        if name not in given or getattr(workload, needs):
+            continue
+        if getattr(workload, name) != getattr(Workload, name):
+            raise PlanError(
+                f"{name}={getattr(workload, name)} has no effect without {needs}",
+                where="workload",
+                hint=f"leave {name} out, or give {needs}",
+            )
+    return workload
+
+
+def _named(name: str) -> Preset:
+    preset = find_preset(name)
+    if preset is None:
+        close = close_names(name)
+        nearby = f"close to it: {', '.join(close)}; " if close else ""
+        raise PlanError(
+            f"no workload {name!r} is known",
+            hint=f"{nearby}families: {', '.join(family_settings())}; models: docs/simulate.md; "
+            "or a config.json (--hf)",
+        )
+    return preset
+
+
+def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()) -> Workload:
+    """Read a workload from a name or a file; settings take precedence.
+
+    Args:
+        text: A family or a model of ``presets.yaml``, a YAML file with ``family``
+            and sizes, or a model's ``config.json``.
+        settings: Texts such as ``layers=32,d_model=4096``, or sizes by name.
+
+    Raises:
+        PlanError: The file cannot be read, the family or a key is unknown, or sizes do not fit.
+    """
+    values: dict[str, object] = {}
+    family = text
+    if text.lower().endswith((".yaml", ".yml")):
+        values = read_pairs(text, "workload")
+        family = str(values.pop("family", "llama"))
+        values = {ALIASES.get(k, k): v for k, v in values.items()}
+    elif text.lower().endswith(".json"):
+        config = read_config(Path(text))
+        if config.served_only:
+            raise PlanError(
+                f"it is {config.served_only}, which no step has",
+                where=text,
+                hint="opcast simulate-serving describes it",
+            )
+        values, family = dict(config.settings), "llama"
+    pairs: list[Mapping[str, object]] = (
+        [settings]
+        if isinstance(settings, Mapping)
+        else [read_pairs(part, "--set") for part in settings]
+    )
+    given = {ALIASES.get(k, k): v for pair in pairs for k, v in pair.items()}
+    return read_by_model(make_workload(family, {**values, **given}), given)
+
+
+def workload_notes(text: str, served: bool = False) -> tuple[str, ...]:
+    """What of a model by name or ``config.json`` its workload leaves out.
+
+    Args:
+        text: As of :func:`read_workload`.
+        served: Whether it is served, which leaves out less.
+    """
+    if text.lower().endswith(".json"):
+        found: Preset | None = read_config(Path(text))
+    elif served and unsupported(text):
+        # Serving knows some that no step can describe.
+        found = None
+    else:
+        found = None if text in family_settings() else find_preset(text)
+    if found is None:
+        return ()
+    return found.notes if served else (*found.notes, *found.step_notes)
