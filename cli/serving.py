@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common.options import Json, NextOpt, OperatorModelOpt, Option, Timeline, page_file
+from ..common.options import (
+    Json,
+    NextOpt,
+    OperatorModelOpt,
+    Option,
+    Timeline,
+    page_file,
+    yaml_file,
+)
 from ..common.progress import wrote
 from ..models.core.registry import OPERATOR_MODEL
 from ..predict.cluster.serving_case import (
@@ -20,7 +28,7 @@ from ..predict.cluster.serving_case import (
 )
 from ..server.settings import ServerSettings
 from ..simulate.serving.policies import ROUTERS
-from .options import make_console, print_answer, print_json, refuse, workload_of
+from .options import make_console, print_answer, print_json, refuse, refuse_unused, workload_of
 
 if TYPE_CHECKING:
     from ..predict.cluster.deployment import Deployment
@@ -41,6 +49,15 @@ ServingModelOpt = Annotated[
 def simulate_serving(
     context: typer.Context,
     case: ServingCase,
+    fleet: Annotated[
+        Path | None,
+        Option(
+            "Instead of a deployment and a load: a YAML file of pools that scale, and of what is "
+            "asked of them over a week.",
+            check=yaml_file,
+            section="Device and plan",
+        ),
+    ] = None,
     offline: Annotated[
         bool, Option("All requests at once.", ("--offline",), section="Load")
     ] = False,
@@ -55,6 +72,11 @@ def simulate_serving(
 
     Each figure has a 90 % interval, learned from measured runs of vLLM, SGLang and TensorRT-LLM.
     """
+    if fleet is not None:
+        of_fleet = {"fleet", "model", "serving", "json_output"}
+        refuse_unused(context, "a fleet (--fleet), whose file says it", of_fleet)
+        _simulate_fleet(fleet, _predictor(model, serving), json_output)
+        return
     load = case.load
     _refuse_loads(context, load, offline)
     if not case.fleet.prefill:
@@ -111,6 +133,16 @@ def simulate_serving(
     if not prediction.good.value:
         typer.echo("no request keeps the SLO", err=True)
         raise typer.Exit(1)
+
+
+def _simulate_fleet(path: Path, predictor: ServingPredictor, json_output: bool) -> None:
+    """Play the fleet of a file."""
+    from ..predict.cluster.fleet_file import read_fleet
+    from ..predict.cluster.serving_fleet import predict_fleet
+    from ..predict.render.fleet import print_fleet
+
+    prediction = predict_fleet(predictor, read_fleet(path), files=True)
+    print_answer(json_output, prediction, print_fleet)
 
 
 def _moderate(predictor: ServingPredictor, deployment: Deployment, spec: LoadSpec) -> LoadSpec:

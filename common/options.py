@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .parquet import TABLES
+
+T = TypeVar("T")
 
 #: Units that options take, as factors to the unit they are kept in; without a unit that unit.
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -81,6 +83,27 @@ def described(case: type) -> Iterator[tuple[Field[Any], Any, Option | None]]:
             hint, *marks = get_args(hint)
             option = next((mark for mark in marks if isinstance(mark, Option)), None)
         yield field, hint, option
+
+
+def flat_options(case: type) -> Iterator[tuple[Field[Any], Any, Option]]:
+    """Fields that have options, those of fields that are dataclasses among them."""
+    for field, hint, option in described(case):
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from flat_options(hint)
+        elif option is not None:
+            yield field, hint, option
+
+
+def made(case: type[T], given: Mapping[str, Any]) -> T:
+    """Make a dataclass of :func:`flat_options` from values by name, in the options' units."""
+    values: dict[str, Any] = {}
+    for field, hint, option in described(case):
+        if is_dataclass(hint) and isinstance(hint, type):
+            values[field.name] = made(hint, given)
+        elif option is not None and field.name in given:
+            own = given[field.name]
+            values[field.name] = own if option.unit is None else own * option.unit
+    return case(**values)
 
 
 def _quantity(text: str, units: Mapping[str, float], what: str, example: str) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, is_dataclass
-from dataclasses import Field as DataField
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
-from ..common.options import Option, described
+from ..common.options import flat_options
 from ..predict.cluster.serving_case import EngineOptions, JudgedBy, ModelCase, ServingCase
 from ..predict.cluster.step_case import StepCase
 from .schemas import (
@@ -29,7 +28,6 @@ from .schemas import (
 )
 
 B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
 
 
 def body_of(
@@ -45,7 +43,7 @@ def body_of(
         left_out: Names of fields that requests do not have.
     """
     made: dict[str, Any] = {}
-    for field, hint, option in _flat(case):
+    for field, hint, option in flat_options(case):
         if field.name in base.model_fields or field.name in left_out:
             continue
         known = {"ge": option.least, "le": option.most}
@@ -70,26 +68,6 @@ def example(body: type[Body]) -> bytes:
     """Return the first example of a request, as JSON."""
     extra: Any = body.model_config["json_schema_extra"]
     return json.dumps(extra["examples"][0]).encode()
-
-
-def build(case: type[T], given: Mapping[str, Any]) -> T:
-    """Make a dataclass from the values of a request, by name."""
-    values: dict[str, Any] = {}
-    for field, hint, option in described(case):
-        if is_dataclass(hint) and isinstance(hint, type):
-            values[field.name] = build(hint, given)
-        elif option is not None and field.name in given:
-            own = given[field.name]
-            values[field.name] = own if option.unit is None else own * option.unit
-    return case(**values)
-
-
-def _flat(case: type) -> Iterator[tuple[DataField[Any], Any, Option]]:
-    for field, hint, option in described(case):
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _flat(hint)
-        elif option is not None:
-            yield field, hint, option
 
 
 _Format = Annotated[str, Field(pattern=FORMAT)]

@@ -11,13 +11,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import PlanError
+from ..common.options import made
 from .cluster_schemas import (
     PlanServingQuery,
     SearchCase,
     SimulateQuery,
     SimulateServingQuery,
     SweepQuery,
-    build,
 )
 from .tasks import Predictors, Task
 
@@ -39,7 +39,7 @@ def simulate(predictors: Predictors, task: Task, payload: bytes) -> dict[str, ob
     from ..predict.cluster.step_case import StepCase
 
     given = SimulateQuery.model_validate_json(payload).model_dump()
-    case = build(StepCase, given)
+    case = made(StepCase, given)
     case = replace(case, speed={int(rank): value for rank, value in case.speed.items()})
     return case.predict(_trained(given), _operators(predictors, task)).to_dict()
 
@@ -89,7 +89,7 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     from ..predict.cluster.serving_load import parse_slo
 
     given = SimulateServingQuery.model_validate_json(payload).model_dump()
-    case = build(ServingCase, given)
+    case = made(ServingCase, given)
     load = case.load
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
     if len(loads) > 1:
@@ -117,7 +117,7 @@ def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str
     from ..simulate.serving.checkpoints import find_checkpoint
 
     given = PlanServingQuery.model_validate_json(payload).model_dump()
-    case = build(SearchCase, given)
+    case = made(SearchCase, given)
     spec = parse_load(given["load"])
     if spec.requests is not None:
         raise PlanError("files of the server are not read", where="load")

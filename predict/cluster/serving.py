@@ -153,7 +153,7 @@ class ServingPredictor:
         tier = self.model.tier(found.context)
         overload = 0.0
         if found.room < inf:
-            ends, spans, overload = self._open(found, tier, queued)
+            ends, spans, overload = self._open(found)
             share, moved = 1.0 / found.room, 1.0 / found.link_room
             full = f"{share:.0%} of what they serve at most is offered" if share > KEPT else ""
             if moved > max(share, KEPT):
@@ -213,9 +213,15 @@ class ServingPredictor:
         metrics = (*MODEL_METRICS, REQUEST_TIME)
         return {metric: spread(found.context, metric, found.shares(metric)) for metric in metrics}
 
-    def _open(
-        self, found: Simulated, tier: str, queued: float
-    ) -> tuple[list[Served], list[float], float]:
+    def factors(self, found: Simulated) -> dict[str, tuple[float, float]]:
+        """Ends of the 90 % intervals of times of an open load, as factors on the estimates."""
+        tier, spreads = self.model.tier(found.context), self._spreads(found)
+        return {
+            metric: self.model.interval(metric, tier, found.queued, found.context, spreads[metric])
+            for metric in MODEL_METRICS
+        }
+
+    def _open(self, found: Simulated) -> tuple[list[Served], list[float], float]:
         """Latencies of an open load at both ends, how long its run takes, and overload's chance.
 
         Faster engines do not make more requests arrive, and slower ones let queues grow: those that
@@ -223,15 +229,9 @@ class ServingPredictor:
 
         Args:
             found: The estimate.
-            tier: What is known of the deployment.
-            queued: Share of the time to the first token that is waiting.
         """
         load, run, room = found.load, found.run, found.room
-        spreads = self._spreads(found)
-        factors = {
-            metric: self.model.interval(metric, tier, queued, found.context, spreads[metric])
-            for metric in MODEL_METRICS
-        }
+        factors = self.factors(found)
         fast, slow = factors["per_token"]
         ends, spans = [], [run.makespan]
         for side, slower in enumerate((fast, min(slow, max(1.0, KEPT * room)))):

@@ -210,14 +210,29 @@ def read_trace(path: Path) -> Load:
             where=str(path),
             hint="timestamp, input_length and output_length, or input_lens and output_lens",
         ) from None
-    return _csv(path)
+    return _csv(_frame(path), path)
 
 
-def _csv(path: Path) -> Load:
+def read_traces(path: Path) -> dict[str, Load]:
+    """Requests of a trace by its column ``model``; all under an empty name without one.
+
+    Raises:
+        DatasetError: As of :func:`read_trace`.
+    """
+    frame = _frame(path) if path.suffix == ".csv" else pd.DataFrame()
+    if "model" not in frame:
+        return {"": read_trace(path)}
+    return {str(name): _csv(own, path) for name, own in frame.groupby("model")}
+
+
+def _frame(path: Path) -> pd.DataFrame:
     try:
-        frame = pd.read_csv(path)
+        return pd.read_csv(path)
     except (OSError, ValueError) as error:
         raise DatasetError(f"the trace cannot be read: {error}", where=str(path)) from None
+
+
+def _csv(frame: pd.DataFrame, path: Path) -> Load:
     for columns in TRACE_COLUMNS:
         if set(columns) <= set(frame):
             break

@@ -1,0 +1,378 @@
+"""A fleet as its YAML file describes it: models and their requests, pools, devices they share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.errors import PlanError
+from ...common.files import parse_yaml
+from ...common.options import flat_options, made
+from ...common.types import typed
+from ...simulate.serving.latencies import FREE, Slo
+from ...simulate.serving.load import Load
+from ...simulate.serving.pools import SCALED_BY, Scaling, Spot
+from ...simulate.step.settings import build
+from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
+from .serving_load import parse_lengths, parse_slo, read_traces
+
+#: Seconds from weights in memory's reach to the first request: imports, compiled graphs from a
+#: cache, capture and initialisation of Llama 3.1 8B under vLLM on an L40S (Tensorfuse, "Reducing
+#: GPU Cold Start Time when using vLLM", 2025: 34 + 10 + 13 + 7 s; 200 s without kept caches).
+ENGINE_START_S = 64.0
+#: Hours of a fleet whose requests come at rates, and most steps that are played.
+WEEK_H, MOST_STEPS = 168.0, 500_000
+
+
+@dataclass(frozen=True)
+class Startup:
+    """How long a replica takes to start.
+
+    Attributes:
+        seconds: From devices that are there to the first request; 0 to derive it.
+        storage_gbps: GB/s at which a replica reads its weights, for that.
+        engine_s: The engine's own part.
+        provision_s: Until devices are there.
+        warm_s: Until a cache of prompts is filled; 0 for the time that its tokens take to come.
+    """
+
+    seconds: float = 0.0
+    storage_gbps: float = 0.0
+    engine_s: float = ENGINE_START_S
+    provision_s: float = 0.0
+    warm_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PoolCase:
+    """Equal replicas of a model; ``case`` is one of them.
+
+    Attributes:
+        name: Of the pool.
+        model: Name of the model.
+        case: What a replica is.
+        least: Fewest replicas.
+        most: Most of them.
+        initial: Those at the beginning.
+        price: Dollars of a device and hour; ``None`` if not said.
+        scaling: Policy.
+        startup: How long one takes to start.
+        spot: Interruptions, if any.
+    """
+
+    name: str
+    model: str
+    case: ServingCase
+    least: int
+    most: int
+    initial: int
+    price: float | None
+    scaling: Scaling
+    startup: Startup
+    spot: Spot | None
+
+
+@dataclass(frozen=True)
+class ModelLoad:
+    """What is asked of a model.
+
+    Attributes:
+        name: In the file.
+        case: The model.
+        slo: What its requests have to keep.
+        rates: Requests a second at the beginning of each hour, repeated; empty with a trace.
+        prompt: Tokens of a prompt, of requests at rates.
+        output: Of an output.
+        trace: Requests of a trace.
+    """
+
+    name: str
+    case: Mapping[str, Any]
+    slo: Slo
+    rates: tuple[float, ...] = ()
+    prompt: str = "1024"
+    output: str = "256"
+    trace: Load | None = None
+
+    def arrived(self, steps: int, step: float) -> np.ndarray:
+        """Requests in each step, shape ``(steps,)``; rates are linear between hours."""
+        if self.trace is not None:
+            edges = np.arange(steps + 1) * step
+            return np.histogram(self.trace.arrivals, edges)[0].astype(float)
+        hours = (np.arange(steps) + 0.5) * step / 3600.0
+        period = float(len(self.rates))
+        rates: np.ndarray = np.interp(hours, np.arange(len(self.rates)), self.rates, period=period)
+        return rates * step
+
+    def lengths(self, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of some of its prompts and outputs."""
+        rng = np.random.default_rng(seed)
+        if self.trace is None:
+            prompt, output = (
+                parse_lengths(text)(rng, count) for text in (self.prompt, self.output)
+            )
+            return prompt, output
+        at = rng.integers(0, len(self.trace.prompts), count)
+        return self.trace.prompts[at], self.trace.outputs[at]
+
+
+@dataclass(frozen=True)
+class FleetFile:
+    """A fleet and what it is asked.
+
+    Attributes:
+        models: What is served.
+        pools: Replicas, those first that come first where devices are scarce.
+        devices: Devices that pools share, by name; of others there are always enough.
+        hours: How long it is played.
+        step_s: Seconds of a step.
+        asked: Share of the requests that has to keep the SLO, of what is recommended.
+        seed: Of drawn lengths, arrivals and interruptions.
+    """
+
+    models: tuple[ModelLoad, ...]
+    pools: tuple[PoolCase, ...]
+    devices: Mapping[str, int] = field(default_factory=dict)
+    hours: float = WEEK_H
+    step_s: float = 30.0
+    asked: float = 0.99
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps that are played."""
+        return max(1, round(self.hours * 3600.0 / self.step_s))
+
+
+def read_fleet(path: Path) -> FleetFile:
+    """Read a fleet's file; traces that it names stand beside it.
+
+    Raises:
+        PlanError: It cannot be read, or something in it is wrong; the message says where.
+        DatasetError: A trace cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"the fleet cannot be read: {error}", where=str(path)) from None
+    return parse_fleet(text, path.name, path.parent)
+
+
+def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> FleetFile:
+    """A fleet of a YAML text.
+
+    Args:
+        text: As docs/fleets.md describes it.
+        where: What messages call it.
+        folder: Where traces stand; ``None`` for none.
+
+    Raises:
+        PlanError: Something in it is wrong; the message says where.
+        DatasetError: A trace cannot be read.
+    """
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise PlanError(str(error), where=where) from None
+    plain = {"hours", "step_s", "asked", "seed"}
+    top = _mapping(data, where, {*plain, "slo", "requests", "devices", "models", "pools"})
+    traces = _traces(top, where, folder)
+    models = tuple(
+        _model(name, _mapping(own, f"{where}: models: {name}"), top, traces, where)
+        for name, own in _mapping(top.get("models"), f"{where}: models").items()
+    )
+    names = [model.name for model in models]
+    pools = tuple(
+        _pool(name, _mapping(own, f"{where}: pools: {name}"), models, where)
+        for name, own in _mapping(top.get("pools"), f"{where}: pools").items()
+    )
+    idle = sorted({*names} - {pool.model for pool in pools})
+    stray = sorted({*traces} - {*names, ""})
+    if idle or stray:
+        raise PlanError(
+            f"no pool serves {idle[0]!r}" if idle else f"the trace asks for {stray[0]!r}",
+            where=where,
+            hint="a pool with that model, or none of its requests",
+        )
+    spans = [float(model.trace.arrivals.max()) for model in models if model.trace is not None]
+    hours = {"hours": max(max(spans) / 3600.0, 1.0 / 3600.0)} if spans else {}
+    devices = _mapping(top.get("devices", {}), f"{where}: devices", empty=True)
+    own = {**hours, **{key: top[key] for key in plain if key in top}}
+    found = build(
+        FleetFile, own, where, models=models, pools=pools, devices=_counts(devices, where)
+    )
+    good = 0 < found.hours < inf and found.step_s > 0 and 0 < found.asked <= 1 and found.seed >= 0
+    if not good or found.hours * 3600.0 / found.step_s > MOST_STEPS:
+        raise PlanError(
+            f"hours={found.hours:g}, step_s={found.step_s:g}, asked={found.asked:g}",
+            where=where,
+            hint=f"all above 0, asked at most 1, and at most {MOST_STEPS:,} steps",
+        )
+    return found
+
+
+def _mapping(
+    value: object, where: str, keys: Collection[str] = (), *, empty: bool = False
+) -> dict[str, Any]:
+    if not isinstance(value, dict) or not (value or empty):
+        raise PlanError("here is a mapping needed", where=where, hint="write key: value")
+    unknown = [str(key) for key in value if keys and key not in keys]
+    if unknown:
+        raise PlanError(
+            f"unknown key {unknown[0]!r}", where=where, hint="keys: " + ", ".join(sorted(keys))
+        )
+    return {str(key): own for key, own in value.items()}
+
+
+def _counts(devices: Mapping[str, Any], where: str) -> dict[str, int]:
+    for name, count in devices.items():
+        if type(count) is not int or count < 1:
+            raise PlanError(f"{count!r} {name}", where=f"{where}: devices", hint="a whole number")
+    return dict(devices)
+
+
+def _traces(top: Mapping[str, Any], where: str, folder: Path | None) -> dict[str, Load]:
+    if "requests" not in top:
+        return {}
+    if folder is None:
+        raise PlanError(
+            "files of the server are not read", where=f"{where}: requests", hint="give rates"
+        )
+    return read_traces(folder / str(top["requests"]))
+
+
+def _model(
+    name: str,
+    own: dict[str, Any],
+    top: Mapping[str, Any],
+    traces: Mapping[str, Load],
+    where: str,
+) -> ModelLoad:
+    where = f"{where}: models: {name}"
+    asks = {"rate", "prompt", "output", "slo"}
+    case = {key: value for key, value in own.items() if key not in asks}
+    _fields(case, where, ModelCase, asks)
+    slo = parse_slo(str(own.get("slo", top.get("slo", ""))))
+    if slo == FREE:
+        raise PlanError("what has a request to keep?", where=where, hint="slo: ttft=1s,tpot=50ms")
+    trace = traces.get(name, traces.get(""))
+    if (trace is None) == ("rate" not in own) or (trace is not None and asks & {*own} - {"slo"}):
+        raise PlanError(
+            "a model has either rates or a trace",
+            where=where,
+            hint="rate (with prompt and output), or requests of the fleet and nothing here",
+        )
+    if trace is not None:
+        return ModelLoad(name, case, slo, trace=trace)
+    rate = own["rate"] if isinstance(own["rate"], list) else [own["rate"]]
+    if not all(type(r) in (int, float) and 0 <= r < inf for r in rate) or not sum(rate):
+        raise PlanError(
+            f"rate={own['rate']!r}", where=where, hint="requests a second, one or one an hour"
+        )
+    prompt, output = (str(own.get(key, getattr(ModelLoad, key))) for key in ("prompt", "output"))
+    for text in (prompt, output):
+        parse_lengths(text)
+    return ModelLoad(name, case, slo, tuple(map(float, rate)), prompt, output)
+
+
+_POOL = ("model", "replicas", "initial", "price", "scaling", "startup", "spot")
+#: A pool says itself how many replicas there are.
+_NOT_OF_POOL = {"replicas", "hf"}
+
+
+def _fields(given: Mapping[str, Any], where: str, kind: type, more: Collection[str]) -> None:
+    """Check fields of a case that are given by name.
+
+    Raises:
+        PlanError: There is no such field, or it has another type or range.
+    """
+    known = {f.name: (hint, option) for f, hint, option in flat_options(kind)}
+    keys = {*known} - _NOT_OF_POOL | {*more}
+    _mapping(dict(given), where, keys, empty=True)
+    for name, value in given.items():
+        hint, option = known[name]
+        try:
+            typed(hint, value, name)
+        except ValueError as error:
+            raise PlanError(str(error), where=where) from None
+        least, most = option.least, option.most
+        beyond = isinstance(value, int | float) and not (
+            (least is None or value >= least) and (most is None or value <= most)
+        )
+        if beyond or (option.choices and value not in option.choices):
+            allowed = ", ".join(option.choices) or f"from {least} to {most}"
+            raise PlanError(f"{name}={value!r}", where=where, hint=allowed)
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """What a pool says of a replica beside the model."""
+
+    fleet: FleetCase = field(default_factory=FleetCase)
+    options: EngineOptions = field(default_factory=EngineOptions)
+
+
+def _pool(name: str, own: dict[str, Any], models: tuple[ModelLoad, ...], where: str) -> PoolCase:
+    where = f"{where}: pools: {name}"
+    model = next((m for m in models if m.name == own.get("model")), None)
+    if model is None:
+        raise PlanError(
+            f"model={own.get('model')!r} is not one of the file's",
+            where=where,
+            hint="model: " + " or ".join(m.name for m in models),
+        )
+    given = {key: value for key, value in own.items() if key not in _POOL}
+    # A pool may have another engine or format than the model's own.
+    of_model = {f.name for f in fields(ModelCase)}
+    _fields({k: v for k, v in given.items() if k in of_model}, where, ModelCase, ())
+    rest = {k: v for k, v in given.items() if k not in of_model}
+    _fields(rest, where, _Replica, {*of_model, *_POOL})
+    case = made(ServingCase, {**model.case, **given})
+    scaling = build(
+        Scaling, _mapping(own.get("scaling", {}), where, empty=True), f"{where}: scaling"
+    )
+    startup = build(
+        Startup, _mapping(own.get("startup", {}), where, empty=True), f"{where}: startup"
+    )
+    spot = (
+        build(Spot, _mapping(own["spot"], f"{where}: spot"), f"{where}: spot", rate_per_h=0.0)
+        if "spot" in own
+        else None
+    )
+    least, most = _bounds(own.get("replicas", 1), where)
+    initial, price = own.get("initial", least), own.get("price")
+    figures = [*vars(startup).values(), *(vars(spot).values() if spot else ()), price or 0.0]
+    figures += [scaling.up_s, scaling.down_s]
+    if not all(isinstance(f, int | float) and 0.0 <= f < inf for f in figures):
+        raise PlanError("times, rates and prices are at least 0 and finite", where=where)
+    if scaling.metric not in SCALED_BY or not 0.0 < scaling.target < inf:
+        raise PlanError(
+            f"metric={scaling.metric!r}, target={scaling.target:g}",
+            where=f"{where}: scaling",
+            hint="metric " + " or ".join(SCALED_BY) + ", target above 0",
+        )
+    if type(initial) is not int or not least <= initial <= most:
+        raise PlanError(f"initial={initial!r}", where=where, hint=f"from {least} to {most}")
+    starts = most > initial or spot is not None
+    if starts and not (startup.seconds or startup.storage_gbps):
+        raise PlanError(
+            "how long does a replica take to start?",
+            where=f"{where}: startup",
+            hint="storage_gbps (at which it reads its weights), or seconds in all",
+        )
+    return PoolCase(name, model.name, case, least, most, initial, price, scaling, startup, spot)
+
+
+def _bounds(given: Any, where: str) -> tuple[int, int]:
+    both = given if isinstance(given, list) else [given, given]
+    whole = len(both) == 2 and all(type(n) is int and n >= 0 for n in both)
+    if not whole or not both[0] <= both[1] or not both[1]:
+        raise PlanError(
+            f"replicas={given!r}", where=where, hint="a number, or the fewest and most: [2, 12]"
+        )
+    return int(both[0]), int(both[1])
