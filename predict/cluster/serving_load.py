@@ -179,7 +179,9 @@ def parse_lengths(text: str) -> Callable[[np.random.Generator, int], np.ndarray]
         pass
     raise PlanError(
         f"{text!r} is no distribution of lengths",
-        hint="a number of tokens, or " + ", ".join(LENGTHS.values()),
+        hint="a number of tokens, or "
+        + ", ".join(LENGTHS.values())
+        + "; an output of 1 where none is generated, as of embeddings and scores",
     )
 
 

@@ -36,6 +36,8 @@ _KNOWN = {
     "new": "no chip of this generation was measured",
     "vendor": "no chip of this vendor was measured",
 }
+#: Upper over lower end up to which a rate is one number in print.
+_SAME = 1.005
 #: What follows it where prompts run on workers of their own.
 _APART = "; with prompts on workers of their own, few runs were"
 _OF = {
@@ -55,7 +57,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     """
     own = prediction.deployment
     rate, tokens, what = prediction.requests_per_s, prediction.tokens_per_s, ""
-    if prediction.load.outputs.max() == 1:
+    single = prediction.load.outputs.max() == 1
+    if single:
         # A load of prompts alone is judged by what it reads.
         each = prediction.load.prompts @ prediction.load.counts / prediction.load.count
         tokens, what = Interval(*(each * end for end in rate)), "input "
@@ -72,6 +75,9 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     names = ("mean", *(f"p{level}" for level in LEVELS))
     table = _table("latency, 90 % interval", *names)
     for metric in METRICS:
+        if single and metric in ("tpot", "itl"):
+            # There are no further tokens.
+            continue
         values = [prediction.figures[f"{metric}/{name}"] for name in names]
         table.add_row(_NAMES[metric], *(duration(v.value * 1e6) for v in values))
         table.add_row("", *(Text(_ends(v), style="dim") for v in values))
@@ -87,10 +93,9 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     apart = "" if own.prefill is None else _APART
     # What was measured says little of how sure that is elsewhere.
     factor = prediction.tokens_per_s.hi / prediction.tokens_per_s.lo
-    console.print(
-        f"interval: {_KNOWN[prediction.known]}{apart}; tokens a second within a factor of "
-        f"{factor:.2g}"
-    )
+    # An open load that is kept up with is served at its own rate.
+    rate_of = f"within a factor of {factor:.2g}" if factor > _SAME else "those of the load"
+    console.print(f"interval: {_KNOWN[prediction.known]}{apart}; tokens a second {rate_of}")
     _print_costs(console, prediction, price)
     if prediction.states:
         s = prediction.states

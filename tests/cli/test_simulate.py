@@ -189,6 +189,15 @@ def test_serving_without_a_load_takes_one_that_it_can_keep_up_with():
     assert json.loads(done.stdout)["median_e2el_ms"] < 4 * alone["median_e2el_ms"]
 
 
+def test_serving_prints_no_times_of_tokens_that_are_not_generated():
+    asked = [*SERVING, "--count", "20", "--prompt", "64", "--rate", "1", "--output", "1"]
+    text = CliRunner().invoke(app, asked, catch_exceptions=False).stdout
+    assert "input tokens/s" in text and "whole request" in text
+    assert "further token" not in text and "between tokens" not in text
+    # At a request a second of what takes a millisecond nothing is uncertain of the throughput.
+    assert "tokens a second those of the load" in text
+
+
 def test_an_slo_that_no_request_keeps_ends_with_1():
     asked = [*SERVING, "--count", "20", "--prompt", "64", "--output", "8", "--rate", "5"]
     missed = CliRunner().invoke(app, [*asked, "--slo", "ttft=0.001ms"])

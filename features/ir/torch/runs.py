@@ -98,10 +98,12 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
         except ProgramError as refusal:
             if isinstance(error, ProgramError) or _needs_values(error):
                 raise
+            several = any(isinstance(value, tuple) for value in program.args)
+            apart = " (several are given one by one, not as a tuple)" if several else ""
             raise ProgramError(
                 f"the module does not run: {type(error).__name__}: {shortened(error)}",
                 where=_line(error) or program.name,
-                hint="do the shapes and formats of its inputs fit?",
+                hint=f"do the shapes and formats of its inputs fit{apart}?",
             ) from refusal
         found.notes.append(
             "priced as torch.export has it, for which libraries may build masks and repeat keys, "

@@ -48,8 +48,9 @@ def test_lengths(text: str, mean: float, least: int, most: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "many", "uniform:5", "uniform:9:3", "geometric:-1", "a:1"])
 def test_lengths_that_are_none(text: str) -> None:
-    with pytest.raises(PlanError, match="no distribution of lengths"):
+    with pytest.raises(PlanError, match=r"no distribution of lengths") as refused:
         parse_lengths(text)
+    assert "an output of 1 where none is generated" in refused.value.hint
 
 
 def test_a_deviation_in_tokens_is_not_taken_for_one_of_logarithms() -> None:

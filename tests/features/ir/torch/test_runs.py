@@ -309,5 +309,8 @@ def test_inputs_that_do_not_fit_are_told_in_a_line(caplog: pytest.LogCaptureFixt
     with pytest.raises(ProgramError, match=r"does not run.*reduction dim") as refused:
         record(TorchProgram(_Two(), (torch.zeros(8, 5),)))
     assert refused.value.where.startswith(__file__)
+    with pytest.raises(ProgramError, match="does not run") as refused:
+        record(TorchProgram(_Two(), ((torch.zeros(8, 64),),)))
+    assert "one by one, not as a tuple" in refused.value.hint
     # PyTorch's own tracebacks of the failed call are left out.
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
