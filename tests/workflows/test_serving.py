@@ -274,6 +274,11 @@ def test_answers_below_their_floor_or_far_off_teach_nothing(plain: pd.DataFrame)
     assert found["runs"].tolist() == [4] and found["before"][0] == pytest.approx(0.0, abs=0.01)
     assert "is below its floor of" in said[0] and said[0].startswith(f"{asked['id'][0]}: tpot_ms")
     assert "1,000 times as long as predicted" in said[1] and len(said) == 2
+    # Neither do they where a table is judged after its own splits were learned from.
+    told: list[str] = []
+    asked["split"] = ["calib"] * 4 + ["test"] * 2
+    _, judged, _ = evaluate_serving(asked, ServingModel(), None, calibrate=True, tell=told.append)
+    assert told == said and judged.overall["tpot_ms/mape"] == pytest.approx(0.0, abs=0.01)
 
 
 def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:

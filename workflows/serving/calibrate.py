@@ -34,7 +34,7 @@ from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..measured.calibration_samples import check_unseen, far_off
-from .evaluate import observer
+from .observe import observer
 from .rows import FEWEST, Tell, above_floor
 
 if TYPE_CHECKING:
@@ -125,6 +125,32 @@ def calibrate_serving(
         for cluster, share in zip(clusters, _memory(rows, table, predictor, clusters), strict=True)
     }
     return replace(adapted, provenance=replace(known, own=stacks)), figures
+
+
+def calibrated(
+    rows: Sequence[ServingRow], operators: OpModel | None, model: ServingModel, tell: Tell
+) -> ServingModel:
+    """A model with the effects of its rows' clusters, of rows that nothing speaks against.
+
+    Args:
+        rows: Of a table's own splits.
+        operators: Model of library operators; ``None`` for rooflines.
+        model: That is adapted.
+        tell: Told of answers that are not learned from, and why.
+
+    Raises:
+        DatasetError: No row has an answer that can be learned from.
+    """
+    own = [row for row in above_floor(rows, tell) if row.measured]
+    if not own:
+        raise DatasetError(
+            "no row to calibrate on",
+            hint="give rows a split that begins with calib, and a latency or throughput",
+        )
+    predictor = ServingPredictor(operators, model)
+    contexts = [predictor.context(row.deployment) for row in own]
+    seen = _near(own, observer(predictor, own)(model.effects), tell)
+    return replace(model, effects=linear_serving(seen, contexts, model.effects).adapted())
 
 
 def _near(rows: Sequence[ServingRow], seen: Observed, tell: Tell) -> Observed:

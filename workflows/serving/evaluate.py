@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from ...common.errors import DatasetError, OpcastError
 from ...common.progress import counting, wrote
 from ...models.operators import OpModel
-from ...models.serving.effects import Observe, Observed, ServingEffects, linear_serving
-from ...models.serving.model import METRICS, ServingModel
-from ...predict.cluster.case_table import FAULTS, read_cases, reason_of
+from ...models.serving.model import ServingModel
+from ...predict.cluster.case_table import read_cases
 from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
@@ -32,6 +30,9 @@ from ..judging import (
     to_learn,
     write_predictions,
 )
+from .calibrate import calibrated
+from .observe import ask_rows
+from .rows import Tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,68 +48,6 @@ ENERGY = ("j_per_tok", "power_w")
 SAME = ("source", "model", "device", "isl", "osl", "load")
 
 
-Asked = TypeVar("Asked")
-
-
-def measured_seconds(row: ServingRow, metric: str) -> float:
-    """What a row measured, in seconds; NaN if it did not."""
-    answers = row.measured
-    if metric == "per_token":
-        return 1.0 / answers["out_tok_s"] if "out_tok_s" in answers else float("nan")
-    own = answers.get(f"{metric}_ms", float("nan"))
-    if metric == "tpot" and own != own:
-        # The mean gap between chunks is that of tokens where chunks are tokens.
-        own = answers.get("itl_ms", float("nan"))
-    return own * 1e-3
-
-
-def ask_rows(
-    rows: Sequence[ServingRow],
-    ask: Callable[[ServingRow], Asked],
-    show: Callable[[int, int], None] = lambda done, of: None,
-) -> list[Asked | str]:
-    """Ask something of every row; where that fails, the reason why.
-
-    Rows of one configuration follow each other, since only so many tables of costs are kept.
-    """
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, row in enumerate(rows):
-        own = row.deployment
-        key = (own.device, own.framework, own.model, own.engine, own.prefill)
-        groups.setdefault(key, []).append(index)
-    found: dict[int, Asked | str] = {}
-    for index in (index for group in groups.values() for index in group):
-        try:
-            found[index] = ask(rows[index])
-        except (OpcastError, *FAULTS) as error:
-            found[index] = reason_of(error)
-        show(len(found), len(rows))
-    return [found[index] for index in range(len(rows))]
-
-
-def observer(predictor: ServingPredictor, rows: Sequence[ServingRow]) -> Observe:
-    """The simulator as learning asks it: measured latencies beside simulated ones."""
-
-    def observe(effects: ServingEffects) -> Observed:
-        predictor.model = replace(predictor.model, effects=effects)
-        said = ask_rows(rows, lambda row: predictor.simulate(row.deployment, row.spec))
-        found: list[tuple[int, str, float, float, np.ndarray, float]] = []
-        for index, (row, run) in enumerate(zip(rows, said, strict=True)):
-            if isinstance(run, str):
-                continue
-            for metric in METRICS:
-                measured, simulated = measured_seconds(row, metric), run.seconds(metric)
-                if np.isfinite(measured) and simulated > 0.0:
-                    logs = (float(np.log(measured)), float(np.log(simulated)))
-                    found.append((index, metric, *logs, run.shares(metric), run.queued))
-        if not found:
-            raise DatasetError("no row with a measured latency can be expressed")
-        columns = [np.array(column) for column in zip(*found, strict=True)]
-        return Observed(*columns)
-
-    return observe
-
-
 def evaluate_serving(
     table: pd.DataFrame,
     model: ServingModel,
@@ -117,6 +56,7 @@ def evaluate_serving(
     folder: Path = Path(),
     calibrate: bool = False,
     show: Callable[[int, int], None] = lambda done, of: None,
+    tell: Tell = lambda text: None,
 ) -> tuple[pd.DataFrame, Judged, ServingModel]:
     """Predict every row of a table of serving, and judge those whose answers are given.
 
@@ -127,13 +67,13 @@ def evaluate_serving(
         folder: That the table's traces are in.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have answers.
         show: Told of progress.
+        tell: Told of answers that are not learned from, and why.
     """
     rows, reasons = serving_rows(table, folder)
     learn = to_learn(table)
     if calibrate:
-        model = _calibrated(
-            [r for r, own in zip(rows, learn, strict=True) if own and r], operators, model
-        )
+        own = [row for row, ours in zip(rows, learn, strict=True) if ours and row]
+        model = calibrated(own, operators, model, tell)
     predictor = ServingPredictor(operators, model)
     asked = [row for row in rows if row is not None]
     answers = ask_rows(asked, lambda row: predicted_row(predictor, row), show)
@@ -257,21 +197,6 @@ def _measured_rate(frame: pd.DataFrame, table: pd.DataFrame) -> np.ndarray:
     return np.where(np.isnan(rate) & closed, made, rate)
 
 
-def _calibrated(
-    rows: Sequence[ServingRow], operators: OpModel | None, model: ServingModel
-) -> ServingModel:
-    own = [row for row in rows if row.measured]
-    if not own:
-        raise DatasetError(
-            "no row to calibrate on",
-            hint="give rows a split that begins with calib, and a latency or throughput",
-        )
-    predictor = ServingPredictor(operators, model)
-    contexts = [predictor.context(row.deployment) for row in own]
-    seen = observer(predictor, own)(model.effects)
-    return replace(model, effects=linear_serving(seen, contexts, model.effects).adapted())
-
-
 def run_evaluate_serving(console: Console, settings: TableSettings) -> Judged:
     """Predict every row of a table of serving; print the errors of those with answers."""
     table = read_cases(settings.table, "serving")
@@ -284,6 +209,7 @@ def run_evaluate_serving(console: Console, settings: TableSettings) -> Judged:
             folder=settings.table.parent,
             calibrate=settings.calibrate,
             show=show,
+            tell=partial(console.print, highlight=False, soft_wrap=True),
         )
     write_predictions(console, frame, settings.out, "rows")
     if len(judged.by_group):

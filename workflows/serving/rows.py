@@ -16,7 +16,7 @@ from ...predict.cluster.serving_engine import request_floors
 from ...predict.cluster.serving_load import draw
 from ...predict.cluster.serving_table import ServingRow
 from ...simulate.serving.floor import EngineFloor
-from .evaluate import measured_seconds, observer
+from .observe import measured_seconds, observer
 
 #: Words in ``flags`` of rows that are not learned from: their sources or physics contradict them.
 FAULTY = (
