@@ -191,6 +191,11 @@ class ServingBody(ModelBody):
 
     cluster: NameOrNone = Field("", description="Such as h100-sxm-x8; or a device.")
     device: NameOrNone = ""
+    fleet: Annotated[str, Field(max_length=100_000)] = Field(
+        "",
+        description="Instead of all others: the text of a fleet's YAML file, answered as "
+        "`opcast simulate-serving --fleet --json` does.",
+    )
     model_config = ConfigDict(
         json_schema_extra={
             "examples": [

@@ -89,6 +89,17 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
     from ..predict.cluster.serving_load import parse_slo
 
     given = SimulateServingQuery.model_validate_json(payload).model_dump()
+    predictor = ServingPredictor(_operators(predictors, task))
+    if given["fleet"]:
+        from ..predict.cluster.fleet_file import parse_fleet
+        from ..predict.cluster.serving_fleet import predict_fleet
+
+        spare = [name for name in ("workload", "config", "device", "cluster") if given[name]]
+        if spare:
+            raise PlanError(
+                f"a fleet says itself its {spare[0]}", where="fleet", hint="one of them"
+            )
+        return predict_fleet(predictor, parse_fleet(given["fleet"])).to_dict()
     case = made(ServingCase, given)
     load = case.load
     loads = [name for name in ("concurrency", "batch", "rate") if getattr(load, name)]
@@ -98,7 +109,6 @@ def simulate_serving(predictors: Predictors, task: Task, payload: bytes) -> dict
         raise PlanError("burstiness needs a rate", where="burstiness", hint="give rate")
     with _served(given, case.model) as model:
         deployment = deployment_of(replace(case, model=model), files=model.hf is not None)
-    predictor = ServingPredictor(_operators(predictors, task))
     found = predictor.predict(deployment, load, slo=parse_slo(case.judged.slo))
     return found.to_dict(case.judged.price)
 

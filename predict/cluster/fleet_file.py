@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
@@ -25,8 +25,9 @@ from .serving_load import parse_lengths, parse_slo, read_traces
 #: cache, capture and initialisation of Llama 3.1 8B under vLLM on an L40S (Tensorfuse, "Reducing
 #: GPU Cold Start Time when using vLLM", 2025: 34 + 10 + 13 + 7 s; 200 s without kept caches).
 ENGINE_START_S = 64.0
-#: Hours of a fleet whose requests come at rates, and most steps that are played.
-WEEK_H, MOST_STEPS = 168.0, 500_000
+#: Hours of a fleet whose requests come at rates, seconds of a step, of which a short trace has a
+#: hundred at least, and most steps that are played.
+WEEK_H, STEP_S, MOST_STEPS = 168.0, 30.0, 500_000
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class FleetFile:
     pools: tuple[PoolCase, ...]
     devices: Mapping[str, int] = field(default_factory=dict)
     hours: float = WEEK_H
-    step_s: float = 30.0
+    step_s: float = STEP_S
     asked: float = 0.99
     seed: int = 0
 
@@ -169,7 +170,7 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
     Args:
         text: As docs/fleets.md describes it.
         where: What messages call it.
-        folder: Where traces stand; ``None`` for none.
+        folder: Where files stand; ``None`` for none, of traces, devices or clusters.
 
     Raises:
         PlanError: Something in it is wrong; the message says where.
@@ -187,6 +188,12 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         for name, own in _mapping(top.get("models"), f"{where}: models").items()
     )
     names = [model.name for model in models]
+    if folder is None:
+        own_pools = top.get("pools")
+        _no_files(
+            [top.get("devices"), *(own_pools if isinstance(own_pools, dict) else {}).values()],
+            where,
+        )
     pools = tuple(
         _pool(name, _mapping(own, f"{where}: pools: {name}"), models, where)
         for name, own in _mapping(top.get("pools"), f"{where}: pools").items()
@@ -200,9 +207,10 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
             hint="a pool with that model, or none of its requests",
         )
     spans = [float(model.trace.arrivals.max()) for model in models if model.trace is not None]
-    hours = {"hours": max(max(spans) / 3600.0, 1.0 / 3600.0)} if spans else {}
+    span = max(*spans, 1.0) if spans else 0.0
+    of_trace = {"hours": span / 3600.0, "step_s": min(STEP_S, span / 100.0)} if spans else {}
     devices = _mapping(top.get("devices", {}), f"{where}: devices", empty=True)
-    own = {**hours, **{key: top[key] for key in plain if key in top}}
+    own = {**of_trace, **{key: top[key] for key in plain if key in top}}
     found = build(
         FleetFile, own, where, models=models, pools=pools, devices=_counts(devices, where)
     )
@@ -227,6 +235,19 @@ def _mapping(
             f"unknown key {unknown[0]!r}", where=where, hint="keys: " + ", ".join(sorted(keys))
         )
     return {str(key): own for key, own in value.items()}
+
+
+def _no_files(given: Iterable[object], where: str) -> None:
+    """Refuse names of files among names of devices and clusters.
+
+    Raises:
+        PlanError: One is.
+    """
+    for own in given:
+        for name, value in (own if isinstance(own, dict) else {}).items():
+            for text in (str(name), str(value)):
+                if "/" in text or text.lower().endswith((".yaml", ".yml", ".json")):
+                    raise PlanError("files of the server are not read", where=f"{where}: {text}")
 
 
 def _counts(devices: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -305,6 +305,9 @@ def _static(
     means = scaled.ready.mean(axis=1)
     models = len(scaled.arrived)
     asked = [attained(scaled, slice(None), [model]) for model in range(models)]
+    if not min(asked):
+        # Every fleet keeps an SLO as often as never.
+        return None, ()
 
     def sized(parts: Sequence[int]) -> list[Pool]:
         counts = [

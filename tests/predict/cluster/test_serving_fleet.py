@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from opcast.cli import app
-from opcast.common.errors import OpcastError
+from opcast.common.errors import OpcastError, PlanError
 from opcast.predict.cluster import fleet_curves
 from opcast.predict.cluster.deployment import deployment_of
 from opcast.predict.cluster.fleet_file import ENGINE_START_S, parse_fleet, read_fleet
@@ -21,6 +22,8 @@ from opcast.predict.cluster.serving_case import FleetCase, LoadSpec, ModelCase, 
 from opcast.predict.cluster.serving_fleet import attained, predict_fleet
 from opcast.predict.cluster.serving_load import parse_slo
 from opcast.predict.render.fleet import print_fleet
+from opcast.server.cluster_tasks import simulate_serving
+from opcast.server.tasks import Task
 from opcast.simulate.serving.load import Load
 
 FLEET = """
@@ -144,6 +147,7 @@ def test_hours_agree_with_whole_runs(predictor: ServingPredictor, tmp_path: Path
         ("hours: 24", "hours: 1e9", "at most 500,000 steps"),
         ("{h100-sxm: 8}", "{h100-sxm: few}", "'few' h100-sxm"),
         ("hours: 24", "requests: trace.csv", "files of the server are not read"),
+        ("device: l40s", "device: mine.yaml", "files of the server are not read"),
     ],
 )
 def test_errors_say_where(old: str, new: str, said: str) -> None:
@@ -152,6 +156,15 @@ def test_errors_say_where(old: str, new: str, said: str) -> None:
     with pytest.raises(OpcastError, match=said) as error:
         parse_fleet(text.replace(old, new, 1), "fleet.yaml")
     assert "fleet.yaml" in str(error.value)
+
+
+def test_server_answers_the_text_of_a_file(predictor: ServingPredictor) -> None:
+    text = FLEET[: FLEET.index("  rented:")]
+    task = Task(kind="simulate-serving", model="roofline")
+    found = simulate_serving({}, task, json.dumps({"fleet": text}).encode())
+    assert found == predict_fleet(predictor, parse_fleet(text)).to_dict()
+    with pytest.raises(PlanError, match="a fleet says itself its device"):
+        simulate_serving({}, task, json.dumps({"fleet": text, "device": "l4"}).encode())
 
 
 def test_command_refuses_what_the_file_says(tmp_path: Path) -> None:
