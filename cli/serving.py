@@ -300,7 +300,11 @@ def serve(settings: ServerSettings) -> None:
             f"the server's packages are not installed: {error}", hint=extra_hint("serve")
         ) from None
     # On stderr, once connections are accepted: with --port 0 nobody knows the port before.
-    run(settings, lambda url: typer.echo(f"{url}/docs", err=True))
+    run(
+        settings,
+        lambda url: typer.echo(f"{url}/docs", err=True),
+        lambda text: typer.echo(text, err=True),
+    )
 
 
 def mcp() -> None:

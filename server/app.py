@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -35,6 +36,7 @@ from .metrics import CONTENT_TYPE
 from .service import Service
 from .settings import ServeError, ServerSettings
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 # Built once: compiling a pydantic validator takes milliseconds, running it microseconds.
@@ -304,12 +306,18 @@ def _add_error_handlers(app: FastAPI) -> None:
 _GRACE_S = 30
 
 
-def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: None) -> None:
+def serve(
+    settings: ServerSettings,
+    ready: Callable[[str], None] = lambda url: None,
+    loading: Callable[[str], None] = lambda text: None,
+) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Args:
         settings: Models, address and limits.
         ready: Called with the address once connections are accepted: the models are loaded.
+        loading: Called with a line that says so before they load, which takes long; with
+            ``log_requests`` the line is logged instead.
 
     Raises:
         ServeError: The address cannot be bound.
@@ -323,6 +331,8 @@ def serve(settings: ServerSettings, ready: Callable[[str], None] = lambda url: N
         write_json_lines()
     with bound(settings) as listener:
         address, port = listener.getsockname()[:2]
+        text = f"loading models: {', '.join(settings.models)} …"
+        (logger.info if settings.log_requests else loading)(text)
         config = uvicorn.Config(
             create_app(settings),
             log_level="warning",

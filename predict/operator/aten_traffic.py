@@ -40,7 +40,12 @@ LOOKUPS = (
 BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
 _EMBEDDING = "aten.embedding_dense_backward"
 _PUTS = ("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
-_SCATTERS = ("aten.scatter_add", "aten.scatter_reduce", "aten.scatter", "aten.index_add")
+#: Operators that write elements which an index of their own shape chooses, and the number of times
+#: that they touch each: what is added to is read and written.
+_SCATTERS = {"aten.scatter_add": 2, "aten.scatter_reduce": 2, "aten.scatter": 1}
+#: Operators that write slices of a table which a list of indices chooses, as above.
+_SLICES = {"aten.index_add": 2, "aten.index_reduce": 2, "aten.index_copy": 1, "aten.index_fill": 1}
+_MASKED, _PUT_FLAT, _TAKE = "aten.masked_scatter", "aten.put", "aten.take"
 #: Most indices for which the gradient of an embedding is one kernel without a sort
 #: (embedding_dense_backward_cuda).
 _UNSORTED = 3072
@@ -60,9 +65,10 @@ def read_traffic(call: AtenCall) -> float | None:
         table, index = call.inputs[0], call.inputs[1]
         row = table.bytes / max(table.shape[0], 1)
         return float(call.outputs[0].bytes + prod(index.shape) * row + index.bytes)
-    if call.name == "aten.gather":
+    if call.name in ("aten.gather", _TAKE):
         table, index = call.inputs[:2]
-        return float(written + index.bytes + _touched(table.bytes, index.shape, call, written))
+        scattered = call.name == _TAKE or _scatters(call)
+        return float(written + index.bytes + _touched(table.bytes, index.shape, scattered, written))
     if call.name in LOOKUPS:
         # As much of the table as is written, and the index.
         return float(
@@ -78,14 +84,39 @@ def write_traffic(call: AtenCall) -> list[float] | None:
     name = call.name.removesuffix("_")
     if name in _PUTS:
         return [*_copy(call), *_put(call)]
-    if name in _SCATTERS:
-        table, index = call.inputs[:2]
-        values = float(table.bytes / max(prod(table.shape), 1) * prod(index.shape))
-        # What is added to is read and written.
-        times = 1 if name == "aten.scatter" else 2
-        touched = _touched(table.bytes, index.shape, call, values)
-        return [*_copy(call), float(index.bytes + values + times * touched)]
+    if name == _MASKED:
+        return [*_copy(call), *_masked(call)]
+    if name in _SCATTERS or name in _SLICES or name == _PUT_FLAT:
+        return [*_copy(call), _scattered(call, name)]
     return None
+
+
+def _scattered(call: AtenCall, name: str) -> float:
+    """One kernel, whose threads write elements of the table or add to them by atomics."""
+    table, index = call.inputs[:2]
+    source = call.inputs[2].shape if len(call.inputs) > 2 else ()
+    shape = index.shape
+    if name in _SLICES:
+        # What fills slices is one value.
+        along = call.whole(0)
+        filled = (*table.shape[:along], prod(index.shape), *table.shape[along:][1:])
+        shape = source or filled
+    values = float(table.bytes / max(prod(table.shape), 1) * prod(shape))
+    times = (_SCATTERS | _SLICES).get(name, 2 if True in call.numbers else 1)
+    touched = _touched(table.bytes, shape, name == _PUT_FLAT or _scatters(call), values)
+    return float(index.bytes + values * bool(source) + times * touched)
+
+
+def _masked(call: AtenCall) -> list[float]:
+    """Places of the source for each element, by a scan of the mask, and the choice by both.
+
+    PyTorch's ``launch_masked_scatter_kernel`` (IndexKernel.cu); how much of the source the mask
+    takes depends on data: as if it took all that there is room for.
+    """
+    table, mask, source = call.inputs[:3]
+    places = _INDEX * prod(table.shape)
+    taken = min(source.bytes, table.bytes)
+    return [mask.bytes + places, float(mask.bytes + places + 2 * table.bytes + taken)]
 
 
 def _copy(call: AtenCall) -> list[float]:
@@ -95,12 +126,16 @@ def _copy(call: AtenCall) -> list[float]:
     return [2.0 * call.outputs[0].bytes]
 
 
-def _touched(table: int, index: tuple[int, ...], call: AtenCall, values: float) -> float:
-    """Bytes of a table in which chosen elements lie, whole sectors where they scatter."""
+def _scatters(call: AtenCall) -> bool:
+    """Whether an index chooses along the last dimension, so that what it chooses lies apart."""
     dims = [n for n in call.numbers if isinstance(n, int) and not isinstance(n, bool)]
-    rank = max(len(index), len(call.inputs[0].shape), 1)
-    along_rows = not dims or dims[0] % rank != rank - 1
-    return float(min(table, values if along_rows else prod(index) * SECTOR))
+    rank = max(len(call.inputs[1].shape), len(call.inputs[0].shape), 1)
+    return bool(dims) and dims[0] % rank == rank - 1
+
+
+def _touched(table: int, chosen: tuple[int, ...], scattered: bool, values: float) -> float:
+    """Bytes of a table in which chosen elements lie, whole sectors where they scatter."""
+    return float(min(table, prod(chosen) * SECTOR if scattered else values))
 
 
 def _embedding(call: AtenCall) -> list[float]:

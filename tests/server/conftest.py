@@ -44,6 +44,7 @@ def _address(process: subprocess.Popen[bytes], log: IO[str]) -> str:
         assert process.poll() is None, said
         found = re.search(r"(http://\S+)/docs", said)
         if found is not None:
+            assert said.index("loading models") < found.start()
             # The address is told when connections are accepted, not before.
             assert httpx.get(f"{found[1]}/health", timeout=30).status_code == 200
             return found[1]

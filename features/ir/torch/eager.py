@@ -86,6 +86,24 @@ class Scopes:
             self.running.pop()
 
 
+def sized_by_data(error: Exception) -> str:
+    """What to do about an operator whose results' sizes depend on values; empty for other errors.
+
+    One of them is the CTC loss, which keeps a score for each step and label of the longest target.
+    """
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    if not isinstance(error, DynamicOutputShapeException):
+        return ""
+    operator = str(error.func).rpartition(".")[0]
+    return (
+        f"how large the results of {operator} are depends on values of its inputs, which a "
+        "prediction does not have (F.ctc_loss: on lengths, also those given as lists; nonzero, "
+        "masked_select, unique: on the data): end the module before it and add its time as "
+        "measured, or write it with fixed sizes"
+    )
+
+
 def run(steps: Callable[[], Result]) -> Result:
     """Call a function, below which all callers are the user's or PyTorch's."""
     return steps()

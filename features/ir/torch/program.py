@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....common.errors import ProgramError
 from .autocast import cuda_autocast
+from .eager import sized_by_data
 
 if TYPE_CHECKING:
     import torch
@@ -293,7 +294,8 @@ def export(given: TorchProgram) -> Exported:
         raise ProgramError(
             f"torch.export cannot export the module: {type(error).__name__}: {shortened(error)}",
             where=name,
-            hint="opcast reads what torch.export exports: no branches on values of tensors, no "
+            hint=sized_by_data(error)
+            or "opcast reads what torch.export exports: no branches on values of tensors, no "
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
         ) from error
     return _checked(Exported(program, name))

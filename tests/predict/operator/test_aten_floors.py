@@ -28,6 +28,8 @@ DEVICES = ("h100-sxm", "a100-sxm-80gb", "rtx-4090", "mi300x", "b200", "v100-sxm"
 FRAMEWORKS = ("torch-eager", "torch-compiled")
 #: Operators that read only what an index chooses of an operand, or nothing of it.
 UNLIKE = ("embedding", "index", "gather", "zeros_like", "ones_like", "full_like", "rand_like")
+#: Operators that write by an index of their own operands' shape.
+BY_INDEX = {"scatter", "scatter_add", "scatter_reduce", "masked_scatter", "put", "take"}
 HALF, SINGLE = torch.bfloat16, torch.float32
 FP8, BYTE = torch.float8_e4m3fn, torch.int8
 
@@ -216,6 +218,89 @@ def test_a_layer_of_another_library_is_known_by_its_shapes():
     assert product_of(found.calls[0]) is None
 
 
+ROWS, COLUMNS, LONG = ((2000, 256), SINGLE), ((256, 2000), SINGLE), torch.int64
+MANY, SOURCE = ((40000,), LONG), ((40000, 256), SINGLE)
+FEW = ((3, 256), SINGLE)
+TABLE_BYTES, SOURCE_BYTES, INDEX_BYTES = 4 * 2000 * 256, 4 * 40000 * 256, 8 * 40000
+#: Function that writes by an index, operands, and bytes of its kernels: sources and indices are
+#: read, what is added to is read and written, and what is not in place is copied first.
+WRITES = {
+    "sums in place": (
+        lambda o, i, s: o.index_add_(0, i, s),
+        [ROWS, MANY, SOURCE],
+        [INDEX_BYTES + SOURCE_BYTES + 2 * TABLE_BYTES],
+    ),
+    "sums": (
+        lambda o, i, s: o.index_add(0, i, s),
+        [ROWS, MANY, SOURCE],
+        [2 * TABLE_BYTES, INDEX_BYTES + SOURCE_BYTES + 2 * TABLE_BYTES],
+    ),
+    # 4 columns of 256 rows, each element in a sector of 32 bytes of its own.
+    "sums of columns": (
+        lambda o, i, s: o.index_add_(1, i, s),
+        [COLUMNS, ((4,), LONG), ((256, 4), SINGLE)],
+        [8 * 4 + 4 * 256 * 4 + 2 * 32 * 256 * 4],
+    ),
+    "largest": (
+        lambda o, i, s: o.index_reduce_(0, i, s, "amax"),
+        [ROWS, MANY, SOURCE],
+        [INDEX_BYTES + SOURCE_BYTES + 2 * TABLE_BYTES],
+    ),
+    # Three rows of a cache, whose others stay as they are.
+    "rows": (
+        lambda o, i, s: o.index_copy_(0, i, s),
+        [ROWS, ((3,), LONG), FEW],
+        [8 * 3 + 2 * 4 * 3 * 256],
+    ),
+    "filled": (
+        lambda o, i: o.index_fill_(0, i, 0.0),
+        [ROWS, ((3,), LONG)],
+        [8 * 3 + 4 * 3 * 256],
+    ),
+    "reduced": (
+        lambda o, i, s: o.scatter_reduce_(0, i, s, "sum"),
+        [ROWS, ((2000, 256), LONG), ROWS],
+        [8 * 2000 * 256 + TABLE_BYTES + 2 * TABLE_BYTES],
+    ),
+    "one value": (
+        lambda o, i: o.scatter_(0, i, 1.0),
+        [ROWS, ((3, 256), LONG)],
+        [8 * 3 * 256 + 4 * 3 * 256],
+    ),
+    # A scan of the mask, of 8 bytes an element, which the choice reads with the table.
+    "masked": (
+        lambda o, m, s: o.masked_scatter_(m, s),
+        [ROWS, ((2000, 256), torch.bool), ROWS],
+        [(1 + 8) * 2000 * 256, (1 + 8) * 2000 * 256 + 2 * TABLE_BYTES + TABLE_BYTES],
+    ),
+    "anywhere": (
+        lambda o, i, s: o.put_(i, s, accumulate=True),
+        [ROWS, ((100,), LONG), ((100,), SINGLE)],
+        [8 * 100 + 4 * 100 + 2 * 32 * 100],
+    ),
+    "from anywhere": (
+        torch.take,
+        [ROWS, ((100,), LONG)],
+        [4 * 100 + 8 * 100 + 32 * 100],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_an_index_writes_is_read_first(name):
+    run, inputs, moved = WRITES[name]
+    found, _ = recorded(run, *inputs)
+    assert [w.bytes for w in works(found.calls)] == moved
+    hold(found, 0, sum(moved), "f32", ("h100-sxm", "cpu-i9-10940x"))
+
+
+def test_a_long_source_of_sums_takes_its_bytes():
+    sizes = ((200000, 256), SINGLE), ((4000000,), LONG), ((4000000, 256), SINGLE)
+    found, _ = recorded(lambda o, i, s: o.index_add_(0, i, s), *sizes)
+    said = price(found, find_device("h100-sxm"), "torch-eager", shipped())
+    assert said.lo_us > 1e6 * 4 * 4000000 * 256 / 3.35e12
+
+
 def drawn(draw):
     """A random operator that PyTorch counts the FLOPs of, and its operands."""
     size = lambda most=2048: draw.choice([1, 3, 8, 17, 64, 100, 256, 777, 1024, most])  # noqa: E731
@@ -265,7 +350,8 @@ def generic(operator, shape, dtype):
         if own.has_default_value():
             break
         if kind == "Tensor":
-            args.append(torch.empty(shape, dtype=dtype))
+            own_dtype = {"index": torch.int64, "mask": torch.bool}.get(own.name, dtype)
+            args.append(torch.empty(shape, dtype=own_dtype))
         elif kind.startswith("List[int]"):
             args.append([1] * len(shape))
         elif kind.startswith("Optional"):
@@ -281,7 +367,7 @@ def generic(operator, shape, dtype):
 def test_every_operator_with_a_translation_moves_its_tensors(dtype):
     """The operators that take tensors of one shape, of 4 M elements each, and write as many."""
     calls, moved = [], []
-    for name in sorted({name.split(".")[1] for name in TABLE} - set(UNLIKE)):
+    for name in sorted({name.split(".")[1] for name in TABLE} - set(UNLIKE) | BY_INDEX):
         packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if packet else ():
             operator = getattr(packet, overload)

@@ -134,6 +134,19 @@ def test_what_a_run_cannot_decide_an_export_may():
         record(TorchProgram(Worse(), (torch.zeros(4),)))
 
 
+@pytest.mark.parametrize("given", ["tensors", "lists"])
+def test_a_loss_whose_size_depends_on_lengths_says_so(given):
+    class Loss(torch.nn.Module):
+        def forward(self, x, targets, steps):
+            steps, labels = (steps, steps) if given == "tensors" else ([20] * 8, [5] * 8)
+            return torch.nn.functional.ctc_loss(x.log_softmax(-1), targets, steps, labels)
+
+    inputs = torch.zeros(20, 8, 32), torch.zeros(8, 5).long(), torch.ones(8).long()
+    with pytest.raises(ProgramError, match=r"aten\._ctc_loss") as refused:
+        record(TorchProgram(Loss(), inputs))
+    assert "on lengths" in refused.value.hint
+
+
 def test_positions_that_nobody_gave_are_of_one_sequence(monkeypatch):
     masks = types.ModuleType("transformers.masking_utils")
 
