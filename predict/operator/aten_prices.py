@@ -45,6 +45,13 @@ _OTHER_KERNEL = 1.4
 #: Most times that the steps of recurrent layers take of persistent kernels, which keep weights on
 #: the chip, and of layers that overlap; widens the interval downwards. Engineering estimate.
 _PERSISTENT = 3.0
+#: Cycles of a load from main memory: 466 on A100, 479 on H100, 542 on RTX 4090 (Luo et al.,
+#: arXiv:2402.13499, 2024, table of latencies). Nobody measured chains of them in PyTorch's kernels:
+#: the ends allow for loads that a cache serves or the compiler moves ahead, and for such that miss
+#: the tables of pages; engineering estimates.
+_LOAD_CYCLES, _LOADS = 480.0, (1.0, 0.25, 2.5)
+#: Clock of a GPU whose file has none. Engineering estimate.
+_CLOCK = 1.5e9
 #: Bytes of passes that show what a launch takes; what a byte from the last cache, as a share of it
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
@@ -104,6 +111,10 @@ class AtenPrices:
         """
         times, sources = self._alone_each(found)
         self._place(times, found, kept)
+        chains = (
+            np.array([w.serial for w in found]) * _LOAD_CYCLES / (self._spec.clock_hz or _CLOCK)
+        )
+        times = np.maximum(times, np.outer(chains, _LOADS))
         return np.maximum(times, least_times(found, self._spec)[:, None]), sources
 
     def _place(self, times: np.ndarray, found: Sequence[AtenKernel], kept: Collection[int]) -> None:
@@ -279,9 +290,14 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
     parts = {
         "compute": op.flops() / matrix_rate(op, spec),
         "memory": op.moved() / spec.bandwidth,
-        "latency": spec.floor * work.launches,
+        "latency": spec.floor * work.launches + _chained(work, spec),
     }
     return max(parts, key=parts.__getitem__)
+
+
+def _chained(work: AtenKernel, spec: DeviceSpec) -> float:
+    """Seconds of loads that wait for one another."""
+    return work.serial * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
 
 
 def _has_tf32(spec: DeviceSpec) -> bool:

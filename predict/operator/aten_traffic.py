@@ -46,6 +46,7 @@ _SCATTERS = {"aten.scatter_add": 2, "aten.scatter_reduce": 2, "aten.scatter": 1}
 #: Operators that write slices of a table which a list of indices chooses, as above.
 _SLICES = {"aten.index_add": 2, "aten.index_reduce": 2, "aten.index_copy": 1, "aten.index_fill": 1}
 _MASKED, _PUT_FLAT, _TAKE = "aten.masked_scatter", "aten.put", "aten.take"
+_SCANS = ("aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax", "aten.cummin")
 #: Most indices for which the gradient of an embedding is one kernel without a sort
 #: (embedding_dense_backward_cuda).
 _UNSORTED = 3072
@@ -181,6 +182,21 @@ def _sorted(count: int, rows: float) -> list[float]:
 def distinct(rows: float, count: float) -> float:
     """Expected rows that ``count`` random indices meet."""
     return rows * (1.0 - (1.0 - 1.0 / rows) ** count) if rows > 1 else 1.0
+
+
+def scan_steps(call: AtenCall) -> int:
+    """Loads of a thread that wait for one another in a scan over an outer dimension; else 0.
+
+    A thread walks one column; the result it has written may be what it reads next, for all that the
+    compiler knows (``tensor_kernel_scan_outer_dim`` of ScanUtils.cuh). Scans of rows, and of a
+    single column, go on in parallel.
+    """
+    shape = call.inputs[0].shape if call.inputs else ()
+    if call.name.removesuffix("_") not in _SCANS or len(shape) < 2:
+        return 0
+    along = call.whole(0) % len(shape)
+    inner = along == len(shape) - 1 or shape[along] == prod(shape)
+    return 0 if inner else shape[along]
 
 
 class Use(NamedTuple):

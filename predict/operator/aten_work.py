@@ -24,7 +24,7 @@ from ...models.gpu.attention import backward_ratio
 from .aten_lists import is_over_lists, list_launches
 from .aten_products import check_formats, product_of
 from .aten_recurrent import is_recurrent, recurrent_ops
-from .aten_traffic import LOOKUPS, Use, read_traffic, write_traffic
+from .aten_traffic import LOOKUPS, Use, read_traffic, scan_steps, write_traffic
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
@@ -77,6 +77,7 @@ class AtenKernel:
         uses: Memory that it reads and writes.
         masked: Of attention whether it reads a mask.
         channels_last: Whether an image that it reads lies with the channels last.
+        serial: Loads of each thread that wait for one another, if there are many.
     """
 
     op: Op
@@ -87,6 +88,7 @@ class AtenKernel:
     uses: tuple[Use, ...] = ()
     masked: bool = False
     channels_last: bool = False
+    serial: int = 0
 
     @property
     def name(self) -> str:
@@ -168,7 +170,13 @@ def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
 
 def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     """What each operator costs, in order."""
-    return [work for call in calls for work in (*_copies(call), *used(call))]
+    found = []
+    for call in calls:
+        # Generated code scans in parallel.
+        serial = scan_steps(call)
+        own = used(call)
+        found += [*_copies(call), *([replace(w, serial=serial) for w in own] if serial else own)]
+    return found
 
 
 def used(call: AtenCall) -> list[AtenKernel]:

@@ -316,5 +316,6 @@ _NUMBERED = (
     *("aten.convolution", "aten._scaled_dot_product", "aten._fft", "aten.gather"),
     *("aten.scatter", "aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl"),
     *("aten.index_add", "aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.put"),
-    "aten.native_batch_norm",
+    *("aten.native_batch_norm", "aten.cumsum", "aten.cumprod", "aten.logcumsumexp"),
+    *("aten.cummax", "aten.cummin"),
 )

@@ -205,6 +205,23 @@ def test_sorts_take_a_pass_for_each_byte_of_their_keys():
     assert price(record(meta(norm, (64, 4096))), find_device("h100-sxm"), "torch-eager", None)
 
 
+@pytest.mark.parametrize("scan", [torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.cummax])
+def test_scans_over_an_outer_dimension_wait_for_each_load(scan):
+    shape, spec = (1 << 20, 64), find_device("h100-sxm")
+    recording = record(meta(Called(lambda x: scan(x, 0)), shape))
+    (found,) = price(recording, spec, "torch-eager", None).operators
+    # A million loads of 480 cycles, one after the other.
+    chain = 1e6 * (1 << 20) * 480 / spec.clock_hz
+    assert found.latency_us == pytest.approx(chain, rel=1e-6)
+    assert found.bound == "latency"
+    assert found.lo_us == pytest.approx(chain / 4) and found.hi_us == pytest.approx(2.5 * chain)
+    # Those of rows, of one column and of generated code are parallel.
+    for own in ((lambda x: scan(x, 1), shape), (lambda x: scan(x, 0), (1 << 20, 1))):
+        (other,) = price(record(meta(Called(own[0]), own[1])), spec, "torch-eager", None).operators
+        assert other.latency_us < chain / 100
+    assert price(recording, spec, "torch-compiled", None).latency_us < chain / 100
+
+
 @pytest.mark.parametrize(
     ("function", "size", "passes"),
     [
