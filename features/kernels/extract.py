@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ..cost.flops import op_cost
 from ..ir.program import Computation, Op, Program, Source
 from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
-from .kernel import Kernel
+from .kernel import OPEN_LOOP, Kernel
 from .kinds import fused_ops, is_free, main_opcodes
 
 #: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.
@@ -205,7 +205,7 @@ class _Schedule:
             return int(trips)
         name = self._place(op)
         self.notes.append(
-            f"loop {op.name} has no known trip count and is counted once; give it with "
+            f"{OPEN_LOOP.format(name=op.name)}; give it with "
             f"trip_counts={{{name!r}: N}} or --trip-count {name}=N"
         )
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,6 +112,11 @@ class Kernel:
         return max(results, key=lambda t: t.nbytes).dtype if results else "token"
 
 
+#: The note about a loop whose trip count nobody knows, which stands inline once.
+OPEN_LOOP = "loop {name} has no known trip count and is counted once"
+_OPEN_LOOP = re.compile(re.escape(OPEN_LOOP).replace(re.escape("{name}"), r"(\S+)"))
+
+
 @dataclass(slots=True)
 class LoweredProgram:
     """A program as the target runs it.
@@ -140,3 +146,8 @@ class LoweredProgram:
     compile_seconds: float = 0.0
     entry_bytes: float = 0.0
     module: Program | None = field(default=None, repr=False, compare=False)
+
+    def open_kernels(self) -> list[bool]:
+        """Whether each kernel is in a loop that runs as often as data say, shape ``(n,)``."""
+        found = {m[1] for note in self.notes if (m := _OPEN_LOOP.match(note))}
+        return [not found.isdisjoint(k.scope) for k in self.kernels]

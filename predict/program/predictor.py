@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 #: Single-kernel answers that :meth:`Predictor.latency_us` remembers; a full memory is emptied. It
 #: bounds the memory of long runs. Engineering estimate.
 MEMO_SIZE = 200_000
+#: Trips that the upper end of a program's time allows for in a loop that runs as often as data say.
+#: Engineering estimate.
+_TRIPS = 1000
+_OPEN_NOTE = (
+    f"the time of a loop of unknown length is that of one trip: the upper end allows for {_TRIPS:,}"
+)
 
 
 class Predictor:
@@ -212,6 +219,12 @@ class Predictor:
             kernels, program = model.predict_in_program(lowered, device, isolated)
         total = Interval(program.latency, program.lo, program.hi)
         total = capped_total(total, device, cap, program.least)
+        endless = np.array(lowered.open_kernels(), bool)
+        if endless.any():
+            times = np.array([k.multiplicity for k in lowered.kernels])[endless]
+            again = (_TRIPS - 1) * float(kernels.hi[endless] @ times)
+            total = total._replace(hi=total.hi + again)
+            kernels = replace(kernels, in_domain=kernels.in_domain & ~endless)
         standing = model_notes(model, lowered.kernels, device)
         formed = lowering_note(lowered, kernels.latency, device)
         return Prediction(
@@ -226,6 +239,7 @@ class Predictor:
             notes=(
                 *rematerialised(lowered.kernels, kernels.latency),
                 *lowered.notes,
+                *([_OPEN_NOTE] if endless.any() else []),
                 *formed,
                 *(capped_note(power_cap_w) if cap < 1.0 else ()),
                 *standing,

@@ -196,3 +196,21 @@ def test_a_product_that_a_compiler_writes_as_a_convolution_is_named_a_product(pr
     own = dot.sources[0]._replace(op="stablehlo.convolution")
     written = replace(lowered, kernels=(replace(dot, kind="conv", sources=(own,)),))
     assert predictor.predict_lowered(written, device).kernels[0].kind == "conv"
+
+
+def test_a_loop_that_data_end_has_no_sure_upper_end(predictor, device):
+    def loop(n, x):
+        state = jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 2), (0, x))
+        return state[1] + 1
+
+    inputs = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    text = jax.jit(loop).lower(*inputs).as_text()
+    lowered = lower(text, "op")
+    found = predictor.predict_lowered(lowered, device)
+    # What is in the loop may run 999 times more.
+    inside = [k for k, own in zip(found.kernels, lowered.open_kernels(), strict=True) if own]
+    assert 0 < len(inside) < len(found.kernels) and not any(k.in_domain for k in inside)
+    again = sum(k.hi_us * k.multiplicity for k in inside) * 999
+    assert again < found.hi_us < 1.1 * again and any("unknown length" in n for n in found.notes)
+    known = predictor.predict_lowered(lower(text, "op", trip_counts=1), device)
+    assert known.hi_us == pytest.approx(found.hi_us - again) and known.lo_us == found.lo_us
