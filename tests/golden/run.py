@@ -45,7 +45,7 @@ Answer = dict[str, Leaf]
 #: Significant digits of the figures that are kept.
 _DIGITS = 7
 #: Figures smaller than this are residues of differences, and equal.
-_NOTHING = 1e-12
+_NOTHING = 1e-10
 #: Entries of a list that are kept one by one, where a case does not say otherwise.
 _FIRST = 2
 #: Longer texts are sentences for people, which may be reworded.
