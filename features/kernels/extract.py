@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from ..cost.flops import op_cost
 from ..ir.program import Computation, Op, Program, Source
 from .facts import KernelFacts, ProgramFacts, control_facts, facts_of_ir
-from .kernel import OPEN_LOOP, Kernel
+from .kernel import Kernel
 from .kinds import fused_ops, is_free, main_opcodes
 
 #: libtpu writes 2^63 - 1 where it has no estimate; no kernel takes half of that.
@@ -81,6 +81,8 @@ class _Schedule:
         self.facts = ProgramFacts(program)
         self.kernels: list[Kernel] = []
         self.notes: list[str] = []
+        # Names of loops without a known trip count.
+        self.endless: set[str] = set()
         self.weights: dict[str, float] = {}
         self.tags: dict[str, tuple[Source, ...]] = {}
         self.from_stablehlo = program.dialect == "stablehlo"
@@ -156,6 +158,7 @@ class _Schedule:
         kernel.multiplicity = times
         kernel.operands = tuple(sorted(flat(inputs)))
         kernel.scope = scope
+        kernel.endless = not self.endless.isdisjoint(scope)
         kernel.sources = self._sources(op, facts.kind)
         kernel.async_role = _async_role(op.opcode)
         kernel.cycles = estimated_cycles(op)
@@ -203,9 +206,10 @@ class _Schedule:
         trips = op.attrs.get("trip_count")
         if trips is not None:
             return int(trips)
+        self.endless.add(op.name)
         name = self._place(op)
         self.notes.append(
-            f"{OPEN_LOOP.format(name=op.name)}; give it with "
+            f"loop {op.name} has no known trip count and is counted once; give it with "
             f"trip_counts={{{name!r}: N}} or --trip-count {name}=N"
         )
         return 1

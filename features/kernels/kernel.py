@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +42,7 @@ class Kernel:
         operands: Positions of the kernels whose results this one reads, in the same list.
         sources: StableHLO ops and lines that it came from.
         scope: Names of the enclosing loops and branches, outermost first.
+        endless: Whether it is in a loop without a known trip count, which stands inline once.
         async_role: ``start``, ``done`` or empty.
         async_peer: Position of the matching done or start; -1 if none.
         cycles: The compiler's own estimate of one execution in cycles (TPU); 0 if it gives none.
@@ -62,6 +62,7 @@ class Kernel:
     operands: tuple[int, ...] = ()
     sources: tuple[Source, ...] = ()
     scope: tuple[str, ...] = ()
+    endless: bool = False
     async_role: str = ""
     async_peer: int = -1
     cycles: float = 0.0
@@ -112,11 +113,6 @@ class Kernel:
         return max(results, key=lambda t: t.nbytes).dtype if results else "token"
 
 
-#: The note about a loop whose trip count nobody knows, which stands inline once.
-OPEN_LOOP = "loop {name} has no known trip count and is counted once"
-_OPEN_LOOP = re.compile(re.escape(OPEN_LOOP).replace(re.escape("{name}"), r"(\S+)"))
-
-
 @dataclass(slots=True)
 class LoweredProgram:
     """A program as the target runs it.
@@ -146,8 +142,3 @@ class LoweredProgram:
     compile_seconds: float = 0.0
     entry_bytes: float = 0.0
     module: Program | None = field(default=None, repr=False, compare=False)
-
-    def open_kernels(self) -> list[bool]:
-        """Whether each kernel is in a loop that runs as often as data say, shape ``(n,)``."""
-        found = {m[1] for note in self.notes if (m := _OPEN_LOOP.match(note))}
-        return [not found.isdisjoint(k.scope) for k in self.kernels]

@@ -8,7 +8,7 @@ along. Layout (all lists in schedule order, ``kernel`` and ``scope`` are positio
      "peak_memory_bytes": 0.0, "memory_source": "compiler", "notes": [],
      "hashes": ["..."], "irs": {"<hash>": "<HLO text>"}, "scopes": [["while.1"]],
      "kernel": [0], "times": [1.0], "scope": [0], "operands": [[1, 2]],
-     "role": {"3": "start"}, "peer": {"3": -2}}
+     "role": {"3": "start"}, "peer": {"3": -2}, "endless": [3]}
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def schedule_to_json(lowered: LoweredProgram, known: Collection[str] = ()) -> st
         "scope": [scopes[k.scope] for k in lowered.kernels],
         # Relative positions repeat from layer to layer, so the text compresses well.
         "operands": [[i - operand for operand in k.operands] for i, k in listed],
+        "endless": [i for i, k in listed if k.endless],
         "role": {str(i): k.async_role for i, k in listed if k.async_role},
         # Sparse: few kernels are asynchronous.
         "peer": {str(i): i - k.async_peer for i, k in listed if k.async_peer >= 0},
@@ -112,12 +113,15 @@ def _kernels(data: JsonMapping, ir_by_hash: Mapping[str, str]) -> list[Kernel]:
     # Parsed once for each distinct kernel, then copied for each execution.
     originals = [kernel_from_ir(known[value]) for value in data["hashes"]]
     scopes = [tuple(scope) for scope in data["scopes"]]
+    # Schedules of older datasets do not state it.
+    endless = set(data.get("endless", ()))
     columns = zip(data["kernel"], data["times"], data["scope"], data["operands"], strict=True)
     kernels = [
         replace(
             originals[kernel],
             multiplicity=float(times),
             scope=scopes[scope],
+            endless=i in endless,
             operands=tuple(i - back for back in operands),
             async_role=data["role"].get(str(i), ""),
             async_peer=i - data["peer"][str(i)] if str(i) in data["peer"] else -1,

@@ -219,7 +219,7 @@ class Predictor:
             kernels, program = model.predict_in_program(lowered, device, isolated)
         total = Interval(program.latency, program.lo, program.hi)
         total = capped_total(total, device, cap, program.least)
-        endless = np.array(lowered.open_kernels(), bool)
+        endless = np.array([kernel.endless for kernel in lowered.kernels], bool)
         if endless.any():
             times = np.array([k.multiplicity for k in lowered.kernels])[endless]
             again = (_TRIPS - 1) * float(kernels.hi[endless] @ times)

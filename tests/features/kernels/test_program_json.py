@@ -46,24 +46,38 @@ def scan(x, w):
     return jax.lax.scan(body, x, None, length=7)
 
 
-@pytest.fixture(params=["scan", "async"])
+def halved(x, least):
+    return jax.lax.while_loop(lambda c: c.sum() > least.sum(), lambda c: c / 2, x)
+
+
+@pytest.fixture(params=["scan", "while", "async"])
 def lowered(request):
     hlo = ASYNC
-    if request.param == "scan":
+    if request.param != "async":
         x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-        hlo = jax.jit(scan).lower(x, x).compile().as_text()
+        loop = scan if request.param == "scan" else halved
+        hlo = jax.jit(loop).lower(x, x).compile().as_text()
     kernels, _ = extract_kernels(parse_hlo(hlo))
     return LoweredProgram(kernels, "xla", "cpu-x", "xla 1", 123.0, "compiler", ["a note"], hlo)
 
 
 FIELDS = (
     "kind", "ir", "hash", "flops", "transcendentals", "bytes_in", "bytes_out", "multiplicity",
-    "operands", "scope", "async_role", "async_peer", "dtype",
+    "operands", "scope", "endless", "async_role", "async_peer", "dtype",
 )  # fmt: skip
 
 
 def as_rows(lowered):
     return [[getattr(k, name) for name in FIELDS] for k in lowered.kernels]
+
+
+def test_kernels_of_a_loop_that_data_end_are_endless():
+    x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    for loop, ended in ((halved, True), (scan, False)):
+        kernels, _ = extract_kernels(parse_hlo(jax.jit(loop).lower(x, x).compile().as_text()))
+        inside = [k for k in kernels if k.scope]
+        assert inside and all(k.endless is ended for k in inside)
+        assert not any(k.endless for k in kernels if not k.scope)
 
 
 def test_round_trip(lowered):
