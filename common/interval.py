@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import exp, log
 from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -37,6 +38,11 @@ class Interval(NamedTuple):
     def around(cls, value: float, below: float, above: float) -> Interval:
         """Make the interval of an estimate from its half-widths; the lower end stays positive."""
         return cls(value, max(value - below, LEAST_SHARE * value), value + above)
+
+    @classmethod
+    def outer(cls, values: Sequence[float]) -> Interval:
+        """Make the interval of an estimate, which comes first, from the outer ones of all."""
+        return cls(values[0], min(values), max(values))
 
     def chance_below(self, limit: float) -> float:
         """How likely the true value is at most a limit.
@@ -141,6 +147,12 @@ def latency_fields(latency: Time, lo: Time, hi: Time) -> dict[str, Time]:
 def latency_of(result: HasLatency) -> dict[str, float]:
     """Give the three keys of a result that has them as attributes."""
     return {"latency_us": result.latency_us, "lo_us": result.lo_us, "hi_us": result.hi_us}
+
+
+def end_fields(name: str, interval: Interval) -> dict[str, float]:
+    """Give the keys of a figure and of its ends, which leave out a colon that ends the name."""
+    plain = name.removesuffix(":")
+    return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}
 
 
 def step_fields(interval: Interval) -> dict[str, float]:

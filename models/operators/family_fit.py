@@ -78,6 +78,7 @@ class FamilyFit:
     def __post_init__(self) -> None:
         self.ratio = target_of(self.rows, self.features)
         self.device, self.code = self.rows["device"].to_numpy(object), codes(self.rows)
+        self.names = tuple(sorted(set(self.device)))
         self.rng = np.random.default_rng(self.settings.seed)
 
     def run(self, known_devices: KnownDevices, vendors: frozenset[str]) -> Learned:
@@ -107,9 +108,8 @@ class FamilyFit:
     def _known(self, fitting: np.ndarray, most: int) -> KnownModel:
         """The model of known devices, of at most so many rows of those at ``fitting``."""
         fitting = draw_rows(self.rng, fitting, balanced_weights(self.device[fitting]), most)
-        names = tuple(sorted(set(self.device)))
         args = self.features, self.device, self.code[0], self.ratio, fitting
-        return KnownModel.fit(self.family, names, self.settings, *args)
+        return KnownModel.fit(self.family, self.names, self.settings, *args)
 
     def _judge_known(
         self, known: KnownModel, held: np.ndarray, parts: list[np.ndarray]

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...common.interval import Interval
+from ...common.interval import Interval, end_fields
 from ...features.devices.catalogue import device_names, find_device
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
@@ -154,7 +154,7 @@ def cost_fields(price: float | None, seconds: Interval, devices: int) -> dict[st
     if price is None:
         return {}
     found = cost_of(price, seconds, devices)
-    return {"cost": found.value, "cost_lo": found.lo, "cost_hi": found.hi}
+    return end_fields("cost", found)
 
 
 def starved(spec: DeviceSpec, work: Work) -> np.ndarray:

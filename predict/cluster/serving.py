@@ -167,8 +167,8 @@ class ServingPredictor:
             for level in ("mean", "std", *LEVELS):
                 own = [each.figure(metric, level) for each in (seen, *ends)]
                 name = f"p{level}" if isinstance(level, int) else level
-                figures[f"{metric}/{name}"] = Interval(own[0], min(own), max(own))
-        spent = Interval(spans[0], min(spans), max(spans))
+                figures[f"{metric}/{name}"] = Interval.outer(own)
+        spent = Interval.outer(spans)
         requests, tokens = (
             Interval(total / spent.value, total / spent.hi, total / spent.lo)
             for total in (load.count, found.output_tokens)
@@ -187,7 +187,7 @@ class ServingPredictor:
             figures=figures,
             requests_per_s=requests,
             tokens_per_s=tokens,
-            good=Interval(good[0], min(good), max(good)),
+            good=Interval.outer(good),
             slo=slo,
             memory=memory.to_dict() | cache.parts,
             cache_tokens=cache.tokens,

@@ -8,7 +8,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from ...common.interval import Interval
+from ...common.interval import Interval, end_fields
 from ...common.types import JsonObject
 from ...features.devices.catalogue import read_device
 from ...models.power.energy import energy_fields
@@ -47,7 +47,7 @@ class FleetPrediction:
 
     def _over(self, figure: Callable[[Played], float]) -> Interval:
         """A figure with the ends that both ends of the replicas' speed give it."""
-        return _outer([figure(one) for one in self.played])
+        return Interval.outer([figure(one) for one in self.played])
 
     def _hours(self, one: Played, pool: int, span: slice) -> float:
         """Device hours of a pool."""
@@ -69,23 +69,23 @@ class FleetPrediction:
         pools = range(len(self.asked.pools))
         arrived = self.played[0].arrived[:, span]
         data: JsonObject = {"requests": float(arrived.sum())}
-        data |= ends("slo_attainment", self._over(lambda one: attained(one, span)))
+        data |= end_fields("slo_attainment", self._over(lambda one: attained(one, span)))
         data["slo_attainment_by_model"] = {
             model.name: attained(self.played[0], span, [at])
             for at, model in enumerate(self.asked.models)
         }
         hours = self._over(lambda one: sum(self._hours(one, i, span) for i in pools))
-        data |= ends("device_hours", hours)
+        data |= end_fields("device_hours", hours)
         if self._priced:
             cost = self._over(lambda one: self._cost(one, span))
-            data |= ends("cost", cost)
+            data |= end_fields("cost", cost)
             tokens = float(arrived.sum(axis=1) @ np.array(self.output_tokens)) / 1e6
             if tokens:
                 per_token = Interval(*(end / tokens for end in cost))
-                data |= ends("dollars_per_million_tokens", per_token)
+                data |= end_fields("dollars_per_million_tokens", per_token)
         if all(replica.powered for replica in self.replicas):
             data |= energy_fields(self._over(lambda one: float(one.joules[:, span].sum())))
-        data |= ends(
+        data |= end_fields(
             "backlog_max", self._over(lambda one: float(one.backlog[:, span].sum(0).max()))
         )
         return data
@@ -116,7 +116,7 @@ class FleetPrediction:
         case, own, one = self.asked.pools[at], self.replicas[at], self.played[0]
         everything = slice(None)
         model = [m.name for m in self.asked.models].index(case.model)
-        within = _outer([curve.within(self.asked.asked) for curve in own.warm])
+        within = Interval.outer([curve.within(self.asked.asked) for curve in own.warm])
         data: JsonObject = {
             "name": case.name,
             "model": case.model,
@@ -124,14 +124,14 @@ class FleetPrediction:
             "plan": own.deployment.text(),
             "devices": own.deployment.devices,
             "known": own.known,
-            **ends("requests_per_s", _outer([curve.capacity for curve in own.warm])),
-            **ends("requests_per_s_within_slo", within),
+            **end_fields("requests_per_s", Interval.outer([curve.capacity for curve in own.warm])),
+            **end_fields("requests_per_s_within_slo", within),
             "startup_s": own.start_s,
             "warm_s": own.warm_s,
             "replicas_mean": float(one.ready[at].mean()),
             "replicas_max": float(one.ready[at].max()),
             "replicas_wished": one.wished[at],
-            **ends("device_hours", self._over(lambda p: self._hours(p, at, everything))),
+            **end_fields("device_hours", self._over(lambda p: self._hours(p, at, everything))),
         }
         if case.spot is not None:
             data["interruptions"] = float(one.lost[at].sum())
@@ -165,7 +165,7 @@ class FleetPrediction:
         data: JsonObject = {
             "hours": self.asked.hours,
             **self._totals(everything),
-            **ends("served", self._over(lambda p: float(p.served.sum()))),
+            **end_fields("served", self._over(lambda p: float(p.served.sum()))),
             "waiting_at_end": float(one.backlog[:, -1].sum()),
             "worst_hour": min(hours, key=lambda hour: float(hour["slo_attainment"]))["hour"],
             "pools": [self.pool(at) for at in range(len(self.asked.pools))],
@@ -201,16 +201,6 @@ class FleetPrediction:
                 )
             told += [f"{pool.name}: {note}" for note in own.notes]
         return told
-
-
-def _outer(values: Sequence[float]) -> Interval:
-    """An estimate, which comes first, and the outer ones of all."""
-    return Interval(values[0], min(values), max(values))
-
-
-def ends(name: str, interval: Interval) -> dict[str, float]:
-    """Keys of a figure and of its ends."""
-    return {name: interval.value, f"{name}_lo": interval.lo, f"{name}_hi": interval.hi}
 
 
 def attained(one: Played, span: slice, models: Sequence[int] | None = None) -> float:
@@ -316,7 +306,6 @@ def _static(
         return [replace(p, least=n, most=n, initial=n) for n, p in zip(counts, pools, strict=True)]
 
     low, high = [0] * models, [_PARTS * 8] * models
-    best = None
     while any(a + 1 < b for a, b in zip(low, high, strict=True)):
         middle = [(a + b + 1) // 2 for a, b in zip(low, high, strict=True)]
         tried = play(sized(middle), scaled.arrived, scaled.step, Nodes({}, {}), seed)

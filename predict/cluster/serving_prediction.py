@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...common.interval import Interval, latency_fields
+from ...common.interval import Interval, end_fields, latency_fields
 from ...models.power.energy import energy_fields
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ...simulate.serving.load import Load, Run
@@ -103,26 +103,26 @@ class ServingPrediction:
             "total_output_tokens": outputs,
             "max_concurrency": self.load.concurrency or None,
             "request_rate": self.spec.rate or self.load.rate or "inf",
-            **_ends("request_throughput", rate),
-            **_ends("output_throughput", self.tokens_per_s),
-            **_ends("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
+            **end_fields("request_throughput", rate),
+            **end_fields("output_throughput", self.tokens_per_s),
+            **end_fields("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
             "total_token_throughput": rate.value * prompt_rate + self.tokens_per_s.value,
         }
         if self.slo != FREE:
-            data |= _ends(
+            data |= end_fields(
                 "request_goodput:", Interval(*(r * g for r, g in zip(rate, self.good, strict=True)))
             )
-            data |= _ends("slo_attainment", self.good)
+            data |= end_fields("slo_attainment", self.good)
         for metric in METRICS:
             named = "e2el" if metric == "e2e" else metric
             for level in ("mean", "std", *LEVELS):
                 name = f"p{level}" if isinstance(level, int) else level
                 key, name = f"{metric}/{name}", {"p50": "median"}.get(name, name)
-                data |= _ends(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
+                data |= end_fields(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
         for name, joules in self.joules().items():
-            data |= _ends(f"joules_per_{name}", joules)
+            data |= end_fields(f"joules_per_{name}", joules)
         for name, dollars in self.dollars(price).items():
-            data |= _ends(f"dollars_per_{name}", dollars)
+            data |= end_fields(f"dollars_per_{name}", dollars)
         return {
             **data,
             **energy_fields(self.energy),
@@ -148,8 +148,3 @@ class ServingPrediction:
 
 def _scaled(interval: Interval, factor: float) -> Interval:
     return Interval(*(end * factor for end in interval))
-
-
-def _ends(name: str, interval: Interval) -> dict[str, object]:
-    plain = name.removesuffix(":")
-    return {name: interval.value, f"{plain}_lo": interval.lo, f"{plain}_hi": interval.hi}

@@ -111,9 +111,7 @@ class AtenPrices:
         """
         times, sources = self._alone_each(found)
         self._place(times, found, kept)
-        chains = (
-            np.array([w.serial for w in found]) * _LOAD_CYCLES / (self._spec.clock_hz or _CLOCK)
-        )
+        chains = np.array([_chained(work, self._spec) for work in found])
         times = np.maximum(times, np.outer(chains, _LOADS))
         return np.maximum(times, least_times(found, self._spec)[:, None]), sources
 
