@@ -78,9 +78,7 @@ def _canonical(dot: Node, swap: bool, any_order: bool) -> Node:
     sizes = [prod(first.node.type.shape[d] for d in dims) for dims in (first.batch, first.free)] + [
         prod(second.node.type.shape[d] for d in second.free)
     ]
-    attrs: dict[str, object] = {
-        k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")
-    }
+    attrs = _precision(dot)
     batched = bool(first.batch)
     attrs["lhs_contracting_dims"] = (left.index("c"),)
     attrs["rhs_contracting_dims"] = (right.index("c"),)
@@ -91,6 +89,11 @@ def _canonical(dot: Node, swap: bool, any_order: bool) -> Node:
         "dot", [lhs, rhs], (TensorType(dot.type.dtype, shape),), attrs, source=dot.source
     )
     return product if swap else reshape(product, dot.type.shape)
+
+
+def _precision(dot: Node) -> dict[str, object]:
+    """The attributes that say how exactly a product is computed, and so how fast."""
+    return {k: v for k, v in dot.attrs.items() if k in ("operand_precision", "algorithm")}
 
 
 def _roles(dot: Node, side: str, position: int, any_order: bool) -> _Operand:
@@ -354,6 +357,7 @@ def _convolved(dot: Node) -> Node | None:
     sizes = [image.node.type.shape[d] for d in image.batch]
     window = [WindowDim(size, max(size - 1, 1), lhs_dilation=size) for size in sizes]
     attrs = {
+        **_precision(dot),
         "window": (*window, *(WindowDim(1) for _ in places)),
         "dim_labels": f"{_word(read)}_{_word(written)}->{''.join(out)}",
         "feature_group_count": 1,

@@ -7,7 +7,7 @@ import pytest
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.lowering.fused.graph import Graph, Node, build_graph
 from opcast.features.lowering.fused.merging import MERGE_BYTES, Dependence, merge_dots
-from opcast.features.lowering.fused.products import canonical_dots
+from opcast.features.lowering.fused.products import canonical_dots, convolved_products
 
 
 def graph_of(*lines: str) -> Graph:
@@ -159,3 +159,18 @@ def test_two_large_products_are_not_merged(rows: int, products: int) -> None:
     assert (4 * (2 * rows * 2048 + 2048 * 2048) <= MERGE_BYTES) == (products == 1)
     merge_dots(graph)
     assert sum(n.opcode == "dot" for n in graph.nodes()) == products
+
+
+@pytest.mark.parametrize(
+    "asked", ["operand_precision={highest,highest}", "algorithm=dot_bf16_bf16_f32_x6"]
+)
+def test_a_product_keeps_its_precision_as_a_convolution(asked: str) -> None:
+    graph = graph_of(
+        "x = f32[8,16] parameter(0)",
+        "w = f32[16,4] parameter(1)",
+        "ROOT y = f32[8,4] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + asked,
+    )
+    before = only(graph, "dot").attrs
+    convolved_products(graph)
+    name = asked.split("=")[0]
+    assert before[name] and only(graph, "convolution").attrs[name] == before[name]
