@@ -5,6 +5,9 @@ Factorisations go through their columns one after the other, each in a few small
     steps = matrices^batch · sweeps · columns
     time = launch + steps · (step + passes · bytes / bandwidth) + FLOPs / peak
 
+Where a library takes all matrices of a batch at once, each is one core's, in rounds of those that
+the cores hold, with a core's share of the bandwidth.
+
 A Fourier transform is a few passes over memory. No pack holds such calls; the constants stand with
 the published times that they were set to in ``library_calls.yaml``.
 """
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +50,25 @@ class Transforms:
 
 
 @dataclass(frozen=True)
+class Together:
+    """How a routine goes through all matrices of a batch at once; see ``library_calls.yaml``."""
+
+    step_us: float
+    passes: float
+    square: bool = False
+
+    def takes(self, call: Call, side: int) -> bool:
+        """Whether the library has all matrices of a call done at once.
+
+        Args:
+            call: The matrices.
+            side: Largest side divided by their number.
+        """
+        fits = call.matrices > 1 and call.rows // call.matrices <= side
+        return fits and not (self.square and call.rows != call.columns)
+
+
+@dataclass(frozen=True)
 class Routine:
     """How a routine goes through a matrix; see ``library_calls.yaml``."""
 
@@ -57,6 +79,7 @@ class Routine:
     sweeps: float = 1.0
     batch: float = 1.0
     small: int = 0
+    together: Together | None = None
 
     def seconds(self, call: Call, device: DeviceSpec, clock: float, slow: float) -> float:
         """Seconds of one call, without its launch.
@@ -67,10 +90,19 @@ class Routine:
             clock: Hertz at which the steps were measured.
             slow: Factor of the device's launches on those of NVIDIA's.
         """
-        step = self.step_us * 1e-6 * clock / (device.clock_hz or CLOCK) * slow
-        step += self.passes * float(memory_seconds(np.array(call.bytes), device))
-        power = 0.0 if call.columns <= self.small else self.batch
-        own = call.matrices**power * self.sweeps * call.columns * step
+        scale = 1e-6 * clock / (device.clock_hz or CLOCK) * slow
+        rules, cores = _tables().at_once, max(device.core_count, 1)
+        if self.together is not None and self.together.takes(call, rules["side"]):
+            # A core moves the bytes of its matrix alone, however few matrices there are.
+            moved = self.together.passes * max(call.matrices, cores) * call.bytes
+            rounds = max(call.matrices / (cores * rules["blocks"]), 1.0)
+            steps, step = call.columns, rounds * self.together.step_us * scale
+        else:
+            moved = self.passes * call.bytes
+            power = 0.0 if call.columns <= self.small else self.batch
+            steps = call.matrices**power * self.sweeps * call.columns
+            step = self.step_us * scale
+        own = steps * (step + float(memory_seconds(np.array(moved), device)))
         return float(own + call.flops / device.vector_peak(call.dtype))
 
 
@@ -82,6 +114,7 @@ class Call:
         routine: Index of its entry; -1 for a Fourier transform.
         matrices: Number of matrices or transforms.
         columns: Smaller side of a matrix; for a transform its passes over memory.
+        rows: Larger side of a matrix.
         bytes: Bytes of one matrix; of a transform those that a pass reads and writes.
         flops: FLOPs of the call.
         dtype: Element type.
@@ -90,16 +123,32 @@ class Call:
     routine: int
     matrices: int
     columns: int
+    rows: int
     bytes: float
     flops: float
     dtype: str
 
 
+class _Tables(NamedTuple):
+    """What ``library_calls.yaml`` holds; the clock in hertz."""
+
+    entries: tuple[Routine, ...]
+    transforms: Transforms
+    at_once: Mapping[str, int]
+    clock: float
+
+
 @cache
-def _tables() -> tuple[tuple[Routine, ...], Transforms, float]:
+def _tables() -> _Tables:
     data: Any = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-    entries = tuple(Routine(**{**e, "routines": tuple(e["routines"])}) for e in data["entries"])
-    return entries, Transforms(**data["fft"]), float(data["clock_ghz"]) * 1e9
+    entries = tuple(map(_routine, data["entries"]))
+    clock = float(data["clock_ghz"]) * 1e9
+    return _Tables(entries, Transforms(**data["fft"]), data["together"], clock)
+
+
+def _routine(entry: Mapping[str, Any]) -> Routine:
+    at_once = Together(**entry["together"]) if "together" in entry else None
+    return Routine(**{**entry, "routines": tuple(entry["routines"]), "together": at_once})
 
 
 def call_of(kernel: Kernel) -> Call | None:
@@ -113,24 +162,24 @@ def call_of(kernel: Kernel) -> Call | None:
         lengths = op.attrs.get("fft_length", ())
         lengths = (lengths,) if isinstance(lengths, int) else tuple(lengths)
         passes = sum(_passes(n) for n in lengths)
-        return Call(
-            -1, first.size // max(prod(lengths), 1), passes, kernel.bytes, kernel.flops, "f32"
-        )
+        count = first.size // max(prod(lengths), 1)
+        return Call(-1, count, passes, 0, kernel.bytes, kernel.flops, "f32")
     if len(first.shape) < 2:
         return None
     name = routine_of(str(op.attrs.get("target", op.opcode)))
-    found = next((i for i, entry in enumerate(_tables()[0]) if name in entry.routines), -1)
+    found = next((i for i, entry in enumerate(_tables().entries) if name in entry.routines), -1)
     if found < 0:
         return None
     *batch, rows, columns = first.shape
     own = first.nbytes / max(prod(batch), 1)
     real = {"c64": "f32", "c128": "f64"}.get(first.dtype, first.dtype)
-    return Call(found, prod(batch), min(rows, columns), own, kernel.flops, real)
+    short, long = sorted((rows, columns))
+    return Call(found, prod(batch), short, long, own, kernel.flops, real)
 
 
 def _passes(length: int) -> int:
     """Passes over memory of transforms of one length."""
-    rules = _tables()[1]
+    rules = _tables().transforms
     rest, factor = length, 2
     while factor <= rules.prime and rest > 1:
         while rest % factor == 0:
@@ -152,7 +201,7 @@ def library_answer(
         params: Constants of passes over memory.
         source: What the predictions are named to come from.
     """
-    entries, transforms, clock = _tables()
+    entries, transforms, _, clock = _tables()
     launch = launch_seconds(device, params)
     slow = launch_factor(device)
     seconds, reach = np.empty(len(calls)), np.empty(len(calls))

@@ -31,6 +31,12 @@ def svd(x):
     return jax.lax.linalg.svd(x, full_matrices=False)
 
 
+def geqrf(x):
+    # JAX has no public function of it alone: its qr() forms the factor, too.
+    factors = jax.ShapeDtypeStruct((*x.shape[:-2], min(x.shape[-2:])), x.dtype)
+    return jax.ffi.ffi_call("cusolver_geqrf_ffi", (jax.typeof(x), factors))(x)
+
+
 F32, F64 = jnp.float32, jnp.float64
 #: Function, matrices, type, device and the milliseconds that were published
 #: (models/gpu/library_calls.yaml names where).
@@ -49,7 +55,21 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "shape", "dtype", "device", "published_ms"), PUBLISHED)
+#: Of batches that cuBLAS takes at once, on GPUs that their sources do not name.
+AT_ONCE = [
+    (jax.lax.linalg.lu, (16, 128, 128), F32, "v100-sxm", 0.334),
+    (jax.lax.linalg.lu, (1024, 128, 128), F32, "v100-sxm", 22.4),
+    (jax.lax.linalg.lu, (256, 256, 256), F64, "v100-sxm", 22.0),
+    (jax.lax.linalg.lu, (100_000, 4, 4), F32, "v100-sxm", 0.288),
+    (geqrf, (256, 2, 2), F64, "v100-sxm", 0.025),
+    (geqrf, (25, 256, 256), F64, "v100-sxm", 82.4),
+    (geqrf, (64, 128, 128), F32, "v100-sxm", 9.4),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "dtype", "device", "published_ms"), PUBLISHED + AT_ONCE
+)
 def test_published_times_lie_in_the_interval(function, shape, dtype, device, published_ms):
     lo, middle, hi = predicted(function, (shape, dtype), device=device)
     assert lo <= published_ms <= hi
@@ -60,6 +80,18 @@ def test_a_singular_value_decomposition_takes_tens_of_milliseconds():
     lo, middle, hi = predicted(svd, ((1024, 1024), F32))
     assert 10 < middle < 100
     assert lo < middle / 3 < 3 * middle < hi
+
+
+def test_a_batch_of_small_matrices_is_factored_at_once():
+    # Each of the 128 columns of 4,000 matrices moves two thirds of their 262 MB.
+    moved_ms = 128 * 0.67 * 4000 * 128**2 * 4 / 3.35e9
+    _, at_once, _ = predicted(jax.lax.linalg.lu, ((4000, 128, 128), F32))
+    assert moved_ms < at_once < 1.5 * moved_ms
+    # jaxlib has cuBLAS take them at once up to a side of 128 for each matrix, of LU only squares.
+    for function, other in [(jax.lax.linalg.lu, (1000, 128, 127)), (geqrf, (2, 258, 258))]:
+        one = predicted(function, (other[1:], F32))[1]
+        assert predicted(function, (other, F32))[1] > 0.9 * other[0] * one
+    assert predicted(geqrf, ((1000, 128, 64), F32))[1] < 50
 
 
 def test_each_pass_of_a_transform_moves_its_data():
