@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from .paths import PACKAGE
@@ -118,3 +120,10 @@ def fault(error: Exception) -> InternalError:
         f"a fault of opcast: {type(error).__name__}: {error}{place}",
         hint="please report it; OPCAST_TRACEBACK=1 prints where it comes from",
     )
+
+
+def meant(typed: str, known: Sequence[str]) -> str:
+    """A hint of what a misspelt key was meant to be, else of all that there are."""
+    close = difflib.get_close_matches(typed.lower(), known, n=1)
+    listed = f"one of {', '.join(known)}"
+    return f"did you mean {close[0]}? Else {listed}" if close else listed

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..common.errors import OpcastError, ProgramError
+from ..common.errors import OpcastError, ProgramError, meant
 from ..common.files import parse_json
 from ..common.interval import latency_fields
 from ..common.types import JsonMapping, JsonObject
+from ..models.tiles.rows import FLAGS, SIZES
 from ..models.trust.calibrator import NORMAL_90
 
 if TYPE_CHECKING:
@@ -118,10 +119,9 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
         kind: Answering = _operators
         if "plan" in own or "implementation" in own:
             kind = _plans if "plan" in own else _tiles
-        lacking = [name for name in _NEEDED[kind] if not own.get(name)]
-        if lacking:
-            also = " or --device" if "device" in lacking else ""
-            found[number] = ProgramError(f"give {', '.join(lacking)}{also}")
+        wrong = _unknown(candidates[number], kind) or _lacking(own, kind)
+        if wrong is not None:
+            found[number] = wrong
             continue
         asked.setdefault(kind, []).append(number)
         if group := own.get("group"):
@@ -204,6 +204,22 @@ def _given(candidate: JsonMapping, device: str) -> JsonObject:
         if isinstance(given, Mapping)
     }
     return {**own, **texts}
+
+
+def _unknown(candidate: JsonMapping, kind: Answering) -> ProgramError | None:
+    """What is wrong with the keys of a candidate: a misspelt one would silently be its default."""
+    own = (*_NEEDED[kind], *_OPTIONAL[kind], *_OF_ALL)
+    for key in candidate:
+        if key not in own:
+            what = f"unknown key {key!r} of {_NAMED[kind]}"
+            return ProgramError(what, hint=meant(key, tuple(dict.fromkeys(own))))
+    return None
+
+
+def _lacking(own: JsonMapping, kind: Answering) -> ProgramError | None:
+    lacking = [name for name in _NEEDED[kind] if not own.get(name)]
+    also = " or --device" if "device" in lacking else ""
+    return ProgramError(f"give {', '.join(lacking)}{also}") if lacking else None
 
 
 def _problem(kind: Answering, own: JsonObject) -> Hashable:
@@ -337,6 +353,20 @@ _NEEDED: dict[Answering, tuple[str, ...]] = {
     _operators: ("op", "device"),
     _tiles: ("op", "implementation", "args", "device"),
     _plans: ("workload", "cluster"),
+}
+#: What it may have besides.
+_OPTIONAL: dict[Answering, tuple[str, ...]] = {
+    _operators: (),
+    _tiles: ("config", *SIZES, *FLAGS),
+    _plans: ("plan", "set", "framework"),
+}
+#: What every candidate may have.
+_OF_ALL = ("device", "group", "id")
+#: What a candidate of each kind is called.
+_NAMED: dict[Answering, str] = {
+    _operators: "an operator",
+    _tiles: "a kernel with tiles",
+    _plans: "a step under a plan",
 }
 
 

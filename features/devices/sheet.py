@@ -8,15 +8,14 @@ capacities are binary as vendors print them (1 MB is 2^20 bytes, 1 GB is 2^30).
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import DeviceError
+from ...common.errors import DeviceError, meant
 from ...common.files import check_yaml, yaml_loader
 from ...common.types import JsonObject
 from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
@@ -195,7 +194,7 @@ def _sheet(data: dict[str, object], lines: _Lines, path: Path) -> Sheet:
     # Unknown keys are refused, not ignored: a misspelt figure would silently become a default.
     for key in data:
         if key not in _KEYS:
-            raise wrong(f"unknown key {key!r}", str(key), hint=_meant(str(key), _KEYS))
+            raise wrong(f"unknown key {key!r}", str(key), hint=meant(str(key), _KEYS))
     # In the order of TEXTS, whatever the file's: errors come in a fixed order.
     texts = {key: _text(data[key], key, wrong) for key in TEXTS if key in data}
     if "name" not in texts:
@@ -225,13 +224,13 @@ def _models(value: object, wrong: _Wrong) -> Iterator[tuple[str, dict[str, float
                 raise wrong(f"{name!r} must map figures to coefficients", "models", name)
             for key in own:
                 if key not in terms:
-                    hint = _meant(str(key), terms)
+                    hint = meant(str(key), terms)
                     raise wrong(f"unknown figure {key!r} in {name!r}", "models", name, hint=hint)
             yield name, {k: _number(v, ("models", name, k), wrong) for k, v in own.items()}
         terms.append(name)
     for name in value:
         if name not in MODELLED:
-            raise wrong(f"unknown model {name!r}", "models", hint=_meant(str(name), MODELLED))
+            raise wrong(f"unknown model {name!r}", "models", hint=meant(str(name), MODELLED))
 
 
 #: Keys whose product the rate of all cores is proportional to.
@@ -320,13 +319,6 @@ def _key_lines(
         yield from _key_lines(value, path, (*above, name))
 
 
-def _meant(typed: str, known: Sequence[str]) -> str:
-    """What a misspelt key was meant to be, else all that there are."""
-    close = difflib.get_close_matches(typed.lower(), known, n=1)
-    listed = f"one of {', '.join(known)}"
-    return f"did you mean {close[0]}? Else {listed}" if close else listed
-
-
 def _text(value: object, key: str, wrong: _Wrong) -> str:
     if not isinstance(value, str) or not value.strip():
         raise wrong(f"{key!r} must be a text, not {value!r}", key)
@@ -366,7 +358,7 @@ def _rates(value: object, table: str, wrong: _Wrong) -> Iterator[tuple[str, floa
     for dtype, rate in value.items():
         if dtype not in RATES[table]:
             what = f"unknown dtype {dtype!r} in {table!r}"
-            raise wrong(what, table, str(dtype), hint=_meant(str(dtype), RATES[table]))
+            raise wrong(what, table, str(dtype), hint=meant(str(dtype), RATES[table]))
         yield f"{table}.{dtype}", _number(rate, (table, dtype), wrong)
 
 

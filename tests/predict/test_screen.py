@@ -132,6 +132,23 @@ def test_what_is_missing_is_named(candidate, said):
     assert found["error"] == said
 
 
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        ({"op": "linear m=64 n=64 k=64 dtype=bf16", "devic": "l4"}, "did you mean device?"),
+        ({**RAGGED, "configs": {}}, "unknown key 'configs' of a kernel with tiles"),
+        (
+            {"workload": "llama-3-8b", "cluster": "h100-sxm-x8", "plan": "", "seq": 1},
+            "did you mean",
+        ),
+        ({"op": "linear m=64 n=64 k=64 dtype=bf16", "args": {}}, "one of op, device, group, id"),
+    ],
+)
+def test_unknown_keys_are_refused_with_what_they_were_meant_to_be(candidate, said):
+    (found,) = next(answer_lines(lines({**candidate, "id": 7}), "h100-sxm"))
+    assert found["id"] == 7 and found["error"].startswith("unknown key") and said in found["error"]
+
+
 def test_faulty_lines_cost_only_themselves_and_batches_end_at_empty_lines():
     good = "linear m=64 n=4096 k=4096 dtype=bf16"
     asked = [*lines(good, "nonsense m=1", {"op": "linear m=1"}), "{", "3", "", json.dumps(good)]
