@@ -21,6 +21,7 @@ from ...common import plugins
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
 from .device import DeviceSpec, device_slug
+from .identity import is_measured
 from .rules import generations
 from .sheet import Sheet, overlay, read_designs, read_sheet
 from .spec_of_sheet import device_of_sheet
@@ -120,10 +121,27 @@ def device_file(device: str | Path) -> DeviceSpec | None:
     """Read the device of a file; ``None`` for a name, which no device has with such a suffix.
 
     Raises:
-        DeviceError: The file is missing or wrong.
+        DeviceError: The file is missing or wrong, or its device has the name of one of the
+            catalogue and other figures.
     """
     is_file = Path(device).suffix.lower() in (".json", ".yaml", ".yml")
-    return DeviceSpec.from_file(device) if is_file else None
+    return _own_name(DeviceSpec.from_file(device), Path(device)) if is_file else None
+
+
+def _own_name(device: DeviceSpec, path: Path) -> DeviceSpec:
+    """Refuse the device of a file that the catalogue has under its name with other figures.
+
+    What was measured on a chip goes by its name. A measured description may differ from the
+    catalogue's, since ceilings that a probe reached are never those of a data sheet.
+    """
+    listed = None if is_measured(device) else _canonical(device.name)
+    if listed is not None and _unnamed(device) != _unnamed(_catalogue_device(listed)):
+        raise DeviceError(
+            f"name {device.name!r} is that of a device of the catalogue with other figures",
+            where=str(path),
+            hint=f"give this chip a name of its own; base: {listed} takes what it shares with that",
+        )
+    return device
 
 
 def find_described(name: str, described: Mapping[str, DeviceSpec]) -> DeviceSpec:
@@ -239,7 +257,10 @@ def load_designs(path: Path | str) -> list[Design]:
     Raises:
         DeviceError: As :func:`load_device_file`, or a range is malformed.
     """
-    return [Design(figures, device_of(sheet)) for figures, sheet in read_designs(Path(path))]
+    path = Path(path)
+    return [
+        Design(figures, _own_name(device_of(sheet), path)) for figures, sheet in read_designs(path)
+    ]
 
 
 def unchanged(path: Path | str) -> DeviceSpec | None:

@@ -16,6 +16,7 @@ import pytest
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import (
     closest_names,
+    device_file,
     device_names,
     find_device,
     in_catalogue,
@@ -569,3 +570,19 @@ def test_programs_have_what_the_driver_tells() -> None:
         assert again.memory_bytes == pytest.approx(spec.memory_bytes)
     assert find_device("mi300x").usable_bytes == 192 * 2**30
     assert replace(find_device("t4"), memory_bytes=0.0).usable_bytes == 0.0
+
+
+def test_a_file_cannot_have_the_name_of_another_chip(tmp_path):
+    """What was measured on a chip goes by its name; only a probe may say other figures of it."""
+    file = tmp_path / "own.yaml"
+    file.write_text("name: h100-sxm\nbase: h100-sxm\nhbm_bandwidth_gbps: 100\n")
+    for read in (device_file, load_designs):
+        with pytest.raises(DeviceError, match="'h100-sxm' is that of a device of the catalogue"):
+            read(file)
+    file.write_text("name: slow-h100\nbase: h100-sxm\nhbm_bandwidth_gbps: 100\n")
+    assert device_file(file).bandwidth == 1e11
+    file.write_text("name: h100-sxm\nbase: h100-sxm\n")
+    assert device_file(file).levels == find_device("h100-sxm").levels
+    probed = tmp_path / "probed.json"
+    probed.write_text(replace(find_device("h100-sxm"), floor=1e-3, source="measured").to_json())
+    assert device_file(probed).floor == 1e-3
