@@ -118,11 +118,13 @@ def _refuse_compiler_options(
     if lowering == "op":
         refuse(context, "--lowering op, which compiles nothing", limits | {"xla_flag", "cache"})
     elif lowering == "fused":
-        from ..features.lowering.options import HORIZONTAL
+        from ..features.lowering.options import HEEDED
 
         refuse(context, "--lowering fused, which compiles nothing", limits | {"cache"})
-        if any(flag.lstrip("-").partition("=")[0] != HORIZONTAL for flag in flags):
-            raise typer.BadParameter(f"--lowering fused supports only --xla-flag {HORIZONTAL}")
+        if any(flag.lstrip("-").partition("=")[0] not in HEEDED for flag in flags):
+            raise typer.BadParameter(
+                f"--lowering fused supports only --xla-flag {', '.join(HEEDED)}"
+            )
     # The local device is compiled for within this process, which nothing limits.
     elif device is None or device.platform not in ("gpu", "tpu"):
         refuse(context, "this machine's own compiler", limits | {"xla_flag"})

@@ -57,8 +57,8 @@ def lower(
             compiled for by its own compiler, which needs neither the device nor a driver.
         fallback: Lowering to take where that compiler is missing, fails or exceeds its limits; a
             note mentions it. By default it is an error.
-        settings: Limits and options of that compiler; ``fused`` heeds its option of horizontal
-            fusion, ``xla_gpu_use_horizontal_fusion``.
+        settings: Limits and options of that compiler; ``fused`` heeds those of horizontal fusion,
+            ``xla_gpu_use_horizontal_fusion``, and of products, ``xla_gpu_enable_triton_gemm``.
 
     Returns:
         Kernels in schedule order with peak memory and notes.
@@ -158,7 +158,9 @@ def _lower(
     if choice.lowering == "fused":
         from .fused.lower import lower_fused
 
-        lowered = lower_fused(program, device, horizontal=options.horizontal)
+        lowered = lower_fused(
+            program, device, horizontal=options.horizontal, generated=options.generated
+        )
         if choice.note:
             lowered.notes.insert(0, choice.note)
         return lowered

@@ -23,6 +23,10 @@ AUTO = "auto"
 
 #: XLA's option for horizontal fusion, which ``fused`` heeds too. JAX 0.10's XLA has dropped it.
 HORIZONTAL = "xla_gpu_use_horizontal_fusion"
+#: XLA's option for products whose kernels Triton generates, which ``fused`` heeds too.
+GENERATED = "xla_gpu_enable_triton_gemm"
+#: All options that ``fused`` heeds.
+HEEDED = (GENERATED, HORIZONTAL)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class LoweringOptions:
     def horizontal(self) -> bool:
         """Whether the compiler's options request horizontal fusion."""
         return self.settings is not None and bool(self.settings.flags.get(HORIZONTAL))
+
+    @property
+    def generated(self) -> bool:
+        """Whether the compiler's options leave products to kernels that it generates."""
+        return self.settings is None or bool(self.settings.flags.get(GENERATED, True))
 
     def check(self) -> None:
         """Refuse unknown lowerings.

@@ -9,6 +9,7 @@ from ....common.errors import LoweringError
 from ...ir.program import Computation, Op, Program
 from .clusters import Cluster, Clusters, is_consumer, is_view
 from .convolutions import REVERSED
+from .generated import WIDENED
 from .graph import Node
 from .layouts import MOVES
 
@@ -81,7 +82,7 @@ class _Writer(ABC):
         """The op that computes a node, its operands written before it."""
         operands = tuple(self._value(operand) for operand in node.operands)
         called = tuple(self.emitter.called(name) for name in node.called)
-        attrs = {k: v for k, v in node.attrs.items() if k not in (REVERSED, MOVES)}
+        attrs = {k: v for k, v in node.attrs.items() if k not in (REVERSED, MOVES, WIDENED)}
         return Op(
             "", node.opcode, operands, node.results, attrs, called, node.is_tuple, node.source
         )

@@ -310,23 +310,28 @@ def _diamond(clusters: Clusters, node: Node) -> tuple[Node, list[Node]] | None:
         # Triton's kernel keeps one row in a block: it must be contiguous.
         if reduction(inner).shape is not Shape.ROW or len(inner.attrs["dimensions"]) != 1:
             continue
-        top, between = _top(clusters, source_of(inner.operands[0]), wide)
-        if top is wide:
-            chain += [inner, *between]
-            return wide, [*chain, *_constants(clusters, chain)]
+        # Either may work on what the two have in common: without bf16 arithmetic the combining op
+        # stands between conversions, the reduction need not.
+        beside, above = _path(clusters, wide), _path(clusters, source_of(inner.operands[0]))
+        inside = {id(n) for n in beside}
+        upwards = next((i for i, n in enumerate(above) if id(n) in inside), None)
+        if upwards is not None:
+            top = above[upwards]
+            chain += [inner, *above[:upwards], *beside[: beside.index(top)]]
+            return top, [*chain, *_constants(clusters, chain)]
     return None
 
 
-def _top(clusters: Clusters, node: Node, wanted: Node) -> tuple[Node, list[Node]]:
-    """Climb from a reduction through ops on one value that only it needs."""
-    chain: list[Node] = []
-    while node is not wanted and is_elementwise(node) and _single(clusters, node):
+def _path(clusters: Clusters, node: Node) -> list[Node]:
+    """Climb through ops on one value that only their reader needs; the first is ``node``."""
+    path = [node]
+    while is_elementwise(node) and _single(clusters, node):
         following = {id(source_of(o)): source_of(o) for o in node.operands if splat(o) is None}
         if len(following) != 1:
             break
-        chain.append(node)
         node = next(iter(following.values()))
-    return node, chain
+        path.append(node)
+    return path
 
 
 def _two_users(clusters: Clusters, node: Node) -> bool:

@@ -1,11 +1,12 @@
-"""Products whose kernels are generated: they convert and scale what they multiply themselves.
+"""Products whose kernels are generated: they compute themselves what they multiply.
 
 As XLA's GemmFusion does (JAX 0.10, read off modules compiled for an L40S, an A100 and an H100). A
-product takes in the conversion of its operand, and arithmetic on the converted values with an
-argument that is repeated along whole dimensions (the scale of a column or a row, a zero point), but
-not with one that holds for a group of a dimension, with a matrix, or with what another kernel made.
-It goes on with elementwise ops on its result for as long as nothing else reads it and it gets no
-wider.
+product takes in conversions of its operand, functions of one value, and arithmetic with an argument
+that is repeated along whole dimensions (the scale of a column or a row, a zero point), but not with
+one that holds for a group of a dimension, with a matrix, or with what another kernel made. All of
+these have no more to read than the operand itself, so that it does so even if others read the
+operand, too. It joins arrays along its own dimension. It goes on with elementwise ops on its result
+for as long as nothing else reads it and it gets no wider.
 """
 
 from __future__ import annotations
@@ -22,10 +23,23 @@ from .graph import Node
 #: How arithmetic on bf16 is written where a GPU has none: in the second, between conversions
 #: (:func:`opcast.features.lowering.fused.lower.widen`).
 _NARROW, _WIDE = "bf16", "f32"
+#: Attribute of the conversion that ends such an op; a program's own means to narrow its values.
+WIDENED = "widened"
+#: Ops that Triton's kernels of products compute, as XLA has them in triton_support_legacy.cc.
+_UNARY = frozenset(
+    ("abs", "cbrt", "ceil", "cosine", "exponential", "exponential-minus-one", "floor", "log")
+) | {"log-plus-one", "negate", "not", "rsqrt", "sine", "sqrt", "tan", "tanh", "chlo.erf"}
+_BINARY = frozenset(
+    ("add", "atan2", "compare", "divide", "maximum", "minimum", "multiply", "power", "remainder")
+) | {"subtract"}
+
+#: Elements of which joined arrays are whole multiples where a product reads them one by one:
+#: kMinConcatFragmentSize in XLA's triton_tiling_propagation.cc.
+_TILE = 64
 
 
 def fuse_generated(clusters: Clusters, converted: Collection[str], *, is_entry: bool) -> None:
-    """Make each product that converts its operands one cluster with all that its kernel does.
+    """Make each product one cluster with all that its kernel does, if that is more than multiply.
 
     Other readers of what it computes have kernels of their own for it.
 
@@ -36,8 +50,7 @@ def fuse_generated(clusters: Clusters, converted: Collection[str], *, is_entry: 
     """
     known = ("parameter", "constant") if is_entry else ("constant",)
     for node in clusters.nodes:
-        # A TPU's product takes in more than this.
-        if node.opcode == "dot" and not clusters.fused_products:
+        if node.opcode == "dot":
             _Generated(clusters, clusters.by_root[id(node)], converted, known).run()
 
 
@@ -51,49 +64,66 @@ class _Generated:
     known: tuple[str, ...]
 
     def run(self) -> None:
-        """Fuse what makes the operands; if that is anything, what follows, too."""
+        """Fuse what makes the operands, and what follows."""
         root = self.call.root
-        taken = [
-            own
-            for operand in root.operands
-            for own in self._made(source_of(operand), operand.type.shape, wide=False)
-        ]
+        taken = list[Node]()
+        for place, operand in enumerate(root.operands):
+            node = source_of(operand)
+            joined = node.opcode == "concatenate" and self._joins_tiles(node, place)
+            taken += [node] if joined else self._made(node, operand.type.shape, wide=False)
         if taken:
-            self.call.library = True
             self._take(root, taken)
-            self._follow()
+        self._follow()
 
     def _made(self, node: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
-        """List the nodes of an operand from its conversion on; none if a kernel has to make it.
+        """List the nodes that the product computes of an operand, the last ones first.
 
         Args:
             node: Makes a value of the operand.
             shape: In which the product reads the operand.
             wide: Whether the value is one of bf16, written in f32.
         """
-        if not wide and self._is_conversion(node):
-            return [node]
-        if node.opcode == "convert":
-            between = (node.operands[0].type.dtype, node.type.dtype)
-            if between != ((_NARROW, _WIDE) if wide else (_WIDE, _NARROW)):
-                return []
-            rest = self._made(source_of(node.operands[0]), shape, wide=not wide)
-            return [node, *rest] if rest else []
-        if not is_elementwise(node) or len(node.operands) != 2:
+        own = self.clusters.by_root.get(id(node))
+        # What another product has taken in is no value in memory.
+        if own is None or len(own.members) > 1 or not node.operands:
             return []
-        for value, factor in (node.operands, node.operands[::-1]):
-            scale = self._repeated(factor, shape, wide=wide)
-            rest = self._made(source_of(value), shape, wide=wide) if scale else []
-            if rest:
-                return [node, *scale, *rest]
-        return []
+        inner = source_of(node.operands[0])
+        if node.opcode == "convert" and (wide or WIDENED in node.attrs):
+            closes = node.operands[0].type.dtype == _NARROW
+            rest = self._made(inner, shape, wide=not closes)
+            return [node, *rest] if rest or closes else []
+        if node.opcode in _UNARY or self._is_conversion(node):
+            rest = self._made(inner, shape, wide=wide)
+            return [node, *rest] if rest or not wide else []
+        if node.opcode in _BINARY:
+            for value, factor in (node.operands, node.operands[::-1]):
+                scale = self._repeated(factor, shape, wide=wide)
+                rest = self._made(source_of(value), shape, wide=wide) if scale else []
+                if scale and (rest or not wide):
+                    return [node, *scale, *rest]
+        fills = node.opcode == "broadcast" and _fills_dimensions(node, shape)
+        return [node] if fills and not wide else []
 
     def _is_conversion(self, node: Node) -> bool:
-        # Of arguments from any width, of what a kernel made if it is no wider.
         if node.opcode != "convert" or node.operands[0].type.dtype not in self.converted:
             return False
         before, after = (DTYPE_BITS[n.type.dtype] for n in (node.operands[0], node))
-        return before <= after or source_of(node.operands[0]).opcode in ("parameter", "constant")
+        value = source_of(node.operands[0])
+        # Each of several readers widens a value for itself; narrowed is only an argument's, and
+        # for one reader.
+        return before <= after or (value.opcode in self.known and self._alone(value, node))
+
+    def _alone(self, *nodes: Node) -> bool:
+        return all(len(self.clusters.readers.get(id(node), {})) == 1 for node in nodes)
+
+    def _joins_tiles(self, node: Node, place: int) -> bool:
+        """Return whether arrays are joined along the operand's own dimension, in whole tiles."""
+        dot, along = self.call.root, node.attrs["dimensions"][0]
+        side = ("lhs", "rhs")[place]
+        own = node.type.shape == dot.operands[place].type.shape and not any(
+            along in dot.attrs.get(f"{side}_{role}_dims", ()) for role in ("batch", "contracting")
+        )
+        return own and all(o.type.shape[along] % _TILE == 0 for o in node.operands)
 
     def _repeated(self, value: Node, shape: tuple[int, ...], *, wide: bool) -> list[Node]:
         """List the nodes of an argument or constant that is repeated; none for other values."""
@@ -120,6 +150,7 @@ class _Generated:
         clusters.remove(call)
         if root not in call.roots:
             clusters.remove(clusters.by_root[id(root)])
+        call.library = True
         call.members.update({clusters.position[id(own)]: own for own in nodes})
         call.roots = [root]
         clusters.add(call)

@@ -18,7 +18,7 @@ from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
-from .generated import fuse_generated
+from .generated import WIDENED, fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
 from .layouts import assign_layouts
 from .loops import (
@@ -46,7 +46,11 @@ from .work import Machine, machine_of
 
 
 def lower_fused(
-    source: SourceProgram, device: DeviceSpec | None = None, *, horizontal: bool = False
+    source: SourceProgram,
+    device: DeviceSpec | None = None,
+    *,
+    horizontal: bool = False,
+    generated: bool = True,
 ) -> LoweredProgram:
     """List roughly the kernels that a GPU compiler would make.
 
@@ -55,6 +59,7 @@ def lower_fused(
         device: Decides which fusions pay and what the libraries offer; an H100 stands in for any
             device that is not a GPU.
         horizontal: Whether independent work shares kernels, as in compilers before JAX 0.10.
+        generated: Whether products whose kernels are generated take in what is around them.
 
     Raises:
         ProgramError: The program is malformed.
@@ -65,6 +70,8 @@ def lower_fused(
             "the program is optimised already", where=source.origin, hint="use --lowering xla"
         )
     machine = machine_of(device)
+    if not generated:
+        machine = replace(machine, converted=frozenset())
     program = source.program
     graph = build_graph(program)
     emitter = Emitter(program)
@@ -160,7 +167,8 @@ def _fused(
                 names.append(emitter.add(body))
             bodies[id(node)] = tuple(names)
     clusters = Clusters(graph, fused_products=machine.fused_products)
-    fuse_generated(clusters, machine.converted, is_entry=is_entry)
+    if machine.converted:
+        fuse_generated(clusters, machine.converted, is_entry=is_entry)
     if not machine.host:
         fuse_epilogues(clusters)
     if machine.tensor_fusion and not (machine.fused_products or machine.host):
@@ -225,16 +233,18 @@ def _types(node: Node) -> list[TensorType]:
 
 def _wide(node: Node, called: tuple[str, ...]) -> Node:
     """The op in f32, and its result in its own type."""
-    operands = [_converted(operand, _WIDE) for operand in node.operands]
+    operands = [_converted(operand) for operand in node.operands]
     kind = node.type._replace(dtype=_WIDE) if node.type.dtype == _NARROW else node.type
     made = replace(node, operands=operands, results=(kind,), called=called)
-    return made if kind == node.type else _converted(made, _NARROW, whole=True)
+    if kind == node.type:
+        return made
+    return Node("convert", [made], (node.type,), {WIDENED: True}, source=made.source)
 
 
-def _converted(value: Node, dtype: str, *, whole: bool = False) -> Node:
-    if value.type.dtype != _NARROW and not whole:
+def _converted(value: Node) -> Node:
+    if value.type.dtype != _NARROW:
         return value
-    kind = value.type._replace(dtype=dtype)
+    kind = value.type._replace(dtype=_WIDE)
     return Node("convert", [value], (kind,), source=value.source)
 
 

@@ -8,7 +8,7 @@ each launch, and less of everything if too few blocks run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -48,7 +48,8 @@ class Machine:
             read and write any order of dimensions, as on TPUs.
         host: Whether it is a CPU, whose libraries take other forms of convolutions and the largest
             elements, and nothing of what follows them.
-        converted: Types from which a generated product converts its operands itself.
+        converted: Types from which a generated product converts its operands itself; none where
+            all products are the libraries'.
         narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
     """
 
@@ -75,7 +76,9 @@ def machine_of(device: DeviceSpec | None) -> Machine:
     """
     platform = device.platform if device is not None else "gpu"
     usual = Machine(fused_products=platform == "tpu", host=platform == "cpu")
-    if device is None or device.platform != "gpu" or not device.levels:
+    if platform != "gpu":
+        return replace(usual, converted=frozenset())
+    if device is None or not device.levels:
         return usual
     target = str(device.compiler.get("target", ""))
     capability = capability_of(target)

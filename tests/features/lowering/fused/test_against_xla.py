@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,6 +62,44 @@ def check(names, device_name):
 
 def test_fifty_random_compositions_cost_what_the_compilers_kernels_cost():
     assert check(FEW, "h100-sxm") == set()
+
+
+def _kernels(text, lowering, device):
+    found = lower(text, lowering, device=device if lowering == "fused" else None).kernels
+    return sorted((k.kind, round(k.bytes_in), k.bytes_out) for k in found if k.takes_time)
+
+
+def _rows(x):
+    """Values that a kernel of rows makes, of which products take in nothing."""
+    return x - x.max(-1, keepdims=True)
+
+
+OPERANDS = (
+    jnp.exp,
+    jnp.tanh,
+    jnp.negative,
+    lambda v: jnp.maximum(v, 0),
+    lambda v: jnp.exp(v * 0.5),
+    lambda v: v * v,
+    lambda v: jnp.clip(v, -1, 1),
+    lambda v: jnp.exp(v.astype(jnp.float32)).astype(v.dtype),
+)
+
+
+def _products(*arguments):
+    """Products that compute their operands themselves, or not, or what follows them; a softmax."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    made = [jax.lax.dot(f(_rows(a)), b) for f, (a, b) in zip(OPERANDS, pairs, strict=False)]
+    return [*made, jnp.tanh(jax.lax.dot(*arguments[-2:])), jax.nn.softmax(arguments[-2])]
+
+
+def test_products_and_rows_are_the_compilers_kernels_where_bf16_has_no_arithmetic():
+    device, bf16 = find_device("a100-sxm-40gb"), jnp.bfloat16
+    shapes = [s for i in range(len(OPERANDS) + 1) for s in ((1024 + 128 * i, 1024), (1024, 1024))]
+    traced = jax.jit(_products).trace(*[jax.ShapeDtypeStruct(s, bf16) for s in shapes])
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    modules = compiled({"products": text}, device)
+    assert _kernels(text, "fused", device) == _kernels(modules["products"], "xla", device)
 
 
 @pytest.mark.exhaustive

@@ -116,7 +116,7 @@ def test_updates_that_need_each_other_stay_apart():
 
 def test_loops_for_different_readers_stay_apart():
     def products(x, y, v, w):
-        return jnp.tanh(x) @ v, jnp.tanh(y) @ w
+        return jnp.sign(x) @ v, jnp.sign(y) @ w
 
     shapes = (spec(512, 512), spec(512, 512), spec(512, 512), spec(512, 512))
     found = kernels(text_of(products, *shapes))
@@ -125,7 +125,7 @@ def test_loops_for_different_readers_stay_apart():
 
 def test_loops_for_one_reader_share_a_kernel():
     def product(x, y):
-        return jnp.tanh(x) @ jnp.exp(y)
+        return jnp.sign(x) @ jnp.sign(y)
 
     found = kernels(text_of(product, spec(512, 512), spec(512, 512)))
     assert [k.kind for k in found] == ["fusion", "gemm"]
