@@ -208,6 +208,18 @@ def stated_cost(op: Op) -> StatedCost | None:
     return StatedCost(flops, transcendentals, moved) if flops or transcendentals or moved else None
 
 
+def useless_costs(body: Program) -> list[str]:
+    """Costs that calls in a kernel's module state without a figure above zero, in words."""
+    found = []
+    for computation in body.computations.values():
+        for op in computation.ops:
+            said = op.config("custom_call_config", "cost_estimate")
+            own = [f"{name}={said[name]}" for name in STATED if name in said]
+            if own and op.opcode == "custom-call" and stated_cost(op) is None:
+                found.append(f"its cost_estimate of {', '.join(own)} has no figure above zero")
+    return found
+
+
 def _amount(value: object) -> float:
     try:
         amount = float(value) if isinstance(value, int | float | str) else 0.0

@@ -11,7 +11,7 @@ import numpy as np
 from ...common.errors import UnknownCallError
 from ...common.interval import InSeconds, Interval, latency_of
 from ...common.units import duration
-from ...features.cost.library_calls import unknown_calls
+from ...features.cost.library_calls import unknown_calls, useless_costs
 from ...features.kernels.kinds import is_attention
 from ...models.power.energy import energy_fields
 from ..groups import Group, grouped
@@ -223,21 +223,23 @@ def check_known(
 
     apart = np.zeros(len(kernels), bool)
     counts: Counter[str] = Counter()
+    useless: dict[str, None] = {}
     for place, (kernel, origin_of) in enumerate(zip(kernels, source.tolist(), strict=True)):
         if kernel.takes_time and origin_of.split(":")[0] not in _OBSERVED:
             calls = unknown_calls(kernel.body)
             apart[place] = bool(calls)
             counts.update(calls)
+            useless |= dict.fromkeys(useless_costs(kernel.body) if calls else ())
     if not counts:
         return
     named = [f"{call} ({count}×)" if count > 1 else call for call, count in counts.items()]
     sources = [own for k, out in zip(kernels, apart, strict=True) if out for own in k.sources[:1]]
     lines = dict.fromkeys(f"{own.file}:{own.line}" for own in sources if own.line)
-    known = ""
-    if rest is not None:
+    known = "".join(f"; {said}" for said in useless)
+    if rest is not None and any(k.takes_time for k in np.array(kernels, object)[~apart]):
         own = rest(apart)
         ends = f"{duration(own.lo * 1e6)} to {duration(own.hi * 1e6)}"
-        known = f"; all else takes {duration(own.latency * 1e6)} (90 % interval {ends})"
+        known += f"; all else takes {duration(own.latency * 1e6)} (90 % interval {ends})"
     raise UnknownCallError(
         f"outside what opcast knows: the custom call{'s' if len(counts) > 1 else ''} "
         f"{', '.join(named)}, whose work no rule and no package tells{known}",

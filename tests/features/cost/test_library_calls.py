@@ -176,10 +176,20 @@ def test_a_kernel_of_unknown_cost_has_no_time(platform, device, lowering):
         hint = "entry point '__gpu$xla.gpu.triton:mine' of opcast.ops"
     assert hint in refused.value.hint
     assert "outside what opcast knows" in refused.value.what
+    # Beside it there is nothing that takes a time, least of all its own bytes'.
+    assert "all else" not in refused.value.what
     # Its kernels are listed all the same, with a note.
     listed = lower(source, lowering, cache=False)
     assert listed.kernels[0].bytes == 512 * 512 * (2 + 2 + 4)
     assert [n for n in listed.notes if n.startswith("no cost is known") and hint in n]
+
+
+def test_a_stated_cost_without_a_figure_above_zero_is_named():
+    stated = estimate(flops=-5, transcendentals=0, bytes_accessed=-1)
+    source = str(of_platform("tpu", **stated).module).replace("opcast_work", "other")
+    with pytest.raises(UnknownCallError, match="cost_estimate of flops=-5, transc") as refused:
+        opcast.predict(source, device="tpu-v5e", lowering="fused")
+    assert "has no figure above zero" in refused.value.what
 
 
 #: A product of 2 · 2048³ FLOPs beside a call.
