@@ -40,6 +40,11 @@ def plain(value: float, digits: int = 3) -> str:
     return f"{rounded:.{digits - 1 - round(log10(abs(rounded)) - 0.5)}f}".rstrip("0")
 
 
+def per_second(value: float) -> str:
+    """Write an amount a second: whole from ten on, below with three significant digits."""
+    return f"{value:,.0f}" if abs(value) >= 10.0 else plain(value)
+
+
 def quantity(value: float, unit: str, digits: int = 3) -> str:
     """Write a quantity with the SI prefix that leaves one to three digits before the point.
 

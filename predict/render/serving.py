@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.interval import Interval
-from ...common.units import duration, plain, quantity, size
+from ...common.units import duration, per_second, plain, quantity, size
 from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ..cluster.deployment import Deployment
@@ -64,8 +64,8 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
         tokens, what = Interval(*(each * end for end in rate)), "input "
     console.print(
         headline(
-            f"{tokens.value:,.0f} {what}tokens/s",
-            f"  ({_span(tokens)})  {tokens.value / own.devices:,.0f} a device, "
+            f"{per_second(tokens.value)} {what}tokens/s",
+            f"  ({_span(tokens)})  {per_second(tokens.value / own.devices)} a device, "
             f"{plain(rate.value)} requests/s",
         )
     )
@@ -154,7 +154,7 @@ def print_plans(
             console.print(line)
     else:
         rate, own = best.tokens_per_s_per_device, best.deployment
-        console.print(headline(best.text(), f"  {rate:,.0f} tokens/s a device"))
+        console.print(headline(best.text(), f"  {per_second(rate)} tokens/s a device"))
         spare = f" of {plans.devices}" if own.devices < plans.devices else ""
         console.print(
             f"on {own.devices}{spare} x {own.spec.name}, {own.framework}; {_formats(own)}"
@@ -241,7 +241,7 @@ def _rows(one: Planned, slo: Slo, price: float) -> Sequence[Sequence[str | Text]
     rate = one.prediction.tokens_per_s
     count = one.deployment.devices
     per = [end / count for end in rate]
-    texts = [f"{value:,.0f}" for value in per]
+    texts = [per_second(value) for value in per]
     if price:
         texts = [plain(dollars) for dollars in _token_price(one, price)]
     sure = "" if slo == FREE else f"{one.sure:.0%}"
@@ -272,7 +272,7 @@ def _ends(seconds: Interval) -> str:
 
 
 def _span(interval: Interval) -> str:
-    return f"90 % interval {interval.lo:,.0f} to {interval.hi:,.0f}"
+    return f"90 % interval {per_second(interval.lo)} to {per_second(interval.hi)}"
 
 
 def _table(*names: str, numbers: bool = True) -> Table:

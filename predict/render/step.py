@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...common.units import duration, energy, plain, quantity, size
+from ...common.units import duration, energy, per_second, plain, quantity, size
 from ...models.power.energy import cost_of
 from ..cluster.step import StepPrediction, breakdown
 from .parts import plain_table, print_notes, timed_headline, unfit
@@ -40,7 +40,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     console.print(
         f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its "
         f"{prediction.peak_format} peak), "
-        f"{tokens:,.0f} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
+        f"{per_second(tokens)} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
     if prediction.joules is not None or prediction.price is not None:
         console.print(_energy(prediction))

@@ -1,6 +1,6 @@
 import pytest
 
-from opcast.common.units import duration, energy, plain, quantity, size
+from opcast.common.units import duration, energy, per_second, plain, quantity, size
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,8 @@ def test_times_energies_and_sizes_read_as_people_write_them() -> None:
     ]
     assert [energy(j) for j in (1461.2, 1.03e3, 0.5)] == ["1.461 kJ", "1.03 kJ", "500 mJ"]
     assert size(2.0**40 * 1234) == "1,230 TiB"
+
+
+def test_a_small_rate_is_not_none():
+    rates = {0.0512: "0.0512", 9.87: "9.87", 43.6: "44", 12345.6: "12,346"}
+    assert {value: per_second(value) for value in rates} == rates
