@@ -40,7 +40,8 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     console.print(
         f"{quantity(prediction.flops_per_device, 'FLOP/s')} a device ({mfu:.1%} of its "
         f"{prediction.peak_format} peak), "
-        f"{per_second(tokens)} tokens/s; {prediction.workload.parameters / 1e9:.2f} billion parameters"
+        f"{per_second(tokens)} tokens/s; "
+        f"{prediction.workload.parameters / 1e9:.2f} billion parameters"
     )
     if prediction.joules is not None or prediction.price is not None:
         console.print(_energy(prediction))
