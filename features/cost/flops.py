@@ -3,8 +3,10 @@
 They are the same for StableHLO and for HLO. XLA counts one FLOP for each element of an elementwise
 result, of whatever type; exp, log, sin and their like count as transcendentals instead. Data
 movement counts nothing. The rules were found by experiments with XLA's cost analysis, from which
-they differ on purpose in four places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
-solves ``n² m`` (XLA: twice that), and top-k and known library calls are not free.
+they differ on purpose in five places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
+solves ``n² m`` (XLA: twice that), top-k and known library calls are not free, and products count
+the real products that they are made of: four if they are complex, and the passes of an algorithm
+such as ``dot_bf16_bf16_f32_x6`` (XLA: one).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..ir.op_table import OPS, by_op
+from ..ir.precision import arithmetic
 from ..ir.program import Computation, Op, Program
 from .bytes import FREE, fusion_bytes, op_bytes
 from .convolution import conv_flops
@@ -128,10 +131,10 @@ def _operand_size(op: Op, comp: Computation, position: int = 0) -> int:
 
 
 def _dot(op: Op, comp: Computation, program: Program) -> Work:
-    """Count ``2 · result elements · contracted elements``; complex products count as one."""
-    shape = comp.ops[op.operands[0]].results[0].shape
-    depth = prod([shape[d] for d in op.attrs.get("lhs_contracting_dims", ())])
-    return 2.0 * op.results[0].size * depth, 0.0
+    """Count ``2 · result elements · contracted elements`` of each product that it is made of."""
+    lhs = comp.ops[op.operands[0]].results[0]
+    depth = prod([lhs.shape[d] for d in op.attrs.get("lhs_contracting_dims", ())])
+    return 2.0 * op.results[0].size * depth * arithmetic(lhs.dtype, op.attrs).times, 0.0
 
 
 def _ragged_dot(op: Op, comp: Computation, program: Program) -> Work:
@@ -149,7 +152,8 @@ def _convolution(op: Op, comp: Computation, program: Program) -> Work:
     lhs, rhs = (comp.ops[i].results[0] for i in op.operands[:2])
     groups = int(attrs.get("batch_group_count", 1))
     window, labels = attrs.get("window", ()), attrs["dim_labels"]
-    return conv_flops(lhs, rhs, op.results[0], window, labels, groups), 0.0
+    flops = conv_flops(lhs, rhs, op.results[0], window, labels, groups)
+    return flops * arithmetic(lhs.dtype, attrs).times, 0.0
 
 
 def _reduce(op: Op, comp: Computation, program: Program) -> Work:
@@ -203,12 +207,13 @@ def _cholesky(op: Op, comp: Computation, program: Program) -> Work:
     """Return ``n³ / 3`` for each matrix (Golub and Van Loan, Matrix Computations, 4.2)."""
     result = op.results[0]
     # size is batch · n²; the last dimension is n.
-    return result.size * result.shape[-1] / 3, 0.0
+    return result.size * result.shape[-1] / 3 * arithmetic(result.dtype, {}).times, 0.0
 
 
 def _triangular_solve(op: Op, comp: Computation, program: Program) -> Work:
     """Return ``n² · m`` for each solve with ``m`` right-hand sides (Golub and Van Loan, 3.1)."""
-    return float(op.results[0].size * comp.ops[op.operands[0]].results[0].shape[-1]), 0.0
+    result, matrix = op.results[0], comp.ops[op.operands[0]].results[0]
+    return float(result.size * matrix.shape[-1] * arithmetic(result.dtype, {}).times), 0.0
 
 
 def _fft(op: Op, comp: Computation, program: Program) -> Work:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...common import plugins
 from ...common.errors import OpcastError
 from ..ir.op_table import NAMES
+from ..ir.precision import arithmetic
 from ..ir.program import STATED, Op, Program, TensorType, read_work
 from ..operators.op import op_flops
 from .convolution import conv_flops
@@ -158,10 +159,12 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
     # cuDNN's fused attention, forward and backward.
     if "fmha" in target:
         return _attention(op, operands, target)
+    # Complex numbers, and algorithms of several passes, make several real products of one.
+    times = arithmetic(operands[0].dtype, op.attrs).times
     if _CONV.search(target) and "dim_labels" in op.attrs and len(operands) > 1:
-        return _library_conv(op, operands, target), 0.0
+        return _library_conv(op, operands, target) * times, 0.0
     if _GEMM.search(target) and len(operands) > 1:
-        return _gemm(op, operands), 0.0
+        return _gemm(op, operands) * times, 0.0
     if _TOP_K.search(target):
         return top_k_flops(operands[0], op.results[0]), 0.0
     if target.startswith("__cudnn$norm"):
@@ -173,7 +176,7 @@ def _known_work(op: Op, operands: Sequence[TensorType]) -> Work | None:
         return _library_fft(op, operands[0]), 0.0
     routine = routine_of(target)
     if routine:
-        return _linear_algebra(routine, op, operands), 0.0
+        return _linear_algebra(routine, op, operands) * times, 0.0
     return None
 
 

@@ -344,7 +344,7 @@ def _like(name: str, bits: int, listed: Values) -> float:
 
 def _wide(name: str, bits: int, listed: Values) -> float:
     if name[0] == "c":
-        # c64 is a pair of f32, c128 of f64; complex products count as one product (cost/flops.py).
+        # c64 is a pair of f32, c128 of f64; products count each real one that they are made of.
         return listed["f32" if bits == 64 else "f64"]
     # A 64-bit multiplication takes about four 32-bit ones. Engineering estimate.
     return listed["s32"] if bits <= 32 else listed["s32"] / 4

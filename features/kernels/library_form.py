@@ -200,9 +200,13 @@ class _Epilogue:
         attrs: JsonObject = {
             key: tuple(int(d) for d in numbers.get(name, ())) for key, name in _DIMS.items()
         }
-        precision = self.config.get("precision_config", {}).get("operand_precision", ())
+        stated = self.config.get("precision_config", {})
+        precision = stated.get("operand_precision", ())
         if any(p != "DEFAULT" for p in precision):
             attrs["operand_precision"] = "{" + ",".join(str(p).lower() for p in precision) + "}"
+        algorithm = str(stated.get("algorithm", "ALG_UNSET"))
+        if algorithm != "ALG_UNSET":
+            attrs["algorithm"] = algorithm.removeprefix("ALG_").lower()
         return attrs
 
     @property

@@ -136,7 +136,7 @@ class LoweringCache:
 
 
 #: Raised whenever the same module would give other kernels, so that older data is not used.
-EXTRACTION_VERSION = 9
+EXTRACTION_VERSION = 10
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, object]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..cost.convolution import read_dim_labels
 from ..cost.library_calls import CONV, EIGH, LU, QR
-from ..ir.program import DTYPE_BITS, DTYPE_CODE, Op, Program, TensorType, WindowDim, matrix_rate
+from ..ir.precision import Arithmetic, arithmetic
+from ..ir.program import DTYPE_BITS, DTYPE_CODE, Op, Program, TensorType, WindowDim
 from .columns import CODE, type_facts
 
 Row = dict[str, float]
@@ -33,7 +34,7 @@ def dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
         get("rhs_contracting_dims", ()),
         get("lhs_batch_dims", ()),
         get("rhs_batch_dims", ()),
-        rate=matrix_rate(lhs.type.dtype, op.attrs),
+        way=arithmetic(lhs.type.dtype, op.attrs),
     )
     return 0.0
 
@@ -62,7 +63,7 @@ def ragged_dot_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
         left(get("rhs_contracting_dims", ())),
         get("lhs_batch_dims", ()),
         left(get("rhs_batch_dims", ())),
-        rate=matrix_rate(lhs.dtype, op.attrs),
+        way=arithmetic(lhs.dtype, op.attrs),
     )
     row["gemm_rhs_bytes"] = rhs.nbytes
     return 0.0
@@ -77,7 +78,7 @@ def gemm(
     rhs_k: Dims,
     lhs_batch: Dims,
     rhs_batch: Dims,
-    rate: str,
+    way: Arithmetic,
 ) -> None:
     """Enter ``out[batch, m, n] = lhs[batch, m, k] · rhs[batch, k, n]``, dimensions in any order."""
     batch = k = 1
@@ -89,12 +90,12 @@ def gemm(
     # Zero-sized dimensions occur in valid programs.
     shared = max(batch * k, 1)
     m, n = a.size // shared, b.size // shared
-    flops = 2.0 * batch * m * n * k
+    flops = 2.0 * batch * m * n * k * way.times
     row["dense_flops"] += flops
     # dense_flops includes this product: only one that is at least half of all so far gives details.
     if 2 * flops < row["dense_flops"]:
         return
-    _sizes(row, m, n, k, batch, lhs, rhs, out, rate)
+    _sizes(row, m, n, k, batch, lhs, rhs, out, way)
     row["gemm_lhs_k_minor"] = a.minor in lhs_k
     row["gemm_lhs_batch_minor"] = a.minor in lhs_batch
     row["gemm_rhs_k_minor"] = b.minor in rhs_k
@@ -113,15 +114,18 @@ def _sizes(
     lhs: TensorType,
     rhs: TensorType,
     out: TensorType,
-    rate: str,
+    way: Arithmetic,
 ) -> None:
-    row["gemm_m"], row["gemm_n"], row["gemm_k"], row["gemm_batch"] = m, n, k, batch
-    row["gemm_min"] = min(m, n, k)
     row["gemm_vector"] = m == 1 or n == 1
     row["gemm_outer_product"] = k == 1
-    row["gemm_lhs_bytes"], row["gemm_rhs_bytes"] = lhs.nbytes, rhs.nbytes
+    # As one real product: that of complex numbers has rows of both parts, (re, -im) and (im, re),
+    # and passes go over the contraction again.
+    m, k = m * way.parts, k * way.parts * way.passes
+    row["gemm_m"], row["gemm_n"], row["gemm_k"], row["gemm_batch"] = m, n, k, batch
+    row["gemm_min"] = min(m, n, k)
+    row["gemm_lhs_bytes"], row["gemm_rhs_bytes"] = way.operand_bytes(lhs, rhs)
     row["gemm_accumulates_wide"] = DTYPE_BITS[out.dtype] > DTYPE_BITS[lhs.dtype]
-    row["matrix_dtype"] = DTYPE_CODE[rate]
+    row["matrix_dtype"] = DTYPE_CODE[way.rate]
 
 
 def convolution_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
@@ -167,13 +171,14 @@ def _convolution(
     n_groups = groups * batch_groups
     m, n = out.shape[at.out_batch] * space // batch, features // n_groups
     k = kernel.shape[at.rhs_input] * taps
-    flops = 2.0 * m * n * k * n_groups * batch
+    way = arithmetic(data.dtype, attrs)
+    flops = 2.0 * m * n * k * n_groups * batch * way.times
     row["dense_flops"] += flops
     if n_groups > 1:
         row["grouped_flops"] += flops
     if 2 * flops < row["dense_flops"]:
         return
-    _sizes(row, m, n, k, n_groups * batch, data, kernel, out, matrix_rate(data.dtype, attrs))
+    _sizes(row, m, n, k, n_groups * batch, data, kernel, out, way)
     row["conv_spatial"] = data.size // max(data.shape[at.lhs_batch] * channels, 1)
     row["conv_out_spatial"], row["conv_window"] = space, taps
     row["conv_channels"], row["conv_features"] = channels, features
@@ -273,8 +278,8 @@ def _library_gemm(row: Row, op: Op, operands: list[TensorType]) -> None:
     if not config:
         return
     dims = _numbers(config.get("dot_dimension_numbers", {}))
-    rate = matrix_rate(operands[0].dtype, op.attrs)
-    gemm(row, operands[0], operands[1], op.type, *dims, rate=rate)
+    way = arithmetic(operands[0].dtype, op.attrs)
+    gemm(row, operands[0], operands[1], op.type, *dims, way=way)
 
 
 def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
@@ -285,7 +290,7 @@ def _attention(row: Row, op: Op, operands: list[TensorType]) -> None:
         _all_dense(row, operands[:2])
         return
     before = row["dense_flops"]
-    gemm(row, query, key, op.type, *numbers, rate=query.dtype)
+    gemm(row, query, key, op.type, *numbers, way=Arithmetic(query.dtype))
     # All FLOPs of the call run on the matrix unit, the second product included, which gemm() did
     # not see.
     row["dense_flops"] = before + row["flops"]
@@ -327,7 +332,7 @@ def _all_dense(row: Row, operands: list[TensorType]) -> None:
     floats = [t.dtype for t in operands if t.dtype[:1] in "bf"]
     if floats:
         narrowest = min(floats, key=lambda name: DTYPE_BITS[name])
-        row["matrix_dtype"] = DTYPE_CODE[matrix_rate(narrowest, {})]
+        row["matrix_dtype"] = DTYPE_CODE[arithmetic(narrowest, {}).rate]
         # Keeps that type (``_dtype`` in row.py), though the sizes are unknown.
         row.setdefault("gemm_k", 0.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 from ....common.types import JsonObject
 from ..hlo_attributes import read_backend_config
 from ..op_table import by_op, named
+from ..precision import algorithm_name
 from ..program import WORK, TensorType, WindowDim, write_work
 from .values import Raw
 
@@ -78,7 +79,8 @@ def _dot_general(attrs: Attrs, operands: Types, results: Types) -> Attrs:
         for short, long in (("contracting", "contracting"), ("batch", "batching"))
         for side in ("lhs", "rhs")
     }
-    extra = {"algorithm": str(algorithm)} if algorithm else {}
+    stated = {k: v.text if isinstance(v, Raw) else v for k, v in _struct(algorithm).items()}
+    extra = {"algorithm": algorithm_name(stated)} if stated else {}
     return {**names, **_precision(attrs), **extra}
 
 

@@ -47,7 +47,6 @@ DOTS: dict[str, Case] = {
     "two batches": (_dot(((3,), (2,)), ((0, 1), (1, 0))), (_spec(2, 3, 4, 5), _spec(3, 2, 5, 6))),
     "bf16": (_MATMUL, (_spec(8, 16, dtype=jnp.bfloat16), _spec(16, 32, dtype=jnp.bfloat16))),
     "int8": (_MATMUL, (_spec(8, 16, dtype=jnp.int8), _spec(16, 32, dtype=jnp.int8))),
-    "complex": (_MATMUL, (_spec(8, 16, dtype=jnp.complex64), _spec(16, 4, dtype=jnp.complex64))),
     "einsum": (
         lambda a, b: jnp.einsum("bhqd,bkhd->bhqk", a, b), (_spec(2, 3, 4, 5), _spec(2, 6, 3, 5)),
     ),
@@ -200,6 +199,11 @@ WINDOW = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
          9 * 8**3),
         ("(f32[8,8], f32[8]) " + CUSTOM.format("a", "Eigh"), "f32[8,8]", 9 * 8**3),
         ("c64[10,64] " + CUSTOM.format("a", "DuccFft"), "c64[10,64]", 10 * 5 * 64 * 6),
+        # Of complex numbers: four real products each.
+        ("(c64[8,32], s8[1024]) " + CUSTOM.format("a, b", "__cublas$gemm") + ", " + GEMM,
+         "c64[16,8] c64[16,32]", 4 * 2 * 8 * 32 * 16),
+        ("(c64[8,8], s32[]) " + CUSTOM.format("a", "cusolver_potrf_ffi"), "c64[8,8]",
+         4 * 8**3 / 3),
     ],
 )  # fmt: skip
 def test_library_calls(line: str, parameters: str, flops: float) -> None:
@@ -221,6 +225,19 @@ def test_library_convolutions(target: str, result: str, parameters: str) -> None
     line = f"({result}, u8[100]) {CUSTOM.format('a, b', target)}, {WINDOW}"
     # 9 outputs with 3 taps, less one padded position at each border: 25 pairs per dimension.
     assert _root(line, parameters).flops == 2 * 2 * 25 * 25 * 8 * 16
+
+
+@pytest.mark.parametrize("dtype", [jnp.complex64, jnp.float32])
+def test_complex_products_count_their_real_ones(dtype: Any) -> None:
+    """XLA counts one, whatever the type."""
+    times = 4 if dtype == jnp.complex64 else 1
+    lowered = jax.jit(_MATMUL).lower(_spec(8, 16, dtype=dtype), _spec(16, 4, dtype=dtype))
+    ours = program_cost(parse_hlo(str(lowered.as_text(dialect="hlo"))))
+    assert ours.flops == times * 2 * 8 * 4 * 16 == times * lowered.cost_analysis()["flops"]
+    solve = _root("c64[8,4] triangular-solve(a, b), lower=true, left_side=true",
+                  "c64[8,8] c64[8,4]")  # fmt: skip
+    assert solve.flops == 4 * 8 * 8 * 4
+    assert _root("c64[8,8] cholesky(a)", "c64[8,8]").flops == pytest.approx(4 * 8**3 / 3)
 
 
 CHLO_FUNCTIONS = ("erf", "erf_inv", "erfc", "lgamma", "digamma", "asinh", "acosh", "sinh", "atan")

@@ -1,4 +1,4 @@
-"""At which rate products of f32 count."""
+"""At which rate, and as how many products, a matrix product counts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 
 from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
-from opcast.features.ir.program import matrix_rate
+from opcast.features.ir.precision import Arithmetic, arithmetic
+from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
+from opcast.features.lowering.op import lower_op
+from opcast.features.table.columns import INDEX
 from opcast.features.table.roofline import roofline
+from opcast.features.table.row import rows
 
 DOT = """HloModule kernel
 
@@ -25,25 +29,86 @@ DIMS = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attrs", "rate"),
+    ("dtype", "attrs", "way"),
     [
-        ("bf16", {}, "bf16"),
-        ("f64", {"operand_precision": "{highest,highest}"}, "f64"),
-        ("f32", {}, "tf32"),
-        ("f32", {"operand_precision": ("high", "default")}, "tf32"),
-        ("f32", {"operand_precision": ("highest", "highest")}, "f32"),
-        ("f32", {"operand_precision": "{highest,highest}"}, "f32"),
-        ("f32", {"algorithm": "dot_tf32_tf32_f32"}, "tf32"),
-        ("f32", {"algorithm": "dot_f32_f32_f32"}, "f32"),
-        ("f32", {"algorithm": "dot_bf16_bf16_f32_x3"}, "bf16"),
+        ("bf16", {}, ("bf16",)),
+        ("f64", {"operand_precision": "{highest,highest}"}, ("f64",)),
+        ("f32", {}, ("tf32",)),
+        ("f32", {"operand_precision": ("high", "default")}, ("tf32",)),
+        ("f32", {"operand_precision": ("highest", "highest")}, ("f32",)),
+        ("f32", {"operand_precision": "{highest,highest}"}, ("f32",)),
+        ("f32", {"algorithm": "dot_tf32_tf32_f32"}, ("tf32",)),
+        ("f32", {"algorithm": "dot_tf32_tf32_f32_x3"}, ("tf32", 3)),
+        ("f32", {"algorithm": "dot_f32_f32_f32"}, ("f32",)),
+        ("f32", {"algorithm": "dot_bf16_bf16_f32"}, ("bf16",)),
+        ("f32", {"algorithm": "dot_bf16_bf16_f32_x9"}, ("bf16", 9)),
+        # It decides alone.
+        ("f32", {"algorithm": "dot_bf16_bf16_f32_x3", "operand_precision": ("highest",) * 2},
+         ("bf16", 3)),
+        ("f8e5m2", {"algorithm": "dot_any_f8_any_f8_f32_fast_accum"}, ("f8e5m2",)),
         ("f32", {"backend_config": {"gemm_backend_config": {"precision_config": {
-            "operand_precision": ["HIGHEST", "HIGHEST"], "algorithm": "ALG_UNSET"}}}}, "f32"),
+            "operand_precision": ["HIGHEST", "HIGHEST"], "algorithm": "ALG_UNSET"}}}}, ("f32",)),
         ("f32", {"backend_config": {"gemm_backend_config": {"precision_config": {
-            "operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_UNSET"}}}}, "tf32"),
+            "operand_precision": ["DEFAULT", "DEFAULT"], "algorithm": "ALG_UNSET"}}}}, ("tf32",)),
+        ("f32", {"backend_config": {"gemm_backend_config": {"precision_config": {
+            "algorithm": "ALG_DOT_BF16_BF16_F32_X6"}}}}, ("bf16", 6)),
+        # Complex numbers are pairs, whose parts follow the same rules.
+        ("c64", {}, ("tf32", 1, 2)),
+        ("c64", {"operand_precision": ("highest", "highest")}, ("f32", 1, 2)),
+        ("c128", {}, ("f64", 1, 2)),
     ],
 )  # fmt: skip
-def test_rate(dtype: str, attrs: dict[str, Any], rate: str) -> None:
-    assert matrix_rate(dtype, attrs) == rate
+def test_rate_and_passes(dtype: str, attrs: dict[str, Any], way: tuple[Any, ...]) -> None:
+    assert arithmetic(dtype, attrs) == Arithmetic(*way)
+
+
+#: As JAX 0.10 writes algorithms.
+ALGORITHM = (
+    ", algorithm = <lhs_precision_type = {0}, rhs_precision_type = {0}, accumulation_type = f32, "
+    "lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = {1}, "
+    "allow_imprecise_accumulation = false>"
+)
+STABLEHLO = """func.func @main(%a: tensor<8192x8192x{0}>, %b: tensor<8192x8192x{0}>)
+    -> tensor<8192x8192x{0}> {{
+  %c = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0]{1}
+    : (tensor<8192x8192x{0}>, tensor<8192x8192x{0}>) -> tensor<8192x8192x{0}>
+  return %c : tensor<8192x8192x{0}>
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more", "times", "tflops"),
+    [
+        ("f32", ALGORITHM.format("bf16", 1), 1, 989.4),
+        ("f32", ALGORITHM.format("bf16", 6), 6, 989.4),
+        ("f32", ALGORITHM.format("tf32", 3), 3, 494.7),
+        ("f32", ALGORITHM.format("f32", 1), 1, 66.9),
+        ("complex<f32>", "", 4, 494.7),
+        ("complex<f64>", "", 4, 66.9),
+    ],
+)
+def test_an_h100_takes_each_product_at_the_rate_of_its_types(
+    dtype: str, more: str, times: int, tflops: float
+) -> None:
+    (kernel,) = lower_op(read_program(STABLEHLO.format(dtype, more))).kernels
+    assert kernel.flops == times * 2.0 * 8192**3
+    least = roofline([kernel], find_device("h100-sxm")).latency_s
+    assert least == pytest.approx(times * 2.0 * 8192**3 / (tflops * 1e12))
+
+
+def test_a_product_of_several_is_described_as_one_real_product() -> None:
+    """A complex one has twice the rows and twice the contraction, passes only the latter."""
+    bf16_x3 = DOT.format(dims=DIMS, more=", algorithm=dot_bf16_bf16_f32_x3")
+    table = rows([kernel_from_ir(bf16_x3), kernel_from_ir(
+        DOT.format(dims=DIMS, more="").replace("f32[", "c64[")
+    )])  # fmt: skip
+    names = ("gemm_m", "gemm_n", "gemm_k", "gemm_lhs_bytes", "gemm_rhs_bytes", "dense_flops")
+    n, size = 4096, 4096**2
+    assert [table[0, INDEX[name]] for name in names] == [n, n, 3 * n, 6 * size, 6 * size, 3 * FLOPS]
+    assert [table[1, INDEX[name]] for name in names] == [
+        *(2 * n, n, 2 * n), 16 * size, 8 * size, 4 * FLOPS,
+    ]  # fmt: skip
 
 
 def test_the_roofline_counts_tf32_where_there_is_a_unit() -> None:

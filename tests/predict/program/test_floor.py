@@ -9,7 +9,7 @@ import pytest
 
 from opcast.datagen.programs.single_op import OPCODES, sample_op
 from opcast.features.devices.catalogue import find_device
-from opcast.features.ir.program import matrix_rate
+from opcast.features.ir.precision import arithmetic
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.table.columns import COLUMNS, INDEX
@@ -35,7 +35,7 @@ def floor_us(source, lowered, device):
         ops = kernel.inner.ops
         for op in ops:
             if op.opcode in ("dot", "convolution"):
-                rate = matrix_rate(ops[op.operands[0]].type.dtype, op.attrs)
+                rate = arithmetic(ops[op.operands[0]].type.dtype, op.attrs).rate
                 # No window is done with fewer than a quarter of the multiplications.
                 part = 1.0 if op.opcode == "dot" else 0.25
                 flops = min(kernel.flops, kernel.multiplicity * kernel.flops)
