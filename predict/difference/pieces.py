@@ -10,6 +10,10 @@ from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...features.ir.program import DTYPES
+from ...features.table.columns import INDEX
+from ...features.table.row import rows
+
 if TYPE_CHECKING:
     from ...features.kernels.kernel import Kernel
     from ..program.prediction import KernelEstimate
@@ -40,8 +44,8 @@ class Piece:
     Attributes:
         name: As the compiler calls it.
         text: What tells it from kernels that are written in another way: a digest of its HLO.
-        work: What it does: kind, op, element type, FLOPs, bytes read and written. Kernels of equal
-            work err alike.
+        work: What it does: kind, op, element type, FLOPs, bytes read and written, and the type that
+            its products are computed in (TF32 or FP32 of f32). Kernels of equal work err alike.
         us: Predicted time.
         below: Distance of the lower end of its 90 % interval in logarithms, positive.
         above: That of the upper end.
@@ -53,7 +57,7 @@ class Piece:
 
     name: str
     text: str
-    work: tuple[str, str, str, float, float, float]
+    work: tuple[str, str, str, float, float, float, str]
     us: float
     below: float
     above: float
@@ -101,13 +105,15 @@ def pieces_of(kernels: Sequence[Kernel], estimates: Sequence[KernelEstimate]) ->
         estimates: Their predictions, in the same order.
     """
     found = []
-    for kernel, own in zip(kernels, estimates, strict=True):
+    rates = rows(kernels)[:, INDEX["matrix_dtype"]].astype(int).tolist()
+    for kernel, own, rate in zip(kernels, estimates, rates, strict=True):
         # Half of an asynchronous pair, and kernels without work, take none.
         if not kernel.takes_time or own.latency_us <= 0.0:
             continue
         named = [(source.file.rsplit("/", 1)[-1], source) for source in kernel.sources]
         places = (Place(source.op, name, source.line) for name, source in named)
-        work = (own.kind, kernel.opcode, kernel.dtype, own.flops, kernel.bytes_in, kernel.bytes_out)
+        moved = (kernel.bytes_in, kernel.bytes_out)
+        work = (own.kind, kernel.opcode, kernel.dtype, own.flops, *moved, DTYPES[rate])
         found.append(
             Piece(
                 own.name,

@@ -19,10 +19,11 @@ def piece(
     file: str = "model.py",
     path: str = "",
     op: str = "add",
+    rate: str = "bf16",
 ) -> Piece:
     """A kernel whose interval is 10 % down and 20 % up in logarithms."""
     places = tuple(Place(op, file, number) for number in (line, *more))
-    work = (kind, opcode, dtype, flops, moved, moved)
+    work = (kind, opcode, dtype, flops, moved, moved, rate)
     files = ((file, path),) if path else ()
     return Piece(text, text, work, us, 0.1, 0.2, times, places, "", files)
 
@@ -38,6 +39,8 @@ def test_kernels_of_the_same_text_match_once_each():
 def test_kernels_of_the_same_work_match_if_they_take_as_long():
     assert len(match([piece("a", 10.0)], [piece("b", 10.1)]).both) == 1
     assert not match([piece("a", 10.0)], [piece("b", 10.5)]).both
+    # Products at another rate err otherwise, whatever they take.
+    assert not match([piece("a", rate="tf32")], [piece("b", rate="f32")]).both
     # More executions of the same kernel are a change.
     assert not match([piece("a")], [piece("a", times=2.0)]).both
 
