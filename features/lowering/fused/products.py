@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ...ir.program import DTYPE_BITS, TensorType, WindowDim
+from ...ir.program import DTYPE_BITS, INTEGER, TensorType, WindowDim, dtype_family
 from .clusters import source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
@@ -184,23 +184,34 @@ def _order(side: _Operand) -> str:
     return "".join(missing) + order
 
 
+_INTEGERS = frozenset(t for t in DTYPE_BITS if dtype_family(t) == INTEGER)
+_BELOW_A_BYTE = frozenset(t for t in _INTEGERS if DTYPE_BITS[t] < 8)
+
+
 def widen_products(graph: Graph, narrow: frozenset[str] | None) -> None:
-    """Widen the operands of products of 8-bit floats that the matrix units lack to 16 bits.
+    """Widen the operands of products of formats that XLA (JAX 0.10) has no kernel for.
+
+    Floats of up to 8 bits that the matrix units lack become 16 bits wide, integers of fewer than 8
+    what their product is accumulated in, also beside ones of 8 bits.
 
     Args:
         graph: Changed in place; loops and branches are not entered.
-        narrow: Those that they have; ``None`` leaves all products alone.
+        narrow: Floats of 8 bits that they have; ``None`` leaves products of floats alone.
     """
-    if narrow is None:
-        return
-    lacking = {name for name in DTYPE_BITS if name.startswith("f8")} - narrow
+    small = {name for name in DTYPE_BITS if name.startswith(("f4", "f6", "f8"))}
+    lacking = frozenset() if narrow is None else small - narrow
 
     def rule(node: Node) -> Node | None:
-        own = [operand.type.dtype for operand in node.operands]
-        if node.opcode != "dot" or not lacking.intersection(own):
+        own = {operand.type.dtype for operand in node.operands}
+        if node.opcode != "dot":
             return None
-        # As XLA has it (JAX 0.10).
-        wide = "f16" if set(own) == {"f8e5m2"} else "bf16"
+        if lacking & own:
+            wide = "f16" if own == {"f8e5m2"} else "bf16"
+        elif own & _BELOW_A_BYTE and own <= _INTEGERS:
+            # XLA's operand upcaster; products of s8 alone are left as they are.
+            wide = node.type.dtype if DTYPE_BITS[node.type.dtype] >= 32 else "s32"
+        else:
+            return None
         operands = [
             Node("convert", [o], (o.type._replace(dtype=wide),), source=o.source)
             for o in node.operands

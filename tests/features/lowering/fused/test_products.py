@@ -7,7 +7,11 @@ import pytest
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.lowering.fused.graph import Graph, Node, build_graph
 from opcast.features.lowering.fused.merging import MERGE_BYTES, Dependence, merge_dots
-from opcast.features.lowering.fused.products import canonical_dots, convolved_products
+from opcast.features.lowering.fused.products import (
+    canonical_dots,
+    convolved_products,
+    widen_products,
+)
 
 
 def graph_of(*lines: str) -> Graph:
@@ -174,3 +178,27 @@ def test_a_product_keeps_its_precision_as_a_convolution(asked: str) -> None:
     convolved_products(graph)
     name = asked.split("=")[0]
     assert before[name] and only(graph, "convolution").attrs[name] == before[name]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "multiplied"),
+    [
+        # As compiled for an H100 and an A100 (JAX 0.10); the compiler refuses the product of f4.
+        ("s4", "s4", "s32", "s32"),
+        ("u4", "u4", "u32", "u32"),
+        ("s8", "s4", "s32", "s32"),
+        ("s8", "s8", "s32", "s8"),
+        ("f4e2m1fn", "f4e2m1fn", "bf16", "bf16"),
+        ("f8e4m3fn", "f8e4m3fn", "bf16", "f8e4m3fn"),
+    ],
+)
+def test_formats_without_a_kernel_are_multiplied_in_a_wider_one(
+    left: str, right: str, result: str, multiplied: str
+) -> None:
+    graph = graph_of(
+        f"x = {left}[8,16] parameter(0)",
+        f"w = {right}[16,4] parameter(1)",
+        f"ROOT y = {result}[8,4] dot(x, w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}",
+    )
+    widen_products(graph, frozenset(("f8e4m3fn",)))
+    assert {o.type.dtype for o in only(graph, "dot").operands} == {multiplied}
