@@ -368,13 +368,26 @@ def _convolved(dot: Node) -> Node | None:
     sizes = [image.node.type.shape[d] for d in image.batch]
     window = [WindowDim(size, max(size - 1, 1), lhs_dilation=size) for size in sizes]
     attrs = {
-        **_precision(dot),
+        **_tpu_precision(dot),
         "window": (*window, *(WindowDim(1) for _ in places)),
         "dim_labels": f"{_word(read)}_{_word(written)}->{''.join(out)}",
         "feature_group_count": 1,
         "batch_group_count": 1,
     }
     return Node("convolution", [image.node, filters], dot.results, attrs, source=dot.source)
+
+
+def _tpu_precision(dot: Node) -> dict[str, object]:
+    """The precision of a product, ``high`` as the three passes of bf16 that it means on TPUs.
+
+    Their compiler writes the algorithm of three passes as ``high`` (libtpu of JAX 0.10).
+    """
+    kept = _precision(dot)
+    asked = str(kept.get("operand_precision", ""))
+    if "high" not in asked or "highest" in asked or "algorithm" in kept:
+        return kept
+    own = dot.operands[0].type.dtype
+    return {"algorithm": "dot_bf16_bf16_f32_x3"} if own in ("f32", "c64") else kept
 
 
 def _word(letters: Mapping[int, str]) -> str:
