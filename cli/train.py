@@ -40,7 +40,7 @@ LEARNED = {
     "models": Kind(
         "training on models",
         "torch_models.train:run_train_models",
-        ("out", "track", "seed", "left_out"),
+        ("out", "track", "seed", "left_out", "samples"),
         "torch.json",
     ),
     "power": Kind(
@@ -128,6 +128,13 @@ def train(
         Option(
             "For steps, serving, models: table for the predictions of rows that were left out.",
             check=table_file,
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        Option(
+            "With --models: most models of a family, each way of running once; all by default.",
+            least=1,
         ),
     ] = None,
 ) -> None:

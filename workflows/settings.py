@@ -248,6 +248,7 @@ class TableSettings:
         left_out: Table for the predictions of rows that were left out; ``None`` for none.
         calibrate: Whether to adapt to the rows of ``calib_*`` splits that have an answer.
         limit: Maximum rows of each operator table.
+        samples: Most models of a family of a table of whole models; ``None`` for all.
         devices: Files of devices of the tables that are not in the catalogue.
         lowering: Of programs, as of ``opcast predict``.
         on_stream: Whether times of programs exclude the host's call, as times of regions do.
@@ -264,6 +265,7 @@ class TableSettings:
     left_out: Path | None = None
     calibrate: bool = False
     limit: int | None = None
+    samples: int | None = None
     devices: Sequence[str] = ()
     lowering: str = "auto"
     on_stream: bool = False

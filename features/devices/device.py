@@ -126,8 +126,8 @@ class DeviceSpec:
         says that of one that does not exist yet, so it counts as the usual case.
         """
         # Rules of generations are made of a file, which descriptions alone do not need.
-        makers: tuple[str, ...] = import_module(".rules", __package__).generations().makers
-        return self.platform == "gpu" and self.vendor not in set(makers) - {"NVIDIA"}
+        makers: frozenset[str] = import_module(".rules", __package__).makers()
+        return self.platform == "gpu" and (self.vendor == "NVIDIA" or self.vendor not in makers)
 
     @property
     def dies(self) -> int:

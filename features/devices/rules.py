@@ -93,11 +93,6 @@ class Generations(NamedTuple):
     capabilities: dict[int, dict[str, float]]
     narrow: dict[str, list[str]]
 
-    @property
-    def makers(self) -> tuple[str, ...]:
-        """Vendors whose generations are listed."""
-        return tuple(dict.fromkeys(own.vendor for own in self.architectures.values()))
-
 
 @cache
 def generations() -> Generations:
@@ -115,6 +110,12 @@ def generations() -> Generations:
         {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
         read["narrow"],
     )
+
+
+@cache
+def makers() -> frozenset[str]:
+    """Vendors whose generations are listed."""
+    return frozenset(own.vendor for own in generations().architectures.values())
 
 
 Values = dict[str, float]
@@ -145,9 +146,7 @@ def maker_of(vendor: str, architecture: str, platform: str) -> tuple[str, str]:
         The vendor, and why in words where the file leaves it out. CPUs need none.
     """
     if vendor:
-        return next(
-            (own for own in generations().makers if own.lower() == vendor.lower()), vendor
-        ), ""
+        return next((own for own in makers() if own.lower() == vendor.lower()), vendor), ""
     if platform == "cpu":
         return "", ""
     why = (

@@ -109,6 +109,8 @@ class TorchPredictor:
         program: object,
         device: str | Path | DeviceSpec,
         before: Recording | None = None,
+        *,
+        times_alone: bool = False,
     ) -> Recording:
         """Record what a program launches on a device.
 
@@ -117,6 +119,7 @@ class TorchPredictor:
             device: As of :meth:`predict`.
             before: Of the same program on another device, which is the answer where the same
                 attention is fused.
+            times_alone: Leave out what memory, and other releases' times, are answered from.
 
         Raises:
             ProgramError: The program is not PyTorch's, or cannot be exported.
@@ -135,6 +138,8 @@ class TorchPredictor:
             return found is not None and all(fused(u, cudnn=cudnn) == is_one for u, is_one in known)
 
         found = before if before and holds(before, cudnn=True) else record(own, fused)
+        if times_alone:
+            return found
         if found is not before:
             with suppress(ProgramError):
                 found = replace(found, storages=log_storages(own, fused))

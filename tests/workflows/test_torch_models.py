@@ -31,6 +31,7 @@ from opcast.models.pytorch.model import (
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.operator.torch_framework import TorchPredictor
 from opcast.workflows.torch_models.calibrate import errors_left_out, log_factors
+from opcast.workflows.torch_models.draw import drawn
 from opcast.workflows.torch_models.evaluate import as_run, choices, judge_models
 from opcast.workflows.torch_models.rows import ModelRow, model_row
 from opcast.workflows.torch_models.train import left_out_figures, train_models
@@ -305,6 +306,31 @@ def test_a_table_teaches_a_model(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert TorchModel.load(out).provenance["models"] == 2
     assert (tmp_path / "own-seconds.jsonl").is_file()
+
+
+def test_a_draw_has_each_family_and_each_way_of_running_once() -> None:
+    def of(family: str, models: int, **own: object) -> list[dict[str, object]]:
+        ran = [
+            {"layout": layout, "torch": t} for layout in ("nchw", "nhwc") for t in ("2.1", "2.4")
+        ]
+        named = [{"family": family, "model": f"{family}{i}", "param_m": i} for i in range(models)]
+        return [
+            {"device": "rtx-4090", "batch": 64, **row, **r, **own} for row in named for r in ran
+        ]
+
+    once = {"family": "small", "model": "once", "param_m": 0, "layout": "nchw", "batch": 64}
+    cpu = of("small", 2, device="cpu-i9-10940x", batch=1)
+    table = pd.DataFrame([*of("small", 3), {**once, "device": "rtx-4090"}, *of("large", 12), *cpu])
+    found = drawn(table, samples=2)
+    assert list(found) == list(table) and found.index.is_monotonic_increasing
+    gpu = found[found["device"] == "rtx-4090"]
+    # A second model of a family of twelve; none that ran in fewer ways, or is larger than most.
+    assert gpu.groupby("family")["model"].nunique().to_dict() == {"large": 2, "small": 1}
+    assert gpu.groupby("model")["layout"].apply(sorted).tolist() == [["nchw", "nhwc"]] * 3
+    assert "once" not in set(found["model"]) and gpu["param_m"].max() <= 5
+    assert len(found) - len(gpu) == 2
+    pd.testing.assert_frame_equal(found, drawn(table, samples=2))
+    assert set(drawn(table, samples=1)["model"]) < set(table["model"])
 
 
 @pytest.mark.usefixtures("library")

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ... import __version__
-from ...common.errors import DatasetError, DeviceError
+from ...common.errors import DatasetError
 from ...common.progress import counting
 from ...common.tables_text import in_percent, print_frame
 from ...features.operators.physics import fitted
@@ -31,6 +31,7 @@ from ...predict.locate import OPERATOR_MODEL, model_hash
 from ...predict.operator.torch_framework import operator_bundle
 from ...predict.operator.torch_price import measured_costs
 from ..judging import FOLDS, keep_learned, keep_left_out
+from .draw import drawn, platform_of
 from .rows import Asking, ModelRow, model_row, seconds_of
 
 if TYPE_CHECKING:
@@ -222,6 +223,9 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
     told: list[tuple[ModelRow, str, str]] = []
     for path in settings.tables:
         table = read_cases(path, "models")
+        if settings.samples is not None and "family" in table:
+            table = drawn(table, settings.samples, settings.seed)
+            console.print(f"{path.stem}: {len(table)} rows are drawn", highlight=False)
         families = table["family"] if "family" in table else pd.Series("", table.index)
         for row, family in zip(read_rows(table, model_row)[0], families, strict=True):
             if row is not None and np.isfinite(row.measured_s):
@@ -236,7 +240,7 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
     with counting("recording models") as show:
         seconds = Asking("default", settings.ray, kept, identity, seconds_of).predict(rows, show)
     of_row = {row.id: (table, family) for row, table, family in told}
-    platforms = [_platform(row) for row in rows]
+    platforms = [platform_of(row.device) for row in rows]
     found = {}
     for platform, kind in (("gpu", TorchModel), ("cpu", CpuTorchModel)):
         at = [i for i, own in enumerate(platforms) if own == platform]
@@ -260,14 +264,6 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
         keep_learned(console, out, model, len(model.effects.values), len(own), figures, long)
         found[platform] = model
     return found
-
-
-def _platform(row: ModelRow) -> str:
-    """Platform of a row's device; empty where there is no such device."""
-    try:
-        return resolve_device(row.device, {}).platform
-    except DeviceError:
-        return ""
 
 
 def left_out_figures(left: Mapping[str, np.ndarray], tables: Sequence[str]) -> pd.DataFrame:

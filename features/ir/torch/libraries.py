@@ -9,7 +9,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -126,7 +126,8 @@ def build(case: ModelCase, device: str = "meta") -> TorchProgram:
     own, cast = (getattr(torch, name) if name else None for name in DTYPES[case.dtype])
     train = case.mode == "train"
     try:
-        with warnings.catch_warnings(), torch.device(device):
+        filling = _unfilled() if device == "meta" else nullcontext()
+        with warnings.catch_warnings(), torch.device(device), filling:
             warnings.simplefilter("ignore")
             module, inputs, named = _BUILDERS.get(case.library, _imported)(case)
     except ProgramError:
@@ -161,6 +162,33 @@ def build(case: ModelCase, device: str = "meta") -> TorchProgram:
         loss="cross_entropy" if train else None,
         origin=case.model,
     )
+
+
+#: Methods that give a tensor its first values, and change nothing else of it.
+_FILLS = frozenset(
+    ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "fill_", "zero_", "copy_")
+)
+
+
+def _unfilled() -> AbstractContextManager[object]:
+    """A mode in which tensors on ``meta``, which have no values, are given none."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Unfilled(TorchFunctionMode):  # type: ignore[misc]
+        def __torch_function__(
+            self,
+            function: Callable[..., object],
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
+            own = args[0] if args and getattr(function, "__name__", "") in _FILLS else None
+            if isinstance(own, torch.Tensor) and own.is_meta:
+                return own
+            return function(*args, **(kwargs or {}))
+
+    return Unfilled()
 
 
 def _package(name: str, what: str) -> object:
