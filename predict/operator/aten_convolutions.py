@@ -86,17 +86,19 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
     width = 4.0 if work.dtype == "f32" else 2.0
     multiplied = float(prod(work.shape))
     filters = work.conv["op"] == "bwd_weights"
+    own = spec.runs_cuda and filters and _runs_own_kernel(work)
+    again = _FIT.filters_again if spec.runs_cuda and filters and not own else 1.0
     memory = shipped_constants().memory
     seconds = depthwise_seconds(
-        np.array([work.bytes]),
-        np.array([work.bytes / width]),
-        np.array([multiplied]),
+        np.array([work.bytes * again]),
+        np.array([work.bytes * again / width]),
+        np.array([multiplied * again]),
         np.array([filters]),
         spec,
         memory,
     )
     slow = 0.0
-    if spec.runs_cuda and filters and _runs_own_kernel(work):
+    if own:
         # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
         # tensors are read from L2 once for each tap, and few channels leave the chip idle.
         cache = spec.levels[0].bandwidth * memory.cache

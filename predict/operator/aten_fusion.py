@@ -9,8 +9,8 @@ from math import prod
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import FORWARD, AtenCall, Recording
 from .aten_products import multiplies
-from .aten_traffic import LOOKUPS, Use
-from .aten_work import CONVOLUTION, AtenKernel, evaluated, moving, used
+from .aten_traffic import LOOKUPS, Use, evaluated
+from .aten_work import CONVOLUTION, AtenKernel, moving, used
 
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,8 +56,8 @@ _CLOCK = 1.5e9
 #: that surely stays there; and what one from main memory, in caches. The least and most are for
 #: chips whose cache is small or not known.
 _EMPTY, _SMALL, _LARGE, _LEAST, _MOST = 6 * 8192.0, 0.4, 32.0, 2e6, 1e9
-#: Shares of the bandwidth of large passes.
-_STREAMS = fitted("streams")
+#: Shares of the bandwidth of large passes, and what cuDNN's batch norms have under way.
+_STREAMS, _CUDNN = fitted("streams"), fitted("cudnn")
 #: How keys of rows begin that say what a kernel takes by itself, not within whole steps.
 ALONE = ("eager/", "tuned/")
 #: Families of the model of operators that prices need; the others need not be read.
@@ -109,8 +109,15 @@ class AtenPrices:
             found: ``n`` kernels, one after the other.
             kept: Memory that outlives them.
         """
-        times, sources = self._alone_each(found)
+        # A model repeats its layers: kernels that are equal wherever they run are priced once.
+        distinct = {_alike(work): work for work in found}
+        place = {key: i for i, key in enumerate(distinct)}
+        each, said = self._alone_each(list(distinct.values()))
+        at = [place[_alike(work)] for work in found]
+        times, sources = each[at], [said[i] for i in at]
         self._place(times, found, kept)
+        few = np.array([_few_blocks(work, self._spec) for work in found])
+        times *= (np.maximum(times[:, 0], few) / times[:, 0])[:, None]
         chains = np.array([_chained(work, self._spec) for work in found])
         times = np.maximum(times, np.outer(chains, _LOADS))
         return np.maximum(times, least_times(found, self._spec)[:, None]), sources
@@ -266,6 +273,12 @@ class AtenPrices:
         return {**row, "insize": sizes["h"], "ksize": 3, "stride": 1, "pad": 1}
 
 
+def _alike(work: AtenKernel) -> Hashable:
+    """What the time of a kernel alone depends on."""
+    conv = tuple(work.conv.items()) if work.conv else ()
+    return work.op, conv, work.masked, work.channels_last
+
+
 def least_times(found: Sequence[AtenKernel], spec: DeviceSpec) -> np.ndarray:
     """Seconds that no kernel falls below, shape ``(n,)``; products of f32 are not rounded."""
     full = [
@@ -288,7 +301,7 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
     parts = {
         "compute": op.flops() / matrix_rate(op, spec),
         "memory": op.moved() / spec.bandwidth,
-        "latency": spec.floor * work.launches + _chained(work, spec),
+        "latency": spec.floor * work.launches + _chained(work, spec) + _few_blocks(work, spec),
     }
     return max(parts, key=parts.__getitem__)
 
@@ -296,6 +309,15 @@ def bound_of(work: AtenKernel, spec: DeviceSpec) -> str:
 def _chained(work: AtenKernel, spec: DeviceSpec) -> float:
     """Seconds of loads that wait for one another."""
     return work.serial * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
+
+
+def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:
+    """Seconds of the loads of few blocks of threads, as many as their threads have under way."""
+    if not work.blocks or not spec.runs_cuda:
+        return 0.0
+    loads = work.blocks * _CUDNN.channel_threads * _CUDNN.channel_loads
+    width = 4.0 if work.dtype == "f32" else 2.0
+    return work.bytes / (loads * width) * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)
 
 
 def _has_tf32(spec: DeviceSpec) -> bool:

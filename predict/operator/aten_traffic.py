@@ -199,6 +199,22 @@ def scan_steps(call: AtenCall) -> int:
     return 0 if inner else shape[along]
 
 
+def evaluated(call: AtenCall) -> bool:
+    """Whether a call is a batch norm that has its moments already and reads its operand once."""
+    return call.name == "aten.native_batch_norm" and call.numbers[-3] is False
+
+
+def channel_blocks(call: AtenCall) -> int:
+    """Blocks of a batch norm whose moments are made, one for each channel; else 0.
+
+    PyTorch calls cuDNN's for images, but with the channels last kernels of its own, which split
+    them (``_batch_norm_impl_index`` of Normalization.cpp).
+    """
+    own = call.inputs[0].shape if call.inputs else ()
+    norm = "batch_norm" in call.name and len(own) > 2 and not evaluated(call)
+    return own[1] if norm and not any(t.channels_last for t in call.inputs[:2]) else 0
+
+
 class Use(NamedTuple):
     """Traffic of a kernel to one memory.
 

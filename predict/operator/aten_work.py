@@ -24,7 +24,15 @@ from ...models.gpu.attention import backward_ratio
 from .aten_lists import is_over_lists, list_launches
 from .aten_products import check_formats, product_of
 from .aten_recurrent import is_recurrent, recurrent_ops
-from .aten_traffic import LOOKUPS, Use, read_traffic, scan_steps, write_traffic
+from .aten_traffic import (
+    LOOKUPS,
+    Use,
+    channel_blocks,
+    evaluated,
+    read_traffic,
+    scan_steps,
+    write_traffic,
+)
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
@@ -78,6 +86,7 @@ class AtenKernel:
         masked: Of attention whether it reads a mask.
         channels_last: Whether an image that it reads lies with the channels last.
         serial: Loads of each thread that wait for one another, if there are many.
+        blocks: Blocks of threads that it has, where they may be too few for a chip; 0 elsewhere.
     """
 
     op: Op
@@ -89,6 +98,7 @@ class AtenKernel:
     masked: bool = False
     channels_last: bool = False
     serial: int = 0
+    blocks: int = 0
 
     @property
     def name(self) -> str:
@@ -172,10 +182,12 @@ def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     """What each operator costs, in order."""
     found = []
     for call in calls:
-        # Generated code scans in parallel.
-        serial = scan_steps(call)
+        # Generated code scans, and adds up, in parallel.
+        serial, blocks = scan_steps(call), channel_blocks(call)
         own = used(call)
-        found += [*_copies(call), *([replace(w, serial=serial) for w in own] if serial else own)]
+        if serial or blocks:
+            own = [replace(w, serial=serial, blocks=blocks) for w in own]
+        found += [*_copies(call), *own]
     return found
 
 
@@ -322,11 +334,6 @@ def _traffic(call: AtenCall) -> float:
         return 2.0 * width * prod(a) * b[-2]
     whole = float(sum(t.bytes for t in (*call.outputs, *call.inputs)))
     return whole * (1.0 if evaluated(call) else _AGAIN.get(call.name, 1.0))
-
-
-def evaluated(call: AtenCall) -> bool:
-    """Whether a call is a batch norm that has its moments already and reads its operand once."""
-    return call.name == "aten.native_batch_norm" and call.numbers[-3] is False
 
 
 def _convolution(call: AtenCall) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Times of cuDNN's convolutions against figures by hand, and Inductor's choice of a layout."""
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -7,6 +9,7 @@ torch = pytest.importorskip("torch")
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
+from opcast.predict.operator.aten_convolutions import depthwise_times  # noqa: E402
 from opcast.predict.operator.aten_fusion import lays_channels_last  # noqa: E402
 from opcast.predict.operator.aten_prices import AtenPrices, bound_of  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402
@@ -100,6 +103,45 @@ def test_gradients_of_grouped_filters_have_fast_kernels_for_32_groups_alone():
     )
     turned = times(recorded(conv(64, 3, groups=4), channels=64, train=True))
     assert turned["bwd_weights"] < few["bwd_weights"] / 5
+
+
+def test_gradients_of_depthwise_filters_go_twice_over_their_operands_by_cudnn():
+    spec, both = find_device("rtx-3090"), {}
+    found = works_of(recorded(conv(64, 3, groups=64), channels=64), "torch-eager")
+    (work,) = (w for w in found if w.kind == "convolution")
+    for op in ("fwd", "bwd_weights"):
+        own = replace(work, conv={**work.conv, "op": op})
+        both[op] = (depthwise_times(own, spec)[0] - spec.floor) * spec.bandwidth / own.bytes
+    # Over the time of two images, which no cache holds: a forward pass reads one and writes one.
+    assert both["fwd"] > 1.0 and both["bwd_weights"] > 2.0
+    assert both["bwd_weights"] > 1.5 * both["fwd"]
+
+
+def test_batch_norms_in_training_have_a_block_for_each_channel():
+    def norms(channels, **how):
+        # As many bytes whatever the channels are.
+        with torch.device("meta"):
+            own = torch.empty(BATCH, channels, 2048 // channels, 64, dtype=torch.float16)
+            module = torch.nn.BatchNorm2d(channels).half()
+        last = how.pop("last", False)
+        own = own.to(memory_format=torch.channels_last) if last else own
+        own.requires_grad_(True)
+        options = {"train": "sgd", "loss": "sum"} if how.pop("train", True) else {}
+        module.train(bool(options))
+        calls = works_of(record(TorchProgram(module, (own,), **options)), "torch-eager")
+        found = [w for w in calls if "batch_norm" in w.name]
+        return found, AtenPrices(spec, None, 1.0, 1.0)(found)[0][:, 0]
+
+    spec = find_device("rtx-3090")
+    found, few = norms(32)
+    # 512 threads of a block have 1.4 loads of 2 bytes under way for 480 cycles: 5 GB/s.
+    block = 512 * 1.4 * 2 / (480 / spec.clock_hz)
+    assert 4.5e9 < block < 5.5e9
+    assert few == pytest.approx([w.bytes / (32 * block) for w in found])
+    assert few[0] / found[0].bytes == pytest.approx(few[1] / found[1].bytes)
+    # Enough channels fill the chip; other kernels split a channel, or have its moments already.
+    for more in (norms(1024), norms(32, last=True), norms(32, train=False)):
+        assert more[1][0] < few[0] / 4
 
 
 def test_depthwise_filters_without_a_kernel_of_cudnn_are_slow_with_channels_last():
