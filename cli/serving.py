@@ -141,7 +141,7 @@ def _simulate_fleet(path: Path, predictor: ServingPredictor, json_output: bool) 
     from ..predict.cluster.serving_fleet import predict_fleet
     from ..predict.render.fleet import print_fleet
 
-    prediction = predict_fleet(predictor, read_fleet(path), files=True)
+    prediction = predict_fleet(predictor, read_fleet(path))
     print_answer(json_output, prediction, print_fleet)
 
 

@@ -134,6 +134,7 @@ class FleetFile:
         step_s: Seconds of a step.
         asked: Share of the requests that has to keep the SLO, of what is recommended.
         seed: Of drawn lengths, arrivals and interruptions.
+        files: Whether it stands in a folder, so that what it names may be files.
     """
 
     models: tuple[ModelLoad, ...]
@@ -143,6 +144,7 @@ class FleetFile:
     step_s: float = STEP_S
     asked: float = 0.99
     seed: int = 0
+    files: bool = False
 
     @property
     def steps(self) -> int:
@@ -212,7 +214,13 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
     devices = _mapping(top.get("devices", {}), f"{where}: devices", empty=True)
     own = {**of_trace, **{key: top[key] for key in plain if key in top}}
     found = build(
-        FleetFile, own, where, models=models, pools=pools, devices=_counts(devices, where)
+        FleetFile,
+        own,
+        where,
+        models=models,
+        pools=pools,
+        devices=_counts(devices, where),
+        files=folder is not None,
     )
     good = 0 < found.hours < inf and found.step_s > 0 and 0 < found.asked <= 1 and found.seed >= 0
     if not good or found.hours * 3600.0 / found.step_s > MOST_STEPS:

@@ -217,15 +217,12 @@ def attained(one: Played, span: slice, models: Sequence[int] | None = None) -> f
     return float((arrived * one.good[own, span]).sum()) / total if total else 1.0
 
 
-def predict_fleet(
-    predictor: ServingPredictor, asked: FleetFile, *, files: bool = False
-) -> FleetPrediction:
+def predict_fleet(predictor: ServingPredictor, asked: FleetFile) -> FleetPrediction:
     """Play a fleet, by estimate and at both ends of the 90 % intervals of its replicas.
 
     Args:
         predictor: Of serving.
         asked: The fleet.
-        files: Whether models may be files.
 
     Raises:
         PlanError: A replica does not fit its devices, or does not exist.
@@ -234,7 +231,7 @@ def predict_fleet(
     replicas = tuple(
         replica_of(
             predictor,
-            deployment_of(pool.case, files=files),
+            deployment_of(pool.case, files=asked.files),
             models[pool.model],
             pool.startup,
             pool.spot.notice_s if pool.spot else 0.0,
