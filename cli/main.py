@@ -34,6 +34,8 @@ KEPT = {
     "data": "what was finished is kept in --out; the same command goes on from it",
     "train": "nothing was saved",
     "zoo": "nothing was written",
+    "plan-serving": "nothing was written",
+    "simulate-serving": "nothing was written",
 }
 #: For all others, which lower programs at most.
 _KEPT_ELSE = "programs that were compiled stay in the cache"

@@ -71,6 +71,7 @@ class Decoding:
         eager: Whether the host launches every kernel, instead of replaying captured graphs.
         draft: Costs of a pass of the model that drafts; ``None`` for drafts at no cost.
         drafts: Passes of it.
+        ahead: Whether the host prepares a pass while the device runs the one before.
     """
 
     width: int = 1
@@ -78,6 +79,7 @@ class Decoding:
     eager: bool = False
     draft: ServingCosts | None = None
     drafts: int = 0
+    ahead: bool = False
 
 
 class ServingCosts:
@@ -165,7 +167,7 @@ class ServingCosts:
             # The host schedules a step once: its drafts are a loop of captured graphs.
             drafts[_HOST] = 0.0
             one += drafts
-        return one
+        return self._beside(one)
 
     def swap(self, tokens: float) -> np.ndarray:
         """Moving a cache to the host; see :class:`~opcast.simulate.serving.load.PassCosts`."""
@@ -196,6 +198,19 @@ class ServingCosts:
         if launching * self._weights[_AT["launch"]] > running:
             costs[_LAUNCHED] = 0.0
             costs[_AT["launch"]] = launching
+        return costs
+
+    def _beside(self, costs: np.ndarray) -> np.ndarray:
+        """Costs of passes that the host prepares while the device runs those before, if it does.
+
+        A pass takes the longer of both, which has all of the time.
+        """
+        if self.decoding.ahead:
+            shorter = costs * self._weights
+            if shorter[_HOST].sum() <= shorter[_LAUNCHED].sum() + shorter[_AT["launch"]]:
+                costs[_HOST] = 0.0
+            elif not costs[_AT["launch"]]:
+                costs[_LAUNCHED] = 0.0
         return costs
 
     def _decoding(self, tokens: int, attention: float) -> np.ndarray:

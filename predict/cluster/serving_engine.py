@@ -19,7 +19,13 @@ from ...simulate.serving.expert_load import busiest
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
-from ...simulate.serving.policies import Policy, engine_era, framework_defaults, host_kind
+from ...simulate.serving.policies import (
+    Policy,
+    engine_era,
+    framework_defaults,
+    host_kind,
+    runs_ahead,
+)
 from ...simulate.serving.served import EnginePlan, ServedModel
 from ..operator.serving_operators import ServingLatency
 from .deployment import Deployment, Workers
@@ -82,7 +88,14 @@ class Engines:
         small, draft = own.draft, None
         if small is not None:
             draft = self._table(own, small, workers.plan.of(small), policy, batch, longest)
-        how = Decoding(width, own.options.accepted, own.options.eager, draft, own.options.drafts)
+        how = Decoding(
+            width,
+            own.options.accepted,
+            own.options.eager,
+            draft,
+            own.options.drafts,
+            policy.ahead,
+        )
         costs = costs.under(how, weights[:-1])
         return Station(costs, weights[:-1], cache, policy, workers.count, own.options.accepted)
 
@@ -245,6 +258,7 @@ def engine_policy(own: Deployment, workers: Workers, prompt: float) -> Policy:
         swap=options.preemption == "swap",
         watermark=options.watermark,
         block=options.block or policy.block,
+        ahead=runs_ahead(own.framework, own.version),
     )
 
 

@@ -56,6 +56,8 @@ class Engine:
         self.at_sent: dict[int, np.ndarray] = {}
         self.at_first: dict[int, np.ndarray] = {}
         self.waiting: deque[int] = deque()
+        #: Those of them that came after the next pass was prepared.
+        self.late: set[int] = set()
         #: Evicted requests whose cache is on the host.
         self.swapped: deque[int] = deque()
         #: Prompts that are being run: request and tokens that are left.
@@ -126,6 +128,8 @@ class Engine:
         share = min(1.0, max(0.0, (time - self.began) / whole)) if whole > 0.0 else 1.0
         self.at_sent[index] = self.before + (self.clock - self.before) * share
         self.waiting.append(index)
+        if self.policy.ahead and share > 0.0 and whole > 0.0:
+            self.late.add(index)
         self.outstanding += 1
         self.ahead[index] = own.prompts[index] + self.uncached(index)
         self.unrun += self.ahead[index]
@@ -147,6 +151,8 @@ class Engine:
             until: Time at which a request may arrive.
         """
         self._next_end = None
+        if not (self.batch or self.partial):
+            self.late.clear()
         chunks = self._chunks()
         if chunks:
             self._mixed(chunks)
@@ -193,6 +199,8 @@ class Engine:
             self._return(self.swapped.popleft())
         while self.waiting and left > 0 and not self.swapped and self._fits(self.waiting[0]):
             index = self.waiting[0]
+            if index in self.late:
+                break
             hit = self._hit(index)
             size = self._prompt(index) - hit
             if size > left and not policy.chunked and chunks:
@@ -288,6 +296,8 @@ class Engine:
         steps = self.ends[0][0] - self.step_count
         steps = self.taken.most_steps(self.batch, steps)
         free = self.batch + len(self.partial) < self.policy.max_batch
+        if self.late:
+            steps = 1
         if steps > 1 and until < inf and free:
             steps = self._steps_until(until - self.now, steps)
         self._advance(self.costs.decode(self.batch, self.cached, steps), steps)
@@ -398,3 +408,5 @@ class Engine:
         self.began = self.now
         self.now += float(cost @ self.weights)
         self.iterations += passes
+        if passes:
+            self.late.clear()

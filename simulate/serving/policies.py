@@ -37,6 +37,8 @@ class Policy:
         watermark: Share of the cache that stays free when a request is admitted.
         block: Tokens of a block of the cache; the last block of a sequence is half empty on
             average.
+        ahead: Whether a pass is prepared while the one before runs, so that a request which comes
+            then waits for one pass more.
     """
 
     max_batch: int = 256
@@ -47,6 +49,7 @@ class Policy:
     swap: bool = False
     watermark: float = 0.0
     block: int = 1
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         """Check the limits.
@@ -121,6 +124,8 @@ class Framework:
         nvidia: Whether it runs on NVIDIA's GPUs alone.
         words: Pattern by which names of engines are recognised as this framework.
         rewritten: First version whose engine was rewritten.
+        ahead: First version that prepares a pass while the device runs the one before; empty for
+            none.
         native: Whether the host of its engine was compiled before that too.
         fused: Whether layers of its engine today are compiled, or of few operators in C++.
         releases: The first one, and the newest of which runs were measured.
@@ -140,6 +145,7 @@ class Framework:
     nvidia: bool = False
     words: str = ""
     rewritten: tuple[int, ...] = (0, 0)
+    ahead: tuple[int, ...] = ()
     native: bool = False
     fused: bool = False
     releases: tuple[str, str] = ("", "")
@@ -251,6 +257,17 @@ def engine_era(name: str, version: str) -> str:
     """
     numbers, known = version_numbers(version)[:2], frameworks().get(name)
     return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"
+
+
+def runs_ahead(name: str, version: str) -> bool:
+    """Whether an engine's host prepares a pass while the device runs the one before.
+
+    Args:
+        name: Of a framework, in lower case.
+        version: Of it; empty for the newest.
+    """
+    numbers, since = version_numbers(version)[:2], framework_defaults(name).ahead
+    return bool(since) and (not numbers or numbers >= since)
 
 
 def host_kind(name: str, era: str, platform: str, *, eager: bool = False) -> str:

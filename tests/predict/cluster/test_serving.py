@@ -342,12 +342,14 @@ def test_a_prompt_is_not_shared_out_over_stages_and_ranks(predictor: ServingPred
 
 def test_the_host_schedules_a_step_of_drafts_once(predictor: ServingPredictor) -> None:
     small = ServedModel(replace(LLAMA, layers=2))
-    own = replace(PLAIN, options=EngineOptions(drafts=2, accepted=2.0), draft=small)
+    drafted = EngineOptions(drafts=2, accepted=2.0)
+    in_turn = replace(PLAIN, framework="vllm", version="0.13")
+    own = replace(in_turn, options=drafted, draft=small)
     station = predictor.simulate(own, SPEC).stations[0]
     assert station.costs.decode(8, 4096, 5)[CLASSES.index("host")] == 5.0
     # Tokens are verified at the cost of one pass over the weights: a single sequence gains.
     alone = replace(SPEC, concurrency=1, count=5)
-    with_drafts, without = (predictor.simulate(one, alone) for one in (own, PLAIN))
+    with_drafts, without = (predictor.simulate(one, alone) for one in (own, in_turn))
     assert with_drafts.seconds("tpot") < 0.7 * without.seconds("tpot")
 
 

@@ -66,6 +66,23 @@ def test_events_and_iterations_agree(rate: float, budget: int) -> None:
     assert fast.largest_batch <= 32
 
 
+def test_a_request_misses_the_pass_that_was_prepared_before_it_came() -> None:
+    one = FIXED + 100 * TOKEN
+    step = FIXED + TOKEN + SEEN * 101
+    load = Load(np.array([100, 10]), np.array([50, 1]), np.array([0.0, one + 0.5 * step]))
+    at_once, later = (
+        run_engine(load, 1000, Policy(ahead=ahead)).first[1] for ahead in (False, True)
+    )
+    assert at_once == pytest.approx(one + step + FIXED + 11 * TOKEN + SEEN * 102)
+    # A further token first, which the prompt's pass then attends to.
+    assert later - at_once == pytest.approx(FIXED + TOKEN + SEEN * 102 + SEEN)
+    # Nothing is prepared where nothing runs: both begin at once.
+    both = run_engine(
+        Load(np.array([5, 5]), np.array([2, 2]), np.zeros(2)), 1000, Policy(ahead=True)
+    )
+    assert both.first == pytest.approx(FIXED + 10 * TOKEN)
+
+
 def test_one_request_by_hand() -> None:
     load = Load(np.array([100]), np.array([3]), np.zeros(1))
     run = run_engine(load, 1000, Policy(), delay=0.5)

@@ -10,6 +10,7 @@ from opcast.simulate.serving.policies import (
     host_kind,
     known_framework,
     release_note,
+    runs_ahead,
 )
 
 
@@ -28,6 +29,10 @@ def test_releases_beyond_the_measured_ones_are_told() -> None:
     assert release_note("", "7") == ()
     assert engine_era("vllm", "0.33.0") == "now"
     assert engine_era("vllm", "0.6.6") == "early"
+    assert (
+        runs_ahead("vllm", "") and runs_ahead("vllm", "0.14.1") and runs_ahead("sglang", "0.5.10")
+    )
+    assert not runs_ahead("vllm", "0.13.0") and not runs_ahead("lmdeploy", "")
 
 
 def test_what_hosts_run() -> None:
