@@ -269,7 +269,7 @@ def test_a_machine_is_read_from_its_description():
     v100, h100 = machine_of(find_device("v100-pcie")), machine_of(H100)
     assert (v100.cores, v100.bandwidth, v100.tensor_fusion) == (80, 900e9, False)
     assert (h100.cores, h100.lanes, h100.tensor_fusion) == (132, 128, True)
-    assert machine_of(find_device("tpu-v4")) == Machine(fused_products=True)
+    assert machine_of(find_device("tpu-v4")) == Machine(fused_products=True, converted=frozenset())
     for name in ("b200", "rtx-pro-6000"):  # sm_100 and sm_120: three digits
         newer = machine_of(find_device(name))
         assert newer.tensor_fusion and newer.channels_last and newer.half_channels_last
