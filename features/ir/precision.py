@@ -7,10 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .program import DTYPE_BITS, REDUCED, TensorType
+from .program import DTYPE_BITS, PARTS, REDUCED, TensorType
 
-#: What a part of a complex number is; cuBLAS computes with them in f32 or f64.
-_PARTS = {"c64": "f32", "c128": "f64"}
 #: An algorithm as HLO names it: ``dot_bf16_bf16_f32_x6``, in protocol buffers ``ALG_DOT_…``.
 _ALGORITHM = re.compile(r"dot_(any_f8|[a-z0-9]+)_(?:any_f8|[a-z0-9]+)_[a-z0-9]+(?:_x(\d+))?")
 
@@ -59,7 +57,7 @@ def arithmetic(dtype: str, attrs: Mapping[str, object]) -> Arithmetic:
         attrs: Attributes of the instruction.
     """
     text = _text(attrs)
-    parts, real = (2, _PARTS[dtype]) if dtype in _PARTS else (1, dtype)
+    parts, real = (2, PARTS[dtype]) if dtype in PARTS else (1, dtype)
     named = _ALGORITHM.search(text)
     if named is not None:
         kind, passes = named[1], int(named[2] or 1)

@@ -27,6 +27,8 @@ DTYPE_BITS: dict[str, int] = {
     "token": 0,
     "opaque": 0,
 }
+#: Types of the two parts of complex numbers.
+PARTS = {"c64": "f32", "c128": "f64"}
 #: Matrix rate of f32 operands that the compiler may round to TensorFloat-32; a device without such
 #: a unit uses its f32 rate.
 REDUCED = "tf32"

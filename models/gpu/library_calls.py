@@ -26,6 +26,7 @@ import numpy as np
 from ...common.files import parse_yaml
 from ...features.cost.library_calls import routine_of
 from ...features.devices.device import DeviceSpec
+from ...features.ir.program import PARTS
 from ...features.kernels.kernel import Kernel
 from ...features.table.roofline import memory_seconds
 from ..core.base import KernelPrediction
@@ -172,7 +173,7 @@ def call_of(kernel: Kernel) -> Call | None:
         return None
     *batch, rows, columns = first.shape
     own = first.nbytes / max(prod(batch), 1)
-    real = {"c64": "f32", "c128": "f64"}.get(first.dtype, first.dtype)
+    real = PARTS.get(first.dtype, first.dtype)
     short, long = sorted((rows, columns))
     return Call(found, prod(batch), short, long, own, kernel.flops, real)
 

@@ -206,8 +206,8 @@ class ServingCosts:
         A pass takes the longer of both, which has all of the time.
         """
         if self.decoding.ahead:
-            shorter = costs * self._weights
-            if shorter[_HOST].sum() <= shorter[_LAUNCHED].sum() + shorter[_AT["launch"]]:
+            seconds = costs * self._weights
+            if seconds[_HOST].sum() <= seconds[_LAUNCHED].sum() + seconds[_AT["launch"]]:
                 costs[_HOST] = 0.0
             elif not costs[_AT["launch"]]:
                 costs[_LAUNCHED] = 0.0

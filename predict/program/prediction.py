@@ -236,7 +236,9 @@ def check_known(
     sources = [own for k, out in zip(kernels, apart, strict=True) if out for own in k.sources[:1]]
     lines = dict.fromkeys(f"{own.file}:{own.line}" for own in sources if own.line)
     known = "".join(f"; {said}" for said in useless)
-    if rest is not None and any(k.takes_time for k in np.array(kernels, object)[~apart]):
+    if rest is not None and any(
+        k.takes_time and not out for k, out in zip(kernels, apart, strict=True)
+    ):
         own = rest(apart)
         ends = f"{duration(own.lo * 1e6)} to {duration(own.hi * 1e6)}"
         known += f"; all else takes {duration(own.latency * 1e6)} (90 % interval {ends})"

@@ -255,8 +255,8 @@ def engine_era(name: str, version: str) -> str:
         name: Of a framework, in lower case.
         version: Of it; empty for the newest.
     """
-    numbers, known = version_numbers(version)[:2], frameworks().get(name)
-    return "early" if numbers and numbers < (known.rewritten if known else (0, 0)) else "now"
+    known = frameworks().get(name)
+    return "now" if known is None or _is_since(version, known.rewritten) else "early"
 
 
 def runs_ahead(name: str, version: str) -> bool:
@@ -266,8 +266,14 @@ def runs_ahead(name: str, version: str) -> bool:
         name: Of a framework, in lower case.
         version: Of it; empty for the newest.
     """
-    numbers, since = version_numbers(version)[:2], framework_defaults(name).ahead
-    return bool(since) and (not numbers or numbers >= since)
+    first = framework_defaults(name).ahead
+    return bool(first) and _is_since(version, first)
+
+
+def _is_since(version: str, first: tuple[int, ...]) -> bool:
+    """Whether a version is at least the first one; where none is said it is the newest."""
+    numbers = version_numbers(version)[:2]
+    return not numbers or numbers >= first
 
 
 def host_kind(name: str, era: str, platform: str, *, eager: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..program import DTYPE_BITS, NUMPY_NAMES, TensorType, constant_value
+from ..program import DTYPE_BITS, NUMPY_NAMES, PARTS, TensorType, constant_value
 
 # Texts as MLIR prints attributes: ``3 : i64``, ``1.0e-05 : f32``, ``array<i64: 1, 2>``, ``dense<[1,
 # 2]> : tensor<2xi64>``, ``#stablehlo.gather<offset_dims = [1], …>``.
@@ -25,8 +25,6 @@ _ENUM = re.compile(r"#\w+<\w+ (\w+)>$")
 _STRUCT = re.compile(r"#[\w.]+<(.*)>$", re.DOTALL)
 _ELEMENT = re.compile(r"0x[0-9A-Fa-f]+|true|false|-?\d[\d.]*(?:[eE][-+]?\d+)?")
 #: Element types of dense attributes that become tuples; others stay text.
-#: Types of the two parts of complex numbers.
-_PARTS = {"c64": "f32", "c128": "f64"}
 _DTYPES = {"i64": "<i8", "i32": "<i4", "i8": "<i1", "i1": "?", "index": "<i8"}
 
 
@@ -153,7 +151,7 @@ def read_literal(text: str, kind: TensorType) -> object:
         return None
     parts = [_element(item, kind.dtype) for item in _ELEMENT.findall(body)]
     elements: list[object] = list(parts)
-    if kind.dtype in _PARTS:
+    if kind.dtype in PARTS:
         elements = [complex(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return constant_value(elements)
 
@@ -174,7 +172,7 @@ def _from_bits(bits: int, dtype: str) -> float:
     """Decode a float that MLIR prints as its bits: infinities, NaN and small formats."""
     import ml_dtypes
 
-    name = NUMPY_NAMES[_PARTS.get(dtype, dtype)]
+    name = NUMPY_NAMES[PARTS.get(dtype, dtype)]
     kind = getattr(ml_dtypes, name, None) or getattr(np, name, None)
     if kind is None:
         return math.nan

@@ -7,7 +7,6 @@ optimiser's update, so that the backward pass is autograd's own, not a rule abou
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import traceback
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ....common.collection import paused_collection
 from ....common.errors import ProgramError
 from .decomposition import WRAPPERS, Fakes, setting_of
 from .eager import (
@@ -71,7 +71,7 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
         ProgramError: The program cannot be exported or run without data, or has nothing to train.
     """
     try:
-        with warnings.catch_warnings(), _quiet(), _uncollected():
+        with warnings.catch_warnings(), _quiet(), paused_collection():
             # About tensors without data, which nobody asked for.
             warnings.simplefilter("ignore")
             return _recorded(program, fused)
@@ -122,18 +122,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Look for no cycles of objects meanwhile: a run makes many objects that all stay."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _needs_values(error: Exception) -> bool:

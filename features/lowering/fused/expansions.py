@@ -12,15 +12,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...ir.program import Computation, Op, Program, TensorType, WindowDim
+from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
 from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
 from .pooling import INDEX, cropped, scattered
 from .random_bits import philox
 from .reductions import adder
 
-#: Types of the parts of complex numbers.
-_PARTS = {"c64": "f32", "c128": "f64"}
 #: Elements of a scan that one thread computes from scratch for each result; longer ones become
 #: trees (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
 SCAN, TPU_SCAN = 16, 128
@@ -54,7 +52,7 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
             return cropped(node)
         if opcode == "reduce-window":
             return _scan(node, program, TPU_SCAN if on_tpu else SCAN)
-        if opcode == "exponential" and node.type.dtype in _PARTS:
+        if opcode == "exponential" and node.type.dtype in PARTS:
             return _complex_exponential(node)
         if opcode == "ragged-dot":
             return _ragged(node, program, on_tpu)
@@ -83,7 +81,7 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
 
 def _complex_exponential(node: Node) -> Node:
     """Euler's formula, which every element's thread computes with real functions."""
-    kind = (TensorType(_PARTS[node.type.dtype], node.type.shape),)
+    kind = (TensorType(PARTS[node.type.dtype], node.type.shape),)
     real, angle = (Node(part, list(node.operands), kind) for part in ("real", "imag"))
     scale = Node("exponential", [real], kind)
     turned = [Node(part, [angle], kind) for part in ("cosine", "sine")]
