@@ -21,7 +21,6 @@ from ...common import plugins
 from ...common.errors import DeviceError
 from ...common.paths import PACKAGE
 from .device import DeviceSpec, device_slug
-from .identity import is_measured
 from .rules import generations
 from .sheet import Sheet, overlay, read_designs, read_sheet
 from .spec_of_sheet import device_of_sheet
@@ -121,20 +120,20 @@ def device_file(device: str | Path) -> DeviceSpec | None:
     """Read the device of a file; ``None`` for a name, which no device has with such a suffix.
 
     Raises:
-        DeviceError: The file is missing or wrong, or its device has the name of one of the
-            catalogue and other figures.
+        DeviceError: The file is missing or wrong, or starts from a base under a name of the
+            catalogue whose figures it does not have.
     """
     is_file = Path(device).suffix.lower() in (".json", ".yaml", ".yml")
     return _own_name(DeviceSpec.from_file(device), Path(device)) if is_file else None
 
 
 def _own_name(device: DeviceSpec, path: Path) -> DeviceSpec:
-    """Refuse the device of a file that the catalogue has under its name with other figures.
+    """Refuse the device of a file that changes a base and has a name of the catalogue.
 
-    What was measured on a chip goes by its name. A measured description may differ from the
-    catalogue's, since ceilings that a probe reached are never those of a data sheet.
+    What was measured on a chip goes by its name. A whole description may differ from the
+    catalogue's, as another data sheet of the same chip, or a probe, does.
     """
-    listed = None if is_measured(device) else _canonical(device.name)
+    listed = _canonical(device.name) if device.base else None
     if listed is not None and _unnamed(device) != _unnamed(_catalogue_device(listed)):
         raise DeviceError(
             f"name {device.name!r} is that of a device of the catalogue with other figures",
