@@ -149,8 +149,8 @@ def test_depthwise_gradients_of_filters_read_l2_for_each_tap_in_pytorchs_own_ker
         steps = 1e6 * products / (256 * 6 * 108) * 500 / 1.41e9
         assert max(cache / 0.7, steps) < gradient.latency_us < 1.2 * steps
     else:
-        # cuDNN's: bound by its four loads for a product.
-        assert gradient.latency_us == pytest.approx(4e6 * products / loads, rel=0.2)
+        # cuDNN's: bound by its four loads for a product, and goes over them twice.
+        assert gradient.latency_us == pytest.approx(8e6 * products / loads, rel=0.2)
     assert gradient.hi_us > 3 * gradient.latency_us
 
 
