@@ -31,6 +31,7 @@ from ...features.dataset import Dataset, write_record
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.ir.hlo_reader import parse_hlo
+from ...features.ir.precision import as_computed
 from ...features.kernels.extract import extract_kernels
 from ...features.lowering.target_compiler.process import (
     CompiledModule,
@@ -287,7 +288,7 @@ def estimated_rows(
     """
     if not device.clock_hz:
         raise DeviceError("key 'boost_mhz' is missing to turn cycles into time", where=device.name)
-    kernels, _ = extract_kernels(parse_hlo(hlo))
+    kernels, _ = extract_kernels(as_computed(parse_hlo(hlo), device.platform))
     owners = merged.owners(kernels) if merged else [0] * len(kernels)
     rows: dict[tuple[str, int], Row] = {}
     for kernel, owner in zip(kernels, owners, strict=True):

@@ -78,7 +78,7 @@ def lower_absent(
     stablehlo = _replicated(_as_stablehlo(source))
     key = _key(stablehlo, target, settings)
     cached = cache.get(key) if cache else None
-    job = _Job(stablehlo, target, settings, trip_counts)
+    job = _Job(stablehlo, target, settings, device, trip_counts)
     if cached is not None:
         ops = SourceOps(stablehlo.module, stablehlo.origin)
         stored = from_data(cached.meta.get("kernels", {}), ops, cached.hlo)
@@ -112,11 +112,13 @@ class _Job:
         source: SourceProgram,
         target: CompileTarget,
         settings: CompileSettings,
+        device: DeviceSpec,
         trip_counts: TripCounts,
     ) -> None:
         self.source = source
         self.target = target
         self.settings = settings
+        self.device = device
         self.trip_counts = trip_counts
         self.settled = True
         self.shape = module_counts(source.module)
@@ -198,7 +200,7 @@ class _Job:
     @cached_property
     def _ops(self) -> list[Kernel]:
         """The source's ops as kernels."""
-        return lower_op(self.source).kernels
+        return lower_op(self.source, self.device).kernels
 
 
 def _replicated(source: SourceProgram) -> SourceProgram:

@@ -136,7 +136,7 @@ class LoweringCache:
 
 
 #: Raised whenever the same module would give other kernels, so that older data is not used.
-EXTRACTION_VERSION = 10
+EXTRACTION_VERSION = 11
 
 
 def to_data(lowered: LoweredProgram) -> dict[str, object]:

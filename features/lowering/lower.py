@@ -154,7 +154,7 @@ def _lower(
         # Imports are local: `fused` and `op` must work without jaxlib's compiler, and load quickly.
         from .op import lower_op
 
-        return lower_op(program)
+        return lower_op(program, device)
     if choice.lowering == "fused":
         from .fused.lower import lower_fused
 
@@ -182,7 +182,7 @@ def _lower(
             return lowered
     from .xla import lower_xla
 
-    lowered = lower_xla(program, store, trip_counts)
+    lowered = lower_xla(program, store, trip_counts, device)
     _note_platform(lowered, device)
     return lowered
 

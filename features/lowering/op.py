@@ -7,14 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from ..cost.flops import op_work
 from ..cost.library_calls import is_host_call, unknown_calls
-from ..ir.program import Program
+from ..devices.device import DeviceSpec
+from ..devices.rules import narrow_floats_of
+from ..ir.precision import as_computed
+from ..ir.program import DTYPE_BITS, Program
 from ..ir.reader import SourceProgram
 from ..kernels.extract import extract_kernels
 from ..kernels.kernel import Kernel, LoweredProgram
 from ..kernels.memory import entry_bytes, peak_memory
 
 
-def lower_op(source: SourceProgram) -> LoweredProgram:
+def lower_op(source: SourceProgram, device: DeviceSpec | None = None) -> LoweredProgram:
     """List a program's ops as kernels.
 
     Functions are inlined where they are called, loops multiply, scalar regions (reducers,
@@ -22,11 +25,17 @@ def lower_op(source: SourceProgram) -> LoweredProgram:
 
     Args:
         source: StableHLO or HLO.
+        device: Decides how products are computed; without one, as they are written.
 
     Raises:
         ProgramError: The program is malformed.
     """
     program = source.program
+    if device is not None:
+        # Of a chip that no rule knows nothing says which floats it lacks.
+        narrow = narrow_floats_of(str(device.compiler.get("target", "")))
+        known = narrow if narrow is not None else frozenset(DTYPE_BITS)
+        program = as_computed(program, device.platform, known)
     kernels, notes = extract_kernels(program)
     notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     return LoweredProgram(

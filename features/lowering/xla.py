@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import LoweringError
 from ...common.types import JsonMapping
+from ..devices.device import DeviceSpec
 from ..ir.hlo_reader import parse_hlo
 from ..ir.mlir.locations import SourceOps
 from ..ir.partitioning import header_counts
+from ..ir.precision import as_computed
 from ..ir.program import Op, Program, TensorType
 from ..ir.reader import SourceProgram, TripCounts, read_program
 from ..ir.trip_counts import loop_names
@@ -132,7 +134,10 @@ def compile_native(
 
 
 def lower_xla(
-    source: SourceProgram, cache: LoweringCache | None, trip_counts: TripCounts = None
+    source: SourceProgram,
+    cache: LoweringCache | None,
+    trip_counts: TripCounts = None,
+    device: DeviceSpec | None = None,
 ) -> LoweredProgram:
     """Compile a program, or take it from the cache, and list its kernels.
 
@@ -140,6 +145,7 @@ def lower_xla(
         source: StableHLO or HLO; scheduled HLO is taken as it is.
         cache: Where compiled modules are kept; ``None`` keeps none.
         trip_counts: As in :func:`opcast.features.lowering.lower.lower`.
+        device: What scheduled HLO was compiled for, if known.
 
     Raises:
         LoweringError: The backend does not compile it, or there are too few devices.
@@ -147,7 +153,7 @@ def lower_xla(
     if source.kind == "hlo" and source.program.is_scheduled:
         text = source.compile_input
         hlo = text if isinstance(text, str) else text.decode()
-        target = LocalTarget("hlo", "", "", 1)
+        target = LocalTarget("hlo", device.platform if device is not None else "", "", 1)
         return lower_compiled(source.program, hlo, source, target, {}, trip_counts)
     if cache is None:
         native = compile_native(source)
@@ -200,6 +206,7 @@ def lower_compiled(
     """
     ops = SourceOps(source.module, source.origin) if source.kind == "stablehlo" else None
     _set_trip_counts(program, source, trip_counts)
+    program = as_computed(program, target.platform)
     kernels, notes = extract_kernels(program, ops)
     if ops is not None:
         infer_sources(kernels, ops, ops.operations)

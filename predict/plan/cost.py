@@ -146,7 +146,7 @@ class Sheet:
         try:
             lowered = lower_fused(source, self.device)
         except OpcastError:
-            lowered = lower_op(source)
+            lowered = lower_op(source, self.device)
         seconds = program_seconds(lowered, self.device, model).kernels
         first: dict[int, Step] = {}
         for step in self.found.steps:

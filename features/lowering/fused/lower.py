@@ -7,6 +7,7 @@ from dataclasses import replace
 from ....common.errors import LoweringError
 from ...devices.device import DeviceSpec
 from ...ir.op_table import ELEMENTWISE
+from ...ir.precision import as_computed
 from ...ir.program import Program, TensorType
 from ...ir.reader import SourceProgram
 from ...kernels.extract import extract_kernels
@@ -69,6 +70,7 @@ def lower_fused(
         raise LoweringError(
             "the program is optimised already", where=source.origin, hint="use --lowering xla"
         )
+    platform = device.platform if device is not None else "gpu"
     machine = machine_of(device)
     if not generated:
         machine = replace(machine, converted=frozenset())
@@ -77,7 +79,7 @@ def lower_fused(
     emitter = Emitter(program)
     # As in XLA: expansions and simplifications first, then the libraries' forms, then fusion. Each
     # pass relies on the forms that those before it leave.
-    expand_ops(graph, program, device.platform if device is not None else "gpu")
+    expand_ops(graph, program, platform)
     inline_branches(graph)
     simplify(graph, program)
     merge_counters(graph)
@@ -99,7 +101,8 @@ def lower_fused(
     if memory is not None:
         prefetch(emitter.program, memory)
         place_on_chip(emitter.program, memory)
-    kernels, notes = extract_kernels(emitter.program)
+    module = as_computed(emitter.program, platform)
+    kernels, notes = extract_kernels(module)
     notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
@@ -112,11 +115,11 @@ def lower_fused(
         kernels=kernels,
         lowering="fused",
         target=device.name if device is not None else "gpu",
-        peak_memory_bytes=peak_memory(emitter.program),
+        peak_memory_bytes=peak_memory(module),
         memory_source="liveness",
         notes=notes,
-        entry_bytes=entry_bytes(emitter.program),
-        module=emitter.program,
+        entry_bytes=entry_bytes(module),
+        module=module,
     )
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ...ir.program import DTYPE_BITS, INTEGER, TensorType, WindowDim, dtype_family
+from ...ir.precision import widened
+from ...ir.program import TensorType, WindowDim
 from .clusters import source_of
 from .folding import is_elementwise, reshape, spread, transposed
 from .graph import Graph, Node, rewrite, users_of
@@ -184,33 +185,20 @@ def _order(side: _Operand) -> str:
     return "".join(missing) + order
 
 
-_INTEGERS = frozenset(t for t in DTYPE_BITS if dtype_family(t) == INTEGER)
-_BELOW_A_BYTE = frozenset(t for t in _INTEGERS if DTYPE_BITS[t] < 8)
-
-
 def widen_products(graph: Graph, narrow: frozenset[str] | None) -> None:
-    """Widen the operands of products of formats that XLA (JAX 0.10) has no kernel for.
-
-    Floats of up to 8 bits that the matrix units lack become 16 bits wide, integers of fewer than 8
-    what their product is accumulated in, also beside ones of 8 bits.
+    """Widen the operands of products of formats that XLA has no kernel for, by :func:`widened`.
 
     Args:
         graph: Changed in place; loops and branches are not entered.
-        narrow: Floats of 8 bits that they have; ``None`` leaves products of floats alone.
+        narrow: Floats of 8 bits that the matrix units have; ``None`` leaves products of floats
+            alone.
     """
-    small = {name for name in DTYPE_BITS if name.startswith(("f4", "f6", "f8"))}
-    lacking = frozenset() if narrow is None else small - narrow
 
     def rule(node: Node) -> Node | None:
-        own = {operand.type.dtype for operand in node.operands}
         if node.opcode != "dot":
             return None
-        if lacking & own:
-            wide = "f16" if own == {"f8e5m2"} else "bf16"
-        elif own & _BELOW_A_BYTE and own <= _INTEGERS:
-            # XLA's operand upcaster; products of s8 alone are left as they are.
-            wide = node.type.dtype if DTYPE_BITS[node.type.dtype] >= 32 else "s32"
-        else:
+        wide = widened([o.type.dtype for o in node.operands], node.type.dtype, narrow)
+        if not wide:
             return None
         operands = [
             Node("convert", [o], (o.type._replace(dtype=wide),), source=o.source)
@@ -368,26 +356,13 @@ def _convolved(dot: Node) -> Node | None:
     sizes = [image.node.type.shape[d] for d in image.batch]
     window = [WindowDim(size, max(size - 1, 1), lhs_dilation=size) for size in sizes]
     attrs = {
-        **_tpu_precision(dot),
+        **_precision(dot),
         "window": (*window, *(WindowDim(1) for _ in places)),
         "dim_labels": f"{_word(read)}_{_word(written)}->{''.join(out)}",
         "feature_group_count": 1,
         "batch_group_count": 1,
     }
     return Node("convolution", [image.node, filters], dot.results, attrs, source=dot.source)
-
-
-def _tpu_precision(dot: Node) -> dict[str, object]:
-    """The precision of a product, ``high`` as the three passes of bf16 that it means on TPUs.
-
-    Their compiler writes the algorithm of three passes as ``high`` (libtpu of JAX 0.10).
-    """
-    kept = _precision(dot)
-    asked = str(kept.get("operand_precision", ""))
-    if "high" not in asked or "highest" in asked or "algorithm" in kept:
-        return kept
-    own = dot.operands[0].type.dtype
-    return {"algorithm": "dot_bf16_bf16_f32_x3"} if own in ("f32", "c64") else kept
 
 
 def _word(letters: Mapping[int, str]) -> str:

@@ -9,11 +9,13 @@ import pytest
 from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec, MemoryLevel
 from opcast.features.ir.precision import Arithmetic, arithmetic
+from opcast.features.ir.program import DTYPE_BITS
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.extract import kernel_from_ir
+from opcast.features.lowering.lower import lower
 from opcast.features.lowering.op import lower_op
 from opcast.features.table.columns import INDEX
-from opcast.features.table.roofline import roofline
+from opcast.features.table.roofline import least_seconds, roofline
 from opcast.features.table.row import rows
 
 DOT = """HloModule kernel
@@ -95,6 +97,60 @@ def test_an_h100_takes_each_product_at_the_rate_of_its_types(
     assert kernel.flops == times * 2.0 * 8192**3
     least = roofline([kernel], find_device("h100-sxm")).latency_s
     assert least == pytest.approx(times * 2.0 * 8192**3 / (tflops * 1e12))
+
+
+@pytest.mark.parametrize("lowering", ["op", "fused", "xla"])
+@pytest.mark.parametrize(
+    ("asked", "passes"), [("default", 1), ("high", 3), ("highest", 6), ("default,high", 3)]
+)
+def test_a_tpu_takes_precise_products_in_passes_of_bf16(
+    lowering: str, asked: str, passes: int
+) -> None:
+    asked = asked if "," in asked else f"{asked},{asked}"
+    text = DOT.format(dims=DIMS, more=f", operand_precision={{{asked}}}")
+    if lowering == "xla":  # as its compiler leaves it
+        text = text.replace("HloModule kernel", "HloModule kernel, is_scheduled=true")
+    source = read_program(text)
+    v5e = find_device("tpu-v5e")
+    (kernel,) = [k for k in lower(source, lowering, device=v5e).kernels if k.kind == "gemm"]
+    assert kernel.flops == passes * FLOPS
+    # v5e: 197 TFLOP/s in bf16.
+    least = least_seconds([kernel], v5e)[0]
+    assert least == pytest.approx(passes * FLOPS / 197e12, rel=1e-6)
+    # The program is left as it was: a GPU takes one product.
+    (other,) = [k for k in lower(source, lowering, device="h100-sxm").kernels if k.kind == "gemm"]
+    assert other.flops == FLOPS
+
+
+@pytest.mark.parametrize(
+    ("device", "left", "right", "result", "rate"),
+    [
+        # As compiled for an H100 and an A100 (JAX 0.10).
+        ("h100-sxm", "s4", "s4", "s32", "s32"),
+        ("h100-sxm", "s8", "s4", "s32", "s32"),
+        ("h100-sxm", "s8", "s8", "s32", "s8"),
+        ("h100-sxm", "f4e2m1fn", "f4e2m1fn", "bf16", "bf16"),
+        ("h100-sxm", "f8e4m3fn", "f8e4m3fn", "bf16", "f8e4m3fn"),
+        ("a100-sxm-80gb", "f8e4m3fn", "f8e4m3fn", "bf16", "bf16"),
+        # A TPU's compiler is another one.
+        ("tpu-v6e", "s4", "s4", "s32", "s4"),
+    ],
+)
+def test_products_op_by_op_are_at_the_rate_that_they_are_widened_to(
+    device: str, left: str, right: str, result: str, rate: str
+) -> None:
+    source = read_program(f"""HloModule m
+ENTRY main {{
+  x = {left}[4096,4096] parameter(0)
+  w = {right}[4096,4096] parameter(1)
+  ROOT y = {result}[4096,4096] dot(x, w), {DIMS}
+}}
+""")
+    spec = find_device(device)
+    (kernel,) = lower_op(source, spec).kernels
+    assert roofline([kernel], spec).compute_s == pytest.approx(FLOPS / spec.matrix_peak(rate))
+    # What is read stays narrow.
+    assert kernel.bytes_in == 4096**2 * (DTYPE_BITS[left] + DTYPE_BITS[right]) / 8
 
 
 def test_a_product_of_several_is_described_as_one_real_product() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.ir.precision import Arithmetic, arithmetic
 from opcast.features.lowering.fused.graph import Graph, Node, build_graph
 from opcast.features.lowering.fused.merging import MERGE_BYTES, Dependence, merge_dots
 from opcast.features.lowering.fused.products import (
@@ -179,17 +178,6 @@ def test_a_product_keeps_its_precision_as_a_convolution(asked: str) -> None:
     convolved_products(graph)
     name = asked.split("=")[0]
     assert before[name] and only(graph, "convolution").attrs[name] == before[name]
-
-
-def test_high_precision_takes_three_passes_on_a_tpu() -> None:
-    graph = graph_of(
-        "x = f32[8,16] parameter(0)",
-        "w = f32[16,4] parameter(1)",
-        "ROOT y = f32[8,4] dot(x, w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
-        "operand_precision={high,high}",
-    )
-    convolved_products(graph)
-    assert arithmetic("f32", only(graph, "convolution").attrs) == Arithmetic("bf16", 3)
 
 
 @pytest.mark.parametrize(
