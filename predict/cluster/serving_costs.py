@@ -160,14 +160,12 @@ class ServingCosts:
         length = cached / batch + how.accepted * (steps - 1) / 2.0 + 1.0
         attention = self._attend(batch, length)
         one = steps * self._decoding(batch * how.width, attention)
-        if how.eager:
-            one = self._launched(one, steps)
         if how.draft is not None:
             drafts = how.drafts * how.draft.decode(batch, cached, steps)
             # The host schedules a step once: its drafts are a loop of captured graphs.
             drafts[_HOST] = 0.0
             one += drafts
-        return self._beside(one)
+        return self._paced(one, steps * how.eager, ahead=how.ahead)
 
     def swap(self, tokens: float) -> np.ndarray:
         """Moving a cache to the host; see :class:`~opcast.simulate.serving.load.PassCosts`."""
@@ -185,32 +183,27 @@ class ServingCosts:
         share = count / len(chunks)
         prefill = share * sum(self._prompt(count, chunk) for chunk in chunks)
         costs = self._pass(total, decoding + len(chunks), largest, prefill, decode)
-        return self._launched(costs, 1)
+        return self._paced(costs, 1)
 
-    def _launched(self, costs: np.ndarray, passes: int) -> np.ndarray:
-        """Costs of passes whose kernels the host launches one by one.
-
-        It runs ahead of the device, so that a pass takes the longer of launching and running them;
-        which of both it is has all of the time.
-        """
-        launching = passes * self._launches
-        running = float(costs[_LAUNCHED] @ self._weights[_LAUNCHED])
-        if launching * self._weights[_AT["launch"]] > running:
-            costs[_LAUNCHED] = 0.0
-            costs[_AT["launch"]] = launching
-        return costs
-
-    def _beside(self, costs: np.ndarray) -> np.ndarray:
-        """Costs of passes that the host prepares while the device runs those before, if it does.
+    def _paced(self, costs: np.ndarray, launched: int, *, ahead: bool = False) -> np.ndarray:
+        """Costs of passes of which the host does its part while the device does its own.
 
         A pass takes the longer of both, which has all of the time.
+
+        Args:
+            costs: Of the passes.
+            launched: Passes whose kernels the host launches one by one; 0 where it replays graphs.
+            ahead: Whether it prepares a pass while the device runs the one before: in the thread
+                that launches.
         """
-        if self.decoding.ahead:
-            seconds = costs * self._weights
-            if seconds[_HOST].sum() <= seconds[_LAUNCHED].sum() + seconds[_AT["launch"]]:
-                costs[_HOST] = 0.0
-            elif not costs[_AT["launch"]]:
-                costs[_LAUNCHED] = 0.0
+        seconds = costs * self._weights
+        launching = launched * self._launches
+        hosts = launching * self._weights[_AT["launch"]] + ahead * seconds[_HOST].sum()
+        if hosts > seconds[_LAUNCHED].sum():
+            costs[_LAUNCHED] = 0.0
+            costs[_AT["launch"]] = launching
+        elif ahead:
+            costs[_HOST] = 0.0
         return costs
 
     def _decoding(self, tokens: int, attention: float) -> np.ndarray:

@@ -109,13 +109,15 @@ def test_a_pass_over_prompts_takes_the_longer_of_launching_and_running_its_kerne
     assert long[device].sum() > 0.29
 
 
-def test_eager_engines_launch_further_tokens_too() -> None:
+@pytest.mark.parametrize("version", ["0.11", "0.14"])
+def test_eager_engines_launch_further_tokens_too(version: str) -> None:
     """A layer of Llama 3 8B has ten kernels on one device: 323 of a pass take 19 ms, its weights 5.
 
-    Of vLLM graphs and compiled layers go together (``--enforce-eager``).
+    Of vLLM graphs and compiled layers go together (``--enforce-eager``). A host that prepares the
+    next pass does so before it launches it, whether or not the device still runs.
     """
     own = ServingPredictor(None, ServingModel())
-    row = serving_row({**LLAMA, **SMALL, "framework_version": "0.11"})
+    row = serving_row({**LLAMA, **SMALL, "framework_version": version})
     eager = replace(row.deployment, options=replace(row.deployment.options, eager=True))
     slow, fast = (own.simulate(one, row.spec).seconds("tpot") for one in (eager, row.deployment))
     assert slow == pytest.approx(323 * PRIOR["launch"] + PRIOR["host"], rel=0.02)
