@@ -223,9 +223,12 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
     told: list[tuple[ModelRow, str, str]] = []
     for path in settings.tables:
         table = read_cases(path, "models")
-        if settings.samples is not None and "family" in table:
-            table = drawn(table, settings.samples, settings.seed)
-            console.print(f"{path.stem}: {len(table)} rows are drawn", highlight=False)
+        if settings.samples is not None:
+            said = "all rows are taken, which name no family to draw by"
+            if "family" in table:
+                table = drawn(table, settings.samples, settings.seed)
+                said = f"{len(table)} rows are drawn"
+            console.print(f"{path.stem}: {said}", highlight=False)
         families = table["family"] if "family" in table else pd.Series("", table.index)
         for row, family in zip(read_rows(table, model_row)[0], families, strict=True):
             if row is not None and np.isfinite(row.measured_s):
