@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -188,9 +189,13 @@ def predicted_frame(
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
     """Write predictions, and print why some rows have none."""
     write_table(frame, out)
-    missing = frame.loc[frame["reason"] != "", "reason"]
-    for reason, count in missing.value_counts().head(20).items():
-        console.print(f"{count} {what} not predicted: {reason}", highlight=False)
+    print_reasons(console, frame.loc[frame["reason"] != "", "reason"], f"{what} not predicted")
+
+
+def print_reasons(console: Console, reasons: Iterable[str], what: str) -> None:
+    """Print how many rows have no answer for each of the most common reasons."""
+    for reason, count in Counter(reasons).most_common(20):
+        console.print(f"{count} {what}: {reason}", highlight=False)
 
 
 def keep_left_out(out: Path | None, left: pd.DataFrame, ways: Sequence[str]) -> None:

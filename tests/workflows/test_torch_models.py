@@ -342,10 +342,14 @@ def test_processors_of_a_table_teach_a_model_of_their_own(tmp_path: Path) -> Non
         for batch in (256, 512)
         for own in ({}, run)
     ]
-    table, out = written(tmp_path / "t.parquet", *changes), tmp_path / "own.json"
+    absent = {"model": "absent", "latency_ms": 1.0, "family": "absent"}
+    table, out = written(tmp_path / "t.parquet", *changes, absent), tmp_path / "own.json"
     command = ["train", "--models", str(table), "--out", str(out), "--no-track"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
+    # What cannot be recorded is said, and tried again the next time.
+    assert "1 rows not learned of:" in done.output
+    assert len((tmp_path / "own-seconds.jsonl").read_text().splitlines()) == len(changes)
     gpu, cpu = TorchModel.load(out), CpuTorchModel.load(tmp_path / "own-cpu.json")
     assert gpu.devices == ["rtx-4090"] and cpu.devices == ["cpu-i9-10940x"]
     # One chip says nothing of another.

@@ -171,6 +171,8 @@ class Asking:
     def predict(self, rows: Sequence[ModelRow], show: Callable[[int, int], None]) -> list[Answer]:
         """Predict rows; finished ones are kept, so that a stopped work goes on.
 
+        Those without an answer are tried again: a package may be there by then.
+
         Args:
             rows: The rows.
             show: Told of progress.
@@ -186,7 +188,8 @@ class Asking:
                 for row, answer in zip(groups[place], answers, strict=True):
                     found[row.id] = answer
                     line = {"identity": self.identity, "id": row.id, "answer": answer}
-                    file.write(json.dumps(line) + "\n")
+                    if not isinstance(answer, str):
+                        file.write(json.dumps(line) + "\n")
                 file.flush()
                 show(sum(row.id in found for row in rows), len(rows))
         return [found[row.id] for row in rows]

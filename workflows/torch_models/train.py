@@ -30,7 +30,7 @@ from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
 from ...predict.operator.torch_framework import operator_bundle
 from ...predict.operator.torch_price import measured_costs
-from ..judging import FOLDS, keep_learned, keep_left_out
+from ..judging import FOLDS, keep_learned, keep_left_out, print_reasons
 from .draw import drawn, platform_of
 from .rows import Asking, ModelRow, model_row, seconds_of
 
@@ -242,6 +242,8 @@ def run_train_models(console: Console, settings: TableSettings) -> dict[str, Tor
     identity = f"{__version__} {model_hash(OPERATOR_MODEL)}"
     with counting("recording models") as show:
         seconds = Asking("default", settings.ray, kept, identity, seconds_of).predict(rows, show)
+    reasons = [own for own in seconds if isinstance(own, str)]
+    print_reasons(console, reasons, "rows not learned of")
     of_row = {row.id: (table, family) for row, table, family in told}
     platforms = [platform_of(row.device) for row in rows]
     found = {}
