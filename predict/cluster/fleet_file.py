@@ -222,12 +222,15 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         devices=_counts(devices, where),
         files=folder is not None,
     )
-    good = 0 < found.hours < inf and found.step_s > 0 and 0 < found.asked <= 1 and found.seed >= 0
+    # Figures are of hours, each of which needs a step.
+    good = 0 < found.step_s <= 3600.0 * min(1.0, found.hours) and found.hours < inf
+    good = good and 0 < found.asked <= 1 and found.seed >= 0
     if not good or found.hours * 3600.0 / found.step_s > MOST_STEPS:
         raise PlanError(
             f"hours={found.hours:g}, step_s={found.step_s:g}, asked={found.asked:g}",
             where=where,
-            hint=f"all above 0, asked at most 1, and at most {MOST_STEPS:,} steps",
+            hint=f"all above 0, asked at most 1, step_s at most 3600 and all of the hours, and at "
+            f"most {MOST_STEPS:,} steps",
         )
     return found
 
@@ -374,6 +377,12 @@ def _pool(name: str, own: dict[str, Any], models: tuple[ModelLoad, ...], where: 
         else None
     )
     least, most = _bounds(own.get("replicas", 1), where)
+    if "scaling" in own and least == most:
+        raise PlanError(
+            f"a pool of {most} replicas does not scale",
+            where=f"{where}: scaling",
+            hint=f"replicas: [1, {max(most, 2)}], the fewest and most; or no scaling",
+        )
     initial, price = own.get("initial", least), own.get("price")
     figures = [*vars(startup).values(), *(vars(spot).values() if spot else ()), price or 0.0]
     figures += [scaling.up_s, scaling.down_s]

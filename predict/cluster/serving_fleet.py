@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, inf
 
 import numpy as np
@@ -12,7 +13,7 @@ from ...common.interval import Interval, end_fields
 from ...common.types import JsonObject
 from ...features.devices.catalogue import read_device
 from ...models.power.energy import energy_fields
-from ...simulate.serving.autoscale import Played, play
+from ...simulate.serving.autoscale import Played, play, smoothed
 from ...simulate.serving.pools import Nodes, Pool
 from .deployment import deployment_of, device_of
 from .fleet_curves import Replica, replica_of
@@ -64,6 +65,10 @@ class FleetPrediction:
     def _priced(self) -> bool:
         return all(pool.price is not None for pool in self.asked.pools)
 
+    def _tokens(self, one: Played, span: slice) -> float:
+        """Million output tokens that are served."""
+        return float(one.served[:, span].sum(axis=1) @ np.array(self.output_tokens)) / 1e6
+
     def _totals(self, span: slice) -> JsonObject:
         """Figures of a part of the time that hours and the whole share."""
         pools = range(len(self.asked.pools))
@@ -79,9 +84,9 @@ class FleetPrediction:
         if self._priced:
             cost = self._over(lambda one: self._cost(one, span))
             data |= end_fields("cost", cost)
-            tokens = float(arrived.sum(axis=1) @ np.array(self.output_tokens)) / 1e6
-            if tokens:
-                per_token = Interval(*(end / tokens for end in cost))
+            # What waits is paid for, and no token of it is there.
+            if min(self._tokens(one, span) for one in self.played) > 0.0:
+                per_token = self._over(lambda one: self._cost(one, span) / self._tokens(one, span))
                 data |= end_fields("dollars_per_million_tokens", per_token)
         if all(replica.powered for replica in self.replicas):
             data |= energy_fields(self._over(lambda one: float(one.joules[:, span].sum())))
@@ -90,11 +95,17 @@ class FleetPrediction:
         )
         return data
 
+    @property
+    def _spans(self) -> list[slice]:
+        """Steps of each hour: those whose middle lies in it."""
+        one = self.played[0]
+        hours = ((np.arange(one.arrived.shape[1]) + 0.5) * one.step // _HOUR).astype(int)
+        edges = np.searchsorted(hours, np.arange(hours[-1] + 2)).tolist()
+        return [slice(*both) for both in pairwise(edges)]
+
     def hour(self, at: int) -> JsonObject:
         """Figures of one hour."""
-        one = self.played[0]
-        per = max(1, round(_HOUR / one.step))
-        span = slice(at * per, (at + 1) * per)
+        one, span = self.played[0], self._spans[at]
         wait = one.wait[:, span].max()
         return {
             "hour": at,
@@ -141,7 +152,10 @@ class FleetPrediction:
         return data
 
     def _recommended(self, at: int, model: int) -> list[int] | None:
-        """Replicas that keep the SLO in the quietest and in the busiest hour; none if none do."""
+        """Replicas that keep the SLO in the quietest and in the busiest hour; none if none do.
+
+        They keep it at an hour's busiest step: what an hour's mean asks for lets others wait.
+        """
         one, pools = self.played[0], self.asked.pools
         within = [
             replica.warm[0].within(self.asked.asked) if pool.model == pools[at].model else 0.0
@@ -152,16 +166,16 @@ class FleetPrediction:
         # The router gives each pool requests by what its replicas serve.
         served = [w * float(one.ready[i].mean()) for i, w in enumerate(within)]
         part = served[at] / sum(served) if sum(served) else 1.0
-        per = max(1, round(_HOUR / one.step))
-        starts = range(0, one.arrived.shape[1], per)
-        rates = [float(one.arrived[model, s : s + per].mean()) / one.step for s in starts]
+        arrived = one.arrived[model]
+        if self.asked.models[model].trace is not None:
+            arrived = smoothed(arrived, arrived)
+        rates = [float(arrived[span].max()) / one.step for span in self._spans]
         return [max(1, ceil(rate * part / within[at])) for rate in (min(rates), max(rates))]
 
     def to_dict(self) -> JsonObject:
         """Plain data, as ``opcast simulate-serving --fleet --json`` prints it."""
         one, everything = self.played[0], slice(None)
-        count = ceil(one.arrived.shape[1] * one.step / _HOUR - 1e-9)
-        hours = [self.hour(at) for at in range(count)]
+        hours = [self.hour(at) for at in range(len(self._spans))]
         data: JsonObject = {
             "hours": self.asked.hours,
             **self._totals(everything),
@@ -198,6 +212,11 @@ class FleetPrediction:
                 told.append(
                     f"{pool.name}: its policy wished for {self.played[0].wished[at]} replicas, of "
                     f"which there are at most {pool.most}"
+                )
+            if self.played[0].short[at]:
+                told.append(
+                    f"{pool.name}: the fleet's devices left none for {self.played[0].short[at]} of "
+                    "the replicas that it was to start"
                 )
             told += [f"{pool.name}: {note}" for note in own.notes]
         return told

@@ -39,6 +39,7 @@ class Played:
         joules: Of their devices.
         lost: Interruptions of each pool.
         wished: Most replicas that a pool's policy wished for.
+        short: Most replicas of each pool at once for which there were no devices.
     """
 
     step: float
@@ -53,6 +54,7 @@ class Played:
     joules: np.ndarray
     lost: np.ndarray
     wished: list[int]
+    short: list[int]
 
 
 @dataclass
@@ -70,6 +72,7 @@ class _State:
     since: float = inf
     way: int = 0
     wished: int = 0
+    short: int = 0
 
     def __post_init__(self) -> None:
         own = self.pool
@@ -86,6 +89,7 @@ class _State:
         for done in range(count):
             found = self.nodes.take(self.pool.kind, self.pool.devices)
             if found is None:
+                self.short = max(self.short, count - done)
                 return done
             self.places.append(found)
         return count
@@ -230,7 +234,7 @@ def play(
         room = sum(ready[i] * pools[i].warm.room for i in own_pools)
         taken = np.cumsum(served[model]) + np.minimum(backlog[model], room)
         wait[model], when = _waits(arrived[model], taken, step)
-        load = np.where(backlog[model] > room, 1.0, _smooth(share[model], arrived[model]))
+        load = np.where(backlog[model] > room, 1.0, smoothed(share[model], arrived[model]))
         kept = _good(
             [pools[i] for i in own_pools],
             ready[own_pools][:, when],
@@ -244,13 +248,19 @@ def play(
     watts = (np.interp(share[pool.model], pool.warm.shares, pool.warm.watts) for pool in pools)
     joules = np.array(list(watts)) * paid * step
     wished = [max(state.wished, state.pool.least) for state in states]
+    short = [state.short for state in states]
     return Played(
-        step, arrived, served, backlog, share, wait, good, ready, paid, joules, lost, wished
+        step, arrived, served, backlog, share, wait, good, ready, paid, joules, lost, wished, short
     )
 
 
-def _smooth(share: np.ndarray, arrived: np.ndarray) -> np.ndarray:
-    """Means of shares over the time of :data:`_COUNTED` requests, shape ``(steps,)``."""
+def smoothed(share: np.ndarray, arrived: np.ndarray) -> np.ndarray:
+    """Means over the time of a thousand requests (:data:`_COUNTED`), shape ``(steps,)``.
+
+    Args:
+        share: What is averaged, in each step.
+        arrived: Requests in each step.
+    """
     mean = float(arrived.mean())
     width = min(len(share), max(1, round(_COUNTED / mean))) if mean else 1
     total = np.concatenate([[0.0], np.cumsum(share)])

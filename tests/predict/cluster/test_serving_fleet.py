@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from io import StringIO
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_a_day_of_two_chips(predictor: ServingPredictor) -> None:
     assert rented["startup_s"] == 90.0
     assert data["cost"] == pytest.approx(2 * own["device_hours"] + rented["device_hours"])
     assert data["dollars_per_million_tokens"] == pytest.approx(
-        data["cost"] / (data["requests"] * 200 / 1e6)
+        data["cost"] / (data["served"] * 200 / 1e6)
     )
     assert sum(hour["cost"] for hour in data["by_hour"]) == pytest.approx(data["cost"])
     # Without scaling the busiest hours decide, of which a third of the day has none.
@@ -93,6 +94,33 @@ def test_a_day_of_two_chips(predictor: ServingPredictor) -> None:
     print_fleet(Console(file=text, width=100), found)
     assert "keep the SLO" in text.getvalue()
     assert "scaling saves" in text.getvalue()
+
+
+def test_recommended_replicas_keep_the_slo_when_played(predictor: ServingPredictor) -> None:
+    peak = "slo: ttft=2s,tpot=60ms\nhours: 4\n{more}\n" + (
+        "models: {{m: {{workload: llama-3.1-8b, rate: [10, 30, 60, 20]}}}}\n"
+        "pools: {{all: {{model: m, device: h100-sxm, replicas: {count}, price: 2}}}}\n"
+    )
+    # One replica is overloaded by the second hour: of what waits no token is there, which is paid
+    # for. A second one has no device.
+    text = peak.format(count=2, more="devices: {h100-sxm: 1}\nstep_s: 1700")
+    found = predict_fleet(predictor, parse_fleet(text))
+    data = found.to_dict()
+    assert data["served"] < 0.8 * data["requests"]
+    assert data["dollars_per_million_tokens"] == pytest.approx(8e6 / (data["served"] * 256), 0.1)
+    assert data["dollars_per_million_tokens_lo"] < data["dollars_per_million_tokens_hi"]
+    assert any("left none for 1 of the replicas" in note for note in data["notes"])
+    # Hours hold the steps whose middle lies in them, all of them once.
+    assert sum(hour["cost"] for hour in data["by_hour"]) == pytest.approx(data["cost"])
+    # Sixty requests a second at the busiest step, not the 45 of the hour's mean; twenty at the end.
+    text = peak.format(count=1, more="")
+    pool = predict_fleet(predictor, parse_fleet(text)).to_dict()["pools"][0]
+    each = pool["requests_per_s_within_slo"]
+    assert pool["recommended"] == [ceil(20 / each), ceil(60 / each)]
+    for fewer, keeps in ((0, True), (1, False)):
+        text = peak.format(count=ceil(60 / each) - fewer, more="")
+        hours = predict_fleet(predictor, parse_fleet(text)).to_dict()["by_hour"]
+        assert (min(hour["slo_attainment"] for hour in hours) >= 0.99) is keeps
 
 
 def test_hours_agree_with_whole_runs(predictor: ServingPredictor, tmp_path: Path) -> None:
@@ -145,6 +173,8 @@ def test_hours_agree_with_whole_runs(predictor: ServingPredictor, tmp_path: Path
         ("slo: ttft=2s,tpot=60ms", "seed: 1", "what has a request to keep"),
         ("weights: fp8", "weights: 8", "weights: 8 is not of the type"),
         ("hours: 24", "hours: 1e9", "at most 500,000 steps"),
+        ("hours: 24", "step_s: 7200", "at most 3600"),
+        ("replicas: [1, 4]", "replicas: 4", "a pool of 4 replicas does not scale"),
         ("{h100-sxm: 8}", "{h100-sxm: few}", "'few' h100-sxm"),
         ("hours: 24", "requests: trace.csv", "files of the server are not read"),
         ("device: l40s", "device: mine.yaml", "files of the server are not read"),
