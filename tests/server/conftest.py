@@ -58,7 +58,7 @@ def start() -> Callable[..., object]:
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    with running("--timeout", "30s", "--max-body", "16", "--max-rows", "1000") as (url, _):
+    with running("--timeout", "30s", "--max-body", "72", "--max-rows", "1000") as (url, _):
         yield url
 
 

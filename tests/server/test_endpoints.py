@@ -272,7 +272,7 @@ def test_what_is_no_request_of_ours_is_refused_alike(client):
         (client.post(KERNELS, content=b"{", headers={"Content-Type": "application/json"}), 400),
         (client.get("/nothing"), 404),
         (client.delete("/health"), 405),
-        (client.post(KERNELS, content=b"x" * (17 * 2**20)), 413),
+        (client.post(KERNELS, content=b"x" * (73 * 2**20)), 413),
     ):
         assert answer.status_code == status
         assert set(answer.json()) == {"error", "what", "where", "hint"}

@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from opcast.features.operators import op_features
 from opcast.models.core.store import write_folder
 from opcast.models.cost_model import CostModel
 
+from ..support.commands import opcast as here
 from ..support.processes import wait_for_end
 from .test_attacks import V1, dataset, schema
 
@@ -66,16 +68,23 @@ def whole(folder: Path) -> None:
             assert LoweringCache(folder).get(path.name.removesuffix(".json.gz")) is not None
 
 
-@pytest.fixture
-def published(tmp_path, op_rows) -> Path:
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, op_rows) -> Path:
     """A folder with tables as published."""
+    folder = tmp_path_factory.mktemp("jobs")
     rows = op_rows("graph/linear", 60, 1).assign(device="NVIDIA L40S", op="linear")
     base = op_features(rows, "graph/linear", {"NVIDIA L40S": find_device("l40s")}).base_s
     rows = rows.assign(latency_us=base * 2e6, source="aiconfigurator", split="train")
-    (tmp_path / "published").mkdir()
+    (folder / "published").mkdir()
     rows["id"] = [f"T{i}" for i in range(len(rows))]
-    rows.drop(columns=["key", "method"]).to_parquet(tmp_path / "published/ops_tc.parquet")
-    return tmp_path
+    rows.drop(columns=["key", "method"]).to_parquet(folder / "published/ops_tc.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(published) -> Callable[[str], dict]:
+    """What a job says that nothing disturbs."""
+    return cache(lambda job: outcome(drive(job, published / f"{job}-clean")))
 
 
 #: Job, and every how many of its operations on files it is killed.
@@ -94,21 +103,23 @@ def survives(job: str, folder: Path, number: int, expected: object) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [job for job, _ in KILLS])
 def test_kill_9_half_way_leaves_whole_files_and_the_job_ends_as_if_it_had_not_been(
-    job, published, tmp_path
+    job, published, clean
 ):
-    clean = outcome(drive(job, tmp_path / "clean"))
-    assert survives(job, tmp_path / "killed", clean["operations"] // 2, clean["result"])
+    undisturbed = clean(job)
+    half = undisturbed["operations"] // 2
+    assert survives(job, published / f"{job}-killed", half, undisturbed["result"])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("job", "every"), KILLS)
 def test_kill_9_anywhere_leaves_whole_files_and_the_job_ends_as_if_it_had_not_been(
-    job, every, published, tmp_path
+    job, every, published, clean
 ):
-    clean = outcome(drive(job, tmp_path / "clean"))
+    undisturbed = clean(job)
     kills = 0
-    for number in range(1, clean["operations"] + 1, every):
-        kills += survives(job, tmp_path / f"killed{number}", number, clean["result"])
+    for number in range(1, undisturbed["operations"] + 1, every):
+        folder = published / f"{job}-killed-{number}"
+        kills += survives(job, folder, number, undisturbed["result"])
     assert kills >= 3
 
 
@@ -191,8 +202,9 @@ def test_a_cache_on_a_full_disk_only_logs(small_disk, caplog):
 @pytest.mark.slow
 def test_commands_on_a_full_disk_end_with_one_line(small_disk, tmp_path):
     program = tmp_path / "p.mlir"
-    assert opcast("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
-    done = opcast("predict", program, "--device", DEVICE, "--json", OPCAST_CACHE=small_disk)
+    assert here("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
+    small = {"OPCAST_CACHE": str(small_disk)}
+    done = here("predict", program, "--device", DEVICE, "--json", env=small)
     assert done.returncode == 0 and json.loads(done.stdout)["latency_us"] > 0
     shutil.rmtree(small_disk / "lowered", ignore_errors=True)
     while True:  # not a page is left
@@ -200,12 +212,12 @@ def test_commands_on_a_full_disk_end_with_one_line(small_disk, tmp_path):
             (small_disk / f"filler{len(list(small_disk.iterdir()))}").write_bytes(bytes(4096))
         except OSError:
             break
-    for command in (
-        ("lower", program, "--lowering", "xla", "--out", small_disk / "p.hlo"),
-        ("predict", program, "--device", DEVICE, "--timeline", small_disk / "t.json"),
-        ("zoo", "export", "llama", "--set", "layers=8", "--out", small_disk / "l.mlir"),
+    for run, command in (
+        (here, ("lower", program, "--lowering", "xla", "--out", small_disk / "p.hlo")),
+        (here, ("predict", program, "--device", DEVICE, "--timeline", small_disk / "t.json")),
+        (opcast, ("zoo", "export", "llama", "--set", "layers=8", "--out", small_disk / "l.mlir")),
     ):
-        done = opcast(*command)
+        done = run(*command)
         assert done.returncode == 1, done.stdout
         assert done.stderr.startswith("opcast: error:") and done.stderr.count("\n") == 1
         assert "No space left" in done.stderr
@@ -214,15 +226,15 @@ def test_commands_on_a_full_disk_end_with_one_line(small_disk, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["cache", "profile", "import", "sweep", "train"])
-def test_files_that_cannot_grow_end_a_job_in_order(job, published, tmp_path):
-    done = drive(job, tmp_path / "out", "limit", 1500)
+def test_files_that_cannot_grow_end_a_job_in_order(job, published, clean):
+    out = published / f"{job}-limited"
+    done = drive(job, out, "limit", 1500)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 0 or "FileError" in last, done.stderr
-    if (tmp_path / "out").exists():
-        whole(tmp_path / "out")
-        assert not list((tmp_path / "out").rglob(f"*{PARTIAL}"))
-    clean = outcome(drive(job, tmp_path / "clean"))
-    assert outcome(drive(job, tmp_path / "out"))["result"] == clean["result"]
+    if out.exists():
+        whole(out)
+        assert not list(out.rglob(f"*{PARTIAL}"))
+    assert outcome(drive(job, out))["result"] == clean(job)["result"]
 
 
 @pytest.fixture
@@ -245,7 +257,7 @@ def read_only(tmp_path) -> Iterator[Path]:
 @pytest.mark.slow
 def test_a_read_only_cache_costs_time_and_nothing_else(read_only, tmp_path):
     program = tmp_path / "p.mlir"
-    assert opcast("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
+    assert here("zoo", "export", "mlp", "--set", "batch=8", "--out", program).returncode == 0
     done = opcast("predict", program, "--device", DEVICE, "--json", OPCAST_CACHE=read_only)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["latency_us"] > 0
