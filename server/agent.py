@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from pydantic import Field
 
 from .. import __version__
-from ..common.errors import OpcastError, ProgramError
+from ..common.errors import OpcastError, ProgramError, fault
 from ..common.types import JsonObject
 from . import cluster_tasks
 from .cluster_schemas import ModelBody
@@ -180,7 +180,7 @@ def _alone(tool: F, refusal: Callable[[str], Exception]) -> F:
 
     Args:
         tool: The tool.
-        refusal: Makes what tells an agent why it has no answer; of other errors it sees no text.
+        refusal: Makes what tells an agent why it has no answer.
     """
 
     @wraps(tool)
@@ -190,23 +190,38 @@ def _alone(tool: F, refusal: Callable[[str], Exception]) -> F:
                 return tool(*args, **kwargs)
         except OpcastError as error:
             raise refusal(str(error)) from error
+        except Exception as error:
+            # Of others an agent would see no text, and could tell nobody.
+            raise refusal(str(fault(error))) from error
 
     return cast("F", alone)
+
+
+def _described(tool: Callable[..., JsonObject]) -> Any:
+    """An ``mcp`` ``Tool`` that refuses arguments which the function does not have."""
+    from mcp.server.mcpserver.exceptions import ToolError
+    from mcp.server.mcpserver.tools import Tool
+
+    made = Tool.from_function(_alone(tool, ToolError))
+    # The package's own models of arguments pass over others in silence.
+    arguments = made.fn_metadata.arg_model
+    arguments.model_config["extra"] = "forbid"
+    arguments.model_rebuild(force=True)
+    made.parameters["additionalProperties"] = False
+    return made
 
 
 def make_server() -> Any:
     """Make the server: an ``mcp.server.MCPServer`` with the tools and documents."""
     from mcp.server import MCPServer
-    from mcp.server.mcpserver.exceptions import ToolError
 
     server = MCPServer(
         "opcast",
         version=__version__,
         instructions="Predicts how long ML programs, operators, training steps and serving take on "
         "GPUs, TPUs and clusters, without running them. Every time has a 90 % interval.",
+        tools=[_described(tool) for tool in TOOLS],
     )
-    for tool in TOOLS:
-        server.tool()(_alone(tool, ToolError))
     for address, document in DOCUMENTS.items():
         server.resource(address, mime_type="text/plain")(document)
     return server

@@ -59,7 +59,7 @@ def body_of(
             {"default_factory": field.default_factory} if made_anew else {"default": field.default}
         )
         # Names of options are those of fields.
-        words = option.help.replace("--", "")
+        words = option.help.replace("--", "").replace(", or a YAML file", "")
         made[field.name] = (hint, Field(description=words, **limits))
     return create_model(name, __base__=base, __doc__=base.__doc__, **made)
 

@@ -184,6 +184,8 @@ class ServingPredictor:
             spec=spec,
             load=load,
             run=run,
+            seen=seen,
+            clock=found.clock,
             figures=figures,
             requests_per_s=requests,
             tokens_per_s=tokens,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...common.interval import Interval, end_fields, latency_fields
 from ...models.power.energy import energy_fields
-from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
+from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Served, Slo
 from ...simulate.serving.load import Load, Run
 from .deployment import Deployment
 from .serving_case import LoadSpec
@@ -21,7 +21,9 @@ class ServingPrediction:
         deployment: What serves.
         spec: The load.
         load: Its requests.
-        run: What became of them.
+        run: What became of them on the engines, whose clock nothing learned of first tokens is in.
+        seen: Their latencies, those that ``figures`` are of.
+        clock: Factor on times of the run, by which a closed loop keeps those latencies.
         figures: Seconds with their intervals by ``metric/level``, such as ``ttft/p99``,
             ``ttft/mean`` and ``ttft/std``.
         requests_per_s: Throughput with its interval.
@@ -43,6 +45,8 @@ class ServingPrediction:
     spec: LoadSpec
     load: Load
     run: Run
+    seen: Served
+    clock: float
     figures: Mapping[str, Interval]
     requests_per_s: Interval
     tokens_per_s: Interval

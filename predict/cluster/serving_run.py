@@ -86,10 +86,15 @@ class Simulated:
         if not load.concurrency:
             return self.run.makespan
         whole = self.run.makespan + float(times @ (load.counts - 1.0)) / load.concurrency
-        # Of a closed loop, what makes requests longer makes fewer of them come.
-        return (
-            whole * self.seen.figure("e2e", "mean") / float(np.average(times, weights=load.counts))
-        )
+        return whole * self.clock
+
+    @property
+    def clock(self) -> float:
+        """Factor on the run's clock: what makes requests longer makes fewer of a loop's come."""
+        if not self.load.concurrency:
+            return 1.0
+        times = self.run.finished - self.run.sent
+        return self.seen.figure("e2e", "mean") / float(np.average(times, weights=self.load.counts))
 
     def seconds(self, metric: str) -> float:
         """Mean of one of :data:`opcast.models.serving.model.METRICS`."""

@@ -93,9 +93,12 @@ def serving_trace(prediction: ServingPrediction) -> dict[str, object]:
 
     Every engine is a process with its passes, and counters of batch, queue and cache; the requests
     are one more, each on the first track that is free, waiting until its first token and decoding.
+    Requests take what the prediction's figures are of, passes what they take on the engines' clock;
+    those of a closed loop are scaled so that it ends when its requests do.
     """
     trace = ChromeTrace()
     engines = prediction.deployment.engine.count
+    scale = prediction.clock * 1e6
     for number, history in enumerate(prediction.run.histories):
         role = "engine" if number < engines else "prefill worker"
         trace.process(f"{role} {number if number < engines else number - engines}", number)
@@ -106,39 +109,42 @@ def serving_trace(prediction: ServingPrediction) -> dict[str, object]:
             trace.span(
                 name,
                 "prefill" if chunk else "decode",
-                (end - history.spans[at]) * 1e6,
-                history.spans[at] * 1e6,
+                (end - history.spans[at]) * scale,
+                history.spans[at] * scale,
                 process=number,
                 details={"batch": batch, "waiting": history.waiting[at]},
             )
             values = {"batch": batch, "queue": history.waiting[at]}
-            trace.counter("requests", end * 1e6, values, number)
-            trace.counter("cache", end * 1e6, {"tokens": round(history.held[at])}, number)
+            trace.counter("requests", end * scale, values, number)
+            trace.counter("cache", end * scale, {"tokens": round(history.held[at])}, number)
     _requests(trace, prediction, len(prediction.run.histories))
     return trace.to_dict()
 
 
 def _requests(trace: ChromeTrace, prediction: ServingPrediction, process: int) -> None:
-    run = prediction.run
-    shown = min(len(run.sent), MOST_SPANS // 2)
-    left = len(run.sent) - shown
+    seen, counts = prediction.seen, prediction.load.counts
+    begin = prediction.run.sent * prediction.clock
+    shown = min(len(begin), MOST_SPANS // 2)
+    left = len(begin) - shown
     trace.process("requests" + (f", {left} later ones left out" if left else ""), process)
     busy: list[tuple[float, int]] = []
     tracks = 0
-    for index in np.argsort(run.sent, kind="stable")[:shown].tolist():
-        if busy and busy[0][0] <= run.sent[index]:
+    for index in np.argsort(begin, kind="stable")[:shown].tolist():
+        if busy and busy[0][0] <= begin[index]:
             track = heappop(busy)[1]
         else:
             track, tracks = tracks, tracks + 1
-        heappush(busy, (float(run.finished[index]), track))
-        sent, first, end = (float(a[index]) * 1e6 for a in (run.sent, run.first, run.finished))
+        heappush(busy, (float(begin[index] + seen.e2e[index]), track))
+        sent, first, whole = (float(a[index]) * 1e6 for a in (begin, seen.ttft, seen.e2e))
         details = {
             "prompt": int(prediction.load.prompts[index]),
             "output": int(prediction.load.outputs[index]),
         }
+        if counts[index] != 1.0:
+            details["stands_for"] = int(counts[index])
         options = {"track": track, "process": process, "details": details}
-        trace.span(f"{index} first token", "ttft", sent, first - sent, **options)  # type: ignore[arg-type]
-        trace.span(f"{index} decode", "decode", first, end - first, **options)  # type: ignore[arg-type]
+        trace.span(f"{index} first token", "ttft", sent, first, **options)  # type: ignore[arg-type]
+        trace.span(f"{index} decode", "decode", sent + first, whole - first, **options)  # type: ignore[arg-type]
 
 
 #: Most stages that get a track, from the first on; more make a trace unwieldy (engineering choice).

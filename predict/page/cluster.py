@@ -93,7 +93,8 @@ def serving_page(prediction: ServingPrediction) -> str:
 
 def serving_data(prediction: ServingPrediction) -> JsonObject:
     """Collect what the page shows as plain data; times in microseconds."""
-    own, run = prediction.deployment, prediction.run
+    own, run, clock = prediction.deployment, prediction.run, prediction.clock
+    makespan = run.makespan * clock * 1e6
     work = own.model.workload
     every = max(1, -(-len(run.sent) // MOST_REQUESTS))
     shown = slice(None, None, every)
@@ -120,15 +121,17 @@ def serving_data(prediction: ServingPrediction) -> JsonObject:
         "memory": [[name, short(value)] for name, value in prediction.memory.items()],
         "states": {name: short(value) for name, value in prediction.states.items()},
         "evicted": run.evicted,
-        "makespan": short(run.makespan * 1e6),
-        "engines": [_curves(h, prediction.cache_tokens) for h in run.histories[: own.engine.count]],
-        "sent": rounded((run.sent[shown] * 1e6).tolist(), 6),
-        "ttft": rounded(((run.first - run.sent)[shown] * 1e6).tolist(), 4),
-        "e2e": rounded(((run.finished - run.sent)[shown] * 1e6).tolist(), 4),
+        "makespan": short(makespan),
+        "engines": [
+            _curves(h, prediction.cache_tokens, clock) for h in run.histories[: own.engine.count]
+        ],
+        "sent": rounded((run.sent[shown] * clock * 1e6).tolist(), 6),
+        "ttft": rounded((prediction.seen.ttft[shown] * 1e6).tolist(), 4),
+        "e2e": rounded((prediction.seen.e2e[shown] * 1e6).tolist(), 4),
         "left_out": len(run.sent) - len(run.sent[shown]),
         "notes": [
             *prediction.notes,
-            f"the simulated load takes {duration(run.makespan * 1e6)}; curves and dots are of the "
+            f"the simulated load takes {duration(makespan)}; curves and dots are of the "
             "estimate, without its interval",
         ],
     }
@@ -137,8 +140,8 @@ def serving_data(prediction: ServingPrediction) -> JsonObject:
 _NAMES = ("mean", *(f"p{level}" for level in LEVELS))
 
 
-def _curves(history: History, room: int) -> dict[str, list[float | None]]:
-    """Curves over time in even steps: means of what held during each."""
+def _curves(history: History, room: int, clock: float) -> dict[str, list[float | None]]:
+    """Curves over time in even steps, on a clock that is scaled: means of what held during each."""
     if not history.time:
         return {"time": [], "batch": [], "waiting": [], "held": []}
     times = np.array(history.time)
@@ -152,6 +155,6 @@ def _curves(history: History, room: int) -> dict[str, list[float | None]]:
         "held": np.where(idle, 0.0, np.array(history.held)[at]) / room,
     }
     return {
-        "time": rounded((grid * 1e6).tolist(), 5),
+        "time": rounded((grid * clock * 1e6).tolist(), 5),
         **{name: rounded(values.tolist(), 3) for name, values in columns.items()},
     }

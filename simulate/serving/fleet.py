@@ -256,7 +256,9 @@ def _of_one(load: Load, station: Station) -> float:
     one = replace(station, count=1, policy=replace(station.policy, max_batch=batch))
     # While the last batch runs empty there is no other request waiting.
     full = max(1, count - batch)
-    return full / float(np.sort(run_fleet(many, one).finished)[full - 1])
+    taken = float(np.sort(run_fleet(many, one).finished)[full - 1])
+    # Behind workers of prompts, which give first tokens, outputs of one token take no time.
+    return full / taken if taken else inf
 
 
 def _repeated(blocks: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:

@@ -49,6 +49,8 @@ def test_six_tools_are_described_with_their_types():
     assert program["properties"]["lowering"]["enum"] == ["auto", "xla", "fused", "op"]
     step = json.dumps(tools["predict_step"].input_schema)
     assert "parallel plan" in step.lower() and "cluster" in step
+    # Plans are texts here.
+    assert "YAML file" not in step
 
 
 def test_documents_list_what_may_be_asked():
@@ -87,9 +89,18 @@ def test_steps_plans_and_serving():
     assert "tpot" in json.dumps(served)
 
 
-def test_errors_say_what_to_do():
+def test_errors_say_what_to_do(monkeypatch):
     wrong = call("predict_operator", {"op": "nonsense m=1", "device": "h100-sxm"})
     assert "no operator" in wrong["error"]
     assert "no such file" in call("predict_program", {"program": "x", "device": "a30"})["error"]
     assert "either" in call("explain", {"device": "a30"})["error"]
     assert "device" in call("predict_operator", {"op": OP})["error"]
+    other = call("predict_operator", {"op": OP, "device": "a30", "lowring": "op"})
+    assert "lowring" in other["error"] and "not permitted" in other["error"]
+
+    def broken(*given: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("opcast.predict.operator.predict.predict_op", broken)
+    lost = call("predict_operator", {"op": OP, "device": "a30"})["error"]
+    assert "a fault of opcast: ZeroDivisionError: by zero at test_agent.py" in lost

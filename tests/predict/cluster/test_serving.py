@@ -20,10 +20,10 @@ from opcast.predict.cluster.serving_engine import cache_transfer
 from opcast.predict.cluster.serving_load import draw, load_of, parse_slo
 from opcast.predict.cluster.serving_prediction import ServingPrediction
 from opcast.predict.export.timeline import serving_trace
-from opcast.predict.page.cluster import serving_page
+from opcast.predict.page.cluster import serving_data, serving_page
 from opcast.simulate.serving.checkpoints import served_by_name
 from opcast.simulate.serving.formats import Formats, in_formats
-from opcast.simulate.serving.latencies import Slo
+from opcast.simulate.serving.latencies import Slo, served
 from opcast.simulate.serving.load import CLASSES, Load
 from opcast.simulate.serving.served import EnginePlan, ServedModel
 from opcast.simulate.step.memory import RESERVED_BYTES
@@ -469,14 +469,30 @@ def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
 
 
 def test_timeline_and_page(predictor: ServingPredictor) -> None:
-    found = predictor.predict(replace(PLAIN, engine=replace(FOUR, count=2)), SPEC)
+    two = replace(PLAIN, engine=replace(FOUR, count=2))
+    run = predictor.simulate(two, SPEC, record=True)
+    # As if first tokens were learned to take 0.8 of what they take on the engines' clock.
+    seen = served(run.load, run.run, 0.8, floor=run.floor)
+    found = predictor.judge(replace(run, first=0.8, seen=seen))
     trace = serving_trace(found)
     events = trace["traceEvents"]
     assert isinstance(events, list)
     passes = [e for e in events if e["ph"] == "X" and e["pid"] < 2]
-    assert max(e["ts"] + e["dur"] for e in passes) == pytest.approx(found.run.makespan * 1e6)
-    tokens = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["cat"] == "ttft"]
+    # Of a closed loop, passes end when all of its requests are served.
+    assert max(e["ts"] + e["dur"] for e in passes) == pytest.approx(
+        40e6 / found.requests_per_s.value
+    )
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 2]
+    tokens = [e["dur"] for e in spans if e["cat"] == "ttft"]
     assert len(tokens) == 40
+    # What is drawn is what is printed.
+    engines = float(np.mean(run.run.first - run.run.sent)) * 1e6
+    assert np.mean(tokens) == pytest.approx(found.figures["ttft/mean"].value * 1e6)
+    assert np.mean(tokens) == pytest.approx(0.8 * engines)
+    assert sum(e["dur"] for e in spans) / 40 == pytest.approx(found.figures["e2e/mean"].value * 1e6)
+    shown = serving_data(found)
+    assert np.mean(shown["ttft"]) == pytest.approx(found.figures["ttft/mean"].value * 1e6, rel=1e-3)
+    assert np.mean(shown["e2e"]) == pytest.approx(found.figures["e2e/mean"].value * 1e6, rel=1e-3)
     assert {e["name"] for e in events if e["ph"] == "C"} == {"requests", "cache"}
     page = serving_page(found)
     assert "2 x (tp=4)" in page and "http" not in page.split("<script>")[0].split("csp")[0][400:]

@@ -62,6 +62,9 @@ def test_what_engines_serve_at_most_by_hand() -> None:
     ahead, behind = station(max_batch=4), station(3, max_batch=4)
     assert capacity(asked, behind, ahead) == pytest.approx(4 / 5.0)
     assert capacity(asked, replace(behind, count=1), ahead) == pytest.approx(4 / 10.4)
+    # The first token is the prompt's: nothing is left to decode.
+    once = replace(asked, outputs=np.ones(4, int))
+    assert capacity(once, behind, ahead) == pytest.approx(4 / 5.0)
 
 
 def test_what_engines_serve_at_most_of_prompts_with_blocks() -> None:
