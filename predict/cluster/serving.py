@@ -196,6 +196,7 @@ class ServingPredictor:
             queued=queued,
             known=tier,
             notes=(
+                *filter(None, [deployment.model.left_out]),
                 *wide_notes(found.deployment),
                 *engine_notes(deployment.options, memory),
                 *_notes(found, tier, full, self.model.effects),

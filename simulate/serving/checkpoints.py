@@ -64,6 +64,14 @@ def plain_name(name: str) -> str:
     return text
 
 
+def _left_out(name: str) -> str:
+    """What is not described of a model, by its name; empty for most."""
+    words = re.split(r"[-_]", name.lower().rsplit("/", 1)[-1])
+    return next(
+        (text for word, text in _data("names.yaml")["left_out"].items() if word in words), ""
+    )
+
+
 def recurrence_of(known: str) -> Recurrence | None:
     """Sizes of the layers with a recurrent state of a model by its plain name, if known."""
     own = cast("list[int]", served_models().get(known, {}).get("recurrence", []))
@@ -112,7 +120,15 @@ def served_by_name(
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
     found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
     drafts = find_checkpoint(name if name.endswith(".json") else known).drafts
-    return replace(found, recurrence=sizes if linear else None, bare_layers=bare, mtp=drafts)
+    return replace(
+        found,
+        recurrence=sizes if linear else None,
+        bare_layers=bare,
+        mtp=drafts,
+        left_out=""
+        if files and name.lower().endswith((".json", ".yaml", ".yml"))
+        else _left_out(name),
+    )
 
 
 def _plain(name: str) -> str:

@@ -46,6 +46,7 @@ class ServedModel:
             attention.
         bare_layers: Layers with attention or a state that have no feed-forward behind.
         mtp: Whether it has modules of multi-token prediction; ``None`` if unknown.
+        left_out: What of the model is not described, as a note.
     """
 
     workload: Workload
@@ -57,6 +58,7 @@ class ServedModel:
     recurrence: Recurrence | None = None
     bare_layers: int = 0
     mtp: bool | None = None
+    left_out: str = ""
 
     def __post_init__(self) -> None:
         """Check the formats.

@@ -48,13 +48,17 @@ def read_config(path: Path) -> Preset:
             hint="give the config.json of a model on huggingface.co",
         )
     notes: list[str] = []
+    part = "configuration"
     if isinstance(data.get("text_config"), dict):
         # A model of text and images: the decoder alone.
         notes.append(f"only the text model of {data['model_type']} is described")
+        part = "text_config"
         whole = {"tie_word_embeddings": data.get("tie_word_embeddings", True)}
         if "quantization_config" in data:
             whole["quantization_config"] = data["quantization_config"]
         data = {**data["text_config"], **whole}
+    elif "vision_config" in data:
+        notes.append(f"only the text model of {data['model_type']} is described")
     kind = str(data.get("model_type", ""))
     if data.get("is_encoder_decoder"):
         raise PlanError(
@@ -78,7 +82,10 @@ def read_config(path: Path) -> Preset:
         recurrence = recurrence_of(own) if linear else None
         bare = int(str(settings.pop("bare_layers", 0)))
     except KeyError as error:
-        raise PlanError(f"the configuration lacks {error}", where=where) from None
+        # One of several models may leave out what it shares with the model that it was made of.
+        alone = f"--hf with the config.json of {data.get('_name_or_path') or 'the text model'}"
+        hint = alone if part == "text_config" else ""
+        raise PlanError(f"the {part} lacks {error}", where=where, hint=hint) from None
     except (TypeError, ValueError, ArithmeticError) as error:
         raise PlanError(f"the configuration cannot be read: {error}", where=where) from None
     of_steps = []

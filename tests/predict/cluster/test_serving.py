@@ -459,6 +459,15 @@ def test_weights_of_4_bits_are_widened_without_units_for_them(predictor: Serving
     assert not any("nvfp4" in note for note in fast.notes)
 
 
+def test_a_model_of_images_and_text_is_told_to_be_described_by_its_text(
+    predictor: ServingPredictor,
+) -> None:
+    by_name = replace(PLAIN, model=served_by_name("Qwen/Qwen3-VL-8B-Instruct", {}, Formats()))
+    said = "the vision encoder is left out; images count as the tokens of the prompt that they are"
+    assert said in predictor.predict(by_name, SPEC).notes
+    assert not served_by_name("Qwen/Qwen3-8B", {}, Formats()).left_out
+
+
 def test_a_stack_of_ones_own_is_known_by_its_device() -> None:
     model = ServingModel(provenance=Known(own={"mine|h100-sxm": OwnStack(0.5)}))
     predictor = ServingPredictor(None, model)

@@ -71,6 +71,14 @@ CONFIGS = {
             "num_hidden_layers": 34, "sliding_window": 1024,
         },
     },
+    "qwen-3-8b": {
+        "model_type": "qwen3_vl", "tie_word_embeddings": False, "vision_config": {"depth": 27},
+        "text_config": {
+            "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 12288,
+            "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+            "vocab_size": 151936, "max_position_embeddings": 4096,
+        },
+    },
     "gpt-2-xl": {
         "model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024,
         "vocab_size": 50257,
@@ -131,6 +139,13 @@ def test_five_of_six_layers_of_gemma_have_the_window(tmp_path):
         ({"model_type": "mamba"}, "'mamba' are not known"),
         ({"hidden_size": 8}, "no model_type"),
         ({k: v for k, v in LLAMA_8B.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
+        (
+            {
+                "model_type": "llava",
+                "text_config": {"model_type": "llama", "_name_or_path": "v-7b"},
+            },
+            r"the text_config lacks 'num_hidden_layers' \(--hf with the config.json of v-7b",
+        ),
         ({**LLAMA_8B, "max_position_embeddings": "long"}, "cannot be read"),
         ({**CONFIGS["qwen-3-235b-a22b"], "mlp_only_layers": [0]}, "take turns"),
         ({**CONFIGS["deepseek-v3"], "moe_layer_freq": 2}, "take turns"),
