@@ -48,6 +48,8 @@ _HOST = [_AT[name] for name in ("host", "sequence")]
 _KERNELS = [_AT[n] for n in (*_SPLIT["linear"], *_SPLIT["moe"], "prefill", "decode", "memory")]
 #: Classes of all that the host launches.
 _LAUNCHED = [*_KERNELS, _AT["network"]]
+#: The same as sums over classes.
+_OF_HOST, _OF_DEVICE = (np.isin(np.arange(len(CLASSES)), own) * 1.0 for own in (_HOST, _LAUNCHED))
 #: Grid points per octave of tokens and sequences, and of lengths.
 _POINTS, _LENGTH_POINTS = 2, 1
 #: Power of the pairs of a chunk with which its attention grows over a quarter of an octave; between
@@ -196,10 +198,12 @@ class ServingCosts:
             ahead: Whether it prepares a pass while the device runs the one before: in the thread
                 that launches.
         """
+        if not (launched or ahead):
+            return costs
         seconds = costs * self._weights
         launching = launched * self._launches
-        hosts = launching * self._weights[_AT["launch"]] + ahead * seconds[_HOST].sum()
-        if hosts > seconds[_LAUNCHED].sum():
+        hosts = launching * self._weights[_AT["launch"]] + ahead * (seconds @ _OF_HOST)
+        if hosts > seconds @ _OF_DEVICE:
             costs[_LAUNCHED] = 0.0
             costs[_AT["launch"]] = launching
         elif ahead:
