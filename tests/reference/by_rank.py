@@ -194,6 +194,7 @@ def _execute(
     """Run all streams; return the time at which each has ended."""
     given: dict[Hashable, float] = {}
     arrived: dict[Hashable, dict[int, float]] = {}
+    ended: dict[Hashable, dict[int, float]] = {}
     place, free = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
     left = sum(len(items) for items in streams.values())
     while left:
@@ -212,7 +213,10 @@ def _execute(
                     there.setdefault(key[0], start)
                     if len(there) < len(item.members):
                         break
-                    end = _ring_ends(item, tuple(there[m] for m in item.members), wire)[key[0]]
+                    if item.ring not in ended:
+                        starts = tuple(there[m] for m in item.members)
+                        ended[item.ring] = _ring_ends(item, starts, wire)
+                    end = ended[item.ring][key[0]]
                 free[key] = end
                 if item.gives is not None:
                     given[item.gives] = end + item.after
@@ -230,5 +234,5 @@ def _ring_ends(item: _Item, starts: tuple[float, ...], wire: Wire) -> dict[int, 
     message = wire.latency + item.size / count / wire.bandwidth
     for _ in range(_ROUNDS[item.kind] * (count - 1)):
         # Own previous message sent, and the message to forward received from the left neighbour.
-        now = [max(now[i], now[i - 1]) + message for i in range(count)]
+        now = [max(pair) + message for pair in zip(now, now[-1:] + now[:-1], strict=True)]
     return dict(zip(item.members, now, strict=True))

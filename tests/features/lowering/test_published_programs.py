@@ -15,12 +15,14 @@ from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
 
 FOLDER = Path(opcast.__file__).resolve().parent.parent / "shared/data/published-programs/programs"
-#: Small ones: loops over layers with dense and routed layers, with a cache, and no loop at all.
+#: Small ones: loops over layers with dense and routed layers, with a cache, no loop at all, and
+#: training on several devices.
 FEW = (
     "qwen3-14b-inference-prefill-1gpu",
     "mixtral-8x7b-inference-prefill-1gpu-0036",
     "llama3-8b-inference-decode-8gpu",
     "mlp-mixer-inference-forward-1gpu",
+    "llama3-8b-train-step-8gpu",
 )
 #: Products of fewer than 8 rows in 16 bits are padded to 8, as cuBLAS has them: decoding one token.
 MOST_PADDING = 8.0
@@ -59,7 +61,7 @@ def test_programs_with_loops_lower(name: str) -> None:
     judge(name)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     sorted(path.name.removesuffix(".hlo.gz") for path in FOLDER.glob("*.hlo.gz")) or ["none"],
