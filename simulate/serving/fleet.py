@@ -118,20 +118,26 @@ class _Fleet:
         self.order += 1
 
     def run(self) -> Run:
+        places = {engine: place for place, engine in enumerate(self.engines)}
+        # Engines that have requests, by their clocks, which only their own steps move.
+        busy: list[tuple[float, int]] = []
         while self.left:
-            engine = None
-            for one in self.engines:
-                if one.busy and (engine is None or one.now < engine.now):
-                    engine = one
-            if self.events and (engine is None or self.events[0][0] <= engine.now):
+            if self.events and (not busy or self.events[0][0] <= busy[0][0]):
                 time, _, index, after = heappop(self.events)
-                self._route(index, after, time).send(index, time)
+                engine = self._route(index, after, time)
+                idle = not engine.busy
+                engine.send(index, time)
+                if idle:
+                    heappush(busy, (engine.now, places[engine]))
                 continue
-            assert engine is not None
+            place = heappop(busy)[1]
+            engine = self.engines[place]
             until = self.events[0][0] if self.events else inf
             if self.coupled and len(self.engines) > 1:
                 until = min([until, *(e.next_end() for e in self.engines if e is not engine)])
             engine.step(until)
+            if engine.busy:
+                heappush(busy, (engine.now, place))
         return self._result()
 
     def _route(self, index: int, after: bool, time: float) -> Engine:

@@ -116,7 +116,8 @@ def test_the_order_of_pipelines_is_that_of_simulate(tmp_path):
     program = read_planned(
         build("llama", dtype="bf16", mode="train", **sizes).mlir(platform="cuda")
     )
-    search = PlanSearch(program, PlanCase("dgx-h100-x16", out=tmp_path))
+    axes = ("pipeline", "data", "fsdp", "tensor")
+    search = PlanSearch(program, PlanCase("dgx-h100-x16", axes=axes, out=tmp_path))
     search.screen()
     cut = set(program.space.tensor)
     screened = {
