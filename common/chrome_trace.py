@@ -7,10 +7,27 @@ metadata (Trace Event Format, The Chromium Project). Times are microseconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 
 from .files import write_text
+
+
+def free_tracks(starts: Sequence[float], ends: Sequence[float]) -> list[int]:
+    """Tracks on which no spans overlap: each takes the one that is free first, else a new one.
+
+    Args:
+        starts: Of the spans, in any order.
+        ends: Theirs.
+    """
+    found = [0] * len(starts)
+    busy: list[tuple[float, int]] = []
+    for at in sorted(range(len(starts)), key=starts.__getitem__):
+        free = bool(busy) and busy[0][0] <= starts[at]
+        found[at] = heappop(busy)[1] if free else len(busy)
+        heappush(busy, (ends[at], found[at]))
+    return found
 
 
 class ChromeTrace:

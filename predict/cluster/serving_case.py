@@ -73,7 +73,11 @@ class FleetCase:
     section: ClassVar[str] = _ENGINES
 
     cluster: Annotated[
-        str, Option("Name such as h100-sxm-x8, or a YAML file; engines fill it.")
+        str,
+        Option(
+            "Name such as h100-sxm-x8, or a YAML file: one engine on all of it, or as many of "
+            "--plan as fit."
+        ),
     ] = ""
     device: Annotated[str, Option("Instead of --cluster: a device, or its file.")] = ""
     plan: Annotated[

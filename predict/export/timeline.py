@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...common.chrome_trace import ChromeTrace, write_trace
+from ...common.chrome_trace import ChromeTrace, free_tracks, write_trace
 from ...common.types import JsonObject
 from ...simulate.step.compose import StepTime
 from ...simulate.step.pipeline import BACKWARD, FORWARD, NAMES, WEIGHTS
@@ -127,14 +126,9 @@ def _requests(trace: ChromeTrace, prediction: ServingPrediction, process: int) -
     shown = min(len(begin), MOST_SPANS // 2)
     left = len(begin) - shown
     trace.process("requests" + (f", {left} later ones left out" if left else ""), process)
-    busy: list[tuple[float, int]] = []
-    tracks = 0
-    for index in np.argsort(begin, kind="stable")[:shown].tolist():
-        if busy and busy[0][0] <= begin[index]:
-            track = heappop(busy)[1]
-        else:
-            track, tracks = tracks, tracks + 1
-        heappush(busy, (float(begin[index] + seen.e2e[index]), track))
+    order = np.argsort(begin, kind="stable")[:shown]
+    tracks = free_tracks(begin[order].tolist(), (begin + seen.e2e)[order].tolist())
+    for index, track in zip(order.tolist(), tracks, strict=True):
         sent, first, whole = (float(a[index]) * 1e6 for a in (begin, seen.ttft, seen.e2e))
         details = {
             "prompt": int(prediction.load.prompts[index]),

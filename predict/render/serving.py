@@ -94,7 +94,9 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     # What was measured says little of how sure that is elsewhere.
     factor = prediction.tokens_per_s.hi / prediction.tokens_per_s.lo
     # An open load that is kept up with is served at its own rate.
-    rate_of = f"within a factor of {factor:.2g}" if factor > _SAME else "those of the load"
+    digits = 2 if factor > 1.05 else 3
+    same = factor <= _SAME
+    rate_of = "those of the load" if same else f"within a factor of {factor:.{digits}g}"
     console.print(f"interval: {_KNOWN[prediction.known]}{apart}; tokens a second {rate_of}")
     _print_costs(console, prediction, price)
     if prediction.states:

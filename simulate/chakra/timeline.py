@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...common.chrome_trace import ChromeTrace
+from ...common.chrome_trace import ChromeTrace, free_tracks
 from ...common.errors import DatasetError
 from ..program.list_schedule import Dependencies
 from .messages import EtNode, NodeType
@@ -64,19 +64,36 @@ class TraceRun:
         trace = ChromeTrace()
         for rank, nodes in enumerate(self.traces):
             trace.process(f"rank {rank}", rank)
-            for track, name in enumerate(("compute", "communication")):
-                trace.track(name, track, rank)
-            for node, start, end in zip(nodes, self.start[rank], self.end[rank], strict=True):
+            tracks = self._tracks(trace, rank)
+            spans = zip(nodes, tracks, self.start[rank], self.end[rank], strict=True)
+            for node, track, start, end in spans:
                 trace.span(
                     node.name,
                     node.collective or "compute",
                     start,
                     end - start,
-                    track=int(bool(node.collective)),
+                    track=track,
                     process=rank,
                     details=node.attrs,
                 )
         return trace.to_dict()
+
+    def _tracks(self, trace: ChromeTrace, rank: int) -> list[int]:
+        """Name tracks, and give the one of each node: what runs at once has tracks of its own."""
+        found, taken = [0] * len(self.traces[rank]), 0
+        kinds = {NodeType.COMM_COLL: "collectives", NodeType.COMM_SEND: "sends and receives"}
+        kinds[NodeType.COMM_RECV] = kinds[NodeType.COMM_SEND]
+        named = [kinds.get(NodeType(node.type), "compute") for node in self.traces[rank]]
+        for name in dict.fromkeys(("compute", *kinds.values())):
+            own = [at for at, kind in enumerate(named) if kind == name]
+            times = self.start[rank][own].tolist(), self.end[rank][own].tolist()
+            tracks = free_tracks(*times)
+            for at, track in zip(own, tracks, strict=True):
+                found[at] = taken + track
+            for track in range(max(tracks, default=-1) + 1):
+                trace.track(f"{name} {track + 1}" if track else name, taken + track, rank)
+            taken += max(tracks, default=0) + 1
+        return found
 
 
 def run_traces(traces: Sequence[Sequence[EtNode]], groups: Mapping[str, Sequence[int]]) -> TraceRun:

@@ -220,7 +220,13 @@ def test_permutes_become_sends_and_receives():
         assert send.attrs["comm_tag"] == receive.attrs["comm_tag"]
         assert {send.id, receive.id} <= set(found[-1].deps)
     # 2 µs, then 5 µs for all transfers at once, then 2 µs.
-    assert run_traces(traces, {}).makespan_us == 9.0
+    run = run_traces(traces, {})
+    assert run.makespan_us == 9.0
+    # What is sent and received at once is drawn on two tracks, beside a free one for collectives.
+    spans = [e for e in run.chrome_trace()["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    drawn = [(e["name"], e["tid"], e["ts"], e["dur"]) for e in spans if e["tid"]]
+    assert sorted(tid for _, tid, _, _ in drawn) == [2, 3]
+    assert {(start, length) for *_, start, length in drawn} == {(2.0, 5.0)}
 
 
 def test_timeline_waits_for_partners_and_overlaps():
