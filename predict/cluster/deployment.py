@@ -14,7 +14,7 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.serving.checkpoints import find_checkpoint, served_by_name
 from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.formats import Formats
-from ...simulate.serving.policies import frameworks, known_framework, runs_on
+from ...simulate.serving.policies import framework_defaults, frameworks, known_framework, runs_on
 from ...simulate.serving.served import NARROW, EnginePlan, ServedModel
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
@@ -325,7 +325,7 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
             where="overlap",
             hint="a plan such as dp=16, or neither of them",
         )
-    return Deployment(
+    found = Deployment(
         model=model,
         device=device,
         framework=framework,
@@ -338,3 +338,22 @@ def deployment_of(case: ServingCase, *, files: bool = False) -> Deployment:
         cluster=links_of(fleet.cluster),
         context=find_checkpoint(name).context,
     )
+    check_blocks(found)
+    return found
+
+
+def check_blocks(own: Deployment) -> None:
+    """Refuse a plan whose ranks cut weights within a block of scales.
+
+    Raises:
+        PlanError: The framework does not load such weights.
+    """
+    if not framework_defaults(own.framework).whole_blocks:
+        return
+    for workers in filter(None, (own.engine, own.prefill)):
+        if cut := own.model.cut_blocks(workers.plan):
+            whole = ", or whole experts on a rank (ep)" if own.model.workload.experts else ""
+            raise PlanError(
+                f"{own.framework or 'the engine'} refuses {workers.plan.text()}: {cut}",
+                hint=f"a smaller tp{whole}",
+            )

@@ -10,7 +10,7 @@ from ...features.devices.catalogue import read_device
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.served import EnginePlan
-from ..cluster.deployment import Deployment, Workers
+from ..cluster.deployment import Deployment, Workers, check_blocks
 from ..cluster.serving import ServingPredictor
 from ..cluster.serving_case import LoadSpec
 from ..cluster.serving_engine import engine_cache, engine_memory
@@ -123,6 +123,7 @@ def search(
     for one in (own for count in tried for own in deployments(base, count, apart)):
         owned = predictor.own(one)
         try:
+            check_blocks(one)
             memories = [engine_memory(owned, w) for w in (one.engine, one.prefill) if w]
         except OpcastError as error:
             found.refused[one.text()] = str(error)
@@ -224,6 +225,7 @@ def _simulate_helps(
         return
     for change, one in _changes(found.nearest.deployment):
         try:
+            check_blocks(one)
             simulated = predictor.simulate(one, spec, load)
         except OpcastError as error:
             found.helps[change] = str(error)

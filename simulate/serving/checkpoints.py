@@ -72,6 +72,12 @@ def _left_out(name: str) -> str:
     )
 
 
+def _block(name: str) -> int:
+    """Side of the blocks that a checkpoint has a scale for in fp8, by its name; 0 for none."""
+    blocks = _data("names.yaml")["blocks"].items()
+    return next((own for pattern, own in blocks if re.fullmatch(pattern, name.lower())), 0)
+
+
 def recurrence_of(known: str) -> Recurrence | None:
     """Sizes of the layers with a recurrent state of a model by its plain name, if known."""
     own = cast("list[int]", served_models().get(known, {}).get("recurrence", []))
@@ -120,14 +126,15 @@ def served_by_name(
     weights, linear = formats.weights or own, formats.linear_layers or recurrent
     found = in_formats(work, formats._replace(weights=weights, linear_layers=linear))
     drafts = find_checkpoint(name if name.endswith(".json") else known).drafts
+    by_file = files and name.lower().endswith((".json", ".yaml", ".yml"))
     return replace(
         found,
         recurrence=sizes if linear else None,
         bare_layers=bare,
         mtp=drafts,
-        left_out=""
-        if files and name.lower().endswith((".json", ".yaml", ".yml"))
-        else _left_out(name),
+        left_out="" if by_file else _left_out(name),
+        # Weights that are quantised as they are loaded have scales of another kind.
+        block=0 if by_file or formats.weights else _block(name),
     )
 
 

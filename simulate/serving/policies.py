@@ -132,6 +132,7 @@ class Framework:
         budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
         cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
         kernels: Whose kernels it runs.
+        whole_blocks: Whether it refuses plans that cut weights within a block of scales.
         sized: Whether recipes start its engines for as many sequences as a load has, a power of
             two.
         handover: What a note says of handing requests over; empty for nothing.
@@ -152,6 +153,7 @@ class Framework:
     budgets: dict[str, int] = field(default_factory=dict)
     cache_follows: tuple[str, ...] = ()
     kernels: str = "vllm"
+    whole_blocks: bool = False
     sized: bool = False
     handover: str = ""
     launch: Launcher | None = None

@@ -17,6 +17,8 @@ WEIGHTS = (
     *("f32", "bf16", "f16", "fp8", "fp8_block", "int8", "fp8_wo", "int8_wo", "int4", "mxfp4"),
     "nvfp4",
 )
+#: Sides of blocks of weights that have one scale (DeepSeek-V3, 2024, section 3.3.2).
+BLOCKS = {"fp8_block": 128}
 #: Formats of the key-value cache.
 CACHES = ("bf16", "f16", "fp8", "int8")
 #: Bytes of a token and layer that the indexer of sparse attention keeps beside the latent: a key of
@@ -47,6 +49,8 @@ class ServedModel:
         bare_layers: Layers with attention or a state that have no feed-forward behind.
         mtp: Whether it has modules of multi-token prediction; ``None`` if unknown.
         left_out: What of the model is not described, as a note.
+        block: Side of the blocks that its checkpoint's fp8 weights have one scale for, where it is
+            priced as plain ``fp8``; 0 for none.
     """
 
     workload: Workload
@@ -59,6 +63,7 @@ class ServedModel:
     bare_layers: int = 0
     mtp: bool | None = None
     left_out: str = ""
+    block: int = 0
 
     def __post_init__(self) -> None:
         """Check the formats.
@@ -95,6 +100,23 @@ class ServedModel:
         if self.attention_format != self.weights:
             found["attention"] = self.attention_format
         return {**found, "cache": self.cache}
+
+    def cut_blocks(self, plan: EnginePlan) -> str:
+        """Which products a plan cuts within a block that has one scale; empty for none."""
+        w = self.workload
+        dense = w.d_ff if not w.experts else w.dense_ff if w.dense_layers else 0
+        for name, own, width, ranks in (
+            ("experts", self.expert_weights, w.d_ff if w.experts else 0, plan.moe_tp),
+            ("shared experts", self.weights, w.shared_experts * w.d_ff, plan.tp),
+            ("feed-forwards", self.weights, dense, plan.tp),
+        ):
+            block = BLOCKS.get(own, self.block if own == "fp8" else 0)
+            if block and ranks > 1 and width % (block * ranks):
+                return (
+                    f"{name} of {width} columns over {ranks} ranks are {width / ranks:g} each, no "
+                    f"whole blocks of {block}, which {own} weights have one scale for"
+                )
+        return ""
 
     @property
     def recurrent(self) -> Recurrence:

@@ -13,9 +13,15 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.models.serving.effects import ServingEffects
 from opcast.models.serving.model import Known, OwnStack, ServingModel
-from opcast.predict.cluster.deployment import Deployment, Workers, on_cluster
+from opcast.predict.cluster.deployment import Deployment, Workers, deployment_of, on_cluster
 from opcast.predict.cluster.serving import ServingPredictor
-from opcast.predict.cluster.serving_case import EngineOptions, LoadSpec
+from opcast.predict.cluster.serving_case import (
+    EngineOptions,
+    FleetCase,
+    LoadSpec,
+    ModelCase,
+    ServingCase,
+)
 from opcast.predict.cluster.serving_engine import cache_transfer
 from opcast.predict.cluster.serving_load import draw, load_of, parse_slo
 from opcast.predict.cluster.serving_prediction import ServingPrediction
@@ -389,6 +395,35 @@ def test_workers_apart_move_caches(predictor: ServingPredictor) -> None:
         assert found.overload == pytest.approx(overload, abs=0.05)
     assert any("of what the links between them move at most" in note for note in found.notes)
     assert found.states["queue_max"] > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "framework", "refused"),
+    [
+        # Experts of 1536 columns over 8 ranks are 192 each, over 4 three whole blocks of 128.
+        ("Qwen/Qwen3-235B-A22B-FP8", "tp=8", "vllm", True),
+        ("Qwen/Qwen3-235B-A22B-FP8", "tp=4", "vllm", False),
+        ("Qwen/Qwen3-235B-A22B-FP8", "tp=8,ep=8", "sglang", False),
+        ("Qwen/Qwen3-235B-A22B-FP8", "tp=8", "tensorrt-llm", False),
+        ("Qwen/Qwen3-235B-A22B", "tp=8", "vllm", False),
+        # 25600 columns over 16 ranks are 12.5 blocks.
+        ("Qwen/Qwen3-32B-FP8", "tp=16", "vllm", True),
+        # 2048 columns: 16 ranks have a block each, 32 half of one.
+        ("deepseek-v3", "tp=16", "vllm", False),
+        ("deepseek-v3", "tp=32", "sglang", True),
+    ],
+)
+def test_plans_that_cut_blocks_of_scales_are_refused(
+    name: str, plan: str, framework: str, refused: bool
+) -> None:
+    case = ServingCase(
+        ModelCase(name, framework=framework), FleetCase(device="h100-sxm", plan=plan)
+    )
+    if not refused:
+        assert deployment_of(case).engine.plan.text() == plan
+        return
+    with pytest.raises(PlanError, match=f"{framework} refuses {plan}: .* no whole blocks of 128"):
+        deployment_of(case)
 
 
 def test_deployments_that_are_none() -> None:
