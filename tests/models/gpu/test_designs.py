@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -37,15 +37,31 @@ BIG = "linear m=4096 n=4096 k=4096 dtype=bf16"
 
 
 @pytest.fixture(scope="module")
-def priced() -> Callable[[str, pd.DataFrame, DeviceSpec], np.ndarray]:
-    """Latency and ends of operators of a family on a device, shape ``(3, n)``."""
+def priced() -> Callable[[str, pd.DataFrame, Sequence[DeviceSpec]], np.ndarray]:
+    """Latency and ends of ``n`` operators of a family on devices, shape ``(devices, 3, n)``."""
     learned = Operators()
 
-    def price(family: str, rows: pd.DataFrame, device: DeviceSpec) -> np.ndarray:
-        found = learned.predict(family, rows, device)
-        return np.array([found.latency, found.lo, found.hi])
+    def price(family: str, rows: pd.DataFrame, devices: Sequence[DeviceSpec]) -> np.ndarray:
+        named = {device.name: device for device in devices}
+        assert len(named) == len(devices)
+        frame = pd.concat([rows.assign(device=name) for name in named], ignore_index=True)
+        found = learned.family(family).predict(frame, named)
+        ends = np.array([found.latency, found.lo, found.hi])
+        return ends.reshape(3, len(named), len(rows)).swapaxes(0, 1)
 
     return price
+
+
+def faster(device: DeviceSpec) -> list[DeviceSpec]:
+    """The device with each of its rates in turn 1 % faster."""
+    return [replace(r(device, 1.01), name=f"{device.name}+{key}") for key, r in RATES.items()]
+
+
+def check_steps(here: np.ndarray, there: np.ndarray) -> None:
+    """Assert that latencies of :func:`faster` have no cliff and are not longer."""
+    step = np.log(there / here)
+    assert np.abs(step).max() < MOST
+    assert step.max() < SLOWER
 
 
 @pytest.fixture
@@ -68,16 +84,14 @@ def test_operators_on_random_designs(family, priced):
     for name in BASES[1::2]:
         base = find_device(name)
         copy = replace(base, name="copy", aliases=(), base=name)
-        expected = priced(family, rows, base)
-        assert np.array_equal(priced(family, rows, copy), expected)
-        assert np.array_equal(priced(family, rows, linked(copy, 0.5)), expected)
+        far = replace(linked(copy, 0.5), name="linked")
+        expected, same, apart = priced(family, rows, [base, copy, far])
+        assert np.array_equal(same, expected)
+        assert np.array_equal(apart, expected)
     for device in designs(rng, 4):
-        here = priced(family, rows, device)
+        here, *there = priced(family, rows, [device, *faster(device)])
         assert (here[1] <= here[0]).all() and (here[0] <= here[2]).all()
-        for rate in RATES.values():
-            step = np.log(priced(family, rows, rate(device, 1.01))[0] / here[0])
-            assert np.abs(step).max() < MOST
-            assert step.max() < SLOWER
+        check_steps(here[0], np.array(there)[:, 0])
 
 
 def anonymous(spec: DeviceSpec, architecture: bool) -> DeviceSpec:
@@ -94,18 +108,16 @@ def test_operators_on_random_chips_that_name_no_base(family, architecture, price
     rows = operators(rng, family, 12)
     for device in designs(rng, len(BASES)):
         device = anonymous(device, architecture)
-        here = priced(family, rows, device)
-        assert np.array_equal(priced(family, rows, replace(device, name="zephyr-2")), here)
-        assert np.array_equal(priced(family, rows, linked(device, 0.5)), here)
+        alike = [replace(device, name="zephyr-2"), replace(linked(device, 0.5), name="zephyr-3")]
         if device.runs_cuda:
-            assert np.array_equal(priced(family, rows, replace(device, vendor="Acme")), here)
+            alike.append(replace(device, name="zephyr-4", vendor="Acme"))
+        here, *found = priced(family, rows, [device, *alike, *faster(device)])
+        for same in found[: len(alike)]:
+            assert np.array_equal(same, here)
         if not architecture:
             # What nobody knows may be wrong by the difference of two architectures.
             assert (here[2] / here[1] > 1.6).all()
-        for rate in RATES.values():
-            step = np.log(priced(family, rows, rate(device, 1.01))[0] / here[0])
-            assert np.abs(step).max() < MOST
-            assert step.max() < SLOWER
+        check_steps(here[0], np.array(found[len(alike) :])[:, 0])
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -114,7 +126,8 @@ def test_a_copy_that_names_no_base_is_the_chip_to_the_bit(name, priced):
     base = find_device(name)
     copy = anonymous(base, architecture=True)
     assert base_of(copy) == base
-    assert np.array_equal(priced("graph/linear", rows, copy), priced("graph/linear", rows, base))
+    same, expected = priced("graph/linear", rows, [copy, base])
+    assert np.array_equal(same, expected)
 
 
 def test_no_rate_changes_what_a_chip_starts_from():
@@ -152,10 +165,7 @@ def test_programs_on_random_designs(program):
     for rate in RATES.values():
         # Its own fastest and slowest, too: the matrix unit's peak cut 7-fold.
         for device in (copy, rate(copy, 1 / 7)):
-            here = times(device)
-            step = np.log(times(rate(device, 1.01)) / here)
-            assert np.abs(step).max() < MOST
-            assert step.max() < SLOWER
+            check_steps(times(device), times(rate(device, 1.01)))
 
 
 def test_what_no_time_follows_widens_the_interval_and_is_said(own):
