@@ -187,14 +187,17 @@ def published():
 
 
 @pytest.mark.slow
-def test_published_collectives_beat_the_plain_ring():
+@pytest.mark.parametrize("unseen", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_published_collectives_beat_the_plain_ring(unseen):
     folder = published()
     if not (folder / "published-tensor-core").is_dir():
         pytest.skip(f"no published data in {folder}")
     tables = ("published-latency/devices.csv", "published-tensor-core/devices2.csv")
     links = device_rows(*(pd.read_csv(folder / t) for t in tables))
     rows = pd.read_csv(folder / "published-tensor-core" / "collectives_tc.csv.gz")
-    errors = study(rows, links)
+    errors = study(rows, links, unseen=unseen)
     assert errors["fitted"].median() < 5.0
+    if not unseen:
+        return
     nvlink = errors[errors["fabric"] == "scale_up"]
     assert nvlink["left_out"].median() < 0.6 * nvlink["ring"].median()

@@ -144,7 +144,7 @@ def test_no_rate_changes_what_a_chip_starts_from():
     "program",
     [
         "mlp batch=512 features=512 width=512 layers=2 mode=train",
-        pytest.param("resnet depth=18 batch=2", marks=pytest.mark.slow),
+        pytest.param("resnet depth=18 batch=2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_programs_on_random_designs(program):

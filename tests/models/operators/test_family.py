@@ -253,7 +253,8 @@ def test_an_unfitted_model_says_so(measured, chips):
 
 
 def test_graph_networks_read_the_kernels(training, measured, chips):
-    brief = {"epochs": 2}
+    # Small in all: what takes long is compiling it for each size of a batch.
+    brief = {"epochs": 1, "hidden": 8, "rounds": 1, "head": 16, "layers": 1, "batch": 32}
     settings = FamilySettings("gnn-flax", brief, brief, max_rows=150)
     model = FamilyModel(FAMILY, settings).fit(training.iloc[::9], chips)
     rows = measured("a", 20)

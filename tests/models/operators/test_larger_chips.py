@@ -79,9 +79,15 @@ def chips(names: list[str]) -> dict[str, DeviceSpec]:
     return found | {chip.name: chip for chip in made}
 
 
-@pytest.fixture(scope="module")
-def gpus() -> dict[str, DeviceSpec]:
-    return chips([n for n in device_names() if find_device(n).platform == "gpu"])
+@pytest.fixture(
+    scope="module", params=["architectures", pytest.param("all", marks=pytest.mark.exhaustive)]
+)
+def gpus(request: pytest.FixtureRequest) -> dict[str, DeviceSpec]:
+    """One of each architecture, or all of the catalogue, and their larger ones."""
+    names = [n for n in device_names() if find_device(n).platform == "gpu"]
+    if request.param == "architectures":
+        names = list({find_device(name).architecture: name for name in names}.values())
+    return chips(names)
 
 
 def operators(family: str) -> pd.DataFrame:
