@@ -182,13 +182,28 @@ def test_regions_leave_out_the_call_of_the_host(folder: Path) -> None:
     assert whole - stream == pytest.approx(1e6 * (device.dispatch - device.floor))
 
 
+def part(table: pd.DataFrame, pack: Path, folder: Path) -> None:
+    """Make a folder of some rows of a published table."""
+    for name in {*table["device"]}:
+        if (pack / f"{name}.yaml").is_file():
+            (folder / f"{name}.yaml").write_text((pack / f"{name}.yaml").read_text())
+    for file in {*table["file"]}:
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).symlink_to(pack / file)
+    table.to_csv(folder / "table.csv", index=False)
+
+
 @pytest.mark.skipif(not REGIONS.is_dir(), reason=f"no published regions at {REGIONS}")
 @pytest.mark.slow
-def test_published_regions_are_within_a_ninth() -> None:
-    frame = predict_programs(REGIONS, load_for_programs("default"), "fused", on_stream=True)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_published_regions_are_within_a_ninth(every: int, tmp_path: Path) -> None:
+    part(read_table(REGIONS).iloc[::every], REGIONS, tmp_path)
+    frame = predict_programs(tmp_path, load_for_programs("default"), "fused", on_stream=True)
     assert (frame["reason"] == "").all()
     error = (frame["latency_us"] / frame["measured_us"] - 1).abs()
-    assert error.mean() < 0.11 and error.median() < 0.08
+    assert error.mean() < 0.11
+    # The median moves with the rows: that of all is the figure.
+    assert every > 1 or error.median() < 0.08
     assert frame["measured_us"].between(frame["lo_us"], frame["hi_us"]).mean() > 0.8
 
 
@@ -214,22 +229,17 @@ def test_a_user_gets_the_numbers_of_the_table(folder: Path, on_stream: bool) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("every", [40, pytest.param(10, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("pack", "flags"), [(PROGRAMS, []), (REGIONS, ["--on-stream"])])
 def test_a_user_gets_the_numbers_of_published_tables(
-    pack: Path, flags: list[str], tmp_path: Path
+    pack: Path, flags: list[str], every: int, tmp_path: Path
 ) -> None:
     if not pack.is_dir():
         pytest.skip(f"no {pack}")
     table = read_table(pack)
-    # A row in every tenth, each of another program.
-    table = table.drop_duplicates("file").iloc[::10].reset_index(drop=True)
-    for name in {*table["device"]}:
-        if (pack / f"{name}.yaml").is_file():
-            (tmp_path / f"{name}.yaml").write_text((pack / f"{name}.yaml").read_text())
-    for file in table["file"]:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).symlink_to(pack / file)
-    table.to_csv(tmp_path / "table.csv", index=False)
+    # Each of another program.
+    table = table.drop_duplicates("file").iloc[::every].reset_index(drop=True)
+    part(table, pack, tmp_path)
     predictor = load_for_programs("default")
     frame = predict_programs(tmp_path, predictor, "fused", on_stream=bool(flags))
     for file, row in zip(table["file"], frame.itertuples(), strict=True):

@@ -363,8 +363,9 @@ def step(batch: int, tmp_path: Path, family: str) -> LoweredProgram:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["mlp", "llama", "dlrm",
-     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("bert", "vit", "convnext"))],
+    ["mlp", "llama",
+     *(pytest.param(name, marks=pytest.mark.exhaustive)
+       for name in ("dlrm", "bert", "vit", "convnext"))],
 )  # fmt: skip
 def test_a_larger_batch_is_never_faster(family: str, tmp_path: Path) -> None:
     predictor = opcast.load()
