@@ -197,8 +197,9 @@ def _grow_general(
     found: dict[str, dict[str, float]] = {}
     rest = target.copy()
     for label in sorted(set(rows.labels[some])):
-        for device in sorted(set(rows.device[some & (rows.labels == label)])):
-            own = some & (rows.labels == label) & (rows.device == device)
+        labelled = some & (rows.labels == label)
+        for device in sorted(set(rows.device[labelled])):
+            own = labelled & (rows.device == device)
             middle = float(np.median(target[own]))
             rest[own] -= middle
             found.setdefault(f"{label}|{rows.platform[own][0]}", {})[device] = middle

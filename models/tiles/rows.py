@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -78,7 +79,7 @@ class TileRows:
         made = zip(self.names[:, 1], self.config, strict=True)
         return np.array([f"{n}|{json.dumps(c, sort_keys=True)}" for n, c in made], object)
 
-    @property
+    @cached_property
     def labels(self) -> np.ndarray:
         """Op and implementation of each row, object."""
         return np.array([f"{op}|{made}" for op, made in self.names], object)

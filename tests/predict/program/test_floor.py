@@ -56,12 +56,20 @@ def is_ordered(found):
     )
 
 
+@pytest.fixture(scope="module")
+def sampled():
+    """A program of each op, which all devices run."""
+    drawn = (
+        sample_op(np.random.default_rng(seed), opcode, max_bytes=3e8, max_flops=1e13)
+        for seed, opcode in enumerate(OPCODES)
+    )
+    return [read_program(own.mlir) for own in drawn]
+
+
 @pytest.mark.parametrize("name", DEVICES)
-def test_no_sampled_op_is_faster_than_its_floor(predictor, name):
+def test_no_sampled_op_is_faster_than_its_floor(predictor, sampled, name):
     device = device_of(predictor, name)
-    for seed, opcode in enumerate(OPCODES):
-        drawn = sample_op(np.random.default_rng(seed), opcode, max_bytes=3e8, max_flops=1e13)
-        source = read_program(drawn.mlir)
+    for opcode, source in zip(OPCODES, sampled, strict=True):
         lowered = lower(source, lowering="fused", device=device)
         found = predictor.predict_lowered(lowered, device)
         assert floor_us(source, lowered, device) <= found.lo_us * 1.0001, opcode

@@ -66,8 +66,13 @@ def test_invented_rows(tmp_path: Path) -> None:
     "name",
     [
         "published-latency/ops_neusight.parquet",
-        "published-latency/ops_vidur.parquet",
-        "published-tensor-core/ops_tc.parquet",
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (
+                "published-latency/ops_vidur.parquet",
+                "published-tensor-core/ops_tc.parquet",
+            )
+        ),
         "published-kernels/gemm.parquet",
         "published-kernels/conv.parquet",
     ],
