@@ -16,13 +16,14 @@ from opcast.features.lowering.lower import lower
 
 FOLDER = Path(opcast.__file__).resolve().parent.parent / "shared/data/published-programs/programs"
 #: Small ones: loops over layers with dense and routed layers, with a cache, no loop at all, and
-#: training on several devices.
+#: training on several devices, convolutions.
 FEW = (
     "qwen3-14b-inference-prefill-1gpu",
     "mixtral-8x7b-inference-prefill-1gpu-0036",
     "llama3-8b-inference-decode-8gpu",
     "mlp-mixer-inference-forward-1gpu",
     "llama3-8b-train-step-8gpu",
+    "resnet50-inference-forward-1gpu",
 )
 #: Products of fewer than 8 rows in 16 bits are padded to 8, as cuBLAS has them: decoding one token.
 MOST_PADDING = 8.0
