@@ -143,7 +143,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     merge_dots(graph)
     # After merging: a merged product may be a multiple of eight where its parts are not, and is
     # larger.
-    split_products(graph, machine, program)
+    if machine.converted:
+        split_products(graph, machine, program)
     if not machine.tensor_fusion:
         pad_products(graph)
     split_reductions(graph)

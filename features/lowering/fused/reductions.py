@@ -6,8 +6,19 @@ Long reductions are split so that enough threads take part (XLA's TreeReductionR
 from __future__ import annotations
 
 from math import ceil, isqrt
+from typing import NamedTuple
 
-from ...ir.program import DTYPE_BITS, Computation, Op, Program, TensorType
+from ...ir.precision import arithmetic
+from ...ir.program import (
+    DTYPE_BITS,
+    FLOAT8,
+    HALF,
+    Computation,
+    Op,
+    Program,
+    TensorType,
+    dtype_family,
+)
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
 from .folding import is_elementwise, padded, reshape, splat_node, spread, transposed
 from .graph import Graph, Node, rewrite
@@ -91,10 +102,31 @@ def _in_parts(
 SMALL_PRODUCT = 10_000_000
 #: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
 PADDED_TO = 8
-#: Constants of XLA's SplitkRewriter, tuned there on an H100: FLOPs for 256 bits of memory below
-#: which a product is bound by the memory, most parts, least depth of a part where the memory or
-#: the arithmetic bounds it, and rows and columns of a tile.
-MEMORY_BOUND, MOST_PARTS, LEAST_DEPTH, _TILE = 240, 128, (768, 1220), (64, 128)
+
+
+class _SplitCost(NamedTuple):
+    """What XLA counts for a FLOP, a byte of a product and of the sum of its parts, and the sum."""
+
+    flop: float
+    byte: float
+    summed_byte: float
+    launch: float
+
+
+#: Its constants by the least compute capability × 10, and rows and columns of its tiles (XLA of JAX
+#: 0.10; 96 products compiled for A100, H100 and B200 have the parts that they give).
+_SPLIT_COSTS = {
+    100: _SplitCost(100.0, 0.0848863, 189.711, 1.21563e8),
+    90: _SplitCost(100.0, 0.194136, 193.1384, 4.36e7),
+    0: _SplitCost(100.0, 0.0666955, 467.815, 5.65307e7),
+}
+_TILE = 128
+#: Parts that it tries.
+_PARTS = tuple(1 << i for i in range(12))
+#: FLOPs that it counts for a multiply-add of an algorithm of so many products.
+_STEP_FLOPS = {1: 2, 3: 12, 6: 20, 9: 28}
+#: Bytes that the depth of a part is padded to a multiple of.
+_ALIGNED = 16
 #: Name of the computation that adds two scalars, by dtype.
 ADDER = "opcast.add"
 
@@ -158,6 +190,8 @@ def _vector_sum(dot: Node, program: Program) -> Node | None:
 def split_products(graph: Graph, machine: Machine, program: Program) -> None:
     """Split the contracted dimension of products that leave cores idle, and sum the parts.
 
+    XLA does so where products can be generated kernels, not for the libraries.
+
     Args:
         graph: Products are canonical.
         machine: Its cores are to be filled.
@@ -175,17 +209,32 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     """Parts that a product's depth is split into: the choice of XLA's SplitkRewriter."""
     if any(o.type.dtype in ("s32", "u32") for o in dot.operands):
         return 1
+    weights = next(w for least, w in _SPLIT_COSTS.items() if machine.capability >= least)
+    return min(_PARTS, key=lambda parts: _split_cost(dot, parts, machine.cores, weights))
+
+
+def _split_cost(dot: Node, parts: int, cores: int, weights: _SplitCost) -> float:
+    """Cost of a product in parts, in XLA's unit."""
     batch, rows, columns, depth = _sizes(dot)
-    left, right = (DTYPE_BITS[_stored(o).type.dtype] for o in dot.operands)
-    moved = depth * (rows * left + columns * right) + rows * columns * DTYPE_BITS[dot.type.dtype]
-    tiles = batch * ceil(rows / _TILE[0]) * ceil(columns / _TILE[1])
-    wanted = ceil(machine.cores * 3 // 2 / tiles)
-    if wanted == 1:
-        return 1
-    if 256 * rows * columns * depth // moved < MEMORY_BOUND:
-        return min(MOST_PARTS, 1 << (max(1, depth // LEAST_DEPTH[0]) - 1).bit_length())
-    most = 1 << (max(1, depth // LEAST_DEPTH[1]).bit_length() - 1)
-    return 1 << (min(most, wanted) - 1).bit_length()
+    left, right = (DTYPE_BITS[_stored(o).type.dtype] / 8 for o in dot.operands)
+    result = DTYPE_BITS[dot.type.dtype] / 8
+    wide = DTYPE_BITS[_accumulated(dot.type.dtype)] / 8
+    tile = min(rows, _TILE) * min(columns, _TILE)
+    tiles = parts * batch * ceil(rows / _TILE) * ceil(columns / _TILE)
+    waves = max(1.0, tiles / (cores * _TILE**2 / tile))
+    step = _STEP_FLOPS.get(arithmetic(dot.operands[0].type.dtype, dot.attrs).passes, 2)
+    flops = step * tile * ceil(depth / parts) * waves
+    read = batch * depth * (rows * left + columns * right)
+    made = batch * rows * columns
+    if parts == 1:
+        return max(flops * weights.flop, (read + made * result) * weights.byte)
+    whole = max(flops * weights.flop, (read + parts * made * wide) * weights.byte)
+    return whole + weights.launch + made * (parts * wide + result) * weights.summed_byte
+
+
+def _accumulated(dtype: str) -> str:
+    """The type that products of a result's type are summed in."""
+    return "f32" if dtype_family(dtype) in (HALF, FLOAT8) else dtype
 
 
 def _stored(node: Node) -> Node:
@@ -198,12 +247,14 @@ def _stored(node: Node) -> Node:
 def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
     """Multiply part by part, a batch each, and sum the results in 32 bits."""
     operands, attrs = [], dict(dot.attrs)
+    narrowest = min(DTYPE_BITS[_stored(operand).type.dtype] for operand in dot.operands)
+    aligned = max(8 * _ALIGNED // narrowest, 1)
     for side, operand in zip(("lhs", "rhs"), dot.operands, strict=True):
         along = dot.attrs[f"{side}_contracting_dims"][0]
         shape = operand.type.shape
-        length = ceil(shape[along] / parts)
+        length = ceil(shape[along] / parts / aligned) * aligned
         config = [(0, 0, 0)] * len(shape)
-        config[along] = (length * parts - shape[along], 0, 0)
+        config[along] = (0, length * parts - shape[along], 0)
         zero = splat_node(0, TensorType(operand.type.dtype))
         whole = padded(operand, config, zero, dot.source)
         operands.append(reshape(whole, (*shape[:along], parts, length, *shape[along + 1 :])))
@@ -211,7 +262,7 @@ def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
         attrs[f"{side}_batch_dims"] = (*batch, along)
         attrs[f"{side}_contracting_dims"] = (along + 1,)
     wanted = dot.type
-    dtype = "f32" if wanted.dtype in ("bf16", "f16") else wanted.dtype
+    dtype = _accumulated(wanted.dtype)
     kind = TensorType(dtype, (*wanted.shape[:-2], parts, *wanted.shape[-2:]))
     product = Node("dot", operands, (kind,), attrs, source=dot.source)
     total = Node(

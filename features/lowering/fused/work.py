@@ -51,6 +51,7 @@ class Machine:
         converted: Types from which a generated product converts its operands itself; none where
             all products are the libraries'.
         narrow: 8-bit floats that products multiply as they are; ``None`` for all of them.
+        capability: Compute capability × 10; 0 of other makers' GPUs.
     """
 
     bandwidth: float = 3.35e12
@@ -66,6 +67,7 @@ class Machine:
     host: bool = False
     converted: frozenset[str] = _CONVERTED | _FROM_HOPPER
     narrow: frozenset[str] | None = frozenset(("f8e4m3fn", "f8e5m2"))
+    capability: int = 90
 
 
 def machine_of(device: DeviceSpec | None) -> Machine:
@@ -96,6 +98,7 @@ def machine_of(device: DeviceSpec | None) -> Machine:
         tensor_fusion=modern,
         converted=_converted(capability or 80) if modern else frozenset(),
         narrow=narrow_floats_of(target),
+        capability=capability or 0,
         bf16_arithmetic=(capability or 0) >= 90,
         channels_last=capability >= 90 if capability else modern,
         half_channels_last=capability >= 70 if capability else True,

@@ -15,8 +15,8 @@ from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower
 
 FOLDER = Path(opcast.__file__).resolve().parent.parent / "shared/data/published-programs/programs"
-#: Small ones: loops over layers with dense and routed layers, with a cache, no loop at all, and
-#: training on several devices, convolutions.
+#: Small ones: loops over layers with dense and routed layers, with a cache, no loop at all,
+#: training on several devices, and convolutions.
 FEW = (
     "qwen3-14b-inference-prefill-1gpu",
     "mixtral-8x7b-inference-prefill-1gpu-0036",

@@ -187,11 +187,11 @@ def test_megatron_reduces_the_second_product(program, sheet):
 
 
 def test_memory_of_parameters_is_shared(sheet):
-    """And that of their gradients, as far as these are in use at the peak."""
+    """And that of their gradients and what they are summed from, if in use at the peak."""
     whole = sheet.memory(Plan((("data", 4),)))
     cut = sheet.memory(Plan((("fsdp", 4),)))
     parameters = 0.75 * 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
-    assert parameters < whole - cut <= 2 * parameters
+    assert parameters < whole - cut <= 3 * parameters
 
 
 def test_an_axis_cuts_one_dimension():
@@ -439,7 +439,7 @@ def test_what_is_known_is_kept(lowered, judged, tmp_path):
     found = plan(lowered, **OPTIONS, compiles=4, out=tmp_path)
     # One was compiled, one failed.
     assert found.notes == (
-        "warning: only 2 of 4 chosen plans were compiled, none that uses fsdp, since the search "
+        "warning: only 2 of 4 chosen plans were compiled, none that uses data, since the search "
         "was stopped: a better one may be among the others; the same command again (with the same "
         "folder of results) continues",
     )
@@ -529,7 +529,7 @@ def test_a_missing_figure_is_no_zero(lowered, judged, tmp_path):
 def test_activations_that_move_are_explained(lowered, judged):
     judged += [replace(made(90.0, 3), moved_bytes=1e8)]
     lacks, note = plan(lowered, **OPTIONS, compiles=1).notes
-    assert lacks == "no plan that uses fsdp was compiled: more --compiles would"
+    assert lacks == "no plan that uses data was compiled: more --compiles would"
     assert "153 times the parameters: activations are moved, by all_reduce at f.py:3" in note
 
 
