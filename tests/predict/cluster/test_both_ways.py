@@ -29,7 +29,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["h100-sxm-x8", "a100-sxm-80gb-x8"])
+@pytest.mark.parametrize(
+    "cluster", ["h100-sxm-x8", pytest.param("a100-sxm-80gb-x8", marks=pytest.mark.exhaustive)]
+)
 def test_a_plan_and_a_partitioned_program_of_a_decoder_agree(program: Path, cluster: str) -> None:
     placed = run("predict", program, "--cluster", cluster, "--lowering", "fused", "--json")
     sizes = {**SIZES, "d_model": 2048, "d_ff": 5632, "attention": "naive"}

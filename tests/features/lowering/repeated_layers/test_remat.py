@@ -144,7 +144,7 @@ def test_a_decoder_of_the_zoo():
     assert own[1] == pytest.approx(memory, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_compiler("gpu") is None, reason="the compiler for GPUs is not installed")
 def test_the_compiler_takes_it_as_checkpointed_layers():
     device = find_device("h100-sxm")
