@@ -210,26 +210,27 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     if any(o.type.dtype in ("s32", "u32") for o in dot.operands):
         return 1
     weights = next(w for least, w in _SPLIT_COSTS.items() if machine.capability >= least)
-    return min(_PARTS, key=lambda parts: _split_cost(dot, parts, machine.cores, weights))
-
-
-def _split_cost(dot: Node, parts: int, cores: int, weights: _SplitCost) -> float:
-    """Cost of a product in parts, in XLA's unit."""
     batch, rows, columns, depth = _sizes(dot)
     left, right = (DTYPE_BITS[_stored(o).type.dtype] / 8 for o in dot.operands)
     result = DTYPE_BITS[dot.type.dtype] / 8
     wide = DTYPE_BITS[_accumulated(dot.type.dtype)] / 8
     tile = min(rows, _TILE) * min(columns, _TILE)
-    tiles = parts * batch * ceil(rows / _TILE) * ceil(columns / _TILE)
-    waves = max(1.0, tiles / (cores * _TILE**2 / tile))
+    tiles = batch * ceil(rows / _TILE) * ceil(columns / _TILE)
     step = _STEP_FLOPS.get(arithmetic(dot.operands[0].type.dtype, dot.attrs).passes, 2)
-    flops = step * tile * ceil(depth / parts) * waves
     read = batch * depth * (rows * left + columns * right)
     made = batch * rows * columns
-    if parts == 1:
-        return max(flops * weights.flop, (read + made * result) * weights.byte)
-    whole = max(flops * weights.flop, (read + parts * made * wide) * weights.byte)
-    return whole + weights.launch + made * (parts * wide + result) * weights.summed_byte
+
+    def cost(parts: int) -> float:
+        """In XLA's unit."""
+        waves = max(1.0, parts * tiles / (machine.cores * _TILE**2 / tile))
+        flops = step * tile * ceil(depth / parts) * waves
+        written = made * result if parts == 1 else parts * made * wide
+        product = max(flops * weights.flop, (read + written) * weights.byte)
+        if parts == 1:
+            return product
+        return product + weights.launch + made * (parts * wide + result) * weights.summed_byte
+
+    return min(_PARTS, key=cost)
 
 
 def _accumulated(dtype: str) -> str:
