@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..core.store import pack, unpack
 from ..training_data.splits import stop_rows
 from .ranking import ScoreMap, device_queries, grow_pairwise, grown
 from .tabular import TabularEstimator
-from .xgboost_trees import SUFFIX, BoostedTrees, compact, expand
+from .xgboost_trees import SUFFIX, BoostedTrees, compact, saved_trees
 
 if TYPE_CHECKING:
     from xgboost import Booster
@@ -278,20 +277,18 @@ class XGBoostEstimator(TabularEstimator):
         return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        whole = {n.removesuffix(".ubj"): data for n, data in files.items() if n.endswith(".ubj")}
-        small = {n.removesuffix(SUFFIX): d for n, d in files.items() if n.endswith(SUFFIX)}
-        self._covers = not small
-        # Expanded when they are asked: a process that predicts one kind of operator reads its own.
-        stored = {n: partial(bytes, d) for n, d in whole.items()}
-        stored |= {n: partial(expand, d) for n, d in small.items()}
+        self._trees = {}
+        for small, suffix in ((False, ".ubj"), (True, SUFFIX)):
+            for name, data in files.items():
+                if name.endswith(suffix):
+                    trees = saved_trees(data, small=small, threads=self._n_jobs)
+                    self._trees[name.removesuffix(suffix)] = trees
+        self._covers = not any(name.endswith(SUFFIX) for name in files)
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         if self.ranks:
             arrays = unpack(files[_MAP_FILE])
             check_cells(arrays["cells"])
             self._score_map = ScoreMap(arrays["score"], arrays["value"])
-        self._trees = {
-            stem: BoostedTrees(None, data, self._n_jobs) for stem, data in stored.items()
-        }
         if "joint" not in self._trees:
             raise KeyError("joint.ubj")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...features.table.roofline import roofline
 from ..core.base import KernelPrediction
-from ..estimators.xgboost_trees import BoostedTrees
+from ..estimators.xgboost_trees import saved_trees
 from .context import CONTEXT, context_features, loop_factors
 
 if TYPE_CHECKING:
@@ -142,10 +141,10 @@ class ContextTrees:
         shift = self.booster.inplace_predict(features, validate_features=False)
         return np.asarray(np.clip(shift, -MAX_SHIFT, MAX_SHIFT), np.float64)
 
-    @cached_property
+    @property
     def booster(self) -> Booster:
         """The trees, read on first use."""
-        return BoostedTrees(None, partial(bytes, self.raw)).booster
+        return saved_trees(self.raw, small=False).booster
 
 
 def objective(
