@@ -6,6 +6,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ def load_operators(
 ) -> OpModel | None:
     """Load a model of library operators; ``None`` for ``roofline``.
 
+    A folder is read once, and again only if it was written since.
+
     Args:
         model: Name or folder; ``default`` is the one that ships.
         only: Families to read, which takes less time; all by default.
@@ -105,11 +108,18 @@ def load_operators(
     Raises:
         ModelError: There is no such model, or it is of another kind.
     """
-    from ..models.operators import OpModel
-
     if str(model) == "roofline":
         return None
-    return OpModel.load(find_model(OPERATOR_MODEL if str(model) == "default" else model), only)
+    folder = find_model(OPERATOR_MODEL if str(model) == "default" else model).absolute()
+    # Whoever asks may calibrate it, and describe devices to it.
+    return _read(folder, file_stamp(folder / MANIFEST), only and tuple(only)).own()
+
+
+@lru_cache(maxsize=4)
+def _read(folder: Path, stamp: object, only: tuple[str, ...] | None) -> OpModel:
+    from ..models.operators import OpModel
+
+    return OpModel.load(folder, only)
 
 
 def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:

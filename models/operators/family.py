@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,13 @@ class FamilyModel:
         self.intervals = DeviceIntervals()
         self.left_out: dict[str, dict[str, float]] = {}
         self._models: Fitted | None = None
+
+    def own(self) -> FamilyModel:
+        """The same models, whose corrections may change apart from these."""
+        result, errors = copy.copy(self), self.fitted.errors
+        errors = replace(errors, corrections=dict(errors.corrections))
+        result._models = replace(self.fitted, errors=errors)
+        return result
 
     @property
     def fitted(self) -> Fitted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -108,6 +109,14 @@ class OpModel:
         if not self.families:
             raise ModelError(f"no family of operators has {MIN_ROWS} rows or more")
         return self
+
+    def own(self) -> OpModel:
+        """The same models, of which the devices and corrections may change apart from these."""
+        result = copy.copy(self)
+        result.families = {key: family.own() for key, family in self.families.items()}
+        result.devices, result.described = dict(self.devices), dict(self.described)
+        result.info = dict(self.info)
+        return result
 
     def joined(self, other: OpModel) -> OpModel:
         """Take over another model's families; where both have one, the other's counts."""

@@ -148,7 +148,4 @@ def _settings(plan: Plan) -> dict[str, object]:
 # candidates of a cluster cost little; eight clusters at once bound the memory.
 @lru_cache(maxsize=8)
 def _predictor(cluster: str, job: SweepJob) -> StepPredictor:
-    return job.predictor(cluster, _operators(job.model), power_cap_w=job.power_cap_w)
-
-
-_operators = lru_cache(maxsize=2)(load_step_model)
+    return job.predictor(cluster, load_step_model(job.model), power_cap_w=job.power_cap_w)
