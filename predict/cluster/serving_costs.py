@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, floor, log2
 
 import numpy as np
 
@@ -61,6 +61,10 @@ _CHUNKS = (1, 4, 16, 64)
 #: that its two passes use: the graph-captured ones of TensorRT-LLM, SGLang and vLLM on H100 and
 #: H200 (published-tensor-core pack, collectives_tc: 8 KiB to 32 MiB, 2 to 8 ranks).
 _REDUCE_S, _REDUCE_RANK_S, _REDUCE_SHARE = 4e-6, 0.2e-6, 0.6
+
+
+#: Chunks of prompts in a pass: how many, tokens of each, tokens before.
+_Chunks = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class ServingCosts:
         self._heads = _dense(batches, self._heads_at)
         self._lengths = lengths
         self._decode = np.stack([_dense(batches, self._decode_at(n)) for n in lengths], axis=1)
-        self._prefills: dict[tuple[int, int, int], float] = {}
+        self._prefills: dict[_Chunks, float] = {}
         self._decodings: dict[int, np.ndarray] = {}
         sizes = {_rounded(n) for n in _grid(16, max(32, min(tokens[-1], longest)), 4)}
         self._price([(n, size, 0) for n in _CHUNKS for size in sizes if n * size <= 2 * tokens[-1]])
@@ -303,13 +307,23 @@ class ServingCosts:
         tokens, past = _rounded(chunk.tokens), _rounded(chunk.past)
         key = (near, tokens, past)
         if key not in self._prefills:
-            self._price([key])
+            self._price(self._like(key))
         seen = chunk.tokens * (chunk.past + chunk.tokens / 2.0)
         scale = (seen / (tokens * (past + tokens / 2.0))) ** ATTENTION_GROWTH
         return float(self._prefills[key] * scale)
 
-    def _price(self, keys: Sequence[tuple[int, int, int]]) -> None:
-        """Ask for attention of chunks: how many, tokens of each, tokens before."""
+    def _like(self, key: _Chunks) -> list[_Chunks]:
+        """Chunks that a load with this one has, too: a hundred are priced in the time of four."""
+        count, tokens, _ = key
+        longest = self._lengths[-1]
+        octave = floor(log2(tokens))
+        sizes = [round(2 ** (octave + i / 4)) for i in range(4)]
+        before = {_rounded(n) for n in _grid(16, longest, 4)}
+        near = {(count, n, past) for n in sizes for past in before if n + past <= longest}
+        return sorted({key, *near} - self._prefills.keys())
+
+    def _price(self, keys: Sequence[_Chunks]) -> None:
+        """Ask for attention of chunks."""
         ops = [prefill_ops(self.model, self.plan, *key) for key in keys]
         self.latency.prepare([op for own in ops for op, _ in own])
         for key, own in zip(keys, ops, strict=True):
