@@ -27,6 +27,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.identity import compare_ceilings, is_measured
 from ..dataset_folder import RunWriter, done_programs, run_records
 from .anchors import DISTURBED, AnchorLog
+from .device_probe import PROBE_S
 from .plan import Item, Plan, ProfileResult, ProfileSettings
 from .worker import has_nvidia_gpu
 from .worker_client import Measurer
@@ -132,7 +133,10 @@ class ProfileRun:
             _check_device(self._settings.device, host)
             device = self._device_spec or self._known_device(host["device_name"])
             if device is None:
-                device = DeviceSpec.from_dict(self._measurer.client.ask("probe")["device"])
+                # A run of seconds does not probe for longer than it measures.
+                seconds = min(PROBE_S, self._budget_s or PROBE_S)
+                probe = self._measurer.client.ask("probe", seconds=seconds)
+                device = DeviceSpec.from_dict(probe["device"])
             self._resume(device)
             # Earlier runs may have used up the budget; the probe alone does not, so that a short
             # run measures something.

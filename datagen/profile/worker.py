@@ -103,7 +103,7 @@ class Worker:
         memory = {"memory_limit_bytes": self._limits.memory}
         answers: dict[str, Callable[[], dict[str, object]]] = {
             "hello": lambda: {"host": host.describe_host() | memory},
-            "probe": lambda: {"device": asdict(device_probe.probe_device())},
+            "probe": lambda: {"device": asdict(device_probe.probe_device(request["seconds"]))},
             "ceilings": lambda: {"device": asdict(device_probe.probe_ceilings())},
             "suite": lambda: {"size": len(zoo_suite(request["name"]))},
             "anchors": self._measure_anchors,
