@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations
 from math import gcd, prod
 from typing import NamedTuple
@@ -258,11 +259,16 @@ def assign(
         cuts: Axes by class.
         first: Number of dimensions that are served before the others; ``None`` for all.
     """
+    return _assigned(tuple([cuts.get(c, ()) for c in classes]), first)
+
+
+# A search asks a million times, for a few hundred ways to cut.
+@lru_cache(maxsize=4096)
+def _assigned(known: tuple[tuple[str, ...], ...], first: int | None) -> tuple[tuple[str, ...], ...]:
     taken: set[str] = set()
-    found: list[tuple[str, ...]] = [()] * len(classes)
-    known = [cuts.get(c, ()) for c in classes]
-    edge = len(classes) if first is None else first
-    for n in sorted(range(len(classes)), key=lambda n: (n >= edge, len(known[n]))):
+    found: list[tuple[str, ...]] = [()] * len(known)
+    edge = len(known) if first is None else first
+    for n in sorted(range(len(known)), key=lambda n: (n >= edge, len(known[n]))):
         own = tuple(axis for axis in known[n] if axis not in taken)
         found[n] = own
         taken.update(own)

@@ -88,6 +88,7 @@ def test_training_on_kernels_refuses_what_is_of_operators(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # three fits
 def test_passes_on_chips_left_out_of_the_published_tables() -> None:
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     root = Path(os.environ.get("OPCAST_PUBLISHED_DATA", beside))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ..support.cases import every
 from .fuzzing import KINDS, ROOT, TARGETS, attempt, draw, mutate
 
 PLAIN = [name for name, target in TARGETS.items() if not target.native]
@@ -30,7 +31,7 @@ def test_seeds_are_accepted(name, tmp_path):
         }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", every(2, PLAIN))
 def test_mutated_files_raise_nothing_but_what_users_are_told(name, tmp_path_factory):
     target, folder = TARGETS[name], tmp_path_factory.mktemp("fuzz")
     seeds = target.seeds()
@@ -50,7 +51,7 @@ def test_mutated_files_raise_nothing_but_what_users_are_told(name, tmp_path_fact
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", every(2, NATIVE))
 def test_native_readers_neither_crash_nor_hang(name, tmp_path):
     out, keep = tmp_path / "counts.json", tmp_path / "kept"
     command = [sys.executable, ROOT / "tests/bench/fuzz.py", "--minutes", 0.06, "--target", name,

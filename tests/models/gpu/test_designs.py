@@ -26,6 +26,7 @@ from opcast.predict.operator.predict import explain_operator, predict_op
 from opcast.predict.program.predictor import load
 from opcast.workflows.reports.device_rows import build_program
 
+from ...support.cases import every
 from ...support.designs import BASES, designs, linked, operators
 
 #: As for the physics (tests/features/operators/test_designs.py).
@@ -101,7 +102,7 @@ def anonymous(spec: DeviceSpec, architecture: bool) -> DeviceSpec:
 
 
 @pytest.mark.parametrize("architecture", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(3, FAMILIES))
 def test_operators_on_random_chips_that_name_no_base(family, architecture, priced):
     """No rate has a cliff or slows, and neither a name nor a maker that nobody knows moves it."""
     rng = np.random.default_rng(FAMILIES.index(family))

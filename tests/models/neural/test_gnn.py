@@ -24,6 +24,8 @@ from opcast.models.cost_model import CostModel
 from opcast.models.neural.batches import assemble, cuts, node_bucket, row_bucket
 from opcast.models.neural.estimators import FlaxGraphEstimator, GraphEstimator, PygGraphEstimator
 
+from ...support.cases import later
+
 Tables = Callable[..., tuple[KernelTable, np.ndarray]]
 SMALL = {"hidden": 16, "rounds": 1, "head": 32, "layers": 1, "batch": 64}
 BOTH = [FlaxGraphEstimator, PygGraphEstimator]
@@ -246,7 +248,7 @@ def dataset(cpu: DeviceSpec) -> Dataset:
     return Dataset(sample_frame(rows), {"r0": {"device": json.loads(cpu.to_json())}})
 
 
-@pytest.mark.parametrize("name", ["mlp", "gnn-flax", "gnn-pyg"])
+@pytest.mark.parametrize("name", [later("mlp"), later("gnn-flax"), "gnn-pyg"])
 def test_from_a_dataset_to_a_saved_cost_model(
     name: str, dataset: Dataset, cpu: DeviceSpec, tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from opcast.predict.cluster.serving_case import (
 from opcast.predict.cluster.serving_launch import launches
 from opcast.predict.operator.serving_operators import ServingLatency, load_serving_operators
 
+from ...support.cases import every
+
 
 class Published(NamedTuple):
     """A published rate of DeepSeek-V3 or R1: tokens a second and device."""
@@ -88,7 +90,9 @@ def rate(one: Published) -> float:
     return float(found.load.prompts.sum()) / found.run.makespan / ranks
 
 
-@pytest.mark.parametrize("one", FIGURES, ids=lambda one: f"{one.what}-{one.plan}-{one.prompt}")
+@pytest.mark.parametrize(
+    "one", every(3, FIGURES), ids=lambda one: f"{one.what}-{one.plan}-{one.prompt}"
+)
 def test_published_rates(one: Published) -> None:
     assert rate(one) == pytest.approx(one.rate, rel=one.within)
 

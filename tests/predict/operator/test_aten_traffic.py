@@ -2,6 +2,8 @@
 
 import pytest
 
+from ...support.cases import later
+
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
@@ -53,7 +55,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("batch", [16, 64])
+@pytest.mark.parametrize("batch", [16, later(64)])
 def test_compiled_kernels_never_take_longer_than_eager_ones(batch, train):
     """A layer of ViT-L, whose tensors lie around the caches of these chips."""
     with torch.device("meta"):

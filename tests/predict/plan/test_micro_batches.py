@@ -18,6 +18,8 @@ from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.space import Change, Plan
 from opcast.simulate.clusters.catalogue import find_cluster
 
+from ...support.cases import later
+
 WIDTH, ROWS, LENGTH, WORDS, PARTS = 32, 16, 8, 50, 4
 
 
@@ -84,18 +86,14 @@ def run(program):
     return execute(executable, jax.tree.leaves(arguments()), 1)
 
 
-def all_tests_only(change):
-    return pytest.param(change, marks=pytest.mark.exhaustive)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        all_tests_only(Change(0, 2)),
+        later(Change(0, 2)),
         Change(0, PARTS),
-        all_tests_only(Change(0, 8)),
+        later(Change(0, 8)),
         Change(2, PARTS),
-        all_tests_only(Change(2)),
+        later(Change(2)),
     ],
 )
 def test_results_are_the_same(change):

@@ -16,6 +16,8 @@ from opcast.common.errors import DatasetError
 from opcast.features.operators.schema import faulty
 from opcast.predict.published.audit import audit
 
+from ...support.cases import later
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKS = Path(os.environ.get("OPCAST_PUBLISHED_DATA", ROOT.parent / "shared" / "data"))
 
@@ -176,19 +178,15 @@ def marked(name: str, table: pd.DataFrame) -> np.ndarray:
     return np.zeros(len(table), bool)
 
 
-def all_tests_only(*values: object):
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "known"),
     [
         ("published-xla/matmul.csv.gz", 1125),
-        all_tests_only("published-kernels/gemm.parquet", 1124),
+        later("published-kernels/gemm.parquet", 1124),
         ("published-kernels/layers.parquet", 8399),
-        all_tests_only("published-kernels/conv.parquet", 0),
-        all_tests_only("published-latency/ops_neusight.parquet", 6423),
+        later("published-kernels/conv.parquet", 0),
+        later("published-latency/ops_neusight.parquet", 6423),
         ("published-latency/ops_vidur.parquet", 0),
     ],
 )

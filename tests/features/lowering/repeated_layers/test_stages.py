@@ -13,6 +13,8 @@ from opcast.features.ir.reader import read_program
 from opcast.features.lowering.repeated_layers.remat import layers_of, rematerialised
 from opcast.features.lowering.repeated_layers.stages import cut_step, stage_module, step_values
 
+from ....support.cases import later
+
 WIDTH, BATCH, LAYERS, WORDS = 16, 32, 4, 48
 
 
@@ -120,8 +122,8 @@ def dtype_of(kind):
     [
         (mlp, 2, 0),
         (mlp, 3, LAYERS),
-        pytest.param(llama, 2, 0, marks=pytest.mark.exhaustive),
-        (llama, 4, 2),
+        later(llama, 2, 0),
+        later(llama, 4, 2),
     ],
 )
 def test_stages_make_what_the_step_makes(made, count, again):
