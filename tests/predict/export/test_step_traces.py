@@ -20,6 +20,8 @@ from opcast.simulate.step.costs import Message
 from opcast.simulate.step.named_workloads import read_workload
 from opcast.simulate.step.plan import Group, parse_plan
 
+from ...support.cases import later
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import astra_sim
 
@@ -39,16 +41,16 @@ def export(model, plan, out, cluster="dgx-h100-x16", most_nodes=4000):
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        (LLAMA, "dp=16"),
-        (LLAMA, "tp=8,pp=2"),
+        later(LLAMA, "dp=16"),
+        later(LLAMA, "tp=8,pp=2"),
         (MOE, "dp=16,ep=8"),
-        (LLAMA, "fsdp=16"),
+        later(LLAMA, "fsdp=16"),
         (LLAMA, "dp=2,fsdp=8,recompute=full"),
-        (LLAMA, "tp=2,cp=2,dp=2,pp=2"),
+        later(LLAMA, "tp=2,cp=2,dp=2,pp=2"),
         (LLAMA, "tp=2,pp=4,dp=2,schedule=interleaved,virtual=2"),
-        (LLAMA, "dp=4,pp=4,schedule=zero-bubble,zero=1"),
+        later(LLAMA, "dp=4,pp=4,schedule=zero-bubble,zero=1"),
         (LLAMA, "dp=8,tp=2,zero=2,microbatches=4,overlap=false"),
-        (MOE, "tp=2,dp=8,ep=4,sp=false,hide_experts=true"),
+        later(MOE, "tp=2,dp=8,ep=4,sp=false,hide_experts=true"),
     ],
 )
 def test_traces_take_the_predicted_time(model, plan, tmp_path):
