@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from ..common.errors import DatasetError, DeviceError
 from ..common.options import Option, PowerCapOpt, Ray, folder, plot_file
 from ..common.options import Settings as Sizes
 from ..predict.cluster.step_case import StepsBy
@@ -65,13 +66,15 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         All evaluated plans, one row each, and a row for each cluster and batch without one.
 
     Raises:
-        DatasetError: The folder holds a sweep of another workload or model.
+        DatasetError: The folder holds a sweep of another workload or model, or scaling is asked for
+            over clusters of one size.
         OpcastError: A workload, cluster, axis or model is unknown, or the workers fail.
     """
     from ..common.progress import counting, wrote
     from ..predict.devices import cluster_device, generation_note
     from ..predict.render.parts import print_notes
     from ..predict.render.step import print_clusters, print_front
+    from ..predict.sweep import plots
     from ..predict.sweep import run as sweeps
     from ..predict.sweep.job import SweepJob, nearest_miss
     from ..predict.sweep.reasons import reasons
@@ -83,6 +86,10 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     batches = list(settings.batches) or [work.batch]
     grid = parse_grid(settings.grid) if settings.grid else {}
     clusters, out = list(settings.clusters), settings.out
+    known = [find_cluster(name) for name in clusters]
+    # Once for each device, since all plans on it share its description.
+    specs = {own.device: cluster_device(own) for own in known}
+    _check_asked(settings, {own.size for own in known}, {spec.name for spec in specs.values()})
     by = {f.name: getattr(settings, f.name) for f in fields(StepsBy)}
     own = SweepJob(work, settings.power_cap_w, **by)
     job = sweeps.Sweep(own, out, settings.workers, settings.ray, settings.prices)
@@ -96,12 +103,6 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     # After the first results: ``Sweep`` refuses a folder of another sweep before anything is
     # overwritten.
     settings.save(out)
-    if settings.plot is not None:
-        sweeps.plot(rows, settings.plot)
-        wrote(settings.plot, "plot")
-    if settings.scaling is not None:
-        sweeps.plot_scaling(rows, settings.scaling)
-        wrote(settings.scaling, "plot")
     plans = rows[rows["plan"] != ""]
     print_front(console, sweeps.pareto(rows), len(plans), int(rows["fits"].sum()), settings.top)
     if len(rows.groupby(["cluster", "batch"])) > 1:
@@ -115,10 +116,37 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
             f"{len(failed)} could not be evaluated and were left out, such as {one['plan']}: "
             f"{one['error']}"
         )
-    # Once for each device, since all plans on it share its description.
-    specs = {find_cluster(name).device: cluster_device(find_cluster(name)) for name in clusters}
     print_notes(console, [note for spec in specs.values() for note in generation_note(spec)])
     for line in reasons(rows[rows["error"] == ""]):
         console.print(f"because of {line}")
     wrote(out / "sweep.parquet", f"{len(plans)} plans")
+    if settings.plot is not None:
+        plots.plot(rows, settings.plot)
+        wrote(settings.plot, "plot")
+    if settings.scaling is not None:
+        plots.plot_scaling(rows, settings.scaling)
+        wrote(settings.scaling, "plot")
     return rows
+
+
+def _check_asked(settings: SweepSettings, sizes: Collection[int], devices: Collection[str]) -> None:
+    """Refuse what the clusters cannot answer, before hours of evaluation.
+
+    Args:
+        settings: Of the sweep.
+        sizes: Numbers of devices of its clusters.
+        devices: Names of their devices.
+
+    Raises:
+        DatasetError: Scaling is asked for over clusters of one size.
+        DeviceError: A device is priced that no cluster has.
+    """
+    if settings.scaling is not None and len(sizes) < 2:
+        raise DatasetError(
+            "--scaling needs clusters of at least two sizes", hint="give --cluster several times"
+        )
+    if idle := set(settings.prices) - {"", *devices}:
+        raise DeviceError(
+            f"--price names {', '.join(sorted(idle))}, which no cluster has",
+            hint=f"price {' and '.join(sorted(devices))}",
+        )

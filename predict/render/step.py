@@ -127,7 +127,8 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             f"{row['mfu']:.1%}",
             # NaN where the device's power limit is unknown.
             "" if joules != joules else energy(joules),
-            *(plain(row[name], 4) for name in priced),
+            # NaN where the device has no price.
+            *("" if row[name] != row[name] else plain(row[name], 4) for name in priced),
             str(row["batch"]),
             Text(str(row["cluster"])),
             Text(str(row["plan"])),
@@ -135,8 +136,9 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
     console.print(table)
     # The table breaks long plans, and this one is to be copied.
     best = front.iloc[0]
+    what = "fastest" if front["batch"].nunique() == 1 else "fastest for each sequence"
     console.print(
-        f"fastest: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
+        f"{what}: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
         soft_wrap=True,
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 from math import ceil
 
 import pandas as pd
@@ -13,6 +14,7 @@ import pandas as pd
 from ...common.errors import OpcastError, PlanError, fault
 from ...common.interval import LATENCY_KEYS, Interval
 from ...models.steps.memory import law_of
+from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.memory import OPTIMIZER_BYTES
 from ...simulate.step.plan import Plan, parse_plan
 from ...simulate.step.workload import Workload
@@ -53,6 +55,33 @@ class SweepJob(StepsBy):
 
     workload: Workload
     power_cap_w: float | None = None
+
+
+def rests_on(job: SweepJob, clusters: Iterable[str]) -> dict[str, str]:
+    """Digests of what results follow from beyond their settings: files may be written anew.
+
+    Args:
+        job: Settings of the sweep.
+        clusters: Names or files.
+
+    Returns:
+        By what it is: the models, and each cluster with its device.
+
+    Raises:
+        OpcastError: A cluster, device or model is not usable.
+    """
+    from ...models.steps.model import StepModel
+    from ..devices import cluster_device
+    from ..locate import is_untrained, model_hash
+
+    found: dict[str, object] = {
+        f"the model {job.model}": "" if is_untrained(job.model) else model_hash(job.model),
+        f"the model of steps {job.steps}": StepModel.find(job.steps).to_dict(),
+    }
+    for name in sorted(clusters):
+        cluster = find_cluster(name)
+        found[f"the cluster {name}"] = (cluster, cluster_device(cluster))
+    return {name: sha256(repr(own).encode()).hexdigest()[:16] for name, own in found.items()}
 
 
 def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:

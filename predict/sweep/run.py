@@ -23,7 +23,7 @@ from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ...simulate.step.plan import Plan
-from .job import SweepJob, judge
+from .job import SweepJob, judge, rests_on
 from .space import (
     AXES,
     Candidate,
@@ -41,7 +41,12 @@ from .workers import Rows, run_pieces, undominated
 PIECE = 16
 #: What the Pareto front minimises.
 OBJECTIVES = ("step_us", "memory_bytes_per_device", "devices", "energy_j", "cost")
+#: Those of a whole step, which are compared for a sequence of it: else the smallest of several
+#: batches would win them all.
+_OF_STEP = ("step_us", "energy_j", "cost")
 _PARTS, _SETTINGS, _RESULT = "parts", "sweep.json", "sweep.parquet"
+#: Key of the settings under which digests of what results follow from are, by what it is.
+_RESTS_ON = "rests_on"
 
 Progress = Callable[[int, int], None]
 
@@ -83,12 +88,13 @@ class Sweep:
 
         Raises:
             PlanError: There are no candidates.
-            DatasetError: The folder holds a sweep of another workload, model or power cap.
+            DatasetError: The folder holds a sweep of another workload, model or power cap, or a
+                cluster or model of it has changed since.
             OpcastError: Workers die again and again, or there is no Ray cluster.
         """
         if not items:
             raise no_candidates(absent)
-        self._claim()
+        self._claim({item.cluster for item in items})
         known = self.results()
         done = set(known["key"]) if len(known) else set()
         left = [item for item in items if item.key not in done]
@@ -125,9 +131,9 @@ class Sweep:
         }
         return rows.assign(cost=cost, **ends, cost_per_million_tokens=cost / tokens * 1e6)
 
-    def known(self) -> dict[str, JsonObject]:
-        """Return the rows of the folder by key."""
-        self._claim()
+    def known(self, clusters: Iterable[str]) -> dict[str, JsonObject]:
+        """Return the rows of the folder by key, for a sweep over these clusters."""
+        self._claim(clusters)
         rows: Any = self.results().to_dict("records")
         return {row["key"]: row for row in rows}
 
@@ -154,22 +160,29 @@ class Sweep:
         if rows:
             write_table(pd.DataFrame(rows), self.folder / _PARTS / f"{rows[0]['key']}.parquet")
 
-    def _claim(self) -> None:
+    def _claim(self, clusters: Iterable[str]) -> None:
         """Record which sweep the folder holds, or check that it holds this one."""
         sizes = asdict(self.job.workload)
         # The batch is an axis, so sweeps over different batches may share a folder.
         sizes.pop("batch")
         settings = {**asdict(self.job), "workload": sizes}
         path = self.folder / _SETTINGS
-        # Folders from before there were caps have none.
-        uncapped = {"power_cap_w": None}
-        if path.is_file() and uncapped | read_json(path) != settings:
+        # Folders from before there were caps have none; what older ones rest on is not known.
+        held = {"power_cap_w": None, **(read_json(path) if path.is_file() else settings)}
+        before, now = held.pop(_RESTS_ON, {}), rests_on(self.job, clusters)
+        if held != settings:
             raise DatasetError(
                 "holds a sweep of another workload, model or power cap",
                 where=str(self.folder),
                 hint="give another folder",
             )
-        write_text(path, json.dumps(settings, indent=1))
+        if changed := [name for name, own in now.items() if before.get(name, own) != own]:
+            raise DatasetError(
+                f"holds results of what has changed since: {', '.join(changed)}",
+                where=str(self.folder),
+                hint="give another folder, or delete this one",
+            )
+        write_text(path, json.dumps({**settings, _RESTS_ON: {**before, **now}}, indent=1))
 
 
 def search(
@@ -208,7 +221,7 @@ def search(
     # One space for all trials, since the sampler needs fixed axes: what any cluster allows. A value
     # that is not the chosen cluster's makes a choice that is not valid.
     every = {axis: list(dict.fromkeys(chain(*(o[axis] for o in own.values())))) for axis in AXES}
-    rows = sweep.known()
+    rows = sweep.known(clusters)
     per_token = work.seq * 1e-6
     for _ in range(10 * trials):
         if len(visited) >= trials:
@@ -301,91 +314,18 @@ def grid(
 
 
 def pareto(frame: pd.DataFrame, objectives: Sequence[str] = OBJECTIVES) -> pd.DataFrame:
-    """Select the Pareto front: rows that fit and that no other row dominates."""
+    """Select the Pareto front, fastest first: rows that fit and that no other row dominates.
+
+    Times, joules and costs of steps are compared for a sequence, so that batches compare.
+    """
     fitting = frame[frame["fits"]]
+    if fitting.empty:
+        return fitting.reset_index(drop=True)
     # An objective that some rows lack (energy without a known power, cost without a price) cannot
     # order them.
-    has = [o for o in objectives if o in fitting]
-    used = [o for o in has if len(fitting) and fitting[o].notna().all()]
-    keep = undominated(fitting[used].to_numpy(float))
-    return fitting[keep].sort_values("step_us").reset_index(drop=True)
-
-
-def plot(frame: pd.DataFrame, path: Path) -> None:
-    """Plot memory against step time of all rows, with the Pareto front."""
-    front = pareto(frame, ("step_us", "memory_bytes_per_device"))
-    from matplotlib.figure import Figure
-
-    figure = Figure((7, 5), layout="tight")
-    axes = figure.subplots()
-    for fits, colour in ((False, "lightgrey"), (True, "tab:blue")):
-        part: Any = frame[frame["fits"] == fits]
-        label = "fits" if fits else "does not fit"
-        axes.scatter(
-            part["step_us"] / 1e6,
-            part["memory_bytes_per_device"] / 2**30,
-            s=12,
-            c=colour,
-            label=label,
-        )
-    axes.plot(front["step_us"] / 1e6, front["memory_bytes_per_device"] / 2**30, "k-", lw=1)
-    axes.set(xlabel="step (s)", ylabel="memory of a device (GiB)", xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def best_by_size(frame: pd.DataFrame) -> pd.DataFrame:
-    """Find the fastest plan that fits for each number of devices and batch.
-
-    Args:
-        frame: Results of a sweep.
-
-    Returns:
-        ``devices``, ``batch``, ``step_us``, ``plan``, ``per_device`` (the batch over the devices),
-        and ``strong`` and ``weak``: tokens per second and device relative to the smallest
-        cluster with the same batch, or with the same batch per device.
-    """
-    fitting = frame[frame["fits"]].sort_values("step_us")
-    best = fitting.groupby(["devices", "batch"], as_index=False).first()
-    best = best[["devices", "batch", "step_us", "plan"]].assign(
-        per_device=best["batch"] / best["devices"],
-        rate=best["batch"] / best["step_us"] / best["devices"],
-    )
-    # The smallest cluster of each group is the reference of its efficiency, so it comes first.
-    first = best.sort_values("devices")
-    strong = first.groupby("batch")["rate"].transform("first")
-    weak = first.groupby("per_device")["rate"].transform("first")
-    best = first.assign(strong=first["rate"] / strong, weak=first["rate"] / weak)
-    return best.drop(columns="rate").reset_index(drop=True)
-
-
-def plot_scaling(frame: pd.DataFrame, path: Path) -> None:
-    """Plot strong and weak scaling side by side.
-
-    Raises:
-        DatasetError: The sweep has clusters of one size only.
-    """
-    from matplotlib.figure import Figure
-
-    best = best_by_size(frame)
-    if best["devices"].nunique() < 2:
-        raise DatasetError(
-            "scaling needs clusters of at least two sizes", hint="give --cluster several times"
-        )
-    figure = Figure((10, 4), layout="tight")
-    axes = figure.subplots(1, 2, sharey=True)
-    top = 1.1 * max(1.0, float(best[["strong", "weak"]].max().max()))
-    for side, kind, key in zip(axes, ("strong", "weak"), ("batch", "per_device"), strict=True):
-        for value, part in best.groupby(key):
-            # A single size has no scaling to show.
-            if len(part) > 1:
-                label = f"batch {value:g}" + (" a device" if kind == "weak" else "")
-                side.plot(part["devices"], part[kind], "o-", label=label)
-        side.axhline(1.0, color="grey", lw=0.5)
-        side.set(title=f"{kind} scaling", xlabel="devices", xscale="log", ylim=(0, top))
-        side.set_xscale("log", base=2)
-        # The last line is the ideal one at 1, which needs no legend.
-        if side.lines[:-1]:
-            side.legend()
-    axes[0].set_ylabel("tokens/s of a device, relative")
-    figure.savefig(path, dpi=120)
+    used = [o for o in objectives if o in fitting and fitting[o].notna().all()]
+    points = fitting[used].astype(float)
+    shared = [o for o in used if o in _OF_STEP]
+    points[shared] = points[shared].div(fitting["batch"], axis=0)
+    kept = points[undominated(points)].sort_values("step_us", kind="stable")
+    return fitting.loc[kept.index].reset_index(drop=True)

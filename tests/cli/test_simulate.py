@@ -103,6 +103,18 @@ def test_sweep_prints_the_front_and_its_reasons(tmp_path):
     assert (tmp_path / "sweep.parquet").is_file()
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(("--scaling", "s.png"), "two sizes"), (("--price", "b200=3"), "b200, which no cluster has")],
+)
+def test_a_sweep_refuses_first_what_its_clusters_cannot_answer(tmp_path, asked, said):
+    arguments = ["sweep", "--workload", "llama", "--set", SMALL, "--cluster", "tpu-v5e-x4",
+                 "--out", str(tmp_path / "out"), *asked]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1 and said in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_sweep_where_nothing_fits_says_by_how_much(tmp_path):
     large = "layers=64,d_model=8192,heads=64,kv_heads=8,d_ff=32768,vocab=32000,batch=8"
     result = CliRunner().invoke(

@@ -227,7 +227,7 @@ def _row(what: str, least: float, predicted: float, by: str) -> dict[str, object
 
 def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
     """Find the best plans of the 8B decoder by number of devices, and plot both scalings."""
-    from ...predict.sweep.run import best_by_size, plot_scaling
+    from ...predict.sweep.plots import best_by_size, plot_scaling
 
     frames = []
     for name in ("strong", "weak"):
@@ -246,7 +246,7 @@ def scaling(settings: ClusterReportSettings) -> tuple[pd.DataFrame, Path]:
 
 def best_plans(settings: ClusterReportSettings, name: str) -> pd.DataFrame:
     """Evaluate a model's plans on :data:`CLUSTER`, and plot their Pareto front."""
-    from ...predict.sweep.run import plot
+    from ...predict.sweep.plots import plot
 
     batch = _workload(name).batch
     plans = _sweep(settings, name, [CLUSTER], batch, settings.grid or GRID)

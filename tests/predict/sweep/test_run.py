@@ -15,8 +15,9 @@ from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.render.step import print_clusters
 from opcast.predict.sweep import run as sweep_run
 from opcast.predict.sweep.job import SweepJob, judge
+from opcast.predict.sweep.plots import best_by_size, plot, plot_scaling
 from opcast.predict.sweep.reasons import reasons, runner_up
-from opcast.predict.sweep.run import Sweep, best_by_size, grid, pareto, plot, plot_scaling, search
+from opcast.predict.sweep.run import Sweep, grid, pareto, search
 from opcast.predict.sweep.space import Candidate, axis_values, candidates, chunks, parse_grid
 from opcast.simulate.clusters.catalogue import find_cluster
 from opcast.simulate.clusters.files import save_cluster
@@ -160,6 +161,23 @@ def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, whole, monkeypatch):
         Sweep(SweepJob(WORK, model="gpu-operators"), tmp_path).run(items)
 
 
+def test_what_changed_since_is_not_resumed_from(tmp_path):
+    """A cluster's file that was edited gave the results of the links that it had before."""
+    box, file = find_cluster("tpu-v5e-x8"), tmp_path / "mine.yaml"
+    one = {"tp": ["1"], "pp": ["1"], "data": ["dp"], "recompute": ["none"], "split": ["1"]}
+    save_cluster(replace(box, name="mine"), file)
+    sweep = Sweep(JOB, tmp_path / "out")
+    grid(sweep, [str(file)], [32], one)
+    grid(sweep, CLUSTERS, [32], one)
+    dims = tuple(replace(dim, bandwidth=dim.bandwidth / 8) for dim in box.topology.dims)
+    save_cluster(replace(box, name="mine", topology=replace(box.topology, dims=dims)), file)
+    for way in (grid, partial(search, trials=1, seed=0)):
+        with pytest.raises(DatasetError, match=r"has changed since: the cluster .*mine.yaml"):
+            way(sweep, [str(file)], [32], one)
+    # The others of the folder are what they were.
+    assert len(grid(sweep, CLUSTERS, [32], one)) == 1
+
+
 def test_the_search_finds_the_best_plan_that_fits(tmp_path, whole):
     pytest.importorskip("optuna")
     found = search(Sweep(JOB, tmp_path), CLUSTERS, [32], GRID, trials=16, seed=0)
@@ -187,11 +205,19 @@ def test_pareto_by_hand(tmp_path):
         "step_us": [1.0, 2.0, 3.0, 0.5, 2.0],
         "memory_bytes_per_device": [9.0, 4.0, 5.0, 1.0, 4.0],
         "devices": [8, 8, 8, 8, 8],
+        "batch": [8, 8, 8, 8, 8],
         "energy_j": [np.nan] * 5,
         "fits": [True, True, True, False, True],
     })  # fmt: skip
     # The third loses to the second, the fourth does not fit, the last equals the second.
     assert pareto(frame)["step_us"].tolist() == [1.0, 2.0, 2.0]
+    # A step of twice the batch that takes less than twice as long is the fastest, as for reasons().
+    larger = pd.DataFrame({
+        "step_us": [1.0, 1.8], "memory_bytes_per_device": [9.0, 9.0], "devices": [8, 8],
+        "batch": [8, 16], "energy_j": [5.0, 10.0], "fits": [True, True],
+    })  # fmt: skip
+    assert pareto(larger)["batch"].tolist() == [16]
+    assert pareto(frame.assign(fits=False)).empty
     pytest.importorskip("matplotlib")
     plot(frame, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
