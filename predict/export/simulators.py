@@ -23,7 +23,13 @@ from ...simulate.clusters.topology import Cluster
 from ...simulate.step.costs import CommCall, OpLatency
 from ...simulate.step.layer_ops import PassOps, embedding_ops, head_ops, layer_ops
 from ...simulate.step.plan import Group, Plan, resolved
-from ...simulate.step.traffic import expert_calls, gradient_bytes, layer_held, tensor_calls
+from ...simulate.step.traffic import (
+    expert_calls,
+    gradient_bytes,
+    layer_held,
+    table_held,
+    tensor_calls,
+)
 from ...simulate.step.workload import Workload, layer_kinds
 from ..cluster.network import ClusterNetwork
 from .vidur import check_shards, refuse_experts, sizes
@@ -147,25 +153,28 @@ def simai_workload(work: Workload, plan: Plan, devices: int, latency: OpLatency)
             hint="use tp, dp, ep and microbatches alone",
         )
     known = {kind: _layer_items(kind, plan, latency) for kind in dict.fromkeys(layer_kinds(work))}
-    ends = [
-        _item(name, ops, latency)
-        for name, ops in (
-            ("embedding_layer", embedding_ops(work, plan)),
-            ("head_layer", head_ops(work, plan)),
+    table = _gradients(table_held(work, plan).total, work, plan)
+    first, head = (
+        [_item(name, ops, latency), _item(name, ops, latency, reduced=reduced)]
+        for name, ops, reduced in (
+            ("embedding_layer", embedding_ops(work, plan), table),
+            # A tied head has no parameters of its own to reduce.
+            ("head_layer", head_ops(work, plan), _NOTHING if work.tied else table),
         )
-    ]
+    )
     lines = []
     count = max(1, plan.microbatches)
     for step in range(count):
-        # Gradients of a layer are reduced once, beside the last micro-batch.
-        layers = [line for kind in layer_kinds(work) for line in known[kind][step == count - 1]]
-        lines += [ends[0], *layers, ends[1]]
-    head = (
+        # Gradients are reduced once, beside the last micro-batch.
+        last = step == count - 1
+        layers = [line for kind in layer_kinds(work) for line in known[kind][last]]
+        lines += [first[last], *layers, head[last]]
+    title = (
         f"HYBRID_TRANSFORMER_FWD_IN_BCKWD model_parallel_NPU_group: {plan.tp} ep: {plan.ep} pp: 1 "
         f"vpp: {work.layers} ga: {count} all_gpus: {devices} checkpoints: 0 "
         "checkpoint_initiates: 0 pp_comm: 0"
     )
-    return "\n".join([head, str(len(lines)), *lines]) + "\n"
+    return "\n".join([title, str(len(lines)), *lines]) + "\n"
 
 
 def calculon_system(cluster: Cluster, spec: DeviceSpec, latency: OpLatency) -> dict[str, object]:
@@ -213,6 +222,8 @@ def _memory(
 def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
     """One level of the network, with the work of each collective from its predicted time.
 
+    Calculon fills boxes by tensor parallelism and gives the network to ranks of different boxes,
+    each with a port of its own, so the outer collectives are of one device of each box.
     Calculon's time is ``latency + bytes · scalar · (1 + offset / n) / (bandwidth · efficiency)``.
     """
     time = ClusterNetwork(cluster)
@@ -220,12 +231,13 @@ def _network(cluster: Cluster, size: int, box: bool) -> dict[str, object]:
     bandwidth = max(dims) if box else min(dims)
     # Neighbours in a box, or the first devices of two boxes.
     pair = Group(2, 1 if box else cluster.box or 1)
+    ranks = Group(size, 1) if box else Group(size // pair.stride, pair.stride)
     start = time("send_recv", 8.0, pair).seconds
     ops: dict[str, list[float | None]] = {}
     for name, kind in _NETWORK_OPS.items():
         alone = name == "p2p"
-        seconds = time(kind, float(_LARGE_BYTES), pair if alone else Group(size, 1)).seconds
-        moved = _LARGE_BYTES * (1.0 if alone else 1.0 - 1.0 / size)
+        seconds = time(kind, float(_LARGE_BYTES), pair if alone else ranks).seconds
+        moved = _LARGE_BYTES * (1.0 if alone else 1.0 - 1.0 / ranks.size)
         scalar = max(seconds - start, 1e-9) * bandwidth / moved
         # Of n shares a device keeps its own.
         ops[name] = [round(scalar, 4), None if alone else -1.0]
@@ -247,11 +259,12 @@ def _layer_items(work: Workload, plan: Plan, latency: OpLatency) -> tuple[list[s
     A layer of experts has a second line with the exchange of its tokens.
     """
     ops, held, wide = layer_ops(work, plan), layer_held(work, plan), gradient_bytes(work, plan)
+    gradients = _gradients(held.dense, work, plan)
     sent = _Sent("ALLREDUCE", _sum_bytes(tensor_calls(work, plan)))
     swapped = _Sent("ALLTOALL_EP", _sum_bytes(expert_calls(work, plan)))
     lines: tuple[list[str], list[str]] = ([], [])
     for last, own in enumerate(lines):
-        dense = _Sent("ALLREDUCE", int(held.dense * wide) if last and plan.dp > 1 else 0)
+        dense = gradients if last else _NOTHING
         own.append(_item("transformer_layer", ops, latency, sent, dense))
         # Ranks with the same experts are ``ep`` times fewer than those with the same layer.
         copies = last and plan.dp > plan.ep
@@ -272,6 +285,11 @@ class _Sent(NamedTuple):
 
 
 _NOTHING = _Sent()
+
+
+def _gradients(held: float, work: Workload, plan: Plan) -> _Sent:
+    """The all-reduce of gradients of parameters that every data-parallel rank holds."""
+    return _Sent("ALLREDUCE", int(held * gradient_bytes(work, plan)) if plan.dp > 1 else 0)
 
 
 def _item(
