@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 from ..cost.bytes import array_traffic
@@ -276,33 +278,75 @@ def _unchanged(op: Op, program: Program) -> set[int]:
 def entry_bytes(program: Program) -> float:
     """Bytes of a program's arguments that it reads at least once, and of results that it writes.
 
-    An argument counts as much as that one of its readers touches most of. What loops and branches
-    read and write is left out: the sum is a lower bound.
+    An argument counts as much as that one of its readers touches most of. Functions count where
+    they are called. What loops and branches read and write is left out: the sum is a lower bound.
     """
-    entry = program.entry_computation
-    # Makers of each op's value: a position, and the leaf of a tuple or -1 for all of it.
-    makers: list[list[tuple[int, int]]] = []
-    touched: dict[tuple[int, int], float] = {}
-    written: dict[int, list[float]] = {}
-    for place, op in enumerate(entry.ops):
-        if op.opcode in _VIEWS:
-            own = [maker for o in op.operands for maker in makers[o]]
-            if op.opcode == "get-tuple-element" and len(own) == 1:
-                own = [(own[0][0], int(op.attrs["index"]))]
-            makers.append(own)
-            continue
-        makers.append([(place, -1)])
-        if is_free(op) or op.opcode in _LEFT_OUT:
-            continue
-        read, results = array_traffic(op, entry, program)
-        leaves = [o for o in op.operands for _ in entry.ops[o].results]
-        for operand, (_, moved) in zip(leaves, read, strict=True):
-            for maker in makers[operand]:
-                if entry.ops[maker[0]].opcode == "parameter":
-                    touched[maker] = max(touched.get(maker, 0.0), moved)
-        written[place] = [moved for _, moved in results]
-    total = sum(touched.values())
-    for place, leaf in set(makers[entry.root % len(entry.ops)] if entry.ops else ()):
-        moves = written.get(place, [])
+    moved = _Moved(program)
+    root = moved.run(program.entry_computation)
+    total = sum(moved.touched.values())
+    for place, leaf in set(root):
+        moves = moved.written.get(place, [])
         total += sum(moves) if leaf < 0 else sum(moves[leaf : leaf + 1])
     return total
+
+
+#: Makers of a value: a place among the ops that ran, and the leaf of its tuple or -1 for all of it.
+_Makers = list[tuple[int, int]]
+
+
+class _Moved:
+    """What a program's ops read of its arguments, and write.
+
+    Attributes:
+        touched: Bytes of each argument.
+        written: Bytes of each result of an op, by its place.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.arguments: set[int] = set()
+        self.touched: dict[tuple[int, int], float] = {}
+        self.written: dict[int, list[float]] = {}
+        self._places = count()
+
+    def run(self, comp: Computation, arguments: Sequence[_Makers] = ()) -> _Makers:
+        """Go through a computation, the entry without arguments, to the makers of its root."""
+        makers: list[_Makers] = []
+        for op in comp.ops:
+            inputs = [makers[o] for o in op.operands]
+            if op.opcode == "parameter" and arguments:
+                makers.append(arguments[int(op.attrs["index"])])
+            elif op.opcode == "call":
+                makers.append(self.run(self.program.computations[op.called[0]], inputs))
+            elif op.opcode in _VIEWS:
+                makers.append(_seen(op, comp, inputs))
+            else:
+                makers.append([(self._run_op(op, comp, makers), -1)])
+        return makers[comp.root] if makers else []
+
+    def _run_op(self, op: Op, comp: Computation, makers: Sequence[_Makers]) -> int:
+        place = next(self._places)
+        if op.opcode == "parameter":
+            self.arguments.add(place)
+        if is_free(op) or op.opcode in _LEFT_OUT:
+            return place
+        read, results = array_traffic(op, comp, self.program)
+        leaves = [o for o in op.operands for _ in comp.ops[o].results]
+        for operand, (_, moved) in zip(leaves, read, strict=True):
+            for maker in makers[operand]:
+                if maker[0] in self.arguments:
+                    self.touched[maker] = max(self.touched.get(maker, 0.0), moved)
+        self.written[place] = [moved for _, moved in results]
+        return place
+
+
+def _seen(op: Op, comp: Computation, inputs: Sequence[_Makers]) -> _Makers:
+    """Makers of a value that is made elsewhere; of a part of nested tuples those of all."""
+    own = [maker for makers in inputs for maker in makers]
+    if op.opcode != "get-tuple-element":
+        return own
+    index, source = int(op.attrs["index"]), comp.ops[op.operands[0]]
+    if len(own) == 1:
+        return [(own[0][0], index)]
+    flat = len(own) == len(source.results) and not source.attrs.get("nesting")
+    return own[index : index + 1] if flat else own

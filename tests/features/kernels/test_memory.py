@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.kernels.memory import memory_over_time, peak_memory
+from opcast.features.ir.reader import read_program
+from opcast.features.kernels.memory import entry_bytes, memory_over_time, peak_memory
 
 F32 = jnp.float32
 KB = 256 * 4
@@ -204,3 +205,40 @@ def test_memory_over_time_rises_to_the_peak_and_falls():
     # Beside argument and result: nothing, t1, t1 with t2, t2.
     assert profile.bytes == (2 * KB, 3 * KB, 4 * KB, 3 * KB)
     assert max(profile.bytes) == peak_memory(parse_hlo(text))
+
+
+def test_functions_count_where_they_are_called():
+    # jnp.cumsum, jnp.fft.fft and their like are functions of their own in StableHLO.
+    text = """
+func.func private @inner(%x: tensor<256xf32>, %y: tensor<512xf32>)
+    -> (tensor<256xf32>, tensor<16xf32>) {
+  %0 = stablehlo.exponential %x : tensor<256xf32>
+  %1 = stablehlo.slice %y [0:16] : (tensor<512xf32>) -> tensor<16xf32>
+  return %0, %1 : tensor<256xf32>, tensor<16xf32>
+}
+func.func @main(%x: tensor<256xf32>, %y: tensor<512xf32>) -> (RETURNS) {
+  %0:2 = call @inner(%x, %y) : (tensor<256xf32>, tensor<512xf32>)
+    -> (tensor<256xf32>, tensor<16xf32>)
+  return RESULTS : RETURNS
+}"""
+    both = text.replace("RESULTS", "%0#0, %0#1").replace(
+        "RETURNS", "tensor<256xf32>, tensor<16xf32>"
+    )
+    second = text.replace("RESULTS", "%0#1").replace("RETURNS", "tensor<16xf32>")
+    # Both arguments are read once, the second as far as it is cut out, and the results are written.
+    assert entry_bytes(read_program(both).program) == KB + 16 * 4 + KB + 16 * 4
+    assert entry_bytes(read_program(second).program) == KB + 16 * 4 + 16 * 4
+    # As XLA:CPU parts a kernel over threads.
+    parted = """HloModule m, is_scheduled=true
+
+parallel {
+  p = f32[256] parameter(0)
+  ROOT t = f32[256] negate(p)
+}
+
+ENTRY main {
+  a = f32[256] parameter(0)
+  ROOT c = f32[256] call(a), to_apply=parallel
+}
+"""
+    assert entry_bytes(parse_hlo(parted)) == 2 * KB
