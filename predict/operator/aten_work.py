@@ -193,7 +193,16 @@ def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
 
 def used(call: AtenCall) -> list[AtenKernel]:
     """What an operator costs, with the memory that it uses."""
-    found = _works(call)
+    if call.outputs and not any(t.bytes for t in call.outputs):
+        # PyTorch launches nothing for a result without elements.
+        return []
+    # A product, or a norm, of nothing fills its result; the flag of attention may be zero.
+    found = [
+        moving(w.name, w.dtype, _traffic(call), phase=w.phase, place=w.place)
+        if 0 in w.shape[:6]
+        else w
+        for w in _works(call)
+    ]
     # How several kernels of an operator share its traffic is not known.
     known = float(len(found) == 1)
     most = sum(t.bytes for t in call.outputs)

@@ -365,7 +365,10 @@ def price(
     older = price(written, spec, framework, bundle, release) if written else None
     found = works_of(recording, framework)
     if not found:
-        raise ProgramError("the program launches no kernels", hint="it only views its inputs")
+        raise ProgramError(
+            "the program launches no kernels",
+            hint="it only views its inputs, or its results are empty",
+        )
     priced = price_works(found, spec, framework, bundle, recording.kept, release)
     times, sources = priced.times, priced.sources
     forward = sum(c.phase == "forward" for c in recording.calls)

@@ -289,10 +289,10 @@ def _attention(
     cuda = jax.default_backend() == "gpu" if platform is None else platform.name == "cuda"
     # Ampere and later; a GPU of unknown generation is taken for one of these.
     cuda = cuda and (platform is None or (platform.capability or _CUDNN_LEAST) >= _CUDNN_LEAST)
-    # cuDNN refuses masks that broadcast, and odd lengths backward.
+    # cuDNN refuses masks that broadcast, empty sequences, and odd lengths backward.
     lengths = (queries.shape[1], keys.shape[1])
     narrow = q.dtype in (jnp.bfloat16, jnp.float16) and size <= _CUDNN_HEAD
-    if cuda and narrow and mask is None and all(n % 2 == 0 for n in lengths):
+    if cuda and narrow and mask is None and all(n and n % 2 == 0 for n in lengths):
         # JAX asks for cuDNN and the GPU's generation while it traces.
         with contextlib.suppress(RuntimeError, NotImplementedError, ValueError):
             found = by("cudnn")

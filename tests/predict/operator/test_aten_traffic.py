@@ -12,6 +12,7 @@ from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.aten_traffic import Stream, Use, streams  # noqa: E402
+from opcast.predict.operator.aten_work import works  # noqa: E402
 from opcast.predict.operator.torch_framework import operator_bundle  # noqa: E402
 from opcast.predict.operator.torch_price import price  # noqa: E402
 
@@ -75,3 +76,27 @@ def test_compiled_kernels_never_take_longer_than_eager_ones(batch, train):
         passes = [o for o in compiled.operators if o.kind == "pass"]
         cache = spec.levels[0].bandwidth
         assert all(o.bytes / (o.latency_us * 1e-6) < 1.2 * cache for o in passes)
+
+
+class Empty(torch.nn.Module):
+    """An expert without tokens beside one with all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = (torch.nn.Linear(16, 16) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.used(x).sum() + self.norm(self.idle(x[:0])).sum()
+
+
+def test_nothing_is_launched_for_results_without_elements():
+    program = TorchProgram(Empty(), (torch.zeros(8, 16),), train="sgd", loss="sum")
+    found = works(record(program).calls)
+    # A product forward and for the weights; those of the idle expert are zeros that are written.
+    assert [w.shape for w in found if w.kind == "product"] == [(1, 8, 16, 16), (1, 16, 16, 8)]
+    idle = [w for w in found if w.name == "mm" and w.kind == "pass"]
+    assert [w.bytes for w in idle] == [16 * 16 * 4]
+    assert not [w for w in found if w.kind == "norm"]
+    own = price(record(program), find_device("h100-sxm"), "torch-eager", operator_bundle())
+    assert own.latency_us > 0
