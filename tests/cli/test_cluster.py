@@ -113,6 +113,15 @@ def test_collectives_that_contradict_each_other_are_not_saved(rows, tmp_path):
     assert not (tmp_path / "own.json").exists()
 
 
+def test_collectives_in_another_unit_are_refused(rows, tmp_path):
+    frame = pd.read_csv(rows)
+    frame["latency_us"] *= 1e-3
+    frame.to_csv(rows, index=False)
+    with pytest.raises(DatasetError, match=r"latency_us is .* at the rate of the links of h20"):
+        run("calibrate-collectives", rows, "--out", tmp_path / "own.json")
+    assert not (tmp_path / "own.json").exists()
+
+
 def test_measured_pods_are_known_for_whole_boxes(tmp_path):
     sizes = 2.0 ** np.arange(12, 29)
     frame = pd.DataFrame({"op": "all_reduce", "bytes": sizes, "world_size": 32, "device": "b200"})
