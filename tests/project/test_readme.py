@@ -111,7 +111,7 @@ def test_commands_of_the_readme_work_in_order(budget, tmp_path, op_rows):
 def measured_longer(folder: Path) -> None:
     """Adds what half an hour gives and seconds do not: programs of several families."""
     found = Dataset.load(COMMITTED)
-    part = found.frame.groupby(["family", "level"]).head(30).reset_index(drop=True)
+    part = found.frame.groupby(["family", "level"]).head(15).reset_index(drop=True)
     Dataset(part, found.runs).save(folder, "samples-longer.parquet")
 
 

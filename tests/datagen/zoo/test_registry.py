@@ -19,6 +19,8 @@ from opcast.datagen.zoo.families.moe import MoE
 from opcast.datagen.zoo.families.parts import Precision
 from opcast.features.ir.stablehlo_reader import read_mlir
 
+from ...support.cases import every
+
 TRANSFORMER = "batch=2 layers=1 dim=32 heads=4 hidden=64"
 DECODER = f"{TRANSFORMER} kv_heads=2 vocab=100"
 TINY = {
@@ -77,7 +79,7 @@ def test_listing_families_imports_no_jax() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", every(2, TINY))
 def test_forward_runs_on_its_arguments(name: str) -> None:
     """They are as many as main has, of the same shapes and dtypes; unused ones are not dropped."""
     workload = tiny(name)
@@ -240,7 +242,8 @@ def test_data_parallel_step_reduces_every_gradient_and_statistic() -> None:
     assert "num_partitions = 2" in text
 
 
-@pytest.mark.parametrize("name", marked(list(TINY), pytest.mark.slow))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every(2, TINY))
 def test_every_family_lowers_data_parallel(name: str) -> None:
     assert 'axes = [{name = "data", size = 2' in tiny(name, data_parallel=2).mlir()
 
