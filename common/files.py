@@ -16,6 +16,7 @@ import re
 import secrets
 import stat
 import time
+import tomllib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FileError
+from .paths import PACKAGE
 
 try:
     import fcntl
@@ -137,6 +139,17 @@ def parse_yaml(text: str) -> object:
         return yaml.load(text, Loader=yaml_loader())
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise ValueError(f"not YAML: {error}") from None
+
+
+@cache
+def own_data(file: str) -> Any:
+    """What a data file of the package holds, read once; nobody changes it.
+
+    Args:
+        file: YAML or TOML below the package's folder, such as ``predict/cluster/cases.yaml``.
+    """
+    text = (PACKAGE / file).read_text(encoding="utf-8")
+    return tomllib.loads(text) if file.endswith(".toml") else parse_yaml(text)
 
 
 @cache

@@ -6,12 +6,11 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import DeviceError
-from ..common.files import file_stamp, parse_yaml, printable
+from ..common.files import file_stamp, own_data, printable
 from ..common.paths import home
 from ..features.devices.catalogue import (
     base_of,
@@ -91,17 +90,13 @@ def cluster_device(cluster: Cluster, known: Mapping[str, DeviceSpec] | None = No
     return resolve_device(cluster.device, known or {})
 
 
-@cache
 def shown_devices(where: str) -> tuple[str, ...]:
     """Names of devices that are taken where a user names none.
 
     Args:
         where: A key of ``shown_devices.yaml``.
     """
-    file = Path(__file__).with_name("shown_devices.yaml")
-    lists = parse_yaml(file.read_text(encoding="utf-8"))
-    assert isinstance(lists, dict)
-    return tuple(lists[where])
+    return tuple(own_data("predict/shown_devices.yaml")[where])
 
 
 def generation_note(spec: DeviceSpec) -> tuple[str, ...]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import statistics
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...common.files import own_data
 from .plan import Item
 
 if TYPE_CHECKING:
     from .measure import Limits, Prepared
     from .runner import Pulse
 
-_FILE = Path(__file__).with_name("anchors.toml")
 #: One core: 256 multiplications and additions in a row, each waiting for the one before, on so few
 #: elements that XLA's CPU backend keeps them on one thread.
 _STEPS = 256
@@ -39,7 +37,7 @@ def _single() -> str:
 
 
 #: Anchors by name.
-ANCHORS: dict[str, str] = tomllib.loads(_FILE.read_text(encoding="utf-8")) | {"single": _single()}
+ANCHORS: dict[str, str] = own_data("datagen/profile/anchors.toml") | {"single": _single()}
 
 #: Slow-down of the anchors over their best recent values that reveals another process: above their
 #: usual spread on a quiet host, below the factor of two of a shared core (engineering estimate; not

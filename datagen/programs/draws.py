@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
+from ...common.files import own_data
 from .source import Arg, numpy_dtype
 
 T = TypeVar("T")
@@ -21,8 +20,7 @@ FLOATS = ("f32", "bf16", "f16")
 #: A layer: takes one array per argument, returns an array or a tuple of arrays.
 Function: TypeAlias = Callable[..., "jax.Array"]
 
-_FILE = Path(__file__).with_name("programs.toml")
-DATA: Any = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+DATA: Any = own_data("datagen/programs/programs.toml")
 """Sizes, element-wise ops and works, as the file describes them."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.parquet import read_table
 from ...features.devices.catalogue import find_device
 from ...features.operators.schema import PARAMETERS, faulty, methods, sources
@@ -44,10 +44,9 @@ class Kind:
         return bool(self.columns) and self.columns <= set(columns) and not self.without & {*columns}
 
 
-@cache
 def pack_data() -> Any:
     """What ``packs.yaml`` holds."""
-    return parse_yaml((Path(__file__).parent / "packs.yaml").read_text(encoding="utf-8"))
+    return own_data("datagen/published/packs.yaml")
 
 
 @cache

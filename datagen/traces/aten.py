@@ -8,14 +8,13 @@ Arguments follow ATen's native functions
 
 from __future__ import annotations
 
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
+from ...common.files import own_data
 from ..profile.executions import Event
 from .trace import Collective, Operator, TraceKernel
 
@@ -137,8 +136,7 @@ def _convolution(call: Operator, dtype: str) -> Row | None:
     return row
 
 
-_FILE = Path(__file__).with_name("operators.toml")
-_DATA: Any = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+_DATA: Any = own_data("datagen/traces/operators.toml")
 #: How a row is made of a call, by the family that the file names.
 _MAKERS: Mapping[str, Callable[..., _Make]] = {
     "product": _mm,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ...common import plugins
 from ...common.errors import OpcastError
-from ...common.files import parse_yaml, write_bytes
+from ...common.files import own_data, write_bytes
 
 if TYPE_CHECKING:
     from .workload import Workload
@@ -39,7 +39,6 @@ COMMON_CHOICES: dict[str, tuple[Setting, ...]] = {
 }
 # Names of `opcast simulate` for the same thing, which settings may use as well.
 ALIASES = {"d_model": "dim", "d_ff": "hidden", "n_layers": "layers", "sequence": "seq"}
-_FILE = Path(__file__).with_name("families.yaml")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ class Family:
 @cache
 def own_families() -> dict[str, Family]:
     """Every family of opcast by name."""
-    data: Any = parse_yaml(_FILE.read_text(encoding="utf-8"))
     return {
         name: Family(
             name=name,
@@ -91,7 +89,7 @@ def own_families() -> dict[str, Family]:
             sizes=_tuples(own["sizes"]),
             variants=own.get("variants", {}),
         )
-        for name, own in data.items()
+        for name, own in own_data("datagen/zoo/families.yaml").items()
     }
 
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from ..ir.program import DTYPE_BITS
 
-_FILE = PACKAGE / "features" / "devices" / "generations" / "architectures.yaml"
 #: Matrix types that a device file may list; every other type takes the rate of one of them.
 MATRIX_TYPES = ("f64", "f32", "tf32", "f16", "bf16", "f8e4m3fn", "f8e5m2", "f4e2m1fn", "s8", "s4")
 #: The same for the vector unit.
@@ -97,8 +95,7 @@ class Generations(NamedTuple):
 @cache
 def generations() -> Generations:
     """Read the file, when the first device is asked for."""
-    read = parse_yaml(_FILE.read_text(encoding="utf-8"))
-    assert isinstance(read, dict)
+    read = own_data("features/devices/generations/architectures.yaml")
     shared, blocks = read["vendors"], read["blocks"]
     return Generations(
         {

@@ -7,15 +7,14 @@ entry here. Where its attributes, FLOPs, features or loop nest do not follow fro
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeVar
 
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 
 T = TypeVar("T")
 #: Lists of names that have no column in the table.
-NAMES = tomllib.loads((PACKAGE / "features" / "ir" / "op_names.toml").read_text("utf-8"))
+NAMES = own_data("features/ir/op_names.toml")
 
 
 class OpSpec(NamedTuple):

@@ -17,12 +17,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...common.errors import InternalError, ProgramError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.types import JsonObject
 from ...common.worker_process import WorkerEnded, WorkerProcess, WorkerTimeout, module_command
 
@@ -271,7 +271,6 @@ def _outcome(data: bytes) -> tuple[str, str]:
     return outcome
 
 
-_FILE = Path(__file__).with_name("foreign_files.yaml")
 #: How a zip archive begins.
 _ZIP = b"PK\x03\x04"
 
@@ -291,7 +290,7 @@ class Foreign(NamedTuple):
 @cache
 def _files() -> Mapping[str, JsonObject]:
     """Kinds of files by name, with ``what``, ``hint``, ``suffixes`` and ``content``."""
-    read: Any = parse_yaml(_FILE.read_text(encoding="utf-8"))
+    read = own_data("features/ir/foreign_files.yaml")
     hints = read["hints"]
     return {
         name: own | {"hint": hints.get(own["hint"], own["hint"])}

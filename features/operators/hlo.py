@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from string import Template
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ...common.errors import DatasetError
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from ...common.types import JsonMapping
 from ..cost.formats import TABLE_FORMATS, UNQUANTISED
 from .op import ungated
@@ -235,9 +234,7 @@ class _Pass:
 @cache
 def _passes() -> dict[str, tuple[_Pass, str]]:
     """Templates of element-wise and row-wise operators, with their opcode, by operator."""
-    text = (PACKAGE / "features/operators/hlo_passes.yaml").read_text(encoding="utf-8")
-    found: Any = parse_yaml(text)
-    each = [_Pass(**own) for own in found]
+    each = [_Pass(**own) for own in own_data("features/operators/hlo_passes.yaml")]
     return {op: (own, opcode) for own in each for op, opcode in own.ops.items()}
 
 

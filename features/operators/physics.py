@@ -11,8 +11,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from .columns import OpTable
 from .machine import Machine
 from .schema import FLAGS
@@ -66,16 +65,8 @@ class Fitted:
 
 @cache
 def fitted(section: str) -> Fitted:
-    """Read a section of the file, which is parsed once."""
-    return _sections()[section]
-
-
-@cache
-def _sections() -> dict[str, Fitted]:
-    text = (PACKAGE / "features" / "operators" / "fitted.yaml").read_text(encoding="utf-8")
-    read = parse_yaml(text)
-    assert isinstance(read, dict)
-    return {str(name): Fitted(own) for name, own in read.items() if isinstance(own, dict)}
+    """A section of ``fitted.yaml``."""
+    return Fitted(own_data("features/operators/fitted.yaml")[section])
 
 
 @dataclass(slots=True)

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
-from ...common.types import JsonObject
+from ...common.files import own_data
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,10 +51,9 @@ class Source:
 @cache
 def sources() -> dict[str, Source]:
     """The publishers by name."""
-    data: Any = parse_yaml((Path(__file__).parent / "sources.yaml").read_text(encoding="utf-8"))
     return {
         name: Source(**{**own, "faults": tuple(Fault(**each) for each in own.get("faults", ()))})
-        for name, own in data.items()
+        for name, own in own_data("features/operators/sources.yaml").items()
     }
 
 
@@ -107,17 +103,11 @@ def _is_one(value: str | float | None, wanted: str | Collection[str]) -> bool:
     return not missing and str(value) == wanted
 
 
-def _read() -> JsonObject:
-    read = parse_yaml((PACKAGE / "features/operators/families.yaml").read_text(encoding="utf-8"))
-    assert isinstance(read, dict)
-    return read
-
-
 def _lists(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(values) for name, values in mapping.items()}
 
 
-_FILE = _read()
+_FILE = own_data("features/operators/families.yaml")
 #: Integer parameters by group of families; those that a row may lack, and those that may be zero.
 PARAMETERS = _lists(_FILE["parameters"])
 OPTIONAL, MAY_BE_ZERO = frozenset(_FILE["optional"]), frozenset(_FILE["may_be_zero"])

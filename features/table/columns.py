@@ -6,14 +6,13 @@ rows and graphs of kernels enter.
 
 from __future__ import annotations
 
-import tomllib
 from typing import NamedTuple
 
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from ..ir.program import BOOKKEEPING, DTYPE_BITS, NONE, TensorType, dtype_family
 from ..kernels.kernel import KINDS
 
-_READ = tomllib.loads((PACKAGE / "features" / "table" / "columns.toml").read_text("utf-8"))
+_READ = own_data("features/table/columns.toml")
 #: Quantities with a unit, or codes of dtypes; the table divides them by each other and by the
 #: device's.
 AMOUNTS: tuple[str, ...] = tuple(_READ["amounts"])

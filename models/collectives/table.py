@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError, DeviceError
-from ...common.files import parse_yaml
-from ...common.types import JsonMapping
+from ...common.files import own_data
 from .curve import COPY_EFFICIENCY, Points, steps, wire_bytes
 from .links import REFERENCE_CLOCK, Links
 
@@ -33,12 +30,11 @@ RING_PERMUTE = "collective_permute"
 #: Collectives as XLA times them on AMD's devices: by RCCL, whose start-ups are three times those of
 #: NCCL in XLA's tables.
 XLA, XLA_AMD = "xla", "xla_rccl"
-_FILE = parse_yaml(Path(__file__).with_name("platforms.yaml").read_text("utf-8"))
 #: Machines that published tables name instead of a device: device string, and links that are known
 #: better (``platforms.yaml``).
 PLATFORMS: dict[str, tuple[str, dict[str, object]]] = {
     name: (own["device"], own["links"])
-    for name, own in cast("dict[str, JsonMapping]", _FILE).items()
+    for name, own in own_data("models/collectives/platforms.yaml").items()
 }
 _NEEDED = ("op", "bytes", "world_size")
 

@@ -9,12 +9,11 @@ that an unknown framework is an average one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import exp
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
-from ...common.files import parse_yaml
+from ...common.files import own_data
 
 #: Value of a level, and how strongly it applies where that is not wholly. An empty value has no
 #: effect; an empty one with a strength is one of all that could be.
@@ -52,13 +51,6 @@ class Level(NamedTuple):
         return f"{self.cost}/{self.name}/{value}"
 
 
-@lru_cache
-def read_levels(name: str) -> dict[str, dict[str, Any]]:
-    """Data of a file of this folder."""
-    text = (Path(__file__).parent / f"{name}.yaml").read_text("utf-8")
-    return cast("dict[str, dict[str, Any]]", parse_yaml(text))
-
-
 @dataclass(frozen=True)
 class Levels:
     """All kinds of effects on a kind of measurement.
@@ -76,7 +68,7 @@ class Levels:
     @classmethod
     def read(cls, name: str) -> Levels:
         """Read the levels of a file of this folder."""
-        data = read_levels(name)
+        data = own_data(f"models/effects/{name}.yaml")
         levels = [
             Level(cost, level, float(deviation))
             for cost, own in data["levels"].items()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from ...common.errors import DeviceError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...features.devices.catalogue import in_catalogue
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.extract import kernels_from_irs
@@ -33,8 +32,7 @@ from .boosted import BoostedParams, XGBoostEstimator
 UNESTIMATED = frozenset(("select-and-scatter", "custom-call"))
 #: Source of a kernel's time that the compiler states.
 COMPILER = "compiler"
-_FILE = parse_yaml(Path(__file__).with_name("tpu.yaml").read_text(encoding="utf-8"))
-assert isinstance(_FILE, dict)
+_FILE = own_data("models/estimators/tpu.yaml")
 #: Measured over estimated time by device; estimates of others are taken as they are.
 MEASURED: Mapping[str, float] = _FILE["measured_over_estimated"]
 #: Times the roofline and the floor within which three quarters of the compiler's estimates of

@@ -18,12 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...features.cost.library_calls import routine_of
 from ...features.devices.device import DeviceSpec
 from ...features.ir.program import PARTS
@@ -141,7 +140,7 @@ class _Tables(NamedTuple):
 
 @cache
 def _tables() -> _Tables:
-    data: Any = parse_yaml(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    data = own_data("models/gpu/library_calls.yaml")
     entries = tuple(map(_routine, data["entries"]))
     clock = float(data["clock_ghz"]) * 1e9
     return _Tables(entries, Transforms(**data["fft"]), data["together"], clock)

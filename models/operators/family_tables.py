@@ -6,14 +6,12 @@ import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...common.errors import ModelError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.measured import check_measured
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
@@ -39,10 +37,9 @@ FOLD_ROWS = 40_000
 Params = Mapping[str, Any]
 
 
-@cache
 def constants() -> Any:
     """Constants that were chosen by data, of ``constants.yaml``."""
-    return parse_yaml((Path(__file__).parent / "constants.yaml").read_text(encoding="utf-8"))
+    return own_data("models/operators/constants.yaml")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import ModelError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
@@ -350,8 +350,7 @@ def default_settings(
         params: Parameters of the estimator that replace the defaults of both regressors.
     """
     # Estimators without an entry take their own defaults for both.
-    data: Any = parse_yaml((Path(__file__).parent / "defaults.yaml").read_text(encoding="utf-8"))
-    own = data.get(estimator, {})
+    own = own_data("models/operators/defaults.yaml").get(estimator, {})
 
     def of(family: str) -> FamilySettings:
         block = family in BLOCKS

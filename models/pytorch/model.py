@@ -9,11 +9,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from ...common.files import own_data
 from ...common.types import JsonMapping, typed
 from ...common.versions import version_numbers
 from ...features.devices.device import DeviceSpec
 from ..core.store import JsonModel
-from ..effects.effects import WHOLE, Effects, Level, Levels, read_levels
+from ..effects.effects import WHOLE, Effects, Level, Levels
 from ..effects.linear import Linear, group_weights
 from ..trust.calibrator import Ends
 
@@ -43,9 +44,12 @@ _LEADING = 3.0
 #: First release whose kernels are as those of recent ones, by platform.
 _RECENT = {"gpu": (2, 0), "cpu": (2, 4)}
 
+#: Classes of cost, and deviations of the effects on them.
+_EFFECTS = own_data("models/effects/torch.yaml")
+
 
 def _levels() -> Levels:
-    data = read_levels("torch")
+    data = _EFFECTS
     ends = ("", "_backward", "_last", "_backward_last")
     costs = [*(f"{kind}{end}" for kind in data["kinds"] for end in ends), *data["others"]]
     levels = (
@@ -59,7 +63,7 @@ def _levels() -> Levels:
 
 def deviations() -> dict[str, float]:
     """Deviation of the effects of each level, in logarithms."""
-    return {str(k): float(v) for k, v in read_levels("torch")["deviations"].items()}
+    return {str(k): float(v) for k, v in _EFFECTS["deviations"].items()}
 
 
 class TorchEffects(Effects):

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...common.files import own_data
 from ...simulate.serving.load import CLASSES, REQUEST
-from ..effects.effects import WHOLE, Effects, Levels, Value, read_levels
+from ..effects.effects import WHOLE, Effects, Levels, Value
 from ..effects.linear import Linear, group_weights
 
 #: Factor on the time to the first token; that on every latency of a row is :data:`WHOLE`.
@@ -68,7 +69,9 @@ class ServingEffects(Effects):
 #: Value of each class of cost where nothing was learned.
 PRIOR = ServingEffects.levels.prior
 #: The same by what an engine's host runs, where that differs.
-_PRIORS = {name: {**PRIOR, **own} for name, own in read_levels("serving")["hosts"].items()}
+_PRIORS = {
+    name: {**PRIOR, **own} for name, own in own_data("models/effects/serving.yaml")["hosts"].items()
+}
 #: Most times that the simulator is asked again where the effects then lie, and the least share by
 #: which a round has to lower the error for another one.
 ROUNDS, GAIN = 4, 0.01

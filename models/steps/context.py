@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 
+from ...common.files import own_data
 from ...features.devices.catalogue import measured_as
 from ...features.devices.device import DeviceSpec
-from ..effects.effects import CLUSTER, Value, read_levels
+from ..effects.effects import CLUSTER, Value
 
 #: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
 #: its data sheet. Other chips' headroom is relative to it.
@@ -23,7 +24,7 @@ UNKNOWN = ""
 UNNAMED = ("", 1.0)
 #: What is known of frameworks by name: ``engines`` of those that share one, those that are
 #: ``compiled``, and ``whole_sequences``.
-FRAMEWORKS = read_levels("steps")
+FRAMEWORKS = own_data("models/effects/steps.yaml")
 
 
 @dataclass(frozen=True)

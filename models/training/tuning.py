@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import ModelError
-from ...common.files import parse_json, parse_yaml, write_text
-from ...common.paths import PACKAGE, home
+from ...common.files import own_data, parse_json, write_text
+from ...common.paths import home
 from ...common.types import JsonObject
 from ...features.dataset import Dataset
 from ..core.registry import estimator_class
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 #: Draws keywords of an estimator from a trial.
 Space = Callable[["Trial"], dict[str, object]]
-_SPACES = PACKAGE / "models" / "training" / "tuning.yaml"
 #: Settings of training that are not parameters of an estimator, and so do not belong in the file.
 _SETTINGS = {"dataset", "model", "split", "seed", "n_jobs", "folds", "held_out"}
 
@@ -113,8 +112,7 @@ def search_space(model: str) -> Space:
     declared: Space | None = getattr(estimator_class(model), "search_space", None)
     if declared is not None:
         return declared
-    read = parse_yaml(_SPACES.read_text(encoding="utf-8"))
-    spaces = cast(dict[str, dict[str, JsonObject]], read)
+    spaces: dict[str, dict[str, JsonObject]] = own_data("models/training/tuning.yaml")
     if model not in spaces:
         raise ModelError(
             f"estimator {model!r} declares no search space",

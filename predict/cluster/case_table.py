@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.measured import check_measured
 from ...simulate.step.workload import Workload
 
@@ -27,10 +26,9 @@ SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.
 Row = TypeVar("Row")
 
 
-@lru_cache(maxsize=1)
 def case_data() -> Any:
     """What ``cases.yaml`` holds."""
-    return parse_yaml(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+    return own_data("predict/cluster/cases.yaml")
 
 
 def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:

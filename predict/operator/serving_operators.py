@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.ir.program import DTYPE_BITS
@@ -33,7 +32,6 @@ FAMILIES = (
     "graph/generation_mla",
     "graph/moe",
 )
-_FILE = PACKAGE / "predict" / "operator" / "serving_kernels.yaml"
 #: Distribution of tokens over experts of the tables that serving runs show (``ROUTING_SKEW``).
 ROUTING = "power_law_1.2"
 #: Kernels of a captured graph are replayed, so that the roofline's fixed cost of a kernel is what
@@ -70,9 +68,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    read = parse_yaml(_FILE.read_text(encoding="utf-8"))
-    assert isinstance(read, dict)
-    return _Kernels(**read)
+    return _Kernels(**own_data("predict/operator/serving_kernels.yaml"))
 
 
 class ServingLatency:

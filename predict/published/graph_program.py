@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...features.operators.op import Op
 from ..operator.prices import PROBE, eager_row
 from .opgraph import COLLECTIVES, OP_COLUMNS, element_width, graph_ops, op_rows
@@ -49,7 +48,7 @@ class LayerSpan:
     second: str
 
 
-_DATA: Any = parse_yaml(Path(__file__).with_name("graphs.yaml").read_text(encoding="utf-8"))
+_DATA: Any = own_data("predict/published/graphs.yaml")
 #: Repeated layers by family, and layers of models whose labels omit the number.
 SPANS = {family: LayerSpan(**own) for family, own in _DATA["spans"].items()}
 LAYERS: dict[str, int] = _DATA["layers"]

@@ -12,14 +12,11 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import replace
-from functools import cache
 from math import prod
 from pathlib import Path
-from typing import cast
 
 from ...common.errors import DeviceError
-from ...common.files import parse_yaml
-from ...common.paths import PACKAGE
+from ...common.files import own_data
 from ...common.types import JsonObject
 from ...features.devices.catalogue import find_device, in_catalogue, typed_name
 from ...features.devices.device import DeviceSpec, device_slug
@@ -27,7 +24,6 @@ from .files import load_cluster
 from .slices import Rule, shape_of, slice_of, sources_of
 from .topology import Cluster, Dimension, Topology
 
-_FOLDER = PACKAGE / "simulate" / "clusters"
 _NAME = re.compile(r"(?P<device>.+)-x(?P<count>[1-9]\d*)")
 #: A slice of TPUs by the chips along each of its axes.
 _SHAPED = re.compile(r"(?P<device>.+)-(?P<shape>[1-9]\d*(x[1-9]\d*)+)")
@@ -179,9 +175,9 @@ def _has(rule: Rule, device: str) -> bool:
     return bool(getattr(find_device(device), _LINKS[rule["bandwidth"]]))
 
 
-@cache
 def _rules(name: str) -> dict[str, Rule]:
-    return cast("dict[str, Rule]", parse_yaml((_FOLDER / f"{name}.yaml").read_text("utf-8")))
+    rules: dict[str, Rule] = own_data(f"simulate/clusters/{name}.yaml")
+    return rules
 
 
 def _unnamed_boxes() -> Rule:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from ...common.errors import OpcastError
-from ...common.files import parse_json, parse_yaml
+from ...common.files import own_data, parse_json
 from ...common.types import JsonObject
 from ..step.configs import read_config
 from ..step.named_workloads import make_workload, read_by_model, read_workload
@@ -37,16 +37,14 @@ class Checkpoint(NamedTuple):
 
 #: Stands for a checkpoint that opcast cannot name.
 UNKNOWN = Checkpoint("MODEL", drafts=None)
-
-
-@lru_cache
-def _data(file: str) -> Any:
-    return parse_yaml(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+#: What names say of models.
+_NAMES = "simulate/serving/names.yaml"
 
 
 def served_models() -> dict[str, JsonObject]:
     """What serving knows of models by name, beside their presets (models.yaml)."""
-    return cast("dict[str, JsonObject]", _data("models.yaml"))
+    found: dict[str, JsonObject] = own_data("simulate/serving/models.yaml")
+    return found
 
 
 def plain_name(name: str) -> str:
@@ -54,7 +52,7 @@ def plain_name(name: str) -> str:
 
     ``meta-llama/Llama-3.1-70B-Instruct-FP8`` is ``llama-3.1-70b``.
     """
-    data = _data("names.yaml")
+    data = own_data(_NAMES)
     text = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
     text = re.sub(r"^qwen(\d[\d.]*)", r"qwen-\1", text)
     text = re.sub(rf"-({data['endings']})(?=-|$)", "", text)
@@ -67,14 +65,12 @@ def plain_name(name: str) -> str:
 def _left_out(name: str) -> str:
     """What is not described of a model, by its name; empty for most."""
     words = re.split(r"[-_]", name.lower().rsplit("/", 1)[-1])
-    return next(
-        (text for word, text in _data("names.yaml")["left_out"].items() if word in words), ""
-    )
+    return next((text for word, text in own_data(_NAMES)["left_out"].items() if word in words), "")
 
 
 def _block(name: str) -> int:
     """Side of the blocks that a checkpoint has a scale for in fp8, by its name; 0 for none."""
-    blocks = _data("names.yaml")["blocks"].items()
+    blocks = own_data(_NAMES)["blocks"].items()
     return next((own for pattern, own in blocks if re.fullmatch(pattern, name.lower())), 0)
 
 

@@ -9,10 +9,9 @@ import re
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 
 from ...common.errors import PlanError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.types import typed
 from ...common.versions import can_be_release, is_newer, version_numbers
 
@@ -172,8 +171,8 @@ class Framework:
 @lru_cache(maxsize=1)
 def frameworks() -> dict[str, Framework]:
     """Frameworks by name, in lower case (``frameworks.yaml``)."""
-    text = Path(__file__).with_name("frameworks.yaml").read_text(encoding="utf-8")
-    return typed(dict[str, Framework], parse_yaml(text), "frameworks.yaml")
+    read = own_data("simulate/serving/frameworks.yaml")
+    return typed(dict[str, Framework], read, "frameworks.yaml")
 
 
 def framework_defaults(name: str) -> Framework:

@@ -9,15 +9,16 @@ recurrence over them, and project its output back: gated delta nets (Yang et al.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ...common.errors import PlanError
-from ...common.files import parse_json, parse_yaml
+from ...common.files import own_data, parse_json
 from ...common.types import JsonMapping
 from .presets import INSTEAD, Preset, Recurrence
 
+#: How configurations are read, by type of model.
+_RULES = "simulate/step/configs.yaml"
 #: A context longer than this is what a model may be used with, not what it is trained with.
 _MOST_SEQ = 8192
 #: Names of layers with a state in ``layer_types``.
@@ -66,7 +67,7 @@ def read_config(path: Path) -> Preset:
             where=where,
             hint=INSTEAD,
         )
-    kinds = _rules()["kinds"]
+    kinds = own_data(_RULES)["kinds"]
     if kind not in kinds:
         raise PlanError(
             f"configurations of {kind!r} are not known",
@@ -130,15 +131,9 @@ def _published_format(data: object) -> str:
     return "fp8_block" if named == "fp8" and data.get("weight_block_size") else named
 
 
-@cache
-def _rules() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_name("configs.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, dict[str, Any]]", parse_yaml(text))
-
-
 def _read(reader: str, data: JsonMapping, out: dict[str, object], notes: list[str]) -> None:
     """Add the settings that a reader of ``configs.yaml`` gives, those of others first."""
-    rule = _rules()["readers"][reader]
+    rule = own_data(_RULES)["readers"][reader]
     if "like" in rule:
         renamed = {k: data[own] for k, own in rule.get("rename", {}).items() if own in data}
         _read(rule["like"], {**data, **renamed}, out, notes)

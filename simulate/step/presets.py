@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...common.errors import PlanError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 
-_FILE = Path(__file__).with_name("presets.yaml")
 #: What to do about a model that a workload cannot describe.
 INSTEAD = "predict its program instead: opcast predict FILE --device NAME"
 
@@ -98,7 +96,7 @@ def close_names(name: str) -> list[str]:
 
 @cache
 def _read() -> tuple[dict[str, Preset], dict[str, str], dict[str, dict[str, object]]]:
-    data: Any = parse_yaml(_FILE.read_text(encoding="utf-8"))
+    data = own_data("simulate/step/presets.yaml")
     presets = {}
     for family in data["families"].values():
         for name, own in family["models"].items():

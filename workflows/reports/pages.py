@@ -7,14 +7,13 @@ as training and evaluation printed them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.files import parse_yaml
+from ...common.files import own_data
 from ...common.tables_text import markdown_table
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ def pages() -> dict[str, str]:
 
 def _kinds() -> dict[str, Kind]:
     """The pages' data by name."""
-    data = Path(__file__).with_name("pages.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, Kind]", parse_yaml(data))
+    found: dict[str, Kind] = own_data("workflows/reports/pages.yaml")
+    return found
 
 
 def _cells(text: str) -> list[list[str]]:

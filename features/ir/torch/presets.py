@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from ....common.files import parse_yaml
+from ....common.files import own_data
 from ....common.types import typed
 
 if TYPE_CHECKING:
@@ -59,8 +58,9 @@ class Preset:
 @cache
 def presets() -> Mapping[str, Preset]:
     """What ``presets.yaml`` holds, by name."""
-    text = Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
-    data = typed(dict[str, dict[str, object]], parse_yaml(text), "presets")
+    data = typed(
+        dict[str, dict[str, object]], own_data("features/ir/torch/presets.yaml"), "presets"
+    )
     return {name: typed(Preset, _whole(data, name), name) for name in data}
 
 
