@@ -38,17 +38,17 @@ class _Bottleneck(nn.Module):  # type: ignore[misc]
         return torch.relu(self.c(y) + self.skip(x))
 
 
-def _resnet(depths: Sequence[int], width: int = 64, groups: int = 1) -> nn.Module:
+def _resnet(depths: Sequence[int], groups: int = 1) -> nn.Module:
     layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(width),
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
         nn.ReLU(),
         nn.MaxPool2d(3, 2, 1),
     ]
-    cin = width
+    cin = 64
     for stage, depth in enumerate(depths):
         for block in range(depth):
-            inner = width * 2**stage
+            inner = 64 * 2**stage
             layers.append(_Bottleneck(cin, inner, 2 if stage and not block else 1, groups))
             cin = 4 * inner
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(cin, 1000)]

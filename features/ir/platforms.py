@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..devices.device import DeviceSpec
     from .reader import SourceProgram
 
-#: Platforms by JAX's names.
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 #: Argument of every function of an export for several platforms that depends on the platform: its
 #: number in the export's list (jax/_src/interpreters/mlir.py, lower_jaxpr_to_module).
 INDEX = "_platform_index"

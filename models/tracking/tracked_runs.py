@@ -20,6 +20,8 @@ COMPARED = ("median_ape", "mape", "bias", "spearman", "coverage", "noise_median_
 PARENT = "tags.mlflow.parentRunId"
 #: Table of figures by group, which a training logs together with the label noise.
 _METRICS = "tables/metrics.csv"
+#: Most runs that are read of several.
+_MOST = 8
 
 
 def runs(root: Path | None = None) -> pd.DataFrame:
@@ -57,13 +59,12 @@ def compare(root: Path | None = None, limit: int = 20) -> pd.DataFrame:
     return pd.DataFrame({k: table.get(v) for k, v in columns.items() if v in table})
 
 
-def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
+def differences(names: Sequence[str]) -> pd.DataFrame:
     """What differs between some runs: parameters, data and version, then the metrics of the whole.
 
     Args:
         names: Of runs, or their ids or what these begin with; of several runs of one name the
             newest.
-        root: Folder of the store.
 
     Returns:
         ``what``, and a column of texts for each run; empty where a run has no such parameter.
@@ -71,7 +72,7 @@ def differences(names: Sequence[str], root: Path | None = None) -> pd.DataFrame:
     Raises:
         ModelError: There is no store, or no such run.
     """
-    table = runs(root)
+    table = runs()
     found = [find_run(table, name).iloc[0] for name in names]
     shown = {}
     for column in table.columns:
@@ -131,13 +132,12 @@ class TrackedRun:
     noise: dict[str, float]
 
 
-def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[TrackedRun]:
+def read_runs(wanted: str, root: Path | None = None) -> list[TrackedRun]:
     """Runs with predictions, newest first.
 
     Args:
         wanted: Id of a run or its beginning, its name (the newest of that name), or the name of the
             experiment for its newest runs; a run that has others below it stands for them.
-        most: Most runs to read.
         root: Folder of the MLflow store.
 
     Raises:
@@ -148,8 +148,9 @@ def read_runs(wanted: str, most: int = 8, root: Path | None = None) -> list[Trac
     mlflow = connect(root)
     tracked: list[TrackedRun] = []
     for record in chosen.to_dict("records"):
-        own = _read(mlflow, {str(k): v for k, v in record.items()}) if len(tracked) < most else None
-        if own is not None:
+        if len(tracked) == _MOST:
+            break
+        if own := _read(mlflow, {str(k): v for k, v in record.items()}):
             tracked.append(own)
     if not tracked:
         raise ModelError(

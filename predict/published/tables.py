@@ -53,7 +53,6 @@ GRAPHS = "opgraphs.parquet"
 def predict_published(
     folder: Path,
     model: OpModel,
-    collectives: CollectiveModel | None = None,
     calibrate: bool = False,
     limit: int | None = None,
     blocks: OpModel | None = None,
@@ -64,7 +63,6 @@ def predict_published(
     Args:
         folder: Holds at least one of the tables, or is one.
         model: Model of operators; calibrated in place if ``calibrate`` is set.
-        collectives: Model of collectives; the shipped one by default.
         calibrate: Whether to learn from rows of ``calib_*`` splits whose latency is given.
         limit: Maximum rows of each operator table, drawn at random.
         blocks: Model of layers, batches and new attention; the shipped one by default, read only
@@ -79,7 +77,7 @@ def predict_published(
     """
     if not folder.exists():
         raise DatasetError("no such folder or table", where=str(folder))
-    links = collectives or CollectiveModel.find()
+    links = CollectiveModel.find()
     job = _Job(folder, model, links, calibrate, limit, blocks, pieces or Pieces())
     parts = [
         *job.operators(),

@@ -78,8 +78,7 @@ def pages() -> dict[str, str]:
 
 def _kinds() -> dict[str, Kind]:
     """The pages' data by name."""
-    found: dict[str, Kind] = own_data("workflows/reports/pages.yaml")
-    return found
+    return dict(own_data("workflows/reports/pages.yaml"))
 
 
 def _cells(text: str) -> list[list[str]]:

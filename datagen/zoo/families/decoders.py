@@ -50,16 +50,15 @@ def attend_grouped(
     return out.reshape(query.shape)
 
 
-def rotate(x: jax.Array, positions: jax.Array, base: float = 10000.0) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     """Rotary position embedding (Su et al. 2021) in the rotate-half layout.
 
     Args:
         x: (batch, length, heads, d), d even.
         positions: (length,) integers.
-        base: Wavelength base.
     """
     half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = 10000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     # Angles in f32: at long positions bf16 could not separate neighbours.
     angle = positions[:, None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
