@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -113,6 +113,20 @@ def cold_compiler(
     from opcast.features.lowering.target_compiler import process as compile_process
 
     monkeypatch.setattr(compile_process, "_command", real_compiler)
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[Any]:
+    """A Ray of one host, to which a test may add."""
+    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
 
 
 @pytest.fixture(scope="session")

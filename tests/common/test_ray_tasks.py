@@ -38,28 +38,15 @@ def _work(shared, item):
     return float(np.sin(item + 0.1))
 
 
-@pytest.fixture
-def cluster():
-    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        yield nodes
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-
-
 @pytest.mark.slow
-def test_tasks_survive_the_death_of_a_worker_and_of_a_node(tmp_path, cluster):
-    second = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
+def test_tasks_survive_the_death_of_a_worker_and_of_a_node(tmp_path, ray_cluster):
+    second = ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
     found = {}
-    for place, result in run_tasks(_work, (str(tmp_path), 0.5), ITEMS, cluster.address):
+    for place, result in run_tasks(_work, (str(tmp_path), 0.5), ITEMS, ray_cluster.address):
         found[place] = result
         if len(found) == 3:
-            cluster.remove_node(second)
+            ray_cluster.remove_node(second)
     assert (tmp_path / "died").exists()
     # To the bit, and in the places of their items.
     assert [found[i] for i in ITEMS] == [float(np.sin(i + 0.1)) for i in ITEMS]
@@ -70,9 +57,9 @@ def _refuse(shared, item):
 
 
 @pytest.mark.slow
-def test_errors_of_tasks_are_those_of_opcast(cluster):
+def test_errors_of_tasks_are_those_of_opcast(ray_cluster):
     with pytest.raises(DatasetError, match="item 0: no such row"):
-        list(run_tasks(_refuse, None, [0], cluster.address))
+        list(run_tasks(_refuse, None, [0], ray_cluster.address))
 
 
 def write_rows(folder):
@@ -89,22 +76,22 @@ def write_rows(folder):
 
 
 @pytest.mark.slow
-def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, cluster, monkeypatch):
+def test_tables_are_predicted_as_here_though_a_node_dies(tmp_path, ray_cluster, monkeypatch):
     monkeypatch.setattr(judged, "_ROWS", 5)
     write_rows(tmp_path)
     model = OpModel.load(find_model(OPERATOR_MODEL))
     here = tables.predict_published(tmp_path, model)
-    second = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
+    second = ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
 
     def losing_a_node(*arguments):
         for place, found in enumerate(run_tasks(*arguments)):
             yield found
             if place == 0:
-                cluster.remove_node(second)
+                ray_cluster.remove_node(second)
 
     monkeypatch.setattr(judged, "run_tasks", losing_a_node)
-    there = tables.predict_published(tmp_path, model, pieces=Pieces(cluster.address))
+    there = tables.predict_published(tmp_path, model, pieces=Pieces(ray_cluster.address))
     pd.testing.assert_frame_equal(here.frame, there.frame, check_exact=True)
     pd.testing.assert_frame_equal(here.judged, there.judged, check_exact=True)
 
@@ -159,12 +146,12 @@ def counting_tasks(monkeypatch, module):
 
 
 @pytest.mark.slow
-def test_an_evaluation_goes_on_after_its_process_died(tmp_path, cluster, monkeypatch):
+def test_an_evaluation_goes_on_after_its_process_died(tmp_path, ray_cluster, monkeypatch):
     monkeypatch.setattr(judged, "_ROWS", 2)
     folder = write_rows(tmp_path / "tables")
     here, there = tmp_path / "here.parquet", tmp_path / "there.parquet"
     ran("evaluate", "--published", folder, "--out", here)
-    on_ray = ("evaluate", "--published", folder, "--out", there, "--ray", cluster.address)
+    on_ray = ("evaluate", "--published", folder, "--out", there, "--ray", ray_cluster.address)
     killed_after(3, *on_ray)
     kept = tmp_path / "there-parts"
     assert not there.exists() and len(list(kept.glob("*.json"))) == 3
@@ -177,7 +164,7 @@ def test_an_evaluation_goes_on_after_its_process_died(tmp_path, cluster, monkeyp
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_its_process_died(tmp_path, cluster, monkeypatch):
+def test_a_sweep_goes_on_after_its_process_died(tmp_path, ray_cluster, monkeypatch):
     monkeypatch.setattr(sweep_run, "PIECE", 4)
     sizes = "layers=8,d_model=1024,heads=8,kv_heads=8,d_ff=4096,vocab=8192,seq=1024,batch=32"
     command = (
@@ -186,10 +173,10 @@ def test_a_sweep_goes_on_after_its_process_died(tmp_path, cluster, monkeypatch):
     )
     here, there = tmp_path / "here", tmp_path / "there"
     ran(*command, here)
-    killed_after(2, *command, there, "--ray", cluster.address)
+    killed_after(2, *command, there, "--ray", ray_cluster.address)
     assert len(list((there / "parts").iterdir())) == 2
     sent = counting_tasks(monkeypatch, sweep_workers)
-    ran(*command, there, "--ray", cluster.address)
+    ran(*command, there, "--ray", ray_cluster.address)
     # Twenty-four plans in pieces of four.
     assert len(sent) == 4
     whole, resumed = (pd.read_parquet(folder / "sweep.parquet") for folder in (here, there))

@@ -60,19 +60,6 @@ def stand_in(flags: str):
     return measure
 
 
-@pytest.fixture
-def cluster():
-    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        yield nodes
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-
-
 def expected() -> pd.DataFrame:
     """Two rows a host, by program: to the bit what one process would have made."""
     rows = [(f"op-{s}-{n:06d}", 1.0 + s / 7 + n) for s in (7, 8) for n in range(2)]
@@ -85,12 +72,12 @@ def programs(folder: Path) -> pd.DataFrame:
 
 
 @pytest.mark.slow
-def test_two_hosts_and_the_death_of_a_worker(tmp_path, cluster, monkeypatch):
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
+def test_two_hosts_and_the_death_of_a_worker(tmp_path, ray_cluster, monkeypatch):
+    ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
     monkeypatch.setattr(fleet, "measure_piece", stand_in(str(tmp_path)))
     out = tmp_path / "out"
-    result = profile_fleet(out, cluster.address, SETTINGS, piece_s=10.0, progress=False)
+    result = profile_fleet(out, ray_cluster.address, SETTINGS, piece_s=10.0, progress=False)
     assert (tmp_path / "died").exists()
     assert (result.samples, result.programs, result.failed) == (4, 4, 4)
     pd.testing.assert_frame_equal(programs(out), expected(), check_exact=True)
@@ -100,41 +87,41 @@ def test_two_hosts_and_the_death_of_a_worker(tmp_path, cluster, monkeypatch):
     assert len({record["fleet"]["node"] for record in run_records(out).values()}) == 2
     assert len(read_failures(out)) == 4
     # Nothing is left to do.
-    again = profile_fleet(out, cluster.address, SETTINGS, piece_s=10.0, progress=False)
+    again = profile_fleet(out, ray_cluster.address, SETTINGS, piece_s=10.0, progress=False)
     assert (again.samples, again.stopped) == (0, "budget")
 
 
 @pytest.mark.slow
-def test_a_host_that_dies_keeps_what_it_returned(tmp_path, cluster, monkeypatch):
-    second = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
+def test_a_host_that_dies_keeps_what_it_returned(tmp_path, ray_cluster, monkeypatch):
+    second = ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
     monkeypatch.setattr(fleet, "measure_piece", stand_in(str(tmp_path)))
     kept = fleet._Fleet.keep
 
     def kill_after_first(self, host, made):
         kept(self, host, made)
         if host.node == second.node_id and len(run_records(self._folder)) < 4:
-            cluster.remove_node(second)
+            ray_cluster.remove_node(second)
 
     monkeypatch.setattr(fleet._Fleet, "keep", kill_after_first)
     out = tmp_path / "out"
-    result = profile_fleet(out, cluster.address, SETTINGS, piece_s=10.0, progress=False)
+    result = profile_fleet(out, ray_cluster.address, SETTINGS, piece_s=10.0, progress=False)
     numbers = {record["fleet"]["host"] for record in run_records(out).values()}
     assert result.samples == 3 and numbers == {0, 1}
     # The same call with another node in its place measures what is missing, and that alone.
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    profile_fleet(out, cluster.address, SETTINGS, piece_s=10.0, progress=False)
+    ray_cluster.add_node(num_cpus=1)
+    ray_cluster.wait_for_nodes()
+    profile_fleet(out, ray_cluster.address, SETTINGS, piece_s=10.0, progress=False)
     pd.testing.assert_frame_equal(programs(out), expected(), check_exact=True)
 
 
 @pytest.mark.slow
-def test_devices_that_no_host_has(tmp_path, cluster):
+def test_devices_that_no_host_has(tmp_path, ray_cluster):
     settings = ProfileSettings("tpu", 20.0, {"op": 1.0})
     with pytest.raises(ProfileError, match="no host of the cluster has a device 'tpu'"):
-        profile_fleet(tmp_path, cluster.address, settings, progress=False)
+        profile_fleet(tmp_path, ray_cluster.address, settings, progress=False)
     with pytest.raises(ProfileError, match="needs a budget"):
-        profile_fleet(tmp_path, cluster.address, ProfileSettings(), progress=False)
+        profile_fleet(tmp_path, ray_cluster.address, ProfileSettings(), progress=False)
 
 
 @pytest.mark.exhaustive  # two runs of a profiler

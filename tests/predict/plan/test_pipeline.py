@@ -12,41 +12,26 @@ from opcast.features.ir.jax_compat import compile_module, execute, module_counts
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.case import PlanCase
-from opcast.predict.plan.judge import CompiledPlan, PlanRow
 from opcast.predict.plan.pipeline import Sends, StageSeconds, compose
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Change, Plan
 from opcast.predict.plan.stages import staged_program
 from opcast.simulate.clusters.catalogue import find_cluster
+from opcast.tests.support.plans import BATCH, LAYERS, WIDTH, compiled, judge_by, layered, lowered_of
 
-BATCH, WIDTH, LAYERS = 512, 64, 4
 OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline"}
 #: Two stages over two devices each, four micro-batches.
 PLAN = Plan((("pipeline", 2), ("data", 2)), (), Change(0, 4))
 
 
-def step(params, x):
-    def loss(params):
-        y = x
-        for p in params:
-            y = y + jnp.tanh(y @ p["up"]) @ p["down"]
-        return jnp.mean(y * y)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-
-def lowered_of(step):
-    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
-    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
-    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    layers = [{"up": up, "down": down}] * LAYERS
-    return jax.jit(step, donate_argnums=0).lower(layers, x)
+def layer(y, p):
+    return jnp.tanh(y @ p["up"]) @ p["down"]
 
 
 @pytest.fixture(scope="module")
 def lowered():
-    return lowered_of(step)
+    return lowered_of(layered(layer))
 
 
 @pytest.fixture(scope="module")
@@ -59,34 +44,12 @@ def judge(monkeypatch):
     """A compiler by which a stage's program takes 100 µs and 1 GiB; returns what it was given."""
     asked = {}
 
-    def judged(job, programs):
-        rows = []
-        for key, program in programs:
-            asked[key] = program, job.cluster
-            rows.append(
-                CompiledPlan(
-                    key=key,
-                    latency_us=100.0,
-                    lo_us=90.0,
-                    hi_us=120.0,
-                    compute_us=100.0,
-                    communication_us=0.0,
-                    exposed_communication_us=0.0,
-                    memory_bytes_per_device=2.0**30,
-                    fits=True,
-                    moved_bytes=0.0,
-                    lowering="fused",
-                    collectives={},
-                    energy_j=1.0,
-                    waits=[],
-                    notes=[],
-                    seconds=1.0,
-                )
-            )
-        return rows
+    def judged(job, key, program):
+        asked[key] = program, job.cluster
+        ends = {"lo_us": 90.0, "hi_us": 120.0}
+        return compiled(key, 100.0, **ends, memory_bytes_per_device=2.0**30)
 
-    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
-    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: PlanRow(error="none"))
+    judge_by(monkeypatch, judged)
     return asked
 
 
@@ -128,7 +91,7 @@ def test_a_shared_embedding_is_sent_once():
         def loss(params, table):
             y = table[x]
             for p in params:
-                y = y + jnp.tanh(y @ p["up"]) @ p["down"]
+                y = y + layer(y, p)
             return jnp.mean((y @ table.T - target) ** 2)
 
         grads = jax.grad(loss, (0, 1))(params, table)
@@ -152,15 +115,7 @@ def test_a_shared_embedding_is_sent_once():
 def test_a_micro_batch_is_the_step_for_fewer_rows():
     """Of a sum over rows: JAX's own step for a quarter of the batch."""
 
-    def summed(params, x):
-        def loss(params):
-            y = x
-            for p in params:
-                y = y + jnp.tanh(y @ p["up"]) @ p["down"]
-            return jnp.sum(y * y)
-
-        return jax.tree.map(lambda p, g: p - 1e-4 * g, params, jax.grad(loss)(params))
-
+    summed = layered(layer, lambda y: jnp.sum(y * y), rate=1e-4)
     rng = np.random.default_rng(0)
     shapes = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
     params = [
@@ -260,10 +215,8 @@ def scanned(params, x):
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
 
     def loss(stacked):
-        def layer(y, p):
-            return y + jnp.tanh(y @ p["up"]) @ p["down"], None
-
-        return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
+        found, _ = jax.lax.scan(lambda y, p: (y + layer(y, p), None), x, stacked)
+        return jnp.mean(found**2)
 
     grads = jax.grad(loss)(stacked)
     return [
@@ -271,14 +224,7 @@ def scanned(params, x):
     ]
 
 
-def normalised(params, x):
-    def loss(params):
-        y = x
-        for p in params:
-            y = y + jnp.tanh((y - y.mean(0)) @ p["up"]) @ p["down"]
-        return jnp.mean(y * y)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+normalised = layered(lambda y, p: layer(y - y.mean(0), p))
 
 
 @pytest.mark.parametrize(

@@ -9,30 +9,15 @@ from opcast.cli import app
 from opcast.common.errors import PlanError
 from opcast.features.ir.jax_compat import parse_module, walk_ops
 from opcast.predict.plan.answer import plan
-from opcast.predict.plan.judge import CompiledPlan, PlanRow
+from opcast.tests.support.plans import BATCH, LAYERS, WIDTH, compiled, judge_by, layered, lowered_of
 
-BATCH, WIDTH, LAYERS = 512, 64, 4
 GIB = 2**30
 OPTIONS = {"cluster": "h100-sxm-x4", "model": "roofline", "axes": ("data", "fsdp")}
 
 
-def step(params, x):
-    def loss(params):
-        y = x
-        for p in params:
-            y = y + jax.nn.gelu(y @ p["up"]) @ p["down"]
-        return jnp.mean(y * y)
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-
 @pytest.fixture(scope="module")
 def lowered():
-    up = jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH), jnp.float32)
-    down = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
-    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
-    layers = [{"up": up, "down": down}] * LAYERS
-    return jax.jit(step, donate_argnums=0).lower(layers, x)
+    return lowered_of(layered(lambda y, p: jax.nn.gelu(y @ p["up"]) @ p["down"]))
 
 
 def counts(program):
@@ -50,36 +35,13 @@ def judge(monkeypatch):
     """
     asked = []
 
-    def judged(job, programs):
-        rows = []
-        for key, program in programs:
-            asked.append(key)
-            layers, loops = counts(program)
-            us = 100.0 + 10.0 * layers + 10.0 * loops
-            rows.append(
-                CompiledPlan(
-                    key=key,
-                    latency_us=us,
-                    lo_us=us,
-                    hi_us=us,
-                    compute_us=us,
-                    exposed_communication_us=0.0,
-                    memory_bytes_per_device=(8 - layers) * GIB / (1 + loops),
-                    communication_us=0.0,
-                    fits=True,
-                    lowering="fused",
-                    collectives={},
-                    moved_bytes=0.0,
-                    energy_j=1.0,
-                    waits=[],
-                    notes=[],
-                    seconds=1.0,
-                )
-            )
-        return rows
+    def judged(job, key, program):
+        asked.append(key)
+        layers, loops = counts(program)
+        memory = (8 - layers) * GIB / (1 + loops)
+        return compiled(key, 100.0 + 10.0 * (layers + loops), memory_bytes_per_device=memory)
 
-    monkeypatch.setattr("opcast.predict.plan.search.judge_plans", judged)
-    monkeypatch.setattr("opcast.predict.plan.search.judge_alone", lambda *_: PlanRow(error="none"))
+    judge_by(monkeypatch, judged)
     return asked
 
 

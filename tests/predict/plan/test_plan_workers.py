@@ -165,15 +165,7 @@ def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
 
 # Ray's own processes are other programs, which JAX's warning of forks does not concern.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_a_search_on_ray_goes_on_after_its_driver_died(program, here, tmp_path):
-    ray = pytest.importorskip("ray", reason="the extra 'scale' is not installed")
-    from ray.cluster_utils import Cluster
-
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    try:
-        command = command_of(tmp_path, program, "--ray", nodes.address)
-        assert stopped(command, tmp_path, signal.SIGKILL) == -signal.SIGKILL
-        assert len(goes_on(command, tmp_path, here)) == 2
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
+def test_a_search_on_ray_goes_on_after_its_driver_died(program, here, tmp_path, ray_cluster):
+    command = command_of(tmp_path, program, "--ray", ray_cluster.address)
+    assert stopped(command, tmp_path, signal.SIGKILL) == -signal.SIGKILL
+    assert len(goes_on(command, tmp_path, here)) == 2
