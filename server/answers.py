@@ -175,10 +175,25 @@ class StepAnswer(_Powered):
     cost_hi: float | None = Field(None, description="If a price is given.")
 
 
-_LATENCIES: JsonObject = {
-    f"{level}_{metric}_ms{end}": (float, ...)
-    for metric in ("ttft", "tpot", "itl", "e2el")
-    for level in ("mean", "std", "median", "p90", "p99")
+#: What every answer has with both ends of its interval, and what some have, with when.
+_ALWAYS = (
+    *("request_throughput", "output_throughput", "output_throughput_per_gpu"),
+    *(
+        f"{level}_{metric}_ms"
+        for metric in ("ttft", "tpot", "itl", "e2el")
+        for level in ("mean", "std", "median", "p90", "p99")
+    ),
+)
+_SOMETIMES = {
+    "slo_attainment": "With an SLO.",
+    **dict.fromkeys(("joules_per_request", "joules_per_output_token"), "If energy is known."),
+    **dict.fromkeys(("dollars_per_million_tokens", "dollars_per_request"), "With a price."),
+}
+_FIGURES: JsonObject = {
+    f"{figure}{end}": (float | None, Field(None, description=_SOMETIMES[figure]))
+    if figure in _SOMETIMES
+    else (float, ...)
+    for figure in (*_ALWAYS, *_SOMETIMES)
     for end in ("", "_lo", "_hi")
 }
 
@@ -194,15 +209,6 @@ class _Served(_Powered):
     total_output_tokens: int
     max_concurrency: int | None
     request_rate: float | str
-    request_throughput: float
-    request_throughput_lo: float
-    request_throughput_hi: float
-    output_throughput: float
-    output_throughput_lo: float
-    output_throughput_hi: float
-    output_throughput_per_gpu: float
-    output_throughput_per_gpu_lo: float
-    output_throughput_per_gpu_hi: float
     total_token_throughput: float
     # The key of vLLM's benchmark, colon included.
     request_goodput: float | None = Field(
@@ -210,21 +216,6 @@ class _Served(_Powered):
     )
     request_goodput_lo: float | None = None
     request_goodput_hi: float | None = None
-    slo_attainment: float | None = Field(None, description="With an SLO.")
-    slo_attainment_lo: float | None = None
-    slo_attainment_hi: float | None = None
-    joules_per_request: float | None = None
-    joules_per_request_lo: float | None = None
-    joules_per_request_hi: float | None = None
-    joules_per_output_token: float | None = None
-    joules_per_output_token_lo: float | None = None
-    joules_per_output_token_hi: float | None = None
-    dollars_per_million_tokens: float | None = Field(None, description="With a price.")
-    dollars_per_million_tokens_lo: float | None = None
-    dollars_per_million_tokens_hi: float | None = None
-    dollars_per_request: float | None = Field(None, description="With a price.")
-    dollars_per_request_lo: float | None = None
-    dollars_per_request_hi: float | None = None
     kv_occupancy_mean: float | None = None
     kv_occupancy_max: float | None = None
     batch_mean: float | None = None
@@ -250,8 +241,8 @@ class _Served(_Powered):
     notes: list[str]
 
 
-#: With the latencies, as ``opcast simulate-serving --json`` prints it.
-ServingAnswer = create_model("ServingAnswer", __base__=_Served, **_LATENCIES)
+#: With the figures that have intervals, as ``opcast simulate-serving --json`` prints it.
+ServingAnswer = create_model("ServingAnswer", __base__=_Served, **_FIGURES)
 
 
 class SearchAnswer(BaseModel):
