@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ...common.errors import PlanError
+from ...common.errors import PlanError, meant
 from ...common.files import parse_yaml
 from ...common.options import flat_options, made
 from ...common.types import typed
@@ -20,6 +20,8 @@ from ...simulate.serving.pools import SCALED_BY, Scaling, Spot
 from ...simulate.step.settings import build
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 from .serving_load import parse_lengths, parse_slo, read_traces
+
+T = TypeVar("T")
 
 #: Seconds from weights in memory's reach to the first request: imports, compiled graphs from a
 #: cache, capture and initialisation of Llama 3.1 8B under vLLM on an L40S (Tensorfuse, "Reducing
@@ -114,10 +116,7 @@ class ModelLoad:
         """Tokens of some of its prompts and outputs."""
         rng = np.random.default_rng(seed)
         if self.trace is None:
-            prompt, output = (
-                parse_lengths(text)(rng, count) for text in (self.prompt, self.output)
-            )
-            return prompt, output
+            return parse_lengths(self.prompt)(rng, count), parse_lengths(self.output)(rng, count)
         at = rng.integers(0, len(self.trace.prompts), count)
         return self.trace.prompts[at], self.trace.outputs[at]
 
@@ -189,19 +188,14 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         _model(name, _mapping(own, f"{where}: models: {name}"), top, traces, where)
         for name, own in _mapping(top.get("models"), f"{where}: models").items()
     )
-    names = [model.name for model in models]
     if folder is None:
-        own_pools = top.get("pools")
-        _no_files(
-            [top.get("devices"), *(own_pools if isinstance(own_pools, dict) else {}).values()],
-            where,
-        )
+        _no_files([top.get("devices"), top.get("pools")], where)
     pools = tuple(
         _pool(name, _mapping(own, f"{where}: pools: {name}"), models, where)
         for name, own in _mapping(top.get("pools"), f"{where}: pools").items()
     )
-    idle = sorted({*names} - {pool.model for pool in pools})
-    stray = sorted({*traces} - {*names, ""})
+    idle = sorted({m.name for m in models} - {pool.model for pool in pools})
+    stray = sorted({*traces} - {m.name for m in models} - {""})
     if idle or stray:
         raise PlanError(
             f"no pool serves {idle[0]!r}" if idle else f"the trace asks for {stray[0]!r}",
@@ -229,8 +223,7 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
         raise PlanError(
             f"hours={found.hours:g}, step_s={found.step_s:g}, asked={found.asked:g}",
             where=where,
-            hint=f"all above 0, asked at most 1, step_s at most 3600 and all of the hours, and at "
-            f"most {MOST_STEPS:,} steps",
+            hint=f"above 0; asked ≤ 1, step_s at most 3600 and hours, at most {MOST_STEPS:,} steps",
         )
     return found
 
@@ -240,25 +233,23 @@ def _mapping(
 ) -> dict[str, Any]:
     if not isinstance(value, dict) or not (value or empty):
         raise PlanError("here is a mapping needed", where=where, hint="write key: value")
-    unknown = [str(key) for key in value if keys and key not in keys]
-    if unknown:
-        raise PlanError(
-            f"unknown key {unknown[0]!r}", where=where, hint="keys: " + ", ".join(sorted(keys))
-        )
+    for key in value:
+        if keys and key not in keys:
+            raise PlanError(f"unknown key {key!r}", where=where, hint=meant(str(key), sorted(keys)))
     return {str(key): own for key, own in value.items()}
 
 
-def _no_files(given: Iterable[object], where: str) -> None:
+def _no_files(given: object, where: str) -> None:
     """Refuse names of files among names of devices and clusters.
 
     Raises:
         PlanError: One is.
     """
-    for own in given:
-        for name, value in (own if isinstance(own, dict) else {}).items():
-            for text in (str(name), str(value)):
-                if "/" in text or text.lower().endswith((".yaml", ".yml", ".json")):
-                    raise PlanError("files of the server are not read", where=f"{where}: {text}")
+    if isinstance(given, dict | list):
+        for own in (*given, *(given.values() if isinstance(given, dict) else ())):
+            _no_files(own, where)
+    elif "/" in str(given) or str(given).lower().endswith((".yaml", ".yml", ".json")):
+        raise PlanError("files of the server are not read", where=f"{where}: {given}")
 
 
 def _counts(devices: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -324,8 +315,7 @@ def _fields(given: Mapping[str, Any], where: str, kind: type, more: Collection[s
         PlanError: There is no such field, or it has another type or range.
     """
     known = {f.name: (hint, option) for f, hint, option in flat_options(kind)}
-    keys = {*known} - _NOT_OF_POOL | {*more}
-    _mapping(dict(given), where, keys, empty=True)
+    _mapping(dict(given), where, {*known} - _NOT_OF_POOL | {*more}, empty=True)
     for name, value in given.items():
         hint, option = known[name]
         try:
@@ -343,10 +333,17 @@ def _fields(given: Mapping[str, Any], where: str, kind: type, more: Collection[s
 
 @dataclass(frozen=True)
 class _Replica:
-    """What a pool says of a replica beside the model."""
+    """What a pool says of a replica: its engine or formats may be others than its model's."""
 
-    fleet: FleetCase = field(default_factory=FleetCase)
-    options: EngineOptions = field(default_factory=EngineOptions)
+    model: ModelCase
+    fleet: FleetCase
+    options: EngineOptions
+
+
+def _part(kind: type[T], own: Mapping[str, Any], name: str, where: str, **known: object) -> T:
+    """A part of a pool; what has no default has to say something."""
+    at = f"{where}: {name}"
+    return build(kind, _mapping(own.get(name, {}), at, empty=not known), at, **known)
 
 
 def _pool(name: str, own: dict[str, Any], models: tuple[ModelLoad, ...], where: str) -> PoolCase:
@@ -359,23 +356,10 @@ def _pool(name: str, own: dict[str, Any], models: tuple[ModelLoad, ...], where: 
             hint="model: " + " or ".join(m.name for m in models),
         )
     given = {key: value for key, value in own.items() if key not in _POOL}
-    # A pool may have another engine or format than the model's own.
-    of_model = {f.name for f in fields(ModelCase)}
-    _fields({k: v for k, v in given.items() if k in of_model}, where, ModelCase, ())
-    rest = {k: v for k, v in given.items() if k not in of_model}
-    _fields(rest, where, _Replica, {*of_model, *_POOL})
+    _fields(given, where, _Replica, _POOL)
     case = made(ServingCase, {**model.case, **given})
-    scaling = build(
-        Scaling, _mapping(own.get("scaling", {}), where, empty=True), f"{where}: scaling"
-    )
-    startup = build(
-        Startup, _mapping(own.get("startup", {}), where, empty=True), f"{where}: startup"
-    )
-    spot = (
-        build(Spot, _mapping(own["spot"], f"{where}: spot"), f"{where}: spot", rate_per_h=0.0)
-        if "spot" in own
-        else None
-    )
+    scaling, startup = _part(Scaling, own, "scaling", where), _part(Startup, own, "startup", where)
+    spot = _part(Spot, own, "spot", where, rate_per_h=0.0) if "spot" in own else None
     least, most = _bounds(own.get("replicas", 1), where)
     if "scaling" in own and least == most:
         raise PlanError(

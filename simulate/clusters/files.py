@@ -12,7 +12,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import DeviceError
+from ...common.errors import DeviceError, meant
 from ...common.files import parse_yaml, write_text
 from ...common.types import JsonObject
 from .topology import Cluster, Dimension, Topology
@@ -236,9 +236,7 @@ def _typed(value: object, kind: type, where: str) -> Any:
 def _check_keys(data: dict[str, object], known: tuple[str, ...], where: str) -> None:
     for key in data:
         if key not in known:
-            raise DeviceError(
-                f"unknown key {key!r}", where=where, hint=f"one of {', '.join(known)}"
-            )
+            raise DeviceError(f"unknown key {key!r}", where=where, hint=meant(str(key), known))
 
 
 def _sources(value: object, where: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from ...common.errors import PlanError
+from ...common.errors import PlanError, meant
 from ...common.files import parse_yaml
 from ...common.options import Option
 from ...common.types import JsonObject
@@ -77,9 +77,9 @@ def build(kind: type[T], values: Mapping[str, object], what: str, **known: objec
     """
     # With postponed annotations a field's type is its text ("int"), which is all that is needed.
     types = {f.name: str(f.type) for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = [key for key in values if key not in types]
-    if unknown:
-        raise PlanError(f"{what} has no key {unknown[0]!r}", hint="keys: " + ", ".join(types))
+    for key in values:
+        if key not in types:
+            raise PlanError(f"{what} has no key {key!r}", hint=meant(key, list(types)))
     converted = {k: _converted(k, v, types[k], what) for k, v in values.items()}
     return kind(**{**known, **converted})
 
