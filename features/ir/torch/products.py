@@ -68,23 +68,24 @@ def _convolution(
     batched = x if x.ndim == weight.ndim else x[None]
     letters = "DHW"[-space:]
     layout = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+
+    def forward(image: jax.Array) -> jax.Array:
+        # Of a transposed one, what is added to its end has no place in the input.
+        pads = [(p, p - e) for p, e in zip(padding, extra, strict=True)]
+        return lax.conv_general_dilated(image, weight, stride, pads, None, dilation, layout, groups)
+
     if transposed:
-        # The gradient of a convolution: input spread by the stride, filter reversed, and its
-        # channels swapped within each group.
-        own = jnp.flip(weight, tuple(range(2, weight.ndim)))
-        inputs, outputs = own.shape[:2]
-        own = own.reshape(groups, inputs // groups, outputs, *own.shape[2:])
-        own = jnp.swapaxes(own, 1, 2).reshape(groups * outputs, inputs // groups, *own.shape[3:])
-        reach = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        pads = [(r - p, r - p + e) for r, p, e in zip(reach, padding, extra, strict=True)]
-        found = lax.conv_general_dilated(
-            batched, own, (1,) * space, pads, stride, dilation, layout, groups
-        )
+        # The gradient of a convolution for its input, in the form that XLA knows for one.
+        reach = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        sides = [
+            (n - 1) * s - 2 * p + r + e
+            for n, s, p, r, e in zip(batched.shape[2:], stride, padding, reach, extra, strict=True)
+        ]
+        outer = (batched.shape[0], weight.shape[1] * groups, *sides)
+        image = jax.ShapeDtypeStruct(outer, batched.dtype)
+        (found,) = jax.linear_transpose(forward, image)(batched)
     else:
-        pads = [(p, p) for p in padding]
-        found = lax.conv_general_dilated(
-            batched, weight, stride, pads, None, dilation, layout, groups
-        )
+        found = forward(batched)
     if bias is not None:
         found = found + bias.reshape((-1,) + (1,) * space)
     return found if x.ndim == weight.ndim else found[0]

@@ -233,6 +233,9 @@ enter(
         "permute permute_copy": jnp.transpose,
         "repeat": jnp.tile,
         "flip": jnp.flip,
+        "roll": lambda x, shifts, dims=(): jnp.roll(
+            x, tuple(shifts) if dims else shifts[0], tuple(dims) or None
+        ),
         "diagonal": jnp.diagonal,
         "split_with_sizes": lambda x, sizes, dim=0: jnp.split(
             x, np.cumsum(sizes)[:-1].tolist(), dim

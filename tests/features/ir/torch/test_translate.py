@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
 from opcast.common.errors import ProgramError  # noqa: E402
+from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.platforms import Platform  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, as_torch_program, export, jax_dtype  # noqa: E402  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
+from opcast.features.lowering.lower import lower  # noqa: E402
 
 from ....support import torch_user_models  # noqa: E402
 from ....support.torch_models import GPT, examples  # noqa: E402
@@ -188,7 +190,7 @@ FUNCTIONS = {
     "instance_norm": lambda x: F.instance_norm(x),
     "shuffle": lambda x: F.pixel_shuffle(torch.cat([x, x, x, x], 1), 2),
     "glu": lambda x: F.glu(x, 2),
-    "roll": lambda x: torch.roll(x, (1, -2), (0, 3)),
+    "roll": lambda x: torch.roll(x, (1, -2), (0, 3)) + torch.roll(x, 5),
     "unfold": lambda x: torch.stack(x.unbind(1), 2).flip(0).tril(),
     "windows": lambda x: x.unfold(-1, 3, 2),
     "corners": lambda x: F.interpolate(x, (5, 13), mode="bilinear", align_corners=True),
@@ -267,6 +269,7 @@ def test_row_operators(name):
         torch.nn.Conv2d(3, 4, (3, 1), dilation=(2, 1), padding="same"),
         torch.nn.ConvTranspose2d(3, 4, 3, 2, 1, output_padding=1),
         torch.nn.ConvTranspose2d(3, 6, 4, 2, 1, groups=3),
+        torch.nn.ConvTranspose2d(3, 4, 3, 1, 1, output_padding=1, dilation=2),
     ],
 )
 def test_convolutions(layer):
@@ -293,6 +296,25 @@ def test_attention_with_groups_and_masks(causal, groups):
     # Each query sees a key.
     seen = (mask > 0) | torch.eye(6, dtype=torch.bool)
     agree(Function(lambda a, b, c: attend(a, b, c, seen, enable_gqa=True)), q, k, v)
+
+
+def kernels_of(module, *inputs):
+    """Kernels of an H100 by the rules of ``fused``."""
+    device = find_device("h100-sxm")
+    source = read_program(TorchProgram(module, inputs), platform=Platform("cuda", 90))
+    return lower(source, "fused", device=device).kernels
+
+
+def test_forms_that_xla_knows_are_kept():
+    # A transposed convolution is the gradient of one, not one of an image padded with zeros of four
+    # times the work: each of 8 x 8 positions of 16 channels meets 4 x 4 taps of 8 channels.
+    layer = torch.nn.ConvTranspose2d(16, 8, 4, 2, 1, bias=False).bfloat16()
+    image = torch.zeros(2, 16, 8, 8, dtype=torch.bfloat16)
+    (conv,) = (k for k in kernels_of(layer, image) if k.kind == "conv")
+    assert conv.flops <= 2 * 2 * 8 * 8 * 16 * 16 * 8
+    # Windows of Swin are turned round by two slices, without an index.
+    turned = kernels_of(Function(lambda x: torch.roll(x, 3, 1)), torch.zeros(64, 64))
+    assert [k.kind for k in turned] == ["copy"]
 
 
 def targets(source):
