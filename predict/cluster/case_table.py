@@ -5,9 +5,11 @@ A row is a case, such as a training step or an engine under a load, with what wa
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +20,13 @@ from ...common.files import own_data
 from ...common.measured import check_measured
 from ...simulate.step.workload import Workload
 
+logger = logging.getLogger(__name__)
+
 #: What a rule of opcast may raise on sizes that it was not made for.
 FAULTS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError)
+#: How alike (of 1) a column is to the one that it may be a misspelling of; the default of
+#: ``difflib``, 0.6, takes ``isl`` for ``osl``, 0.8 a ``network_note`` for ``network_scope``.
+_CLOSE = 0.82
 #: Columns of models' sizes: fields of a workload that are numbers or flags.
 SIZES = {f.name: str(f.type) for f in fields(Workload) if f.type != "str" and f.name != "batch"}
 
@@ -90,14 +97,38 @@ def read_rows(
     """
     rows: list[Row | None] = []
     reasons = []
+    asked: set[str] = set()
     for record in table.to_dict("records"):
         try:
-            rows.append(read({str(k): v for k, v in record.items()}))
+            rows.append(read(_Record({str(k): v for k, v in record.items()}, asked)))
             reasons.append("")
         except (OpcastError, *FAULTS) as error:
             rows.append(None)
             reasons.append(reason_of(error))
+    for column, meant in _misspelt(map(str, table), asked).items():
+        logger.warning("column %r is not read: is it %r, which the table lacks?", column, meant)
     return rows, reasons
+
+
+class _Record(dict[str, object]):
+    """A row that notes which columns are asked for."""
+
+    def __init__(self, cells: Mapping[str, object], asked: set[str]) -> None:
+        super().__init__(cells)
+        self._asked = asked
+
+    def get(self, name: str, default: object = None) -> object:
+        """The cell of a column, or the default."""
+        self._asked.add(name)
+        return super().get(name, default)
+
+
+def _misspelt(columns: Iterable[str], asked: Collection[str]) -> dict[str, str]:
+    """Columns that nothing asked for, by what they are close to that was asked for in vain."""
+    own = set(columns)
+    lacking = sorted(set(asked) - own)
+    close = {name: get_close_matches(name, lacking, 1, _CLOSE) for name in sorted(own - set(asked))}
+    return {name: found[0] for name, found in close.items() if found}
 
 
 def reason_of(error: Exception) -> str:
@@ -114,10 +145,10 @@ class Cells:
     """
 
     def __init__(self, row: Mapping[str, object]) -> None:
-        self._row = row
+        self._row, self._mended = row, dict[str, object]()
         for fault in case_data()["mended"]:
             if all(re.search(own, self.text(name)) for name, own in fault["rows"].items()):
-                self._row = {**self._row, **{k: self._meant(v) for k, v in fault["cells"].items()}}
+                self._mended |= {k: self._meant(v) for k, v in fault["cells"].items()}
 
     def _meant(self, cell: object) -> object:
         """What stands for a cell: itself, or the cell of the column that it names."""
@@ -125,7 +156,7 @@ class Cells:
         return self._value(str(cell)[1:]) if named else cell
 
     def _value(self, name: str) -> object | None:
-        value = self._row.get(name)
+        value = self._mended.get(name, self._row.get(name))
         return None if value is None or value != value or value == "" else value
 
     def text(self, name: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 
-from opcast.predict.cluster.case_table import Cells, noted_share, noted_sizes
+from opcast.predict.cluster.case_table import Cells, noted_share, noted_sizes, read_rows
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,22 @@ def test_shares_of_notes(name: str, note: str, share: float | None) -> None:
 def test_any_size_of_a_workload_may_be_a_column() -> None:
     cells = Cells({"window": 128.0, "window_share": 0.5, "gated": "yes", "layers": "", "note": "x"})
     assert cells.sizes() == {"window": 128, "window_share": 0.5, "gated": True}
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (["id", "glob_batch"], "'glob_batch' is not read: is it 'global_batch'"),
+        # What the table has is not misspelt, and what is like nothing says something else.
+        (["id", "global_batch", "glob_batch"], ""),
+        (["id", "network_note", "url"], ""),
+    ],
+)
+def test_a_misspelt_column_is_told(columns: list[str], said: str, caplog) -> None:
+    def read(row: object) -> float:
+        cell = Cells(row)
+        return cell.count("global_batch", 1) + cell.count("network_scope", 0)
+
+    table = pd.DataFrame([[8] * len(columns)], columns=columns)
+    assert read_rows(table, read) == ([8 if "global_batch" in columns else 1], [""])
+    assert said in caplog.text and bool(caplog.text) == bool(said)
