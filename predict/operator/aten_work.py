@@ -57,6 +57,8 @@ _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
 #: Passes of the gradient of a layer norm beside those of the norm itself: one for the input's, one
 #: for the weights' (as in published op graphs, predict/published/opgraph.py).
 _NORM_BACKWARD = 2
+#: Products whose time follows from which values of a matrix there are, which nobody says.
+_SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
 #: Operators that are priced by the passes of a radix sort.
 SORTS = ("aten.sort", "aten.topk")
 #: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
@@ -160,7 +162,7 @@ def moving(name: str, dtype: str, moved: float, **where: Any) -> AtenKernel:
 
 
 def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
-    """Refuse factorisations and solvers, whose time is not that of a pass over their matrices.
+    """Refuse factorisations, solvers and products of sparse matrices, which are no passes.
 
     Products that PyTorch has no kernel for on the device are refused too.
 
@@ -169,7 +171,7 @@ def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
     """
     check_formats(calls, spec)
     for call in calls:
-        if is_solver(call.name):
+        if is_solver(call.name) or call.name in _SPARSE:
             place = call.place
             raise ProgramError(
                 f"the time of {call.name} (linear algebra) is not known for PyTorch's kernels",

@@ -193,6 +193,13 @@ def test_linear_algebra_is_refused_with_its_line(function, framework):
     assert "test_torch_framework.py:" in str(raised.value)
 
 
+def test_products_of_sparse_matrices_are_refused():
+    # Their time follows from which values there are.
+    sparse = torch.eye(64).to_sparse()
+    with pytest.raises(ProgramError, match=r"of aten[.]_sparse_addmm"):
+        predict(torch.sparse.mm, sparse, torch.eye(64), device="l4", framework="torch-eager")
+
+
 def test_sorts_take_a_pass_for_each_byte_of_their_keys():
     recording = record(meta(Called(lambda x: torch.sort(x)), (64, 4096)))
     # Four passes that read and write 4 bytes of a value and 8 of its index.
