@@ -35,6 +35,10 @@ TORCH_NOTE = (
     "a PyTorch program as XLA would run it, translated to JAX: the kernels are XLA's; for "
     "those of PyTorch itself: --framework torch-eager or torch-compiled (in Python framework=…)"
 )
+#: What it says more of a training step with activation checkpointing.
+RECOMPUTES_NOTE = (
+    "; activation checkpointing is not translated: memory is that of a step that keeps everything"
+)
 #: As BYTECODE_MAGIC in jax_compat.py, which imports JAX.
 _BYTECODE = b"ML\xefR"
 # Comments of both languages before the program; ``#map = …`` is an alias of MLIR, no comment.
@@ -328,7 +332,7 @@ def _from_torch(
 
     def made(other: Platform | None) -> SourceProgram:
         source = _from_call(translated.call(), trip_counts, other)
-        source.note = TORCH_NOTE
+        source.note = TORCH_NOTE + RECOMPUTES_NOTE * translated.recomputes
         source._remake = made
         return source
 

@@ -8,7 +8,6 @@ optimiser's update, so that the backward pass is autograd's own, not a rule abou
 from __future__ import annotations
 
 import logging
-import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,14 +45,11 @@ from .record import (
     watching,
 )
 from .recurrent import GATES, recurrent
-from .translate import place_of
+from .translate import is_checkpointed, place_of
 
 if TYPE_CHECKING:
     import torch
 
-#: Matches the line of a user's model that calls ``torch.utils.checkpoint`` or a wrapper of it. An
-#: export has what is computed there, but not that it is computed again.
-_CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Arguments of ``scaled_dot_product_attention`` in order.
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
@@ -270,7 +266,7 @@ def _runner(module: torch.fx.GraphModule, log: Recorder) -> torch.fx.Interpreter
                 return super().run_node(node)
             place = place_of(node)
             log.place = place if place != Place() else log.place
-            log.again = bool(_CHECKPOINT.search(node.meta.get("stack_trace") or ""))
+            log.again = is_checkpointed(node)
             found = super().run_node(node)
             for tensor in torch.utils._pytree.tree_leaves(found):
                 _mark(getattr(tensor, "grad_fn", None), log.place)

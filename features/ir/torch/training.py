@@ -12,7 +12,7 @@ import optax
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
 from .program import RULES, Exported, Loss, TorchProgram, check_loss, export, jax_dtype
-from .translate import Forward
+from .translate import Forward, is_checkpointed
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,12 @@ class Translated:
     def __init__(self, program: TorchProgram) -> None:
         self._program = program
         self.forward = Forward(export(program))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether PyTorch computes parts again for its gradients, which the function does not."""
+        nodes = self.forward.graph.graph.nodes
+        return bool(self._program.train) and any(map(is_checkpointed, nodes))
 
     def call(self) -> FunctionCall:
         """The function with its (abstract) arguments; a new one each time.

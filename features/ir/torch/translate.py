@@ -30,6 +30,9 @@ for _own in ("features/ir", "predict", "cli", "__main__.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
 _MODULES = (products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+#: Matches the line of a user's model that calls ``torch.utils.checkpoint`` or a wrapper of it. An
+#: export has what is computed there, but not that it is computed again.
+_CHECKPOINT = re.compile(r"checkpoint\w*\(")
 #: Arguments that place a tensor in PyTorch and mean nothing in JAX.
 _PLACEMENT = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "generator")
 
@@ -48,6 +51,11 @@ def place_of(node: torch.fx.Node) -> Place:
         names.append(path.removeprefix(before).lstrip(".") if path else text.rpartition(".")[2])
         before = path
     return Place(file, int(line), "/".join(n for n in names if n))
+
+
+def is_checkpointed(node: torch.fx.Node) -> bool:
+    """Whether activation checkpointing computes a node of an FX graph again."""
+    return bool(_CHECKPOINT.search(node.meta.get("stack_trace") or ""))
 
 
 def _through(function: Callable[..., Result], *args: object, **kwargs: object) -> Result:

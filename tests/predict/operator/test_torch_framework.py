@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from opcast.common.errors import DeviceError, OpcastError, ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.reader import read_program  # noqa: E402
 from opcast.features.ir.torch.called import with_batch  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, export  # noqa: E402
 from opcast.features.ir.torch.record import AttentionUse  # noqa: E402
@@ -825,3 +826,7 @@ def test_checkpointed_regions_are_computed_again():
     assert compiled.count("addmm") == 3 and sum("gelu" in name.split("+") for name in compiled) == 2
     forward = record(TorchProgram(Saving(), (torch.zeros(4, 16),)))
     assert sum(w.name == "addmm" for w in works(forward.calls)) == 2
+    # XLA's step keeps everything, and says so; without a backward pass nothing is kept.
+    for own, told in (({"train": "sgd", "loss": "sum"}, True), ({}, False)):
+        step = read_program(TorchProgram(Saving(), (torch.zeros(4, 16),), **own))
+        assert ("checkpointing is not translated" in step.note) is told
