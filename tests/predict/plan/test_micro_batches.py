@@ -90,7 +90,7 @@ def run(program):
     "change",
     [
         later(Change(0, 2)),
-        Change(0, PARTS),
+        later(Change(0, PARTS)),
         later(Change(0, 8)),
         Change(2, PARTS),
         later(Change(2)),

@@ -109,7 +109,7 @@ STAGED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute: nine ways are screened
 def test_the_order_of_pipelines_is_that_of_simulate(tmp_path):
     cluster = find_cluster("dgx-h100-x16")
     sizes = {**ZOO, "layers": 4, "batch": 64}

@@ -153,6 +153,7 @@ def goes_on(command, folder, here):
     return kept
 
 
+@pytest.mark.exhaustive  # compiles in three processes
 def test_ctrl_c_keeps_what_is_compiled(program, here, tmp_path):
     command = command_of(tmp_path, program)
     assert stopped(command, tmp_path, signal.SIGINT) == 130
