@@ -99,8 +99,6 @@ def load_operators(
 ) -> OpModel | None:
     """Load a model of library operators; ``None`` for ``roofline``.
 
-    A folder is read once, and again only if it was written since.
-
     Args:
         model: Name or folder; ``default`` is the one that ships.
         only: Families to read, which takes less time; all by default.
@@ -110,12 +108,25 @@ def load_operators(
     """
     if str(model) == "roofline":
         return None
-    folder = find_model(OPERATOR_MODEL if str(model) == "default" else model).absolute()
+    return read_operators(find_model(OPERATOR_MODEL if str(model) == "default" else model), only)
+
+
+def read_operators(folder: Path, only: Sequence[str] | None = None) -> OpModel:
+    """Read a model of library operators from its folder, again only if that was written since.
+
+    Args:
+        folder: Of the model.
+        only: Families to read, which takes less time; all by default.
+
+    Raises:
+        ModelError: The folder is damaged, or holds a model of another kind.
+    """
+    folder = folder.absolute()
     # Whoever asks may calibrate it, and describe devices to it.
     return _read(folder, file_stamp(folder / MANIFEST), only and tuple(only)).own()
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _read(folder: Path, stamp: object, only: tuple[str, ...] | None) -> OpModel:
     from ..models.operators import OpModel
 

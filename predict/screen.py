@@ -26,7 +26,6 @@ from ..models.tiles.rows import FLAGS, SIZES
 from ..models.trust.calibrator import NORMAL_90
 
 if TYPE_CHECKING:
-    from ..models.operators import OpModel
     from ..simulate.step.workload import Workload
     from .cluster.step import StepPredictor
 
@@ -282,6 +281,7 @@ def _rows(
 def _operators(asked: Sequence[JsonObject]) -> list[Screened]:
     from ..features.operators.query import OTHER_LIBRARIES, parse_op
     from .devices import resolve_device
+    from .locate import OPERATOR_MODEL, find_model, read_operators
 
     specs = {name: resolve_device(name, {}) for name in {str(own["device"]) for own in asked}}
     rows = []
@@ -289,20 +289,12 @@ def _operators(asked: Sequence[JsonObject]) -> list[Screened]:
         spec = specs[str(own["device"])]
         vendor = spec.vendor if spec.vendor in OTHER_LIBRARIES else ""
         rows.append({**parse_op(str(own["op"]), vendor), "device": spec.name})
-    model = _operator_model(frozenset(str(row["key"]) for row in rows))
+    keys = sorted({str(row["key"]) for row in rows})
+    model = read_operators(find_model(OPERATOR_MODEL), keys)
     # A device of the model keeps its own description.
     model.described.update((s.name, s) for s in specs.values() if s.name not in model.devices)
     said = model.predict(pd.DataFrame(rows))
     return _rows(said.latency, said.lo, said.hi, said.scope.tolist())
-
-
-@lru_cache(maxsize=8)
-def _operator_model(keys: frozenset[str]) -> OpModel:
-    """The shipped model with some families."""
-    from ..models.operators import OpModel
-    from .locate import OPERATOR_MODEL, find_model
-
-    return OpModel.load(find_model(OPERATOR_MODEL), only=sorted(keys))
 
 
 def _tiles(asked: Sequence[JsonObject]) -> list[Screened]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from ...features.operators.query import OTHER_LIBRARIES, parse_op
 from ...models.core.store import read_manifest
 from ...models.power.law import Work, board_law, cap_share, capped
 from ..devices import generation_note, resolve_device
-from ..locate import OPERATOR_MODEL, find_model, is_untrained, model_stamp
+from ..locate import OPERATOR_MODEL, find_model, is_untrained, read_operators
 from .case import OperatorCase
 
 if TYPE_CHECKING:
@@ -136,12 +135,13 @@ def asked_operator(case: OperatorCase) -> tuple[JsonObject, OpModel, DeviceSpec]
     row = parse_op(case.op)
     _check_named(case.device)
     folder = _folder(case.model)
-    bundle = _loaded(folder, row["key"])
+    # Only the family asked for: the others would take most of the loading time.
+    bundle = read_operators(folder, [row["key"]])
     # The description that the model was trained with comes before the catalogue's.
     spec = resolve_device(case.device, bundle.devices)
     if spec.vendor in OTHER_LIBRARIES:
         own = parse_op(case.op, spec.vendor)
-        other = _loaded(folder, own["key"])
+        other = read_operators(folder, [own["key"]])
         if own["key"] in other.families:
             row, bundle = own, other
     _check_family(bundle, row["key"], case.model, folder)
@@ -278,19 +278,6 @@ def _folder(model: str | Path) -> Path:
             hint="leave --model out, or give the folder of a model of operators",
         )
     return find_model(OPERATOR_MODEL if str(model) == "default" else model)
-
-
-def _loaded(folder: Path, key: str) -> OpModel:
-    """A family of a model; read again only if the folder was written since."""
-    return _read(folder, key, model_stamp(folder))
-
-
-@lru_cache(maxsize=32)
-def _read(folder: Path, key: str, stamp: tuple[object, ...]) -> OpModel:
-    from ...models.operators import OpModel
-
-    # Only the family asked for: the others would take most of the loading time.
-    return OpModel.load(folder, only=[key])
 
 
 def _check_family(bundle: OpModel, key: str, model: str | Path, folder: Path) -> None:
