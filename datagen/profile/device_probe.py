@@ -55,11 +55,9 @@ _SLOW_SECONDS = 0.1
 _REPEATS = 7
 #: Approximate resolution of the profiler's clock, in seconds; a floor of 0 would divide by zero.
 _MIN_FLOOR = 1e-7
-#: Seconds that a probe of all sizes and types takes on a slow machine.
-PROBE_S = 35.0
 
 
-def probe_device(budget_s: float = PROBE_S) -> DeviceSpec:
+def probe_device(budget_s: float) -> DeviceSpec:
     """Measure JAX's default device.
 
     Args:

@@ -27,7 +27,6 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.identity import compare_ceilings, is_measured
 from ..dataset_folder import RunWriter, done_programs, run_records
 from .anchors import DISTURBED, AnchorLog
-from .device_probe import PROBE_S
 from .plan import Item, Plan, ProfileResult, ProfileSettings
 from .worker import has_nvidia_gpu
 from .worker_client import Measurer
@@ -42,6 +41,8 @@ _INSTALL = {
     "tpu": 'pip install "jax[tpu]" on a TPU machine',
     "cpu": "set JAX_PLATFORMS=cpu",
 }
+#: Seconds that a probe of all sizes and types takes on a slow machine.
+_PROBE_S = 35.0
 #: Pauses between looks at the anchors while the machine is disturbed: most disturbances are short.
 _PAUSES_S = (2.0, 5.0, 10.0, 20.0)
 #: Failures without any success after which a run gives up: not the programs, but the installation
@@ -134,7 +135,7 @@ class ProfileRun:
             device = self._device_spec or self._known_device(host["device_name"])
             if device is None:
                 # A run of seconds does not probe for longer than it measures.
-                seconds = min(PROBE_S, self._budget_s or PROBE_S)
+                seconds = min(_PROBE_S, self._budget_s or _PROBE_S)
                 probe = self._measurer.client.ask("probe", seconds=seconds)
                 device = DeviceSpec.from_dict(probe["device"])
             self._resume(device)

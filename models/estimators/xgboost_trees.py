@@ -333,7 +333,7 @@ def expand(data: bytes) -> bytes:
     return booster
 
 
-#: All that ship, which take 0.3 GB.
+# All that ship, which take 0.3 GB.
 @lru_cache(maxsize=64)
 def saved_trees(data: bytes, *, small: bool, threads: int = 1) -> BoostedTrees:
     """Trees of a saved booster, read when they are first asked.
