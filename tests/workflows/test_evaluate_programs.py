@@ -19,6 +19,8 @@ from opcast.predict.program.case import program_text
 from opcast.predict.program.predictor import load_for_programs
 from opcast.workflows.evaluate_programs import judge_programs, predict_programs, read_table
 
+from ..support.cases import later
+
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 PROGRAMS, REGIONS = PACK / "published-programs", PACK / "published-regions"
 HLO = """HloModule m, num_partitions={partitions}, replica_count=1
@@ -195,7 +197,7 @@ def part(table: pd.DataFrame, pack: Path, folder: Path) -> None:
 
 @pytest.mark.skipif(not REGIONS.is_dir(), reason=f"no published regions at {REGIONS}")
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [5, later(1)])
 def test_published_regions_are_within_a_ninth(every: int, tmp_path: Path) -> None:
     part(read_table(REGIONS).iloc[::every], REGIONS, tmp_path)
     frame = predict_programs(tmp_path, load_for_programs("default"), "fused", on_stream=True)
@@ -229,7 +231,7 @@ def test_a_user_gets_the_numbers_of_the_table(folder: Path, on_stream: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [40, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [40, later(10)])
 @pytest.mark.parametrize(("pack", "flags"), [(PROGRAMS, []), (REGIONS, ["--on-stream"])])
 def test_a_user_gets_the_numbers_of_published_tables(
     pack: Path, flags: list[str], every: int, tmp_path: Path

@@ -43,6 +43,8 @@ from opcast.workflows.serving.train import (
     train_serving,
 )
 
+from ..support.cases import later
+
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-serving" / "serving.csv.gz"
 published = pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")
@@ -396,7 +398,7 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 
 @published
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [8, later(24)])
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path, count: int) -> None:
     asked = read_cases(TABLE, "serving").sample(count, random_state=0).reset_index(drop=True)
     rows = read_rows(asked, partial(serving_row, folder=TABLE.parent))[0]
@@ -407,7 +409,7 @@ def test_the_command_gives_the_number_of_published_rows(tmp_path: Path, count: i
 
 
 @published
-@pytest.mark.parametrize("every", [240, pytest.param(60, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [240, later(60)])
 def test_the_shipped_model_on_published_runs(every: int) -> None:
     own = read_cases(TABLE, "serving").iloc[::every].reset_index(drop=True)
     frame, judged, _ = evaluate_serving(

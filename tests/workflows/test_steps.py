@@ -28,6 +28,8 @@ from opcast.workflows.judging import choice
 from opcast.workflows.steps import PARTS, SAME, evaluate_steps, judge, judge_memory
 from opcast.workflows.train_steps import train_steps
 
+from ..support.cases import later
+
 PACK = Path(os.environ.get("OPCAST_PUBLISHED_DATA", Path(__file__).parents[3] / "shared/data"))
 TABLE = PACK / "published-steps" / "steps.csv.gz"
 published = pytest.mark.skipif(not TABLE.is_file(), reason=f"no published steps at {TABLE}")
@@ -296,7 +298,7 @@ def test_options_of_other_tables_are_refused(tmp_path: Path) -> None:
 
 @published
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [40, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [40, later(10)])
 def test_every_published_step_is_expressed_and_most_are_inside(every: int) -> None:
     asked = read_cases(TABLE, "steps")
     # So many of each source, and one of the small ones.
@@ -359,7 +361,7 @@ def test_the_command_gives_the_number_of_a_table(tmp_path: Path) -> None:
 
 
 @published
-@pytest.mark.parametrize("count", [10, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [10, later(30)])
 def test_the_command_gives_the_number_of_published_rows(tmp_path: Path, count: int) -> None:
     asked = read_cases(TABLE, "steps").sample(count, random_state=0).reset_index(drop=True)
     plain = [row is not None and can_be_typed(row) for row in read_rows(asked, step_row)[0]]

@@ -19,6 +19,8 @@ from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.xla_collectives import optimise_collectives
 from opcast.simulate.program.nodes import combine_all, program_nodes
 
+from ...support.cases import later
+
 HEAD = """HloModule m, num_partitions=4
 
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -176,9 +178,7 @@ def collectives(kernels: list, scheduled: bool) -> dict[tuple[str, int], tuple[f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", ["fsdp=4", pytest.param("dp=2,tp=2", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("mesh", ["fsdp=4", later("dp=2,tp=2")])
 def test_collectives_are_those_of_the_compiler(tmp_path, mesh: str) -> None:
     from opcast.datagen.partition.workload import export_partitioned
 

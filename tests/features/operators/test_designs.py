@@ -10,6 +10,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.rates import RATES
 from opcast.features.operators import FAMILIES, op_features
 
+from ...support.cases import later
 from ...support.designs import designs, linked, operators
 
 #: One per cent more of a rate moves no time by more than this, and a doubled rate slows nothing
@@ -60,7 +61,7 @@ def test_one_per_cent_of_a_rate_is_no_cliff():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", (1, pytest.param(3, marks=pytest.mark.exhaustive)))
+@pytest.mark.parametrize("seed", (1, later(3)))
 def test_one_per_cent_of_a_rate_is_no_cliff_for_many(seed):
     check(seed, chips=28, count=40)
 

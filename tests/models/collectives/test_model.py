@@ -12,6 +12,8 @@ from opcast.models.collectives.model import CollectiveModel, fit_collectives, le
 from opcast.models.collectives.study import held_out_rows, naive_ring_us, study, summary
 from opcast.models.collectives.table import collective_table, device_rows
 
+from ...support.cases import later
+
 DEVICES = {
     "fast": Links(link=400e9, host=32e9, inter_node=25e9, memory=2e12, architecture="A"),
     "faster": Links(link=800e9, host=64e9, inter_node=50e9, memory=4e12, architecture="B"),
@@ -187,7 +189,7 @@ def published():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unseen", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("unseen", [False, later(True)])
 def test_published_collectives_beat_the_plain_ring(unseen):
     folder = published()
     if not (folder / "published-tensor-core").is_dir():

@@ -26,7 +26,7 @@ from opcast.predict.operator.predict import explain_operator, predict_op
 from opcast.predict.program.predictor import load
 from opcast.workflows.reports.device_rows import build_program
 
-from ...support.cases import every
+from ...support.cases import every, later
 from ...support.designs import BASES, designs, linked, operators
 
 #: As for the physics (tests/features/operators/test_designs.py).
@@ -145,7 +145,7 @@ def test_no_rate_changes_what_a_chip_starts_from():
     "program",
     [
         "mlp batch=512 features=512 width=512 layers=2 mode=train",
-        pytest.param("resnet depth=18 batch=2", marks=pytest.mark.exhaustive),
+        later("resnet depth=18 batch=2"),
     ],
 )
 def test_programs_on_random_designs(program):

@@ -26,6 +26,8 @@ from opcast.models.gpu.operator_library import Operators
 from opcast.predict.program.predictor import load
 from opcast.workflows.reports.device_rows import build_program
 
+from ...support.cases import later
+
 AXES = {"cores": "core_count", "clock": "boost_mhz", "bandwidth": "hbm_bandwidth_gbps",
         "l2": "l2_mb"}  # fmt: skip
 ALL = "+".join(AXES)
@@ -79,9 +81,7 @@ def chips(names: list[str]) -> dict[str, DeviceSpec]:
     return found | {chip.name: chip for chip in made}
 
 
-@pytest.fixture(
-    scope="module", params=["architectures", pytest.param("all", marks=pytest.mark.exhaustive)]
-)
+@pytest.fixture(scope="module", params=["architectures", later("all")])
 def gpus(request: pytest.FixtureRequest) -> dict[str, DeviceSpec]:
     """One of each architecture, or all of the catalogue, and their larger ones."""
     names = [n for n in device_names() if find_device(n).platform == "gpu"]

@@ -28,6 +28,7 @@ from opcast.models.simulators.iree import IreeEstimator
 from opcast.models.simulators.scalesim import ScaleSimEstimator
 from opcast.models.simulators.zigzag import ZigZagEstimator
 
+from ...support.cases import later
 from .recorded import DATA, RECORDING, Recorded, ReplayedTool
 
 V3 = find_device("tpu-v3")
@@ -307,8 +308,8 @@ def test_precision_multiplies_the_passes() -> None:
     "shape",
     [
         (1, 128, 32, 64),
-        pytest.param((1, 64, 64, 64), marks=pytest.mark.exhaustive),
-        pytest.param((4, 32, 32, 32), marks=pytest.mark.exhaustive),
+        later((1, 64, 64, 64)),
+        later((4, 32, 32, 32)),
     ],
 )
 def test_the_driver_agrees_with_stock_zigzag(

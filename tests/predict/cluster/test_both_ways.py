@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 
+from ...support.cases import later
+
 SIZES = {"layers": 8, "heads": 16, "kv_heads": 16, "vocab": 32000, "seq": 2048, "batch": 16}
 
 
@@ -29,9 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cluster", ["h100-sxm-x8", pytest.param("a100-sxm-80gb-x8", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("cluster", ["h100-sxm-x8", later("a100-sxm-80gb-x8")])
 def test_a_plan_and_a_partitioned_program_of_a_decoder_agree(program: Path, cluster: str) -> None:
     placed = run("predict", program, "--cluster", cluster, "--lowering", "fused", "--json")
     sizes = {**SIZES, "d_model": 2048, "d_ff": 5632, "attention": "naive"}

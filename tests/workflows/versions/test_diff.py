@@ -179,6 +179,7 @@ def test_what_cannot_be_predicted_hides_no_other_program(repository, tmp_path):
     assert "| step.py:step | h100-sxm |" in done.stdout and "no kernel differs" in done.stdout
     data = json.loads(opcast(*words, "--json", cwd=repository).stdout)
     assert not data["passes"] and "no function" in data["results"][0]["error"]
+    assert not any(own["excess"] for own in data["results"][2:])
     step.write_text(STEP)
 
 
