@@ -174,6 +174,7 @@ def _fewest(predictor: ServingPredictor, base: Deployment, devices: int, load: L
             workers = Workers(plan)
             own = predictor.own(replace(base, engine=workers, prefill=None))
             try:
+                check_blocks(own)
                 if engine_cache(own, workers).share_of(longest) * plan.dp <= 1.0:
                     return count
             except OpcastError:

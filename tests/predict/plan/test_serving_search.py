@@ -174,6 +174,13 @@ def test_an_slo_that_none_keeps_and_models_that_do_not_fit() -> None:
     assert told == pytest.approx(missing / 2**30, abs=0.2)
     # 152 GiB of weights take more than two devices of 80 that keep some for themselves, four do.
     assert refused.fewest == 4 and refused.to_dict()["fewest_devices"] == 4
+    # 686 GiB in fp8 take more than a pipeline of eight, and vLLM cuts no feed-forward of 1025
+    # blocks of 128 columns, so that no engine holds them.
+    odd = replace(DENSE, layers=900, d_ff=1025 * 128)
+    blocks = replace(large, model=ServedModel(odd, weights="fp8", block=128), framework="vllm")
+    assert search(predictor(), blocks, 1, SPEC, Slo(), apart=False).fewest == 0
+    even = replace(blocks, model=replace(blocks.model, workload=replace(odd, d_ff=1024 * 128)))
+    assert search(predictor(), even, 1, SPEC, Slo(), apart=False).fewest == 16
 
 
 def test_an_interrupt_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
