@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from ...common.errors import ProfileError
-from ...features.ir.program import NUMPY_NAMES, TensorType
+from ...features.ir.program import NUMPY_NAMES, PARTS, TensorType
 
 Kind = Literal["normal", "uniform", "integer", "spd", "triangular"]
 
@@ -64,7 +64,7 @@ class Arg:
         if self.kind in ("spd", "triangular"):
             return self._matrices(rng)
         block = self._values(rng, min(count, _BLOCK))
-        if self.dtype == "c64":
+        if self.dtype in PARTS:
             block = block + 1j * self._values(rng, min(count, _BLOCK))
         return np.resize(block.astype(numpy_dtype(self.dtype)), self.shape)
 
@@ -132,21 +132,17 @@ def random_arguments(types: Sequence[TensorType], seed: int = 0) -> list[np.ndar
 
 
 def _one(type_: TensorType, rng: np.random.Generator) -> np.ndarray:
-    dtype, shape = type_.dtype, type_.shape
-    if dtype == "pred":
-        return rng.integers(0, 2, shape).astype(bool)
-    if dtype in ("c64", "c128"):
-        values = rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
-        return np.asarray(values, np.complex64 if dtype == "c64" else np.complex128)
+    dtype = type_.dtype
     if dtype not in NUMPY_NAMES:
         raise ProfileError(
             f"an argument of type {dtype} cannot be made up", hint="give the arguments yourself"
         )
-    target = numpy_dtype(dtype)
+    if dtype == "pred":
+        return Arg(type_.shape, dtype, "integer", 0, 2).draw(rng)
     if dtype[0] in "su":
         # The narrowest types hold less than the limit.
         top = min(INTEGER_LIMIT, 2 ** (int(dtype[1:]) - 1))
-        return rng.integers(0, top, shape).astype(target)
+        return Arg(type_.shape, dtype, "integer", 0, top).draw(rng)
     # Of the size of weights: chains of products neither overflow 16-bit types nor become denormal,
     # which would change their speed on a CPU.
-    return (rng.standard_normal(shape, np.float32) * 0.1).astype(target)
+    return Arg(type_.shape, dtype, high=1.0 if dtype in PARTS else 0.1).draw(rng)

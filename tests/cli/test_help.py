@@ -73,7 +73,7 @@ def test_examples_run_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OPCAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OPCAST_MLRUNS", str(tmp_path / "mlruns"))
     whole = Dataset.load(COMMITTED)
-    few = whole.frame[whole.frame["level"] != "program"].sample(1500, random_state=0)
+    few = whole.frame[whole.frame["level"] != "program"].sample(500, random_state=0)
     Dataset(few.reset_index(drop=True), whole.runs).save(tmp_path / "data")
     for _, entry in with_examples():
         for example in entry.examples:

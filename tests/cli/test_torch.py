@@ -67,6 +67,7 @@ def test_a_training_step_of_a_pt2_file(folder):
     assert not [f for f in files if "/typer/" in f or f.endswith("/opcast")]
 
 
+@pytest.mark.exhaustive  # PyTorch in a process of its own
 def test_no_line_of_the_command_stands_for_the_optimiser(folder):
     program = f"{folder / 'net.py'}:model"
     words = ("--device", "rtx4090", "--train", "adamw", "--loss", "sum", "--lowering", "fused")

@@ -207,6 +207,7 @@ def among_fastest(kept: pd.DataFrame, model: TileModel, by: str) -> tuple[np.nda
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the tiles' model is trained three times
 def test_what_is_not_worth_measuring_is_not(tiles):
     kept, _, model = tiles
     likely, true = among_fastest(kept, model, "shapes")
@@ -218,6 +219,7 @@ def test_what_is_not_worth_measuring_is_not(tiles):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # as above
 def test_of_the_best_hundredth_most_survive_when_nineteen_of_twenty_are_discarded(tiles):
     """By share of the chip's ceiling, among all candidates of an op on a device."""
     kept, _, _ = tiles

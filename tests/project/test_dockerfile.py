@@ -123,6 +123,7 @@ def test_what_the_package_needs_is_not_ignored():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # it installs the package anew
 def test_what_is_copied_installs_and_runs(tmp_path):
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False

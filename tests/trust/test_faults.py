@@ -318,6 +318,7 @@ def test_processes_share_a_cache_that_is_too_small(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # two processes make MLflow's tables
 def test_processes_share_a_new_mlflow_store(tmp_path):
     together(SHARED_STORE, [str(tmp_path), "a"], [str(tmp_path), "b"])
     database = sqlite3.connect(tmp_path / "mlflow.db")

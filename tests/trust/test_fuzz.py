@@ -37,7 +37,7 @@ def test_mutated_files_raise_nothing_but_what_users_are_told(name, tmp_path_fact
     seeds = target.seeds()
 
     @settings(
-        max_examples=40, deadline=None, database=None, derandomize=True,
+        max_examples=20, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.sampled_from(range(len(seeds))), MUTATIONS)

@@ -144,6 +144,7 @@ def test_it_takes_data_or_a_budget(twice_as_slow):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute; the demo does the same
 def test_a_short_budget_measures_on_this_machine(tmp_path, monkeypatch):
     out = tmp_path / "m"
     console = Console(record=True, width=120)

@@ -78,6 +78,7 @@ def test_a_profiler_without_kernels_is_named(monkeypatch, memory: float) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_main.py measures an unknown machine
 def test_probe_of_the_local_device() -> None:
     spec = probe_device(budget_s=8.0)
     assert spec.peak_flops["f32"] > spec.vector_flops["f32"] > 1e8

@@ -136,6 +136,7 @@ def test_nothing_is_left_to_do(measured: Path) -> None:
     assert sorted(path.name for path in measured.iterdir()) == before
 
 
+@pytest.mark.exhaustive  # it measures again
 def test_another_device_of_a_folder_has_everything_to_do(measured: Path, tmp_path: Path) -> None:
     for path in measured.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

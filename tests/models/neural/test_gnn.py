@@ -74,7 +74,7 @@ def make_law(make_table: Tables) -> Callable[[int, int], tuple[KernelTable, np.n
     return make
 
 
-@pytest.fixture(scope="module", params=BOTH, ids=lambda cls: cls.name)
+@pytest.fixture(scope="module", params=[later(BOTH[0]), BOTH[1]], ids=lambda cls: cls.name)
 def fitted(request: pytest.FixtureRequest, make_law: Any) -> GraphEstimator:
     model = request.param(**SMALL, epochs=12)
     return model.fit_table(*make_law(1500, 0))

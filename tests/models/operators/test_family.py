@@ -18,6 +18,8 @@ from opcast.models.operators.model import default_settings
 from opcast.models.operators.prediction import least_s
 from opcast.models.trust.calibrator import Calibrator
 
+from ...support.cases import later
+
 FAMILY = "kernel/linear"
 FEW = {"rounds": 60, "max_depth": 4, "learning_rate": 0.15, "stop_rounds": 0, "compact": True}
 SETTINGS = FamilySettings("xgboost", FEW, {**FEW, "rounds": 40})
@@ -252,10 +254,11 @@ def test_an_unfitted_model_says_so(measured, chips):
         FamilyModel(FAMILY).predict(measured("a", 3), chips)
 
 
-def test_graph_networks_read_the_kernels(training, measured, chips):
-    # Small in all: what takes long is compiling it for each size of a batch.
+@pytest.mark.parametrize("name", [later("gnn-flax"), "gnn-pyg"])
+def test_graph_networks_read_the_kernels(name, training, measured, chips):
+    # Small in all: what takes long is compiling Flax's for each size of a batch.
     brief = {"epochs": 1, "hidden": 8, "rounds": 1, "head": 16, "layers": 1, "batch": 32}
-    settings = FamilySettings("gnn-flax", brief, brief, max_rows=150)
+    settings = FamilySettings(name, brief, brief, max_rows=150)
     model = FamilyModel(FAMILY, settings).fit(training.iloc[::9], chips)
     rows = measured("a", 20)
     found = model.predict(rows, chips)

@@ -123,6 +123,7 @@ def test_a_registered_model_of_operators_is_loaded_by_mlflow(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute until MLflow serves
 def test_the_ui_names_the_experiment_and_ends_its_workers(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

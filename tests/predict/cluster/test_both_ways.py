@@ -12,7 +12,7 @@ from opcast.cli import app
 
 from ...support.cases import later
 
-SIZES = {"layers": 8, "heads": 16, "kv_heads": 16, "vocab": 32000, "seq": 2048, "batch": 16}
+SIZES = {"layers": 2, "heads": 16, "kv_heads": 16, "vocab": 32000, "seq": 2048, "batch": 16}
 
 
 def run(*arguments: object) -> str:

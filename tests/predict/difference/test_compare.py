@@ -21,7 +21,6 @@ from opcast.predict.difference.compare import RHO, Version, compare, ratio_error
 from opcast.predict.program.case import ProgramCase
 from opcast.predict.program.predictor import load_for_programs
 
-from ...support.cases import later
 from .test_pieces import piece
 
 PROGRAMS = Path(os.environ.get("OPCAST_PUBLISHED_DATA", "../shared/data")) / "published-programs"
@@ -110,15 +109,15 @@ def test_a_wider_type_is_found_with_its_lines(predictor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [4, later(2)])
-def test_intervals_hold_the_ratios_of_measured_programs(predictor, every):
+@pytest.mark.exhaustive  # dozens of measured programs are lowered and compared in pairs
+def test_intervals_hold_the_ratios_of_measured_programs(predictor):
     """Pairs of programs on one GPU, of which none was learned from (docs/ci.md)."""
     if not PROGRAMS.is_dir():
         pytest.skip("the pack published-programs is not here")
     table = pd.read_csv(PROGRAMS / "programs.csv")
     own = table[(table["device"] == "mi350") & table["file"].notna()]
     own = own[own["latency_us"].notna() & (own["trust"] != "doubtful")]
-    own = own.sort_values("n_devices").drop_duplicates("file").iloc[::every]
+    own = own.sort_values("n_devices").drop_duplicates("file").iloc[::2]
     options = LoweringOptions("fused", PROGRAMS / "mi350.yaml")
     found = [
         Version.of(ProgramCase(PROGRAMS / f, options, whole=True, on_stream=True), predictor)
@@ -133,5 +132,5 @@ def test_intervals_hold_the_ratios_of_measured_programs(predictor, every):
             continue
         error = log(now / was) - log(new.prediction.latency_us / old.prediction.latency_us)
         inside.append(-down <= error <= up)
-    assert len(inside) > {4: 50, 2: 220}[every]
+    assert len(inside) > 220
     assert 0.88 < np.mean(inside) < 0.98

@@ -224,6 +224,7 @@ def test_the_table_of_h100_is_that_of_xla(operators):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # a model is trained
 def test_a_vendor_without_rows_takes_the_estimate_which_is_xlas_table():
     """H100's table by a model that has seen MI300X alone, within 12 % in bf16."""
     path, others = PACKS / "published-xla" / "matmul.csv.gz", PACKS / "published-kernels"

@@ -59,6 +59,7 @@ def content(answer):
     return {**data, "best": data["best"]["key"], "rows": rows, "front": front, "one_device": alone}
 
 
+@pytest.mark.exhaustive  # two processes that start
 def test_processes_give_the_same_plans(program, here):
     assert content(plan(program, **OPTIONS, workers=2)) == content(here)
 

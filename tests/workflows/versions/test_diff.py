@@ -207,6 +207,7 @@ def test_a_program_for_several_devices_is_refused_by_the_users_own_name(tmp_path
     assert "opcast-diff-" not in done.stderr
 
 
+@pytest.mark.exhaustive  # PyTorch in a process of its own
 def test_modules_of_pytorch_are_said_to_be_priced_as_xla_runs_them(tmp_path):
     pytest.importorskip("torch")
     text = "import torch\nmodel = torch.nn.Linear(64, 64)\nexample_args = (torch.ones(8, 64),)\n"

@@ -233,6 +233,7 @@ func.func @main(%x: tensor<8xf32>, %i: tensor<f32>) -> tensor<f32> {
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # two compilations
 def test_real_compiler_by_layers_and_whole() -> None:
     try:
         find_compiler("gpu")
