@@ -243,8 +243,9 @@ def test_donated_state_is_chained() -> None:
 
 
 def test_wrong_device_says_what_to_install(tmp_path: Path) -> None:
+    settings = ProfileSettings(device="tpu", max_memory=200e6)
     with pytest.raises(ProfileError, match=r"JAX sees a cpu.*jax\[tpu\]"):
-        profile(tmp_path, ProfileSettings(device="tpu"), sources=tiny(8), device_spec=SPEC)
+        profile(tmp_path, settings, sources=tiny(8), device_spec=SPEC)
     with pytest.raises(ProfileError, match="unknown device"):
         profile(tmp_path, ProfileSettings(device="npu"), sources=tiny(8))
 
