@@ -90,6 +90,7 @@ def latency(
 
 
 def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | Path) -> Latency:
+    from ..features.devices.device import DeviceSpec
     from .api import loaded
     from .devices import resolve_device
     from .operator.case import OperatorCase
@@ -97,7 +98,7 @@ def _latency(what: str | Kernel, device: str | Path | DeviceSpec, model: str | P
     from .program.prediction import check_known
 
     if isinstance(what, str):
-        if not isinstance(device, str | Path):
+        if isinstance(device, DeviceSpec):
             raise DeviceError(
                 "an operator is predicted for a device by name",
                 where=device.name,

@@ -134,7 +134,16 @@ def _read(folder: Path, stamp: object, only: tuple[str, ...] | None) -> OpModel:
 
 
 def _candidates(model: str | Path, platform: str = "") -> Iterator[Path]:
-    """Folders that a model may be in, in the order of precedence."""
+    """Folders that a model may be in, in the order of precedence.
+
+    Raises:
+        ModelError: It is neither a name nor a path.
+    """
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"a model is given by {type(model).__name__} {model!r}",
+            hint="give its name or folder (opcast models)",
+        )
     folder = Path(model)
     # A folder takes precedence over a name, so that a local model cannot be shadowed.
     yield folder

@@ -272,6 +272,7 @@ class SweepAnswer(BaseModel):
     tokens: int = Field(description="Of a step.")
     front: list[dict[str, object]] = Field(description="Columns as `opcast sweep` writes them.")
     nearest_miss: str = Field(description="Where none fits: the plan that misses least.")
+    notes: list[str] = Field(description="On the first plan, as `opcast simulate` has them.")
 
 
 class DeviceEntry(BaseModel):

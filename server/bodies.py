@@ -117,6 +117,11 @@ def _query_text(value: object) -> str:
 def _payload(query: schemas.ProgramQuery) -> bytes:
     if bool(query.program) == bool(query.workload):
         raise RequestError(422, "give either a program or a workload", where="program")
+    points = getattr(query, "points", ())
+    if query.program and (query.settings or any(own.settings for own in points)):
+        raise RequestError(
+            422, "a program has no settings", where="settings", hint="they are of a workload"
+        )
     if query.encoding == "text":
         # JSON may hold lone surrogates, which UTF-8 cannot encode.
         return query.program.encode("utf-8", "replace")

@@ -50,7 +50,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
     Raises:
         OpcastError: The workload, grid, cluster or model does not fit.
     """
-    from ..predict.sweep.job import SweepJob, nearest_miss
+    from ..predict.sweep.job import SweepJob, front_notes, nearest_miss
     from ..predict.sweep.run import Sweep, grid, pareto
     from ..predict.sweep.space import parse_grid
 
@@ -66,7 +66,8 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
         axes = parse_grid(given["grid"]) if given["grid"] else {}
         rows = grid(own, [given["cluster"]], [work.batch], axes)
     # JSON has no NaN, which stands for what is not known.
-    front = pareto(rows).astype(object)
+    best = pareto(rows)
+    front = best.astype(object)
     plans = front.where(front.notna(), None).drop(columns=["key", "error"]).to_dict("records")
     return {
         "judged": int((rows["plan"] != "").sum()),
@@ -74,6 +75,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
         "tokens": work.batch * work.seq,
         "front": [{str(name): value for name, value in plan.items()} for plan in plans],
         "nearest_miss": nearest_miss(job, rows),
+        "notes": front_notes(job, best),
     }
 
 

@@ -13,6 +13,8 @@ import pandas as pd
 from ..common.errors import DatasetError
 from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
+from ..common.units import size
+from ..features.devices.catalogue import find_device
 from ..models.effects.effects import CLUSTER
 from ..models.steps.context import OWN
 from ..models.steps.effects import Slopes, slopes_at
@@ -56,11 +58,11 @@ _WORDS = {
 def possible_steps(
     rows: Sequence[StepRow | None], tell: Callable[[str], None]
 ) -> list[StepRow | None]:
-    """Rows without times that are shorter than their arithmetic at the dense peak.
+    """Rows without times shorter than their arithmetic, and without more memory than is there.
 
     Args:
         rows: Of a table.
-        tell: Told of every such time, with its floor.
+        tell: Told of every such time, with its floor at the dense peak, and of every such peak.
     """
     found: list[StepRow | None] = []
     for row in rows:
@@ -70,8 +72,19 @@ def possible_steps(
                 f"products at the dense peak of {row.cluster.size} {row.cluster.device}: not used"
             )
             row = replace(row, measured_s=np.nan)
+        if row is not None and row.memory_bytes > (most := _memory(row)):
+            tell(
+                f"{row.id}: a peak of {size(row.memory_bytes)} is more than the {size(most)} of a "
+                f"{row.cluster.device}: not used; memory_gib is of one device, in GiB"
+            )
+            row = replace(row, memory_bytes=np.nan)
         found.append(row)
     return found
+
+
+def _memory(row: StepRow) -> float:
+    """Bytes of a device of a row, whatever its driver keeps; infinite if unknown."""
+    return find_device(row.cluster.device).memory_bytes or np.inf
 
 
 def adapt_steps(model: StepModel, runs: StepRuns, measured: np.ndarray) -> StepModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -54,6 +55,21 @@ class SweepSettings(Settings, StepsBy):
         Path | None, Option("Plot strong and weak scaling over the clusters.", check=plot_file)
     ] = None
 
+    def as_step(self, row: pd.Series) -> str:
+        """A row of the sweep as options of ``opcast simulate``, to be copied."""
+        from ..simulate.step.settings import sizes_of
+
+        sizes = {**sizes_of(self.sizes), "batch": row["batch"]}
+        model = "--hf" if self.workload.lower().endswith(".json") else "--workload"
+        words = [model, self.workload, "--cluster", row["cluster"]]
+        words += ["--set", ",".join(f"{name}={value}" for name, value in sizes.items())]
+        for own in fields(StepsBy):
+            if (value := getattr(self, own.name)) != own.default:
+                words += [f"--{own.name}"] if value is True else [f"--{own.name}", str(value)]
+        if self.power_cap_w is not None:
+            words += ["--power-cap", f"{self.power_cap_w:g}W"]
+        return shlex.join([*words, "--plan", row["plan"]])
+
 
 def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     """Evaluate plans, print the Pareto front of those that fit, and draw the plots.
@@ -76,7 +92,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     from ..predict.render.step import print_clusters, print_front
     from ..predict.sweep import plots
     from ..predict.sweep import run as sweeps
-    from ..predict.sweep.job import SweepJob, nearest_miss
+    from ..predict.sweep.job import SweepJob, front_notes, nearest_miss
     from ..predict.sweep.reasons import reasons
     from ..predict.sweep.space import parse_grid
     from ..simulate.clusters.catalogue import find_cluster
@@ -103,8 +119,13 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
     # After the first results: ``Sweep`` refuses a folder of another sweep before anything is
     # overwritten.
     settings.save(out)
-    plans = rows[rows["plan"] != ""]
-    print_front(console, sweeps.pareto(rows), len(plans), int(rows["fits"].sum()), settings.top)
+    plans, front = rows[rows["plan"] != ""], sweeps.pareto(rows)
+    print_front(console, front, len(plans), int(rows["fits"].sum()), settings.top)
+    if len(front):
+        best, several = front.iloc[0], front["batch"].nunique() > 1
+        what = "fastest for each sequence" if several else "fastest"
+        # The table breaks long plans, and this one is to be copied.
+        console.print(f"{what}: {settings.as_step(best)}", soft_wrap=True)
     if len(rows.groupby(["cluster", "batch"])) > 1:
         print_clusters(console, rows)
     if missed := nearest_miss(own, rows):
@@ -116,7 +137,8 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
             f"{len(failed)} could not be evaluated and were left out, such as {one['plan']}: "
             f"{one['error']}"
         )
-    print_notes(console, [note for spec in specs.values() for note in generation_note(spec)])
+    notes = [note for spec in specs.values() for note in generation_note(spec)]
+    print_notes(console, list(dict.fromkeys([*notes, *front_notes(own, front)])))
     for line in reasons(rows[rows["error"] == ""]):
         console.print(f"because of {line}")
     wrote(out / "sweep.parquet", f"{len(plans)} plans")

@@ -120,9 +120,14 @@ def device_file(device: str | Path) -> DeviceSpec | None:
     """Read the device of a file; ``None`` for a name, which no device has with such a suffix.
 
     Raises:
-        DeviceError: The file is missing or wrong, or starts from a base under a name of the
-            catalogue whose figures it does not have.
+        DeviceError: It is neither a name nor a path; or the file is missing or wrong, or starts
+            from a base under a name of the catalogue whose figures it does not have.
     """
+    if not isinstance(device, str | Path):
+        raise DeviceError(
+            f"a device is given by {type(device).__name__} {device!r}",
+            hint="give its name, the path of its file, or an opcast.DeviceSpec",
+        )
     is_file = Path(device).suffix.lower() in (".json", ".yaml", ".yml")
     return _own_name(DeviceSpec.from_file(device), Path(device)) if is_file else None
 

@@ -62,7 +62,8 @@ def parse_op(text: str, vendor: str = "") -> JsonObject:
         family's parameters.
 
     Raises:
-        ProgramError: The family or a parameter is unknown, missing or no positive whole number.
+        ProgramError: The family or a parameter is unknown, missing, given twice or no positive
+            whole number.
     """
     # An empty text has no family; the error below names the known ones.
     head, *pairs = text.split() or [""]
@@ -71,6 +72,8 @@ def parse_op(text: str, vendor: str = "") -> JsonObject:
         name, mark, value = pair.partition("=")
         if not mark or not value:
             raise _wrong(f"operator {text!r}"[:200], f"{pair!r} is not name=value")
+        if name in given:
+            raise _wrong(f"operator {text!r}"[:200], f"{name} is given twice")
         given[name] = value
     return _completed(head, given, f"operator {text!r}"[:200], vendor)
 

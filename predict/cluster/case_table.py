@@ -46,8 +46,8 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
         what: What the cases are: ``steps`` or ``serving``.
 
     Raises:
-        DatasetError: A file cannot be read, lacks columns, or states something as measured that is
-            no positive number.
+        DatasetError: A file cannot be read, lacks columns, names two rows alike, or states
+            something as measured that is no positive number.
     """
     if not isinstance(path, str | Path):
         # Columns that a table lacks are of any type, not of its own.
@@ -71,6 +71,12 @@ def read_cases(path: str | Path | Sequence[Path], what: str) -> pd.DataFrame:
         )
     if "id" not in table:
         table.insert(0, "id", [f"row{number}" for number in range(len(table))])
+    if len(again := table["id"][table["id"].notna() & table["id"].duplicated()]):
+        raise DatasetError(
+            f"the id {again.iloc[0]!r} names several rows",
+            where=str(file),
+            hint="give each row its own, or leave the column out; one run in two rows counts twice",
+        )
     check_measured(table, case_data()["measured"][what], str(file))
     return table
 

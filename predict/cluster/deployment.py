@@ -16,6 +16,7 @@ from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.formats import Formats
 from ...simulate.serving.policies import framework_defaults, frameworks, known_framework, runs_on
 from ...simulate.serving.served import NARROW, EnginePlan, ServedModel
+from ...simulate.step.settings import pairs_of
 from .serving_case import EngineOptions, FleetCase, ModelCase, ServingCase
 
 
@@ -198,14 +199,11 @@ def parse_engine_plan(text: str, model: ServedModel, replicas: int) -> tuple[Eng
     """
     known = ("tp", "pp", "dp", "ep", "moe_tp", "redundant")
     found: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.strip().partition("=")
+    hint = "as in tp=4,pp=2; " + ", ".join(known)
+    for name, value in pairs_of(text, "plan", hint).items():
         least = 0 if name == "redundant" else 1
         if name not in known or not value.isdigit() or int(value) < least:
-            raise PlanError(
-                f"{part!r} is no part of a serving plan",
-                hint="as in tp=4,pp=2; " + ", ".join(known),
-            )
+            raise PlanError(f"'{name}={value}' is no part of a serving plan", hint=hint)
         found[name] = int(value)
     tp, pp, dp = (found.get(name, 1) for name in ("tp", "pp", "dp"))
     if not model.workload.experts:

@@ -17,6 +17,7 @@ from ...common.files import parse_json
 from ...simulate.serving.latencies import Slo
 from ...simulate.serving.load import Load, Run
 from ...simulate.serving.policies import ROUTERS, framework_defaults
+from ...simulate.step.settings import pairs_of
 from .deployment import Deployment
 from .serving_case import MOST, LoadSpec
 
@@ -96,16 +97,14 @@ def parse_load(text: str) -> LoadSpec:
         for f in fields(LoadSpec)
     }
     found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+    hint = "NAME=VALUE: " + ", ".join(kinds)
+    for name, value in pairs_of(text, "load", hint).items():
         if name not in kinds or not value:
-            raise PlanError(
-                f"{part!r} says nothing of a load", hint="NAME=VALUE: " + ", ".join(kinds)
-            )
+            raise PlanError(f"'{name}={value}' says nothing of a load", hint=hint)
         try:
             found[name] = kinds[name](value)
         except ValueError:
-            raise PlanError(f"{part!r} is no number", where="load") from None
+            raise PlanError(f"'{name}={value}' is no number", where="load") from None
     modes = [name for name in ("trace", "concurrency", "batch", "rate") if name in found]
     drawn = {"prompt", "output", "count", "seed", "burstiness"}
     if len(modes) > 1 or ("trace" in found and drawn & set(found)):
@@ -126,17 +125,15 @@ def parse_slo(text: str) -> Slo:
         PlanError: A name is not known, or a time is none.
     """
     found: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
+    hint = "with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
+    for name, value in pairs_of(text, "SLO", hint).items():
         unit = "ms" if value.endswith("ms") else value[-1:]
         try:
             found[name] = float(value.removesuffix(unit)) * {"ms": 1e-3, "s": 1.0}.get(unit, 0.0)
         except ValueError:
             found[name] = 0.0
         if name not in Slo._fields or not 0.0 < found[name] < inf:
-            raise PlanError(
-                f"{part!r} is no SLO", hint="with a unit, as in ttft=500ms,tpot=30ms,e2e=20s"
-            )
+            raise PlanError(f"'{name}={value}' is no SLO", hint=hint)
     return Slo(**found)
 
 

@@ -260,6 +260,10 @@ def _workers(cell: Cells, model: ServedModel) -> tuple[Workers, Workers | None]:
         # Tensor parallelism over all devices of a box is what engines do by default.
         plan = _filled(cell, model, devices)
     plain = not model.workload.experts
+    # How tables count the ranks of experts differs.
+    least = plan.tp * plan.pp * (plan.dp if plain else 1)
+    if 0 < devices < least:
+        raise PlanError(f"n_gpus={devices}, but tp, pp and dp spread the model over {least}")
     if plain and plan.dp > 1:
         # Data parallelism without experts is so many engines.
         one = EnginePlan(tp=plan.tp, pp=plan.pp, moe_tp=plan.tp)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ...common.errors import PlanError
 from ...common.interval import Interval
 from ...common.types import JsonMapping, JsonObject
+from ...common.units import duration, plain
 from ...models.power.energy import cost_fields
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.settings import build
@@ -282,6 +283,29 @@ class TrainingRun:
         if self.settings.days:
             data["probability"] = span.chance_below(self.settings.days * _DAY)
         return data
+
+    def lines(self) -> list[str]:
+        """For people: days and cost of the run, what failures take of it, and the deadline."""
+        data, own = self.to_dict(), self.settings
+        lines = [
+            f"{own.tokens:,.0f} tokens in {self.steps:,} steps: {data['days']:.3g} days "
+            f"({data['days_lo']:.3g} to {data['days_hi']:.3g}), "
+            f"{data['device_hours']:,.0f} device hours"
+        ]
+        if self.price is not None:
+            lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
+            lines[0] += f"{plain(data['cost_hi'], 4)})"
+        stalled = f", {data['stalled_share']:.1%} without a spare" if own.spares >= 0 else ""
+        said = "as given" if own.mtbf_h else "as of Llama 3's run"
+        lines.append(
+            f"{data['goodput']:.1%} of them train: {data['failures']:,.0f} failures (each "
+            f"{self.mtbf_h:,.0f} device hours, {said}), a checkpoint of "
+            f"{duration(self.checkpoint * 1e6)} every {duration(self.stretch * 1e6)} "
+            f"({data['checkpoint_share']:.1%}){stalled}"
+        )
+        if own.days:
+            lines.append(f"within {own.days:g} days: {data['probability']:.0%} likely")
+        return lines
 
 
 def training_run(asked: JsonMapping, found: StepPrediction, host_link: float) -> TrainingRun:

@@ -56,6 +56,7 @@ def step_data(prediction: StepPrediction) -> JsonObject:
         "memory": [[name, short(value)] for name, value in prediction.fit.worst.to_dict().items()],
         "capacity": short(prediction.fit.capacity),
         "fits": prediction.fit.fits,
+        "run": prediction.run.lines() if prediction.run else [],
         "spread": _times(prediction.spread.to_dict(), 1.0) if prediction.spread else [],
         "notes": list(prediction.notes()),
         "spans": _spans(prediction),

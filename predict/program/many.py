@@ -78,7 +78,7 @@ def find_chips(
     """
     chips = []
     for name in names:
-        if Path(name).suffix.lower() in (".yaml", ".yml"):
+        if str(name).lower().endswith((".yaml", ".yml")):
             chips.append(Chip(name, tuple(load_designs(name))))
         else:
             own = here if here is not None and name == "local" else resolve_device(name, known)

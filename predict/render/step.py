@@ -17,7 +17,6 @@ from .parts import plain_table, print_notes, timed_headline, unfit
 
 if TYPE_CHECKING:
     from ..cluster.partitioned import PartitionedPrediction
-    from ..cluster.training_run import TrainingRun
     from ..plan.answer import PlanAnswer
 
 #: Number of operators to list: those that fit the width of a table.
@@ -50,7 +49,7 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
     console.print(_terms(prediction) if prediction.terms else _times(prediction))
     console.print(_memory(prediction))
     if prediction.run is not None:
-        for line in _run(prediction.run):
+        for line in prediction.run.lines():
             console.print(line)
     if prediction.spread is not None:
         parts = prediction.spread.to_dict()
@@ -58,30 +57,6 @@ def print_step(console: Console, prediction: StepPrediction) -> None:
         listed = ", ".join(f"{k[:-3]} {duration(v)}" for k, v in parts.items())
         console.print(f"with jitter: {listed}")
     print_notes(console, prediction.notes())
-
-
-def _run(run: TrainingRun) -> list[str]:
-    """Days and cost of a run, and what failures take of it."""
-    data = run.to_dict()
-    lines = [
-        f"{run.settings.tokens:,.0f} tokens in {run.steps:,} steps: {data['days']:.3g} days "
-        f"({data['days_lo']:.3g} to {data['days_hi']:.3g}), "
-        f"{data['device_hours']:,.0f} device hours"
-    ]
-    if run.price is not None:
-        lines[0] += f", cost {plain(data['cost'], 4)} ({plain(data['cost_lo'], 4)} to "
-        lines[0] += f"{plain(data['cost_hi'], 4)})"
-    stalled = f", {data['stalled_share']:.1%} without a spare" if run.settings.spares >= 0 else ""
-    said = "as given" if run.settings.mtbf_h else "as of Llama 3's run"
-    lines.append(
-        f"{data['goodput']:.1%} of them train: {data['failures']:,.0f} failures (each "
-        f"{run.mtbf_h:,.0f} device hours, {said}), a checkpoint of "
-        f"{duration(run.checkpoint * 1e6)} every {duration(run.stretch * 1e6)} "
-        f"({data['checkpoint_share']:.1%}){stalled}"
-    )
-    if run.settings.days:
-        lines.append(f"within {run.settings.days:g} days: {data['probability']:.0%} likely")
-    return lines
 
 
 def _energy(prediction: StepPrediction) -> str:
@@ -134,13 +109,6 @@ def print_front(console: Console, front: pd.DataFrame, judged: int, fitting: int
             Text(str(row["plan"])),
         )
     console.print(table)
-    # The table breaks long plans, and this one is to be copied.
-    best = front.iloc[0]
-    what = "fastest" if front["batch"].nunique() == 1 else "fastest for each sequence"
-    console.print(
-        f"{what}: --cluster {best['cluster']} --set batch={best['batch']} --plan {best['plan']}",
-        soft_wrap=True,
-    )
 
 
 def print_clusters(console: Console, rows: pd.DataFrame) -> None:

@@ -18,7 +18,7 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.step.memory import OPTIMIZER_BYTES
 from ...simulate.step.plan import Plan, parse_plan
 from ...simulate.step.workload import Workload
-from ..cluster.step import StepPredictor
+from ..cluster.step import StepPrediction, StepPredictor
 from ..cluster.step_case import StepsBy
 from ..operator.step_operators import load_step_model
 from .space import Candidate
@@ -123,21 +123,30 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
     if judged.empty or judged["fits"].any():
         return ""
     near = judged.sort_values("memory_bytes_per_device").iloc[0]
-    name, batch = str(near["cluster"]), int(near["batch"])
-    predictor = _predictor(name, job)
-    plan = parse_plan(str(near["plan"]))
-    found = predictor.predict(replace(job.workload, batch=batch), plan)
+    found = _again(job, near)
     said = (
-        f"nothing fits: the plan that needs least, --cluster {name} --set batch={batch} --plan "
-        f"{near['plan']}, {found.fit.reason()}"
+        f"nothing fits: the plan that needs least, --cluster {near['cluster']} --set "
+        f"batch={near['batch']} --plan {near['plan']}, {found.fit.reason()}"
     )
     # However it is sharded: a parameter and its gradient, and what the optimiser keeps of it.
     kept = 2.0 * job.workload.width + OPTIMIZER_BYTES
-    state = law_of(predictor.learned.memory, job.framework).state * kept
+    memory = _predictor(str(near["cluster"]), job).learned.memory
+    state = law_of(memory, job.framework).state * kept
     least = ceil(job.workload.parameters * state / found.fit.capacity)
     if job.workload.mode == "train" and least > found.plan.devices:
         said += f"; parameters, gradients and optimizer alone take {least} devices at least"
     return said
+
+
+def front_notes(job: SweepJob, front: pd.DataFrame) -> list[str]:
+    """What ``opcast simulate`` notes on the first plan of a front; none of an empty one."""
+    return [] if front.empty else _again(job, front.iloc[0]).notes()
+
+
+def _again(job: SweepJob, row: pd.Series) -> StepPrediction:
+    """The prediction of a row, of which rows keep the figures alone."""
+    workload = replace(job.workload, batch=int(row["batch"]))
+    return _predictor(str(row["cluster"]), job).predict(workload, parse_plan(str(row["plan"])))
 
 
 def _subject(item: Candidate, predictor: StepPredictor) -> dict[str, object]:

@@ -38,18 +38,32 @@ def read_pairs(text: str, what: str) -> JsonObject:
         what: What the settings describe, for messages.
 
     Raises:
-        PlanError: The file cannot be read, or a part is not a pair.
+        PlanError: The file cannot be read, or as of :func:`pairs_of`.
     """
     if text.lower().endswith((".yaml", ".yml")):
         return _read_yaml(Path(text), what)
-    pairs: dict[str, object] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        key, equals, value = part.partition("=")
+    return dict(pairs_of(text, what))
+
+
+def pairs_of(text: str, what: str, hint: str = "as in tp=8,pp=4") -> dict[str, str]:
+    """Read comma-separated ``key=value`` pairs; none of an empty text.
+
+    Args:
+        text: The pairs.
+        what: What they describe, for messages.
+        hint: How they are written.
+
+    Raises:
+        PlanError: A part is not a pair, or a key stands twice.
+    """
+    pairs: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else ():
+        key, equals, value = (own.strip() for own in part.partition("="))
         if not equals:
-            raise PlanError(
-                f"{part!r} is not of the form key=value", where=what, hint=f"as in {what}=tp=8,pp=4"
-            )
-        pairs[key.strip()] = value.strip()
+            raise PlanError(f"{part!r} is not of the form key=value", where=what, hint=hint)
+        if key in pairs:
+            raise PlanError(f"{key} is given twice", where=what, hint="give it once")
+        pairs[key] = value
     return pairs
 
 

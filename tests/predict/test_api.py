@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import opcast
-from opcast.common.errors import DeviceError, ProgramError
+from opcast.common.errors import DeviceError, ModelError, ProgramError
 from opcast.features.devices.device import DeviceSpec
 from opcast.features.ir.reader import read_program
 from opcast.simulate.clusters.catalogue import find_cluster
@@ -168,3 +168,17 @@ def test_modules_and_exports_of_pytorch_are_programs():
         predicted(module, device="h100-sxm")
     with pytest.raises(ProgramError, match="has its inputs already"):
         predicted(export, x, device="h100-sxm")
+
+
+def test_what_is_no_name_is_refused_in_words() -> None:
+    program = (
+        "module { func.func @main(%a: tensor<8xf32>) -> tensor<8xf32> {return %a: tensor<8xf32>}}"
+    )
+    operator = "linear m=8 n=8 k=8 dtype=bf16"
+    for device in 3, b"l4", {"a": 1}, ["l4", 3]:
+        with pytest.raises(DeviceError, match=r"a device is given by (int|bytes|dict) "):
+            opcast.predict(program, device=device, lowering="op")
+    with pytest.raises(ModelError, match="a model is given by int 3"):
+        opcast.load(3)
+    with pytest.raises(ProgramError, match="m is given twice"):
+        opcast.latency(f"{operator} m=9", device="l4")

@@ -371,5 +371,9 @@ def test_a_program_or_a_workload_is_asked(ask):
     for given in {"program": PLAIN}, {"workload": ""}:
         status, found = ask(PROGRAM, body | given)
         assert status == 422 and "either a program or a workload" in found["what"]
+    given = {"workload": "", "program": PLAIN}
+    for own in {"settings": {"batch": 16}}, {"points": [{"settings": {"batch": 16}}]}:
+        status, found = ask("/v1/what-if" if "points" in own else PROGRAM, body | given | own)
+        assert status == 422 and found["what"] == "a program has no settings"
     status, found = ask(PROGRAM, body | {"settings": {"bath": 16}})
     assert status == 422 and "no parameter 'bath'" in found["what"] and "batch" in found["hint"]

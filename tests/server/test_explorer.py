@@ -106,8 +106,11 @@ def test_a_program_is_asked_for_each_device_and_its_report_is_shown(
     report.wait_for()
     assert "µs" in report.inner_text()
     # A link reproduces the answer.
-    again = Tab(browser, url, tab.page.url.split("/")[-1])
+    more = "&model=default&trip_count=3"
+    again = Tab(browser, url, tab.page.url.split("/")[-1] + more)
     assert again.text("#devices") == devices
+    # What is chosen is in its Python, too.
+    assert ', model="default", trip_counts=3)' in str(again.page.text_content("#python"))
     tab.close()
     again.close()
 

@@ -226,7 +226,7 @@ def test_steps_below_their_floor_or_far_off_teach_nothing(tmp_path: Path) -> Non
     runs = StepRuns([row for row in read_rows(good, step_row)[0] if row], load_step_model())
     good["step_s"] = [2 * found.step.total for found in runs.predict(StepModel.find())]
     good.to_csv(tmp_path / "good.csv", index=False)
-    more = table().tail(2).assign(step_s=[0.05, 1500.0])
+    more = table().tail(2).assign(step_s=[0.05, 1500.0], memory_gib=[np.nan, 66000.0])
     pd.concat([good, more]).to_csv(tmp_path / "all.csv", index=False)
     said = run("calibrate", "--steps", tmp_path / "all.csv", "--out", tmp_path / "all.json")
     run("calibrate", "--steps", tmp_path / "good.csv", "--out", tmp_path / "good.json")
@@ -234,11 +234,19 @@ def test_steps_below_their_floor_or_far_off_teach_nothing(tmp_path: Path) -> Non
     sizes = 8 * (4 * 2048**2 + 2 * 2048 * 8192) + 2048 * 32000
     assert least >= 6 * sizes * 64 * 2048 / (8 * 312e12)
     assert "r4: 0.05 s is below the floor of 0." in said and "8 a100-sxm-80gb: not used" in said
+    assert "r5: a peak of 66000.00 GiB is more than the 80.00 GiB of a a100-sxm-80gb" in said
     assert "r5: 1500 s is" in said and "times as long as predicted" in said
     own, without = (StepModel.load(tmp_path / f"{name}.json") for name in ("all", "good"))
     assert own.table.values == without.table.values
     frame, judged, _ = evaluate_steps(more, StepModel.find(), load_step_model())
     assert frame["measured_us"].notna().tolist() == [False, True] and len(judged.by_group) == 1
+
+
+def test_one_run_is_not_taken_for_two(tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    pd.concat([table(), table().tail(1)]).assign(step_s=1.0).to_csv(file, index=False)
+    with pytest.raises(DatasetError, match="the id 'r5' names several rows"):
+        read_cases(file, "steps")
 
 
 def test_a_table_names_devices_as_a_command_does() -> None:

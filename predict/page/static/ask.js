@@ -157,14 +157,18 @@ function pythonOf(kind, query) {
       ? `from opcast.datagen.zoo import export, parse_settings\n` +
         `export(${own[0]}, parse_settings(${own.join(", ")}), "program.mlir")\n`
       : "";
-    const how = lowering ? `, lowering=${JSON.stringify(lowering)}` : "";
+    const trips = query.trip_count ? `, trip_counts=${query.trip_count}` : "";
+    const named = { lowering, model: query.model };
+    const how = Object.entries(named).map(([name, text]) => (text ? `, ${name}=${JSON.stringify(text)}` : "")).join("") + trips;
     return (
       `import opcast\n${made}for device in ${JSON.stringify(devicesOf(query))}:\n` +
       `    print(opcast.predict("program.mlir", device=device${how}))`
     );
   }
   const body = JSON.stringify(bodyOf(kind, query), null, 4);
-  return `import httpx\nprint(httpx.post("${location.origin}${PATHS[kind]}", json=${body}).json())`;
+  // A search takes longer than httpx waits by default.
+  const how = DATA.secured ? `timeout=None, headers={"Authorization": "Bearer TOKEN"}` : "timeout=None";
+  return `import httpx\nprint(httpx.post("${location.origin}${PATHS[kind]}", ${how}, json=${body}).json())`;
 }
 
 // A question as the part of a link after its #, and back. A long program does not fit into a link.

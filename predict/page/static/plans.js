@@ -52,6 +52,7 @@ function plansAnswer(query, [{ answer: a }]) {
           ...(trained[i] && priced ? [dollars(trained[i].dollars)] : []),
         ]),
       ),
+      notes(a.notes),
     ),
   ];
 }

@@ -69,6 +69,10 @@ function overview() {
   );
 }
 
+// The run that was asked about, in the words of the command.
+const runCard = () =>
+  DATA.run.length ? card({ id: "run", title: "The run", link: "Run" }, DATA.run.map((line) => el("p", {}, line))) : null;
+
 function breakdownCards() {
   const parts = DATA.breakdown.map(([name, us]) => [name, us, SHADES[name]]);
   const hidden = DATA.communication.map(([name, us]) => [name, us, "communication"]);
@@ -188,6 +192,6 @@ showPage({
     ["plan", DATA.plan],
     ...Object.entries(DATA.sizes).map(([name, value]) => [name, whole(value)]),
   ],
-  body: [overview(), notes(DATA.notes), breakdownCards(), timelineCard()].filter(Boolean),
+  body: [overview(), runCard(), notes(DATA.notes), breakdownCards(), timelineCard()].filter(Boolean),
   foot: ["Predicted by opcast; nobody ran the step."],
 });

@@ -62,6 +62,8 @@ def test_a_deviation_in_tokens_is_not_taken_for_one_of_logarithms() -> None:
     ("text", "says"),
     [
         ("users=3", "says nothing of a load"),
+        ("rate=1,,count=3", "key=value"),
+        ("rate=1,rate=2", "rate is given twice"),
         ("rate=fast", "no number"),
         ("rate=1,concurrency=2", "more than one kind"),
         ("trace=a.csv,prompt=3", "more than one kind"),

@@ -100,6 +100,14 @@ def test_data_parallel_engines_without_experts_are_replicas() -> None:
     assert draw(row.spec).concurrency == 16
 
 
+def test_a_plan_takes_no_more_devices_than_there_are() -> None:
+    with pytest.raises(PlanError, match="n_gpus=1, but tp, pp and dp spread the model over 2"):
+        serving_row({**DENSE, "n_gpus": 1, "tp": 2})
+    # A chip of two cores is two devices of the catalogue.
+    chip = {**DENSE, "device": "tpu-v7x", "n_gpus": 1, "tp": 2, "note": "tp counts cores"}
+    assert serving_row(chip).deployment.devices == 2
+
+
 def test_workers_of_their_own_for_prompts() -> None:
     split = {
         "tp": None, "prefill_tp": 4, "prefill_workers": 2, "decode_tp": 8, "decode_workers": 1,

@@ -20,6 +20,7 @@ from opcast.predict.cluster.exchanges import least_seconds
 from opcast.predict.cluster.network import ClusterNetwork, learned_time
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.cluster.step_case import StepCase
+from opcast.predict.cluster.training_run import training_run
 from opcast.predict.locate import find_model
 from opcast.predict.operator.step_operators import OperatorLatency, step_row
 from opcast.predict.page.cluster import step_data, step_page
@@ -436,7 +437,10 @@ def test_page_stands_alone_and_draws_every_task(operators):
     found = predictor.predict(w, parse_plan("tp=2,pp=4"))
     page = step_page(found)
     assert not re.search(r"(?:src|href)=[\"'](?!data:)|url\(|@import", page)
-    spans = step_data(found)["spans"]
+    data = step_data(replace(found, run=training_run({"tokens": 8192e3}, found, 25e9)))
+    # 8 sequences of 8192 tokens a step.
+    assert data["run"][0].startswith("8,192,000 tokens in 125 steps: ")
+    spans = data["spans"]
     kinds = [spans["words"][code] for code in spans["kind"]]
     assert kinds.count("forward") == 4 * 8
     assert max(spans["end"]) == pytest.approx(found.step.total * 1e6, rel=1e-5)

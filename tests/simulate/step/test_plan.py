@@ -46,6 +46,8 @@ def test_fsdp_shards_inside_and_replicates_outside():
     [
         ("tp=eight", "not of type int"),
         ("tp", "key=value"),
+        ("tp=4,,pp=2", "key=value"),
+        ("tp=4,tp=8", "tp is given twice"),
         ("tensors=8", "no key 'tensors'"),
         ("dp=0", "at least 1"),
         ("schedule=fast", "gpipe"),
