@@ -74,14 +74,23 @@ class TorchProgram:
     origin: str = ""
 
     def __post_init__(self) -> None:
-        """Check the names of the optimiser and the loss.
+        """Check the names of the optimiser and the loss, and the layout of the inputs.
 
         Raises:
-            ProgramError: One of them is unknown.
+            ProgramError: One of the names is unknown, or an input is a sparse matrix.
         """
         train, loss = _optimizer(self.train), _loss(self.loss)
         if loss is not None and not train:
             raise ProgramError("a loss without an optimiser", hint="such as train='adamw'")
+        for value in (*self.args, *self.kwargs.values()):
+            layout = str(getattr(value, "layout", ""))
+            if layout.startswith("torch.sparse"):
+                raise ProgramError(
+                    f"an input is a sparse matrix ({layout}), whose products are not predicted: "
+                    "their time follows from which values there are",
+                    where=self.name,
+                    hint="write them by their indices, such as torch.index_add of x[columns]",
+                )
 
     @property
     def name(self) -> str:

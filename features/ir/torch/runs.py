@@ -8,6 +8,7 @@ optimiser's update, so that the backward pass is autograd's own, not a rule abou
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,6 +96,14 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
         except ProgramError as refusal:
             if isinstance(error, ProgramError) or _needs_values(error):
                 raise
+            function = re.search(r"HigherOrderOperator (\w+)", str(error))
+            if function:
+                raise ProgramError(
+                    f"{function[1]}, which takes functions, is not predicted",
+                    where=_line(error) or program.name,
+                    hint="write out what it does; for flex_attention take "
+                    "torch.nn.functional.scaled_dot_product_attention",
+                ) from refusal
             several = any(isinstance(value, tuple) for value in program.args)
             apart = " (several are given one by one, not as a tuple)" if several else ""
             raise ProgramError(

@@ -195,10 +195,26 @@ def test_linear_algebra_is_refused_with_its_line(function, framework):
 
 
 def test_products_of_sparse_matrices_are_refused():
-    # Their time follows from which values there are.
-    sparse = torch.eye(64).to_sparse()
+    # Their time follows from which values there are. XLA would multiply the zeros, too.
+    rows = torch.eye(64)
+    for framework in ("torch-eager", "xla"):
+        with pytest.raises(ProgramError, match=r"sparse matrix .torch[.]sparse_coo"):
+            predict(torch.sparse.mm, rows.to_sparse(), rows, device="l4", framework=framework)
     with pytest.raises(ProgramError, match=r"of aten[.]_sparse_addmm"):
-        predict(torch.sparse.mm, sparse, torch.eye(64), device="l4", framework="torch-eager")
+        exported = torch.export.export(
+            Called(lambda x: torch.sparse.mm(x, rows)), (rows.to_sparse(),)
+        )
+        predict(exported, device="l4", framework="torch-eager")
+
+
+def test_operators_that_take_functions_are_refused_by_name():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    attention = Called(lambda x: flex_attention(x, x, x))
+    with pytest.raises(
+        ProgramError, match=r"^.*test_torch_framework.py:\d+: flex_attention, which"
+    ):
+        predict(attention, torch.zeros(1, 2, 128, 64), device="l4", framework="torch-eager")
 
 
 def test_sorts_take_a_pass_for_each_byte_of_their_keys():
