@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import FORWARD, AtenCall, Recording
 from .aten_products import multiplies
 from .aten_traffic import LOOKUPS, Use, evaluated
-from .aten_work import CONVOLUTION, AtenKernel, moving, used
+from .aten_work import AtenKernel, moving, used
 
 #: Operators that torch.compile makes no kernels of its own for.
 _OPAQUE = (
     *("aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
     *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
-    *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fused", "aten._fft"),
+    *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fft"),
     *("aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.masked_scatter", "aten.put"),
     *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
 )
 #: Operators that read each element of an operand for several results: the operand is written first
 #: (``realize_hint`` of torch/_inductor/lowering.py).
 _WINDOWS = ("aten.avg_pool2d", "aten.avg_pool3d", "aten.max_pool2d_with_indices")
+#: Operators that put results together, whose kernels compute these themselves.
+_JOINTS = ("aten.cat", "aten.stack", "aten.constant_pad_nd")
+_CONVOLUTION = "aten.convolution"
+#: Dimensions of a batch of images.
+_IMAGE = 4
 #: Norms over more elements than a block holds: sums over them come first, and what makes the result
 #: reads as many of the operands again.
 _LONG_ROWS = {
@@ -38,15 +44,16 @@ _OWN = ("aten.", "prims.")
 def fused(recording: Recording) -> list[AtenKernel]:
     """What the operators cost with chains of element-wise operators and reductions fused.
 
-    An operator joins the kernel that made one of its operands, unless that would turn the order of
+    An operator joins the kernels that made its operands, unless that would turn the order of
     kernels into a circle. A kernel reads each tensor that it did not make once, and writes those
-    that others read or that outlive the program. Optimisers stay as they are. Convolutions may run
-    with the channels last whatever the program's layout.
+    that others read or that outlive the program. Values that are made of nothing are made again by
+    each reader. Optimisers stay as they are. Convolutions of images in two dimensions may run with
+    the channels last whatever the program's layout.
     """
-    found = _Fusion(recording).works()
-    if not lays_channels_last(recording.calls):
-        return found
-    return [replace(w, channels_last=True) if w.kind == CONVOLUTION else w for w in found]
+    calls = _without_constants(recording)
+    if lays_channels_last(recording.calls):
+        calls = [_laid_last(c) if c.name.startswith(_CONVOLUTION) else c for c in calls]
+    return _Fusion(Recording(calls, recording.kept)).works()
 
 
 def is_opaque(call: AtenCall) -> bool:
@@ -57,18 +64,69 @@ def is_opaque(call: AtenCall) -> bool:
     return opaque or multiplies(call.name) or not call.name.startswith(_OWN)
 
 
+def _without_constants(recording: Recording) -> list[AtenCall]:
+    """The calls but for those that make values of nothing, such as positions and masks of zeros.
+
+    They are no traffic of their readers. What others change, outlives the program or is given to an
+    operator with kernels of its own has to be in memory.
+    """
+    written = Counter(t.memory for call in recording.calls for t in call.outputs)
+    held = {t.memory for call in recording.calls if is_opaque(call) for t in call.inputs}
+    held |= recording.kept | {memory for memory, times in written.items() if times > 1}
+    constant: set[int] = set()
+    found = []
+    for call in recording.calls:
+        own = {t.memory for t in call.outputs}
+        fixed = constant.issuperset(t.memory for t in call.inputs)
+        if fixed and not own & held and not is_opaque(call) and "rand" not in call.name:
+            constant |= own
+            continue
+        inputs = (replace(t, bytes=0) if t.memory in constant else t for t in call.inputs)
+        found.append(replace(call, inputs=tuple(inputs)))
+    return found
+
+
+def _laid_last(call: AtenCall) -> AtenCall:
+    """A convolution whose images of two dimensions lie with the channels last."""
+    inputs = (replace(t, channels_last=len(t.shape) == _IMAGE) for t in call.inputs)
+    return replace(call, inputs=tuple(inputs))
+
+
 @dataclass
 class _Group:
-    calls: list[AtenCall]
+    """Operators of one kernel.
+
+    Attributes:
+        calls: Positions in the program, in order; none if they are now another group's.
+        size: Most elements that one of them reads or writes.
+        reduces: Whether one of them makes fewer than it reads.
+        made: Elements of what they make.
+        before: Groups that come before it, as bits.
+        opaque: Whether nothing may join it.
+    """
+
+    calls: list[int]
     size: int
-    last: int = 0
+    reduces: bool = False
+    made: set[int] = field(default_factory=set)
     before: int = 0
     opaque: bool = False
+
+    def takes(self, call: AtenCall, size: int) -> bool:
+        """Whether an operator of a size runs over its elements, those of a result, or more."""
+        # What adds up the sums of another reduction waits for all of them.
+        fits = size == self.size or (size in self.made and not _reduces(call, size))
+        joint = call.name in _JOINTS and size > self.size and not self.reduces
+        return (fits or joint) and not self.opaque
+
+
+def _reduces(call: AtenCall, size: int) -> bool:
+    return all(prod(t.shape) < size for t in call.outputs)
 
 
 class _Fusion:
     def __init__(self, recording: Recording) -> None:
-        self._kept = recording.kept
+        self._calls, self._kept = recording.calls, recording.kept
         self._groups: list[_Group] = []
         self._maker: dict[int, int] = {}
         self._readers: dict[int, set[int]] = {}
@@ -77,48 +135,93 @@ class _Fusion:
 
     def _add(self, at: int, call: AtenCall) -> None:
         opaque = is_opaque(call)
-        size = max(prod(t.shape) for t in (*call.inputs, *call.outputs))
+        # Of a table as much is read as is written.
+        read = call.inputs[1:] if call.name in LOOKUPS else call.inputs
+        size = max(prod(t.shape) for t in (*read, *call.outputs))
         makers = {self._maker[t.memory] for t in call.inputs if t.memory in self._maker}
-        # What is overwritten must have been read before.
+        # What is overwritten must have been read, and written, before.
         earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
+        earlier |= {self._maker[t.memory] for t in call.outputs if t.memory in self._maker}
         alone = opaque or call.name in _WINDOWS
-        home = None if alone else self._home(makers, makers | earlier, size)
-        if home is None:
-            home = len(self._groups)
+        homes = [] if alone else self._homes(makers, makers | earlier, call, size)
+        if not homes:
+            homes = [len(self._groups)]
             self._groups.append(_Group([], size, opaque=opaque))
+        home = homes[0]
         group = self._groups[home]
-        group.calls.append(call)
-        group.last = at
-        mask = 0
-        for other in (makers | earlier) - {home}:
+        group.calls.append(at)
+        group.made |= {prod(t.shape) for t in call.outputs}
+        group.reduces |= _reduces(call, size)
+        group.size = max(group.size, size)
+        self._follow(home, (makers | earlier) - {home})
+        for t in call.inputs:
+            self._readers.setdefault(t.memory, set()).add(home)
+        for t in call.outputs:
+            self._maker[t.memory] = home
+        for other in homes[1:]:
+            own = self._groups[other]
+            alike = own.size == group.size or not (own.reduces and group.reduces)
+            if alike and not self._between(home, other):
+                self._merge(home, other)
+
+    def _homes(self, makers: set[int], needed: set[int], call: AtenCall, size: int) -> list[int]:
+        """The kernels that an operator can join, the latest first."""
+        found: list[int] = []
+        for home in sorted(makers, reverse=True):
+            circle = any(self._groups[o].before >> home & 1 for o in needed - {home})
+            if self._groups[home].takes(call, size) and not (circle and not found):
+                found.append(home)
+        return found
+
+    def _follow(self, home: int, others: Iterable[int]) -> None:
+        """Let a kernel, and what comes after it, come after others."""
+        group, mask = self._groups[home], 0
+        for other in others:
             mask |= 1 << other | self._groups[other].before
         if mask & ~group.before:
             group.before |= mask
             for own in self._groups:
                 if own.before >> home & 1:
                     own.before |= group.before
-        for t in call.inputs:
-            self._readers.setdefault(t.memory, set()).add(home)
-        for t in call.outputs:
-            self._maker[t.memory] = home
 
-    def _home(self, makers: set[int], needed: set[int], size: int) -> int | None:
-        """The latest kernel of the same size that an operator can join."""
-        for home in sorted(makers, reverse=True):
-            group = self._groups[home]
-            circle = any(self._groups[o].before >> home & 1 for o in needed - {home})
-            if not group.opaque and group.size == size and not circle:
-                return home
-        return None
+    def _between(self, one: int, other: int) -> bool:
+        """Whether a third kernel has to run after one of two and before the other."""
+        for a, b in ((one, other), (other, one)):
+            ahead = self._groups[b].before & ~(1 << a)
+            if any(ahead >> g & own.before >> a & 1 for g, own in enumerate(self._groups)):
+                return True
+        return False
+
+    def _merge(self, home: int, other: int) -> None:
+        """Let the operators of another kernel be this one's."""
+        into, gone = self._groups[home], self._groups[other]
+        into.calls = sorted(gone.calls + into.calls)
+        into.size, into.reduces = max(into.size, gone.size), into.reduces or gone.reduces
+        into.made |= gone.made
+        into.before = (into.before | gone.before) & ~(1 << other | 1 << home)
+        gone.calls, gone.opaque = [], True
+        for own in self._groups:
+            if own.before >> other & 1:
+                own.before |= 1 << home
+            if own.before >> home & 1:
+                own.before = (own.before | into.before) & ~(1 << other)
+        for memory, maker in self._maker.items():
+            if maker == other:
+                self._maker[memory] = home
+        for readers in self._readers.values():
+            if other in readers:
+                readers.remove(other)
+                readers.add(home)
 
     def works(self) -> list[AtenKernel]:
         found: list[AtenKernel] = []
         for home in self._order():
             group = self._groups[home]
-            if group.opaque or len(group.calls) == 1:
-                found += [work for call in group.calls for work in used(call)]
+            calls = [self._calls[at] for at in group.calls]
+            if group.opaque or len(calls) == 1:
+                found += [work for call in calls for work in used(call)]
             else:
-                found.append(self._pass(home, group))
+                found.append(self._pass(home, calls))
         return found
 
     def _order(self) -> list[int]:
@@ -129,7 +232,8 @@ class _Fusion:
         """
         found: list[int] = []
         done = 0
-        for home in sorted(range(len(self._groups)), key=self._turn):
+        alive = [home for home, group in enumerate(self._groups) if group.calls]
+        for home in sorted(alive, key=self._turn):
             wanted = (self._groups[home].before | 1 << home) & ~done
             done |= wanted
             own = [g for g in range(wanted.bit_length()) if wanted >> g & 1]
@@ -137,27 +241,27 @@ class _Fusion:
         return found
 
     def _turn(self, home: int) -> tuple[bool, int]:
-        group = self._groups[home]
-        return all(call.again for call in group.calls), group.last
+        own = self._groups[home].calls
+        return all(self._calls[at].again for at in own), own[-1]
 
-    def _pass(self, home: int, group: _Group) -> AtenKernel:
+    def _pass(self, home: int, calls: Sequence[AtenCall]) -> AtenKernel:
         made: dict[int, int] = {}
         read: dict[int, int] = {}
-        for call in group.calls:
+        for call in calls:
             for t in call.inputs:
                 if t.memory not in made:
                     read[t.memory] = max(read.get(t.memory, 0), t.bytes)
             for t in call.outputs:
                 made[t.memory] = max(made.get(t.memory, 0), t.bytes)
         # A table is read as far as it is looked up.
-        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in group.calls if c.name in LOOKUPS}
+        tables = {c.inputs[0].memory: c.outputs[0].bytes for c in calls if c.name in LOOKUPS}
         uses = [Use(m, min(size, tables.get(m, size)), False) for m, size in read.items()]
         written = {m for m in made if m in self._kept or self._readers.get(m, set()) - {home}}
-        uses += [Use(m, size, False) for m, size in _again(group.calls, made.keys() - written)]
+        uses += [Use(m, size, False) for m, size in _again(calls, made.keys() - written)]
         uses += [Use(m, made[m], True) for m in made if m in written]
         total = float(sum(use.bytes for use in uses))
-        last = group.calls[-1]
-        names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in group.calls))
+        last = calls[-1]
+        names = list(dict.fromkeys(c.name.removeprefix("aten.") for c in calls))
         name = "+".join(names[:4]) + (" …" if len(names) > 4 else "")
         dtype = ALIASES.get(last.outputs[0].dtype, "f32")
         where = {"phase": last.phase, "place": last.place, "uses": tuple(uses)}

@@ -110,6 +110,13 @@ class AttentionUse:
     dropout: float = 0.0
 
 
+#: Operators whose first tensor is what they write, or only tells a shape.
+_UNREAD = (
+    *("aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_", "aten.bernoulli_"),
+    *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.rand_like", "aten.randn_like"),
+    *("aten.new_zeros", "aten.new_ones", "aten.new_full"),
+)
+
 #: Whether one kernel does the attention of a call; else PyTorch's products and passes do.
 Fused: TypeAlias = Callable[[AttentionUse], bool]
 
@@ -178,6 +185,7 @@ class Recorder:
             return
         leaves = torch.utils._pytree.tree_leaves
         inputs = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = inputs[name.startswith(_UNREAD) :]
         outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
         written = outputs or _changed(operator, args)
         if not written:

@@ -1,0 +1,100 @@
+"""What ``torch.compile`` makes one kernel of: reductions, rotations, joints and constants."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.runs import record  # noqa: E402
+from opcast.predict.operator.aten_fusion import fused  # noqa: E402
+
+
+class Called(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def compiled(function, *shapes, dtype=torch.bfloat16):
+    inputs = tuple(torch.empty(s, dtype=dtype, device="meta") for s in shapes)
+    return fused(record(TorchProgram(Called(function), inputs)))
+
+
+def test_a_norm_written_out_is_one_kernel():
+    def norm(x, y, weight):
+        wide = (x + y).float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    # Inductor's triton_red_fused__to_copy_add_mean_mul_pow_rsqrt: reads two, writes one.
+    (kernel,) = compiled(norm, (512, 1024), (512, 1024), (1024,))
+    assert kernel.bytes == 2 * (3 * 512 * 1024 + 1024) and kernel.launches == 1
+
+
+def test_sums_of_sums_wait_for_them():
+    # The second sum reads what all blocks of the first one wrote.
+    first, second = compiled(lambda x: (x * x).sum(-1).sum(), (512, 1024), dtype=torch.float32)
+    assert first.bytes == 4 * (512 * 1024 + 512) and second.bytes == 4 * (512 + 1)
+
+
+def test_rotations_of_queries_are_one_kernel():
+    def rotate(q, cos, sin):
+        half = q.shape[-1] // 2
+        return q * cos + torch.cat((-q[..., half:], q[..., :half]), -1) * sin
+
+    (kernel,) = compiled(rotate, (8, 32, 128), (32, 128), (32, 128))
+    assert kernel.bytes == 2 * (2 * 8 * 32 * 128 + 2 * 32 * 128)
+
+
+def test_two_chains_that_meet_are_one_kernel_unless_a_product_lies_between():
+    (kernel,) = compiled(lambda x, y: x.sin() * y.cos(), (64, 64), (64, 64))
+    assert kernel.bytes == 2 * 3 * 64 * 64
+    names = [w.name for w in compiled(lambda x: (x.sin() @ x) * x.cos().sin(), (64, 64))]
+    assert names == ["sin", "mm", "cos+sin+mul"]
+    names = [w.name for w in compiled(lambda x: (x.sin() @ x) + x.sin(), (64, 64))]
+    assert names == ["sin", "mm", "sin+add"]
+    # The chain is read by the product, and by what reads the product's result.
+    assert [w.name for w in compiled(lambda x: x.sin() @ x + x.sin().cos(), (64, 64))][1] == "mm"
+    waits = compiled(lambda x: (lambda s: (s @ x) + s.cos())(x.sin()), (64, 64))
+    assert [w.name for w in waits][1] == "mm" and len(waits) == 3
+
+
+def test_values_made_of_nothing_are_made_by_their_readers():
+    def masked(x):
+        at = torch.arange(256, device=x.device)
+        return torch.where(at[:, None] >= at, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    (kernel,) = compiled(masked, (8, 256, 256))
+    assert kernel.bytes == 2 * 2 * 8 * 256 * 256
+    # What a sum of other kernels is added to is in memory.
+    index = torch.zeros(64, dtype=torch.long, device="meta")
+    made = compiled(lambda x: torch.zeros_like(x[:32]).index_add(0, index, x), (64, 8))
+    assert made[0].name == "zeros_like" and made[0].bytes == 2 * 32 * 8
+
+
+def test_only_images_of_two_dimensions_are_laid_with_the_channels_last():
+    flat = torch.nn.Conv1d(256, 256, 31, padding=15, groups=256)
+    square = torch.nn.Conv2d(256, 256, 3)
+    for net, shape, last in ((flat, (4, 256, 500), False), (square, (4, 256, 32, 32), True)):
+        x = torch.empty(shape, device="meta")
+        (conv,) = fused(record(TorchProgram(net.to("meta"), (x,))))
+        assert (conv.kind, conv.channels_last) == ("convolution", last)
+
+
+def test_what_an_operator_only_writes_is_not_read():
+    def kept(cache, x):
+        cache[:, 4:8] = x
+        return F.gelu(cache)
+
+    written, read = record(
+        TorchProgram(
+            Called(kept),
+            (torch.empty(2, 16, 64, device="meta"), torch.empty(2, 4, 64, device="meta")),
+        )
+    ).calls
+    assert written.name == "aten.copy_" and [t.bytes for t in written.inputs] == [4 * 2 * 4 * 64]
+    assert [t.memory for t in written.outputs] == [t.memory for t in read.inputs]
