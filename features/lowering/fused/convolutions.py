@@ -17,6 +17,8 @@ from .work import Machine
 
 #: Attribute of convolutions whose filter was reversed: gradients of an input.
 REVERSED = "input_gradient"
+#: Beginning, end and step of a slice by the label of its dimension.
+Limits = dict[str, tuple[int, int, int]]
 
 
 def canonical_convs(graph: Graph, machine: Machine) -> None:
@@ -62,31 +64,57 @@ def _labels(conv: Node) -> tuple[str, str, str]:
 
 
 def _canonical(conv: Node, channels_last: bool) -> Node:
+    conv = _without_transposes(conv)
+    lhs, rhs, _ = _labels(conv)
+    if is_weight_gradient(conv):
+        # The library reads both inputs as the forward pass stored them: batch, space, features.
+        return _ordered_as(_padded(conv, lhs), "fb", "io", channels_last)
+    if not _is_reversed(conv, rhs):
+        return _ordered_as(_padded(_without_holes(conv, lhs), lhs), "bf", "oi", channels_last)
+    # It reads the filter as the forward pass does, whose results are the inputs here.
+    evened, limits = _evened(conv)
+    return _ordered_as(evened, "bf", "io", channels_last, limits)
+
+
+def _ordered_as(
+    conv: Node, data: str, kernel: str, channels_last: bool, limits: Limits | None = None
+) -> Node:
+    """The convolution in the library's order, cut to limits, and its result in the program's."""
     lhs, rhs, out = _labels(conv)
     space = "".join(str(i) for i in range(len(lhs) - 2))
-    gradient = is_weight_gradient(conv)
-    kernel = _unreversed(conv)
-    if kernel is conv.operands[1] and not gradient:
-        conv = _without_holes(conv, lhs)
-    data = _padded(conv, lhs)
-    if gradient:
-        # The library reads both inputs as the forward pass stored them: batch, space, features.
-        want_lhs = f"f{space}b" if channels_last else f"fb{space}"
-        want_rhs = f"i{space}o" if channels_last else f"io{space}"
-        want_out = f"f{space}b" if channels_last else f"fb{space}"
-    else:
-        want_lhs = f"b{space}f" if channels_last else f"bf{space}"
-        want_rhs = f"o{space}i" if channels_last else f"oi{space}"
-        want_out = want_lhs
-    attrs = {**conv.attrs, "dim_labels": f"{want_lhs}_{want_rhs}->{want_out}"}
-    attrs["window"] = _window(conv, data)
-    if kernel is not conv.operands[1]:
-        attrs[REVERSED] = True
-    shape = tuple(conv.type.shape[out.index(c)] for c in want_out)
-    operands = [_ordered(data, lhs, want_lhs), _ordered(kernel, rhs, want_rhs)]
+    data, kernel = (
+        own[0] + space + own[1] if channels_last else own + space for own in (data, kernel)
+    )
+    attrs = {**conv.attrs, "dim_labels": f"{data}_{kernel}->{data}"}
+    shape = tuple(conv.type.shape[out.index(c)] for c in data)
+    operands = [_ordered(conv.operands[0], lhs, data), _ordered(conv.operands[1], rhs, kernel)]
     result = TensorType(conv.type.dtype, shape)
     made = Node("convolution", operands, (result,), attrs, source=conv.source)
-    return _ordered(made, want_out, out)
+    own = tuple(
+        (limits or {}).get(label, (0, size, 1)) for label, size in zip(data, shape, strict=True)
+    )
+    kind = result._replace(shape=tuple(end - start for start, end, _ in own))
+    if kind != result:
+        made = Node("slice", [made], (kind,), {"slice": own}, source=conv.source)
+    return _ordered(made, data, out)
+
+
+def _without_transposes(conv: Node) -> Node:
+    """The convolution of what its operands are transposes of (XLA's TransposeFolding).
+
+    A reversed filter whose channels change places, as ``conv_transpose(transpose_kernel=True)``
+    writes, is an input's gradient, which only this shows.
+    """
+    *labels, out = _labels(conv)
+    operands = list(conv.operands)
+    for i, operand in enumerate(operands):
+        if operand.opcode == "transpose":
+            # Dimension ``d`` of the transpose is ``order[d]`` of what it reads.
+            order = list(operand.attrs["dimensions"])
+            labels[i] = "".join(labels[i][order.index(d)] for d in range(len(order)))
+            operands[i] = operand.operands[0]
+    attrs = {**conv.attrs, "dim_labels": f"{labels[0]}_{labels[1]}->{out}"}
+    return replace(conv, operands=operands, attrs=attrs)
 
 
 def _on_host(conv: Node) -> Node:
@@ -142,39 +170,55 @@ def _without_holes(conv: Node, labels: str) -> Node:
     return Node("convolution", [data, *conv.operands[1:]], conv.results, attrs, source=conv.source)
 
 
-def _unreversed(conv: Node) -> Node:
-    """Return the filter as it is stored; for an input's gradient the library reverses it itself."""
+def _is_reversed(conv: Node, labels: str) -> bool:
+    """Return whether the filter is reversed along all of space, as that of an input's gradient."""
     kernel = conv.operands[1]
-    return kernel.operands[0] if kernel.opcode == "reverse" else kernel
+    space = {d for d, label in enumerate(labels) if label not in "io"}
+    # Along a dimension of one element nothing is to be reversed.
+    longer = {d for d in space if kernel.type.shape[d] != 1}
+    return kernel.opcode == "reverse" and longer <= set(kernel.attrs["dimensions"]) <= space
+
+
+def _evened(conv: Node) -> tuple[Node, Limits]:
+    """An input's gradient as the library computes it, of the filter as it is stored.
+
+    The library pads the forward pass's input equally: where one side has more, the gradient is
+    computed for what the other lacks, too, and cut (ConvPaddingLegalization).
+
+    Returns:
+        The gradient, and where in it that of the program lies along each dimension of space.
+    """
+    lhs, _, out = _labels(conv)
+    shape, window = list(conv.type.shape), list(conv.attrs["window"])
+    limits = {}
+    for i, w in enumerate(window):
+        d, size = out.index(str(i)), conv.operands[0].type.shape[lhs.index(str(i))]
+        span = (w.size - 1) * w.rhs_dilation
+        low = span - w.pad_low
+        # Elements behind the last window count as padding or do not (MatchBackwardInput).
+        least = span + 1 + (size - 1) * w.lhs_dilation - shape[d] - low
+        high = min(max(low, least), least + w.lhs_dilation - 1)
+        if min(low, high) >= 0:
+            before, after = max(0, low - high), max(0, high - low)
+            limits[str(i)] = (before, before + shape[d], 1)
+            shape[d] += before + after
+            window[i] = w._replace(pad_low=w.pad_low + before, pad_high=w.pad_high + after)
+    attrs = {**conv.attrs, "window": tuple(window), REVERSED: True}
+    operands = [conv.operands[0], conv.operands[1].operands[0]]
+    kind = conv.type._replace(shape=tuple(shape))
+    return replace(conv, operands=operands, results=(kind,), attrs=attrs), limits
 
 
 def _padded(conv: Node, labels: str) -> Node:
     """Pad the input where the padding differs between the two sides."""
-    data = conv.operands[0]
-    config = [(0, 0, 0)] * len(labels)
-    for i, (low, high) in enumerate(_extra(conv)):
-        config[labels.index(str(i))] = (low, high, 0)
-    return padded(data, config, constant(0, TensorType(data.type.dtype)), conv.source)
-
-
-def _extra(conv: Node) -> list[tuple[int, int]]:
-    """Return the padding that the library cannot do: what one side has more than the other."""
     window: tuple[WindowDim, ...] = conv.attrs["window"]
-    # Holes between elements mark the gradient of an input: its padding is left to the library.
-    if any(w.lhs_dilation != 1 for w in window):
-        return [(0, 0)] * len(window)
-    pads = []
-    for w in window:
+    config, even = [(0, 0, 0)] * len(labels), []
+    for i, w in enumerate(window):
         shared = max(0, min(w.pad_low, w.pad_high))
-        pads.append((max(0, w.pad_low - shared), max(0, w.pad_high - shared)))
-    return pads
-
-
-def _window(conv: Node, data: Node) -> tuple[WindowDim, ...]:
-    window: tuple[WindowDim, ...] = conv.attrs["window"]
-    if data is conv.operands[0]:
-        return window
-    return tuple(
-        w._replace(pad_low=w.pad_low - low, pad_high=w.pad_high - high)
-        for w, (low, high) in zip(window, _extra(conv), strict=True)
-    )
+        low, high = max(0, w.pad_low - shared), max(0, w.pad_high - shared)
+        config[labels.index(str(i))] = (low, high, 0)
+        even.append(w._replace(pad_low=w.pad_low - low, pad_high=w.pad_high - high))
+    data = conv.operands[0]
+    data = padded(data, config, constant(0, TensorType(data.type.dtype)), conv.source)
+    attrs = {**conv.attrs, "window": tuple(even)}
+    return replace(conv, operands=[data, *conv.operands[1:]], attrs=attrs)

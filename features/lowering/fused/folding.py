@@ -268,6 +268,9 @@ def _broadcast(node: Node) -> Node | None:
         small = reshape(inner, tuple(inner.type.shape[i] for i in kept), node)
         attrs = {"dimensions": tuple(dims[i] for i in kept)}
         return Node("broadcast", [small], node.results, attrs, source=node.source)
+    if inner.opcode == "iota":
+        (along,) = inner.attrs["dimensions"]
+        return Node("iota", [], node.results, {"dimensions": (dims[along],)}, source=node.source)
     if inner.opcode == "broadcast":
         first = inner.attrs.get("dimensions", ())
         attrs = {"dimensions": tuple(dims[d] for d in first)}
@@ -319,9 +322,15 @@ def _pad(node: Node) -> Node | None:
 
 
 def _reverse(node: Node) -> Node | None:
-    shape = node.type.shape
-    dims = tuple(d for d in node.attrs["dimensions"] if shape[d] != 1)
-    return None if dims else node.operands[0]
+    inner, shape = node.operands[0], node.type.shape
+    dims = {d for d in node.attrs["dimensions"] if shape[d] != 1}
+    if not dims:
+        return inner
+    if inner.opcode != "reverse":
+        return None
+    # What is reversed twice is as it was.
+    attrs = {"dimensions": tuple(sorted(dims ^ set(inner.attrs["dimensions"])))}
+    return Node("reverse", [inner.operands[0]], node.results, attrs, source=node.source)
 
 
 _RULES: dict[str, Callable[[Node], Node | None]] = {

@@ -35,14 +35,9 @@ from .multi_output import HorizontalFusion, MultiOutputFusion
 from .on_chip import on_chip_of, place_on_chip, prefetch
 from .priority import PriorityFusion, join_fills, own_fills
 from .products import canonical_dots, convolved_products, sink_transposes, widen_products
-from .reductions import (
-    pad_products,
-    reduce_vector_products,
-    split_products,
-    split_reductions,
-    sum_vector_products,
-)
+from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
+from .vector_products import reduce_vector_products, sum_vector_products
 from .work import Machine, machine_of
 
 
@@ -133,6 +128,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
     for node in graph.nodes():
         for inner in node.graphs:
             prepare(inner, machine, program)
+    if machine.tensor_fusion and not machine.host:
+        sum_vector_products(graph, program, batches=2)
     widen_products(graph, machine.narrow)
     canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)

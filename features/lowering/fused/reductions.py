@@ -1,4 +1,4 @@
-"""Reductions: long ones in two steps, products with a vector as sums; odd products padded.
+"""Reductions: long ones in two steps, deep products in parts; odd products padded.
 
 Long reductions are split so that enough threads take part (XLA's TreeReductionRewriter).
 """
@@ -20,7 +20,7 @@ from ...ir.program import (
     dtype_family,
 )
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
-from .folding import is_elementwise, padded, reshape, splat_node, spread, transposed
+from .folding import is_elementwise, padded, reshape, splat_node
 from .graph import Graph, Node, rewrite
 from .work import Machine
 
@@ -97,9 +97,6 @@ def _in_parts(
     return reshape(flat, (*before, *inner, *after))
 
 
-#: Products with a vector below this many multiply-adds become a reduction: the threshold in XLA's
-#: dot_strength_reduction.cc. Larger ones are worth a library call or a Triton kernel.
-SMALL_PRODUCT = 10_000_000
 #: Multiple to which library GEMMs in 16 bits are padded for the matrix units (CublasPadForGemms).
 PADDED_TO = 8
 
@@ -131,62 +128,6 @@ _ALIGNED = 16
 ADDER = "opcast.add"
 
 
-def reduce_vector_products(graph: Graph, program: Program) -> None:
-    """Replace small products with a vector by a multiply and a sum, outer ones by a multiply.
-
-    Args:
-        graph: Products are canonical
-            (:func:`opcast.features.lowering.fused.products.canonical_dots`).
-        program: Takes in the computation that adds two scalars.
-    """
-    rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
-
-
-def sum_vector_products(graph: Graph, program: Program) -> None:
-    """Replace products with a vector by a multiply and a sum, as a TPU's compiler does.
-
-    Its matrix unit takes matrices alone; a vector has no dimension of its own, not even of size 1.
-
-    Args:
-        graph: Its products may have any order of dimensions.
-        program: Takes in the computation that adds two scalars.
-    """
-
-    def rule(node: Node) -> Node | None:
-        for inner in node.graphs:
-            sum_vector_products(inner, program)
-        return _vector_sum(node, program) if node.opcode == "dot" else None
-
-    rewrite(graph, rule)
-
-
-def _vector_sum(dot: Node, program: Program) -> Node | None:
-    sides = [
-        (*dot.attrs.get(f"{key}_batch_dims", ()), *dot.attrs[f"{key}_contracting_dims"])
-        for key in ("lhs", "rhs")
-    ]
-    alone = [len(o.type.shape) == len(dims) for o, dims in zip(dot.operands, sides, strict=True)]
-    if not any(alone) or dot.operands[0].type.dtype != dot.type.dtype:
-        return None
-    # Of two vectors either is the matrix.
-    own = 0 if alone[0] else 1
-    matrix, dims = dot.operands[1 - own], sides[1 - own]
-    order = sorted(range(len(dims)), key=sides[own].__getitem__)
-    vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
-    product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
-    zero = splat_node(0, TensorType(dot.type.dtype))
-    batch = len(dot.attrs.get("lhs_batch_dims", ()))
-    summed, kept = dims[batch:], [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
-    if not summed:
-        return None
-    kind = TensorType(dot.type.dtype, tuple(matrix.type.shape[d] for d in kept))
-    add = (adder(program, dot.type.dtype),)
-    attrs = {"dimensions": tuple(sorted(summed))}
-    total = Node("reduce", [product, zero], (kind,), attrs, add, source=dot.source)
-    wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
-    return transposed(total, [kept.index(d) for d in wanted], dot.source)
-
-
 def split_products(graph: Graph, machine: Machine, program: Program) -> None:
     """Split the contracted dimension of products that leave cores idle, and sum the parts.
 
@@ -210,7 +151,7 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     if any(o.type.dtype in ("s32", "u32") for o in dot.operands):
         return 1
     weights = next(w for least, w in _SPLIT_COSTS.items() if machine.capability >= least)
-    batch, rows, columns, depth = _sizes(dot)
+    batch, rows, columns, depth = product_sizes(dot)
     left, right = (DTYPE_BITS[_stored(o).type.dtype] / 8 for o in dot.operands)
     result = DTYPE_BITS[dot.type.dtype] / 8
     wide = DTYPE_BITS[_accumulated(dot.type.dtype)] / 8
@@ -284,77 +225,12 @@ def pad_products(graph: Graph) -> None:
     rewrite(graph, lambda node: _padded(node) if node.opcode == "dot" else None)
 
 
-def _sizes(dot: Node) -> tuple[int, int, int, int]:
+def product_sizes(dot: Node) -> tuple[int, int, int, int]:
     """Return the batch, rows, columns and contracted length of a canonical product."""
     shape = dot.type.shape
     batch = shape[0] if len(shape) == 3 else 1
     depth = dot.operands[0].type.shape[dot.attrs["lhs_contracting_dims"][0]]
     return batch, shape[-2], shape[-1], depth
-
-
-def _as_reduction(dot: Node, program: Program) -> Node | None:
-    batch, rows, columns, depth = _sizes(dot)
-    if depth == 1:
-        lhs, rhs = (_spread(dot, side) for side in (0, 1))
-        return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
-    # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
-    if min(rows, columns) > 1 or batch * rows * columns * depth >= SMALL_PRODUCT:
-        return None
-    # The matrix keeps its order in memory; the vector is spread over it.
-    matrix = 0 if columns == 1 else 1
-    operand = dot.operands[matrix]
-    key = "lhs" if matrix == 0 else "rhs"
-    vector = _vector_along(dot, 1 - matrix, operand, key)
-    product = Node("multiply", [operand, vector], operand.results, source=dot.source)
-    if operand.type.dtype != dot.type.dtype:
-        kind = TensorType(dot.type.dtype, operand.type.shape)
-        product = Node("convert", [product], (kind,), source=dot.source)
-    along = dot.attrs[f"{key}_contracting_dims"][0]
-    shape = tuple(s for d, s in enumerate(operand.type.shape) if d != along)
-    kind = TensorType(dot.type.dtype, shape)
-    zero = splat_node(0, TensorType(dot.type.dtype))
-    total = Node(
-        "reduce",
-        [product, zero],
-        (kind,),
-        {"dimensions": (along,)},
-        (adder(program, dot.type.dtype),),
-        source=dot.source,
-    )
-    batch_dims = dot.attrs[f"{key}_batch_dims"]
-    if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
-        # The sum left the free dimension before the batch, but a product returns the batch first.
-        total = transposed(total, (1, 0), dot.source)
-    return reshape(total, dot.type.shape)
-
-
-def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
-    """Spread the vector operand to the matrix's shape."""
-    own = "rhs" if key == "lhs" else "lhs"
-    vector = dot.operands[side]
-    dims = [dot.attrs[f"{key}_contracting_dims"][0]]
-    if dot.attrs["lhs_batch_dims"]:
-        dims.append(dot.attrs[f"{key}_batch_dims"][0])
-        if dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]:
-            dims.reverse()
-    small = reshape(vector, tuple(matrix.type.shape[d] for d in dims))
-    return spread(small, dims, matrix.type.shape, dot.source)
-
-
-def _spread(dot: Node, side: int) -> Node:
-    """Spread one side of an outer product to the result's shape."""
-    operand = dot.operands[side]
-    shape = dot.type.shape
-    dims = [len(shape) - 2 + side]
-    if len(shape) == 3:
-        key = "lhs" if side == 0 else "rhs"
-        batch = dot.attrs[f"{key}_batch_dims"][0]
-        free = ({0, 1, 2} - {batch, *dot.attrs[f"{key}_contracting_dims"]}).pop()
-        dims = [0, *dims] if batch < free else [*dims, 0]
-    wide = spread(reshape(operand, tuple(shape[d] for d in dims)), dims, shape, dot.source)
-    if operand.type.dtype == dot.type.dtype:
-        return wide
-    return Node("convert", [wide], dot.results, source=dot.source)
 
 
 def adder(program: Program, dtype: str) -> str:
@@ -375,7 +251,7 @@ def _padded(dot: Node) -> Node | None:
     # XLA pads products of 16-bit types only.
     if dot.operands[0].type.dtype not in ("bf16", "f16"):
         return None
-    if all(size % PADDED_TO == 0 for size in _sizes(dot)[1:]):
+    if all(size % PADDED_TO == 0 for size in product_sizes(dot)[1:]):
         return None
     operands = []
     for side, operand in zip(("lhs", "rhs"), dot.operands, strict=True):

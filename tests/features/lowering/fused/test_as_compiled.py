@@ -107,6 +107,62 @@ def test_a_transposed_convolution_multiplies_the_holes_of_its_input():
     assert found[-1].flops == 2 * 8 * 56 * 56 * 128 * 256 * 2 * 2
 
 
+IMAGES = ("NHWC", "HWIO", "NHWC")
+
+
+def test_a_transposed_convolution_of_a_transposed_filter_is_an_input_gradient():
+    def convolve(x, w):
+        return jax.lax.conv_transpose(
+            x, w, (2, 2), "SAME", dimension_numbers=IMAGES, transpose_kernel=True
+        )
+
+    filters = spec(4, 4, 256, 128, dtype=BF16)
+    copy, conv = kernels(convolve, spec(8, 64, 64, 128, dtype=BF16), filters)
+    # The library reverses the filter and skips the holes; its channels change places in one copy.
+    assert copy.bytes == 2 * 2 * 4 * 4 * 256 * 128
+    assert conv.bytes == 2 * (8 * 64 * 64 * 128 + 4 * 4 * 256 * 128 + 8 * 128 * 128 * 256)
+    assert conv.flops == pytest.approx(2 * 8 * 64 * 64 * 128 * 256 * 4 * 4, rel=0.02)
+
+
+def test_an_input_gradient_of_unequal_padding_is_cut_from_a_larger_one():
+    def loss(x, w):
+        found = jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=IMAGES)
+        return jnp.sum(jnp.tanh(found))
+
+    found = kernels(jax.grad(loss), spec(8, 56, 56, 64), spec(3, 3, 64, 128))
+    # SAME pads one element behind alone. Forward pass and gradient read one copy of the filter.
+    assert [k.kind for k in found if k.kind in ("copy", "conv")].count("conv") == 2
+    written = sorted(k.bytes_out // 4 for k in found if k.kind == "copy")
+    assert written == [3 * 3 * 64 * 128, 8 * 56 * 56 * 64, 8 * 57 * 57 * 64]
+
+
+@pytest.mark.parametrize(
+    "equation, left, right",
+    [
+        # Two vectors, of any size; a vector with two dimensions of batch, as of a decoded token.
+        ("bnd,bnd->bn", (64, 4096, 128), (64, 4096, 128)),
+        ("bqhd,bkhd->bqkh", (32, 1, 16, 128), (32, 2048, 16, 128)),
+        ("bqkh,bkhd->bqhd", (32, 1, 2048, 16), (32, 2048, 16, 128)),
+    ],
+)
+def test_products_with_a_vector_that_no_kernel_is_generated_for_are_sums(equation, left, right):
+    arguments = spec(*left), spec(*right)
+    product = lambda x, y: jnp.einsum(equation, x, y)  # noqa: E731
+    (kernel,) = kernels(product, *arguments)
+    result = jax.eval_shape(product, *arguments)
+    assert kernel.kind == "reduce"
+    assert kernel.bytes == 4 * sum(a.size for a in (*arguments, result))
+
+
+def test_positions_that_a_product_reads_are_written_for_every_row():
+    def chosen(index, table):
+        return jax.nn.one_hot(index, 4096, dtype=BF16) @ table
+
+    iota, product = kernels(chosen, spec(8192, dtype=S32), spec(4096, 512, dtype=BF16))
+    assert iota.bytes == 4 * 8192 * 4096
+    assert product.bytes_in == 4 * 8192 + 4 * 8192 * 4096 + 2 * 4096 * 512
+
+
 def test_polygamma_functions_of_a_known_order_are_zeta_functions():
     trigamma = lambda x: jax.scipy.special.polygamma(1, x)  # noqa: E731
     (kernel,) = kernels(trigamma, spec(1024, 1024))

@@ -1,0 +1,166 @@
+"""Products with a vector as multiplications and sums, outer products as multiplications."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...ir.program import Program, TensorType
+from .folding import reshape, splat_node, spread, transposed
+from .graph import Graph, Node, rewrite
+from .reductions import adder, product_sizes
+
+#: Products of a matrix with a vector below this many multiply-adds become a reduction: the
+#: threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library call or a Triton
+#: kernel; neither takes two vectors.
+SMALL_PRODUCT = 10_000_000
+
+
+def reduce_vector_products(graph: Graph, program: Program) -> None:
+    """Replace small products with a vector by a multiply and a sum, outer ones by a multiply.
+
+    Args:
+        graph: Products are canonical
+            (:func:`opcast.features.lowering.fused.products.canonical_dots`).
+        program: Takes in the computation that adds two scalars.
+    """
+    rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
+
+
+def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> None:
+    """Replace products with a vector by a multiply and a sum, as compilers do.
+
+    A TPU's matrix unit takes matrices alone; a vector has no dimension of its own, not even of size
+    1. Kernels that a GPU's compiler generates have one dimension of batch at most.
+
+    Args:
+        graph: Its products may have any order of dimensions.
+        program: Takes in the computation that adds two scalars.
+        batches: Dimensions of batch that a product has at least; dimensions of size one are dropped
+            from those that have one.
+    """
+
+    def rule(node: Node) -> Node | None:
+        for inner in node.graphs:
+            sum_vector_products(inner, program, batches)
+        if node.opcode != "dot" or len(node.attrs.get("lhs_batch_dims", ())) < batches:
+            return None
+        if not batches:
+            return _vector_sum(node, program)
+        own = enumerate(node.type.shape)
+        ones = [d for d, size in own if size == 1 and d >= len(node.attrs["lhs_batch_dims"])]
+        return _vector_sum(_without_ones(node), program, ones)
+
+    rewrite(graph, rule)
+
+
+def _without_ones(dot: Node) -> Node:
+    """The product without dimensions of size one of its operands' own."""
+    operands, attrs = [], dict(dot.attrs)
+    for operand, key in zip(dot.operands, ("lhs", "rhs"), strict=True):
+        names = (f"{key}_batch_dims", f"{key}_contracting_dims")
+        taken = {d for name in names for d in attrs[name]}
+        kept = [d for d, size in enumerate(operand.type.shape) if size != 1 or d in taken]
+        attrs |= {name: tuple(kept.index(d) for d in attrs[name]) for name in names}
+        operands.append(reshape(operand, tuple(operand.type.shape[d] for d in kept)))
+    batch = len(attrs["lhs_batch_dims"])
+    own = tuple(size for size in dot.type.shape[batch:] if size != 1)
+    kind = dot.type._replace(shape=(*dot.type.shape[:batch], *own))
+    return replace(dot, operands=operands, results=(kind,), attrs=attrs)
+
+
+def _vector_sum(dot: Node, program: Program, ones: Sequence[int] = ()) -> Node | None:
+    """The sum, with dimensions of size one at the given places of the result."""
+    sides = [
+        (*dot.attrs.get(f"{key}_batch_dims", ()), *dot.attrs[f"{key}_contracting_dims"])
+        for key in ("lhs", "rhs")
+    ]
+    alone = [len(o.type.shape) == len(dims) for o, dims in zip(dot.operands, sides, strict=True)]
+    if not any(alone) or dot.operands[0].type.dtype != dot.type.dtype:
+        return None
+    # Of two vectors either is the matrix.
+    own = 0 if alone[0] else 1
+    matrix, dims = dot.operands[1 - own], sides[1 - own]
+    order = sorted(range(len(dims)), key=sides[own].__getitem__)
+    vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
+    product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
+    zero = splat_node(0, TensorType(dot.type.dtype))
+    batch = len(dot.attrs.get("lhs_batch_dims", ()))
+    summed, kept = dims[batch:], [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
+    if not summed:
+        return None
+    kind = TensorType(dot.type.dtype, tuple(matrix.type.shape[d] for d in kept))
+    add = (adder(program, dot.type.dtype),)
+    attrs = {"dimensions": tuple(sorted(summed))}
+    total = Node("reduce", [product, zero], (kind,), attrs, add, source=dot.source)
+    wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
+    order = [kept.index(d) for d in wanted]
+    for n, place in enumerate(ones):
+        order.insert(place, len(kept) + n)
+    return transposed(reshape(total, (*kind.shape, *(1 for _ in ones))), order, dot.source)
+
+
+def _as_reduction(dot: Node, program: Program) -> Node | None:
+    batch, rows, columns, depth = product_sizes(dot)
+    if depth == 1:
+        lhs, rhs = (_spread(dot, side) for side in (0, 1))
+        return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
+    # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
+    small = batch * rows * columns * depth < SMALL_PRODUCT
+    if min(rows, columns) > 1 or (max(rows, columns) > 1 and not small):
+        return None
+    # The matrix keeps its order in memory; the vector is spread over it.
+    matrix = 0 if columns == 1 else 1
+    operand = dot.operands[matrix]
+    key = "lhs" if matrix == 0 else "rhs"
+    vector = _vector_along(dot, 1 - matrix, operand, key)
+    product = Node("multiply", [operand, vector], operand.results, source=dot.source)
+    if operand.type.dtype != dot.type.dtype:
+        kind = TensorType(dot.type.dtype, operand.type.shape)
+        product = Node("convert", [product], (kind,), source=dot.source)
+    along = dot.attrs[f"{key}_contracting_dims"][0]
+    shape = tuple(s for d, s in enumerate(operand.type.shape) if d != along)
+    kind = TensorType(dot.type.dtype, shape)
+    zero = splat_node(0, TensorType(dot.type.dtype))
+    total = Node(
+        "reduce",
+        [product, zero],
+        (kind,),
+        {"dimensions": (along,)},
+        (adder(program, dot.type.dtype),),
+        source=dot.source,
+    )
+    batch_dims = dot.attrs[f"{key}_batch_dims"]
+    if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
+        # The sum left the free dimension before the batch, but a product returns the batch first.
+        total = transposed(total, (1, 0), dot.source)
+    return reshape(total, dot.type.shape)
+
+
+def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
+    """Spread the vector operand to the matrix's shape."""
+    own = "rhs" if key == "lhs" else "lhs"
+    vector = dot.operands[side]
+    dims = [dot.attrs[f"{key}_contracting_dims"][0]]
+    if dot.attrs["lhs_batch_dims"]:
+        dims.append(dot.attrs[f"{key}_batch_dims"][0])
+        if dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]:
+            dims.reverse()
+    small = reshape(vector, tuple(matrix.type.shape[d] for d in dims))
+    return spread(small, dims, matrix.type.shape, dot.source)
+
+
+def _spread(dot: Node, side: int) -> Node:
+    """Spread one side of an outer product to the result's shape."""
+    operand = dot.operands[side]
+    shape = dot.type.shape
+    dims = [len(shape) - 2 + side]
+    if len(shape) == 3:
+        key = "lhs" if side == 0 else "rhs"
+        batch = dot.attrs[f"{key}_batch_dims"][0]
+        free = ({0, 1, 2} - {batch, *dot.attrs[f"{key}_contracting_dims"]}).pop()
+        dims = [0, *dims] if batch < free else [*dims, 0]
+    wide = spread(reshape(operand, tuple(shape[d] for d in dims)), dims, shape, dot.source)
+    if operand.type.dtype == dot.type.dtype:
+        return wide
+    return Node("convert", [wide], dot.results, source=dot.source)
