@@ -25,6 +25,12 @@ from .rules import IDLE_W, MATRIX_TYPES, VECTOR_TYPES
 _UNITS = {
     "mhz": 1e6, "gbps": 1e9, "kb": 2.0**10, "mb": 2.0**20, "gb": 2.0**30, "us": 1e-6, "w": 1.0
 }  # fmt: skip
+#: Most of a figure by the word of its key, ten times what a wafer has or more (Cerebras WSE-3,
+#: data sheet 2024: 9e5 cores, 21 PB/s, 125 PFLOP/s, 23 kW): above it, a unit was mistaken.
+_MOST = {
+    "mhz": 1e5, "gbps": 1e9, "kb": 1e9, "mb": 1e9, "gb": 1e7, "us": 1e6, "w": 1e6, "tflops": 1e8
+}  # fmt: skip
+_MOST_COUNT = 1e8
 _FIGURES = """
     core_count cores_per_die lanes_per_core boost_mhz shared_kb_per_core l2_mb l2_bandwidth_gbps
     hbm_bandwidth_gbps memory_gb power_w link_gbps pair_link_gbps inter_node_gbps pcie_gbps
@@ -347,6 +353,10 @@ def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
         raise wrong(f"{name!r} must be a number, not {value!r}", *keys)
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise wrong(f"{name!r} must be above zero, not {value!r}", *keys)
+    words = keys[0].split("_")
+    most = next((_MOST[word] for word in words if word in _MOST), _MOST_COUNT)
+    if value > most:
+        raise wrong(f"{name!r} must be at most {most:g}, not {value!r}", *keys, hint="see its unit")
     if name in _WHOLE and value != int(value):
         raise wrong(f"{name!r} must be a whole number, not {value!r}", *keys)
     return float(value)

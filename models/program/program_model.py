@@ -194,8 +194,9 @@ class ProgramModel:
             lo, hi = fitted.interval(wall, [cost])
             return ProgramPrediction(float(wall[0]), float(lo[0]), float(hi[0]))
         middle = cost.baseline
-        if kernels_lo is None or kernels_hi is None:
-            # Neither programs nor kernel intervals to go by: the width of an uncalibrated roofline.
+        if kernels_lo is None or kernels_hi is None or not cost.executions:
+            # Neither programs nor kernel intervals to go by, or the host's call alone: the width of
+            # an uncalibrated roofline.
             reach = float(np.exp(UNCALIBRATED))
             return ProgramPrediction(middle, middle / reach, middle * reach)
         low, high = (schedule_cost(k, lowered, device) for k in (kernels_lo, kernels_hi))

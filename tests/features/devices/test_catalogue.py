@@ -516,6 +516,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         (BARE + "power_w: yes\n", r"'power_w' must be a number, not True"),
         (BARE + "power_w: -3\n", r"'power_w' must be above zero"),
         (BARE + "power_w: .nan\n", r"'power_w' must be above zero"),
+        # A clock in hertz, and bytes where gigabytes are asked for.
+        (BARE + "boost_mhz: 1.7e+9\n", r"'boost_mhz' must be at most 100000, not 1700000000"),
+        (BARE + "l2_bandwidth_gbps: 5.5e+12\n", r"'l2_bandwidth_gbps' must be at most 1e\+09"),
         (BARE + "core_count: 1.5\n", r"'core_count' must be a whole number"),
         (BARE + "peak_tflops: 3\n", r"'peak_tflops' must map dtypes to numbers"),
         (BARE + "peak_tflops: {fp16: 3}\n", r"chip.yaml:6: unknown dtype 'fp16'.*bf16"),

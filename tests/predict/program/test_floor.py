@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import opcast
 from opcast.datagen.programs.single_op import OPCODES, sample_op
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.precision import arithmetic
@@ -128,3 +129,13 @@ def test_an_answer_below_the_floor_is_raised_to_it(monkeypatch, round_gpu, predi
     monkeypatch.setattr(ProgramModel, "predict", lambda *args: low)
     wall = predictor.model_for(gpu).predict_program(lowered, gpu)
     assert wall == ProgramPrediction(least, least, 2 * least, least)
+
+
+@pytest.mark.parametrize("device", ["h100-sxm", "tpu-v5e"])
+def test_the_hosts_call_alone_is_not_known_to_the_digit(device):
+    text = "func.func @main(%a: tensor<8xf32>) -> tensor<8xf32> { return %a : tensor<8xf32> }"
+    found = opcast.load().predict(text, device=device, lowering="op")
+    assert not found.kernels and found.latency_us > 0.0
+    # A factor of four to each side, as of a roofline that nothing was compared with; a TPU, which
+    # runs no program op by op, has the ends of such programs.
+    assert found.lo_us <= found.latency_us / 2 and found.hi_us >= found.latency_us * 2
