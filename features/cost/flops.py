@@ -3,10 +3,11 @@
 They are the same for StableHLO and for HLO. XLA counts one FLOP for each element of an elementwise
 result, of whatever type; exp, log, sin and their like count as transcendentals instead. Data
 movement counts nothing. The rules were found by experiments with XLA's cost analysis, from which
-they differ on purpose in five places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
+they differ on purpose in six places: FFTs cost ``5 N log2 N``, half if real (XLA: 8), triangular
 solves ``n² m`` (XLA: twice that), top-k and known library calls are not free, and products count
 the real products that they are made of: four if they are complex, and the passes of an algorithm
-such as ``dot_bf16_bf16_f32_x6`` (XLA: one).
+such as ``dot_bf16_bf16_f32_x6`` (XLA: one). Long running sums cost what a tree of parts does
+(XLA: every window from scratch, which none of its compilers runs).
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from math import prod
 
 from ..ir.op_table import OPS, by_op
 from ..ir.precision import arithmetic
-from ..ir.program import Computation, Op, Program
+from ..ir.program import Computation, Op, Program, TensorType, WindowDim
 from .bytes import FREE, fusion_bytes, op_bytes
 from .convolution import conv_flops
 from .library_calls import custom_call_flops, fft_flops, is_annotation, top_k_flops
+
+#: Elements of a scan that one thread computes from scratch for each result; longer ones become
+#: trees (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
+SCAN, TPU_SCAN = 16, 128
 
 Work = tuple[float, float]
 _NONE: Work = (0.0, 0.0)
@@ -168,7 +173,29 @@ def _window_size(op: Op) -> int:
 
 def _reduce_window(op: Op, comp: Computation, program: Program) -> Work:
     # Padding counts as if it were data: XLA does not subtract it for windows, unlike convolutions.
-    return _times(op.results[0].size * (_window_size(op) - 1), _called(op, program))
+    taps = window_taps(op, comp.ops[op.operands[0]].results[0])
+    return _times(op.results[0].size * (taps - 1), _called(op, program))
+
+
+def window_taps(op: Op, operand: TensorType) -> int:
+    """Elements that a ``reduce-window`` combines for each of its results.
+
+    A running sum over more than compilers take at once is a tree of parts of 16: 15 steps in a
+    part, one for what comes before it, and both again for a sixteenth of the elements.
+    """
+    taps = _window_size(op)
+    scan = taps > TPU_SCAN and scan_dimension(op.attrs["window"], operand) is not None
+    return 18 if scan else taps
+
+
+def scan_dimension(window: Sequence[WindowDim], operand: TensorType) -> int | None:
+    """Dimension along which a window holds all up to its own element, or from it on; else none."""
+    wide = [d for d, own in enumerate(window) if own != WindowDim(1)]
+    if len(wide) != 1:
+        return None
+    length = operand.shape[wide[0]]
+    ends = (WindowDim(length, pad_low=length - 1), WindowDim(length, pad_high=length - 1))
+    return wide[0] if window[wide[0]] in ends else None
 
 
 def _select_and_scatter(op: Op, comp: Computation, program: Program) -> Work:

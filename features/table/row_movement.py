@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import log2, prod
 
+from ..cost.flops import window_taps
 from ..ir.op_table import by_op
 from ..ir.program import COMPLEX, FLOAT, HALF, Op, Program, TensorType
 from .columns import FREE, TypeFacts, type_facts
@@ -164,13 +165,13 @@ def _work_ops(ops: list[Op]) -> int:
 def _reduce_window(row: Row, op: Op, ops: list[Op], program: Program) -> float:
     source = _operand(op, ops)
     window = op.attrs.get("window", ())
-    taps = int(prod([w.size for w in window]))
-    row["window_size"] = max(row["window_size"], taps)
     # Overlapping windows read elements several times.
     if any(w.size > w.stride for w in window):
         row["window_overlap"] = 1.0
     if source is None or not op.results:
         return 0.0
+    taps = window_taps(op, source)
+    row["window_size"] = max(row["window_size"], taps)
     _reducer(row, op, type_facts(source), program)
     positions: float = op.type.size
     # Its windows are the windows of the forward pooling, one for each update.

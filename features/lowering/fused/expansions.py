@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...cost.flops import SCAN, TPU_SCAN, scan_dimension
 from ...ir.program import PARTS, Computation, Op, Program, TensorType, WindowDim
 from .folding import padded, reshape, splat_node, spread
 from .graph import Graph, Node, element, rewrite
@@ -19,9 +20,6 @@ from .pooling import INDEX, cropped, scattered
 from .random_bits import philox
 from .reductions import adder
 
-#: Elements of a scan that one thread computes from scratch for each result; longer ones become
-#: trees (ReduceWindowRewriter's base length); on a TPU as many as a register has lanes.
-SCAN, TPU_SCAN = 16, 128
 #: Largest number and smallest length of rows of TopkSpecializer's kernel, and the types that it
 #: takes (found by compiling for an H100 with JAX 0.10).
 TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
@@ -92,16 +90,12 @@ def _complex_exponential(node: Node) -> Node:
 def _scan(node: Node, program: Program, base: int = SCAN) -> Node | None:
     """Turn a running sum, product or maximum over more than ``base`` elements into a tree."""
     window: tuple[WindowDim, ...] = node.attrs.get("window", ())
-    wide = [d for d, w in enumerate(window) if w != WindowDim(1)]
-    if node.is_tuple or len(node.operands) != 2 or len(wide) != 1 or not node.called:
+    if node.is_tuple or len(node.operands) != 2 or not node.called:
         return None
-    along = wide[0]
-    length = node.operands[0].type.shape[along]
-    forward = WindowDim(length, pad_low=length - 1)
-    backward = WindowDim(length, pad_high=length - 1)
-    if length <= base or window[along] not in (forward, backward):
+    along = scan_dimension(window, node.operands[0].type)
+    if along is None or window[along].size <= base:
         return None
-    return _Scan(node, along, window[along] == backward, program, base).of(node.operands[0])
+    return _Scan(node, along, window[along].pad_high > 0, program, base).of(node.operands[0])
 
 
 class _Scan:

@@ -123,6 +123,24 @@ def test_agrees_with_xla_on_optimised_programs(name: str) -> None:
     _agree(cost, compiled.cost_analysis())
 
 
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: jnp.cumsum(x, 1), (8, 4096)),
+        (lambda x: lax.cummax(x, 0, reverse=True), (4096, 8)),
+    ],
+)
+def test_long_running_sums_cost_what_the_compilers_tree_does(
+    function: Callable[..., Any], shape: tuple[int, int]
+) -> None:
+    lowered = jax.jit(function).lower(_spec(*shape))
+    written = program_cost(parse_hlo(str(lowered.as_text(dialect="hlo"))))
+    compiled = program_cost(parse_hlo(str(lowered.compile().as_text())))
+    # In 8 rows of 4,096 it takes 17 steps an element, not 4,095.
+    assert written.flops == 17 * 8 * 4096
+    assert written.flops == pytest.approx(compiled.flops, rel=0.15)
+
+
 @pytest.mark.parametrize("optimised", [False, True])
 def test_loops_multiply(optimised: bool) -> None:
     def inner(c: jax.Array, _: Any) -> tuple[jax.Array, None]:
