@@ -42,4 +42,5 @@ def test_a_plan_and_a_partitioned_program_of_a_decoder_agree(program: Path, clus
     )  # fmt: skip
     times = [json.loads(text)["latency_us"] for text in (placed, planned)]
     # Steps have effects on products that were learned from steps, programs those of the library.
-    assert times[1] == pytest.approx(times[0], rel=0.08)
+    # Plans let every softmax read long rows again, programs only those whose mask is an array.
+    assert times[1] == pytest.approx(times[0], rel=0.18)
