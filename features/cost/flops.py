@@ -185,7 +185,7 @@ def window_taps(op: Op, operand: TensorType) -> int:
     """
     taps = _window_size(op)
     scan = taps > TPU_SCAN and scan_dimension(op.attrs["window"], operand) is not None
-    return 18 if scan else taps
+    return SCAN + 2 if scan else taps
 
 
 def scan_dimension(window: Sequence[WindowDim], operand: TensorType) -> int | None:

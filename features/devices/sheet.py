@@ -41,11 +41,15 @@ _FIGURES = """
 """
 #: Figures that count things: those without a unit.
 _WHOLE = {key for key in _FIGURES.split() if not _UNITS.keys() & key.split("_")}
+
+
+def _by_unit(key: str, values: dict[str, float], count: float) -> float:
+    """The value of the unit that a key names; that of a count where it names none."""
+    return next((values[word] for word in key.split("_") if word in values), count)
+
+
 #: Figures by key, each with its unit in SI.
-NUMBERS: dict[str, float] = {
-    key: next((_UNITS[word] for word in key.split("_") if word in _UNITS), 1.0)
-    for key in _FIGURES.split()
-}
+NUMBERS: dict[str, float] = {key: _by_unit(key, _UNITS, 1.0) for key in _FIGURES.split()}
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
 #: FLOP/s in one unit of a rate.
@@ -353,9 +357,7 @@ def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
         raise wrong(f"{name!r} must be a number, not {value!r}", *keys)
     if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         raise wrong(f"{name!r} must be above zero, not {value!r}", *keys)
-    words = keys[0].split("_")
-    most = next((_MOST[word] for word in words if word in _MOST), _MOST_COUNT)
-    if value > most:
+    if value > (most := _by_unit(keys[0], _MOST, _MOST_COUNT)):
         raise wrong(f"{name!r} must be at most {most:g}, not {value!r}", *keys, hint="see its unit")
     if name in _WHOLE and value != int(value):
         raise wrong(f"{name!r} must be a whole number, not {value!r}", *keys)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,10 +31,10 @@ README = (ROOT / "README.md").read_text()
 OWN_DEVICE = (ROOT / "docs/own-device.md").read_text()
 
 
-def commands_of(*pages: str) -> list[str]:
-    """In the order of the pages; one that a later page repeats runs once."""
-    lines = (line for page in pages for line in page.splitlines() if line.startswith("$ "))
-    return list(dict.fromkeys(line.removeprefix("$ ").split("#")[0].strip() for line in lines))
+def commands_of(page: str) -> list[str]:
+    """In the order of the page."""
+    lines = (line for line in page.splitlines() if line.startswith("$ "))
+    return [line.removeprefix("$ ").split("#")[0].strip() for line in lines]
 
 
 #: Replaced, so that the test takes minutes.
@@ -82,43 +81,50 @@ def test_commands_of_the_readme_work_in_order(tmp_path):
     compiled = "opcast predict decoder.mlir --device h100-sxm --top 4"
     commands = commands_of(README)
     assert len(commands) == 7 and compiled in commands
-    outputs = run_all([own for own in commands if own != compiled], tmp_path, "1s")
-    assert "unseen_family" in outputs["opcast train"]
-    manifest = json.loads((tmp_path / "cache/models/mine/manifest.json").read_text())
-    assert manifest["estimator"] == "xgboost"
+    output = run_all([own for own in commands if own != compiled], tmp_path, "1s")
+    assert "unseen_family" in output("opcast train --data data")
+    assert registered(tmp_path)["estimator"] == "xgboost"
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # several minutes: it measures for more than one
 def test_commands_of_ones_own_device_work_in_order(tmp_path, op_rows):
     published_tables(tmp_path / "published-latency", op_rows)
-    outputs = run_all(commands_of(OWN_DEVICE), tmp_path, "75s")
-    assert "90 % interval" in outputs["opcast predict"]
+    commands = commands_of(OWN_DEVICE)
+    assert len(commands) == 12
+    output = run_all(commands, tmp_path, "75s")
+    assert "90 % interval" in output("opcast predict step.mlir")
     assert (tmp_path / "data.png").stat().st_size > 10_000
-    assert "noise" in outputs["opcast data"]
-    assert "unseen_family" in outputs["opcast train"]
-    assert "each chip left out" in outputs["opcast train"]
-    assert "active" in outputs["opcast calibrate"]
+    assert "noise" in output("opcast data show")
+    assert "unseen_family" in output("opcast train --data data")
+    assert "each chip left out" in output("opcast train --data operators")
+    assert "active" in output("opcast calibrate")
     assert len(pd.read_parquet(tmp_path / "predictions.parquet")) == 450
     assert len(pd.read_parquet(tmp_path / "calibrated.parquet")) == 450
-    assert "xgboost" in outputs["opcast compare"]
+    assert "xgboost" in output("opcast compare")
+    assert registered(tmp_path)["estimator"] == "xgboost"
     serves_the_runs(tmp_path, environment(tmp_path))
 
 
 def environment(folder: Path) -> dict[str, str]:
+    """Own caches and stores."""
     own = {"OPCAST_CACHE": str(folder / "cache"), "OPCAST_MLRUNS": str(folder / "mlruns")}
     return os.environ | own
 
 
-def run_all(commands: list[str], folder: Path, budget: str) -> dict[str, str]:
-    """What the commands print, by their first two words."""
-    outputs: dict[str, str] = defaultdict(str)
+def registered(folder: Path) -> dict[str, object]:
+    """Manifest of the model that the commands register."""
+    return json.loads((folder / "cache/models/mine/manifest.json").read_text())
+
+
+def run_all(commands: list[str], folder: Path, budget: str) -> Callable[[str], str]:
+    """Run commands in order; gives what those that begin with given words print."""
+    outputs: dict[str, str] = {}
     for command in commands:
-        printed = run(shlex.split(command), folder, environment(folder), budget)
-        outputs[" ".join(command.split()[:2])] += printed
+        outputs[command] = run(shlex.split(command), folder, environment(folder), budget)
         if command.startswith("opcast profile") and budget == "1s":
             measured_longer(folder / "data")
-    return outputs
+    return lambda start: "".join(text for own, text in outputs.items() if own.startswith(start))
 
 
 def measured_longer(folder: Path) -> None:

@@ -18,7 +18,7 @@ import opcast as package
 from opcast.common.errors import CompilerError
 from opcast.features.lowering.target_compiler.install import find_compiler
 
-from .test_readme import FASTER, run, shown
+from .test_readme import FASTER, environment, run, shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
@@ -141,7 +141,7 @@ LONG = ("compare-models", "own-gpu")
     ids=lambda p: p.stem,
 )
 def test_commands_of_a_tutorial_work_and_print_what_it_says(page, tmp_path):
-    env = environment(tmp_path)
+    env = on_a_page(tmp_path)
     measured = False
     for kind, title, content in blocks(page):
         if title:
@@ -172,19 +172,17 @@ def test_a_page_prints_what_it_says(page, tmp_path):
     examples = [found for found in map(commands, shown) if any(lines for _, lines in found)]
     assert len(examples) == 1 and sum(len(own) for own in examples) == 2
     for command, lines in (pair for found in examples for pair in found):
-        printed = execute(shlex.split(command), tmp_path, environment(tmp_path))
+        printed = execute(shlex.split(command), tmp_path, on_a_page(tmp_path))
         missing = says(printed, lines)
         assert not missing, f"{command}: {missing}\n{printed}"
 
 
-def environment(folder: Path) -> dict[str, str]:
+def on_a_page(folder: Path) -> dict[str, str]:
     """Own caches and stores; what is installed on the way; HESPAS's stand-in."""
     paths = [folder / "site", Path(package.__file__).parent.parent]
     paths += [ROOT / "tests/plugins/hespas_stand_in"]
     given = os.environ.get("PYTHONPATH", "")
-    return os.environ | {
-        "OPCAST_CACHE": str(folder / "cache"),
-        "OPCAST_MLRUNS": str(folder / "mlruns"),
+    return environment(folder) | {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), given]),
         "JAX_PLATFORMS": "cpu",
     }

@@ -34,7 +34,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cluster", ["h100-sxm-x8", later("a100-sxm-80gb-x8")])
 def test_a_plan_and_a_partitioned_program_of_a_decoder_agree(program: Path, cluster: str) -> None:
     placed = run("predict", program, "--cluster", cluster, "--lowering", "fused", "--json")
-    sizes = {**SIZES, "d_model": 2048, "d_ff": 5632, "attention": "naive"}
+    # XLA's softmax computes its mask from positions, and reads its scores once as a framework's own
+    # does; plans with naive attention let it read long rows again.
+    sizes = {**SIZES, "d_model": 2048, "d_ff": 5632, "attention": "eager"}
     settings = ",".join(f"{name}={value}" for name, value in sizes.items())
     planned = run(
         "simulate", "--workload", "llama", "--set", settings, "--cluster", cluster,
@@ -42,5 +44,4 @@ def test_a_plan_and_a_partitioned_program_of_a_decoder_agree(program: Path, clus
     )  # fmt: skip
     times = [json.loads(text)["latency_us"] for text in (placed, planned)]
     # Steps have effects on products that were learned from steps, programs those of the library.
-    # Plans let every softmax read long rows again, programs only those whose mask is an array.
-    assert times[1] == pytest.approx(times[0], rel=0.18)
+    assert times[1] == pytest.approx(times[0], rel=0.08)

@@ -301,9 +301,11 @@ def test_an_slo_counts_requests(predictor: ServingPredictor) -> None:
 def test_slos_are_read() -> None:
     assert parse_slo("ttft=500ms,tpot=0.03s,e2e=20s") == Slo(0.5, 0.03, 20.0)
     assert parse_slo("") == Slo()
-    for text in ("ttft", "ttft=-1ms", "speed=3s", "ttft=soon", "ttft=1", "e2e=20000"):
-        with pytest.raises(PlanError, match="SLO"):
+    for text in ("ttft=-1ms", "speed=3s", "ttft=soon", "ttft=1", "e2e=20000"):
+        with pytest.raises(PlanError, match="is no SLO"):
             parse_slo(text)
+    with pytest.raises(PlanError, match="SLO: 'ttft' is not of the form key=value"):
+        parse_slo("ttft")
 
 
 def test_every_option_changes_something(predictor: ServingPredictor) -> None:
