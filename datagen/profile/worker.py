@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ _MEMORY_PART = 0.7
 #: Heap that is faulted in before anything is measured: at most this part of the free memory, and
 #: this many bytes.
 _PREFAULT_PART, _PREFAULT_BYTES = 0.25, 4e9
+#: Linux's advice to map all pages of a range at once (``MADV_POPULATE_WRITE`` of madvise(2), since
+#: 5.14), which takes half the time of touching them one by one.
+_POPULATE_WRITE = 23
 #: XLA's flag with an empty list: no kind of command is recorded into CUDA graphs.
 NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
 
@@ -199,7 +203,11 @@ def _prefault_heap(limit: float) -> None:
         libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
         block = libc.malloc(size)
         if block:
-            ctypes.memset(block, 1, size)
+            # In whole pages, as the call wants them; what it leaves is less than one at either end.
+            begin, end = -(-block // PAGESIZE) * PAGESIZE, (block + size) // PAGESIZE * PAGESIZE
+            libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            if end <= begin or libc.madvise(begin, end - begin, _POPULATE_WRITE):
+                ctypes.memset(block, 1, size)
             libc.free(block)
 
 

@@ -174,7 +174,7 @@ def test_calibrate_saves_the_adapted_model(
 ) -> None:
     out, plot = tmp_path / "adapted", tmp_path / "curve.png"
     result = _run(
-        "calibrate", "--device", "l40s", "--data", dataset, "--model", model, "--samples", 30,
+        "calibrate", "--device", "l40s", "--data", dataset, "--model", model, "--samples", 10,
         "--out", out, "--plot", plot,
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -78,7 +78,7 @@ def test_ones_own_chip_is_left_out_and_then_calibrated_to(lab: Path, by_file: bo
     adapted = lab / f"adapted-{by_file}"
     said = _run(
         "calibrate", "--device", named, "--data", lab / "ops", "--model", lab / out,
-        "--samples", 25, "--out", adapted,
+        "--samples", 10, "--out", adapted,
     )  # fmt: skip
     assert "zephyr-1: MAPE in % by samples of each family" in said
     # The description comes with the rows: 4000 GB/s are the file's.

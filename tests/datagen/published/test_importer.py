@@ -341,8 +341,8 @@ def test_a_shard_of_the_real_tables(name, tmp_path, only):
         pytest.skip(f"needs the published table {name} (set OPCAST_PUBLISHED_DATA)")
     file = pq.ParquetFile(found)
     # From the middle of the table, where large ones have several families.
-    middle = file.metadata.num_rows // 60_000
-    batch = next(islice(file.iter_batches(30_000), middle, None))
+    middle = file.metadata.num_rows // 20_000
+    batch = next(islice(file.iter_batches(10_000), middle, None))
     part = batch.to_pandas(integer_object_nulls=False)
     part = part.assign(id=part["id"].astype(str))
     done = import_published(only(part, name), tmp_path / "out")

@@ -19,7 +19,7 @@ from opcast.datagen.zoo.families.moe import MoE
 from opcast.datagen.zoo.families.parts import Precision
 from opcast.features.ir.stablehlo_reader import read_mlir
 
-from ...support.cases import every
+from ...support.cases import every, later
 
 TRANSFORMER = "batch=2 layers=1 dim=32 heads=4 hidden=64"
 DECODER = f"{TRANSFORMER} kv_heads=2 vocab=100"
@@ -128,7 +128,7 @@ def test_bf16_runs(name: str) -> None:
     assert all(leaf.dtype == jnp.float32 for leaf in master)
 
 
-@pytest.mark.parametrize("settings", [{}, {"target": "value", "optimizer": "sgd"}])
+@pytest.mark.parametrize("settings", [{}, later({"target": "value", "optimizer": "sgd"})])
 def test_mlp_loss_decreases(settings: dict[str, Any]) -> None:
     workload = tiny("mlp", mode="train", **settings)
     compiled = workload.lower().compile()
@@ -145,8 +145,8 @@ def test_mlp_loss_decreases(settings: dict[str, Any]) -> None:
     [
         ("mlp", {"features": 3, "width": 5, "layers": 1, "outputs": 2}, 3 * 5 + 5 + 2 * 5 + 12),
         ("resnet", {"depth": 18}, 11_689_512),
-        ("resnet", {"depth": 50}, 25_557_032),
-        ("resnet", {"depth": 101}, 44_549_160),
+        later("resnet", {"depth": 50}, 25_557_032),
+        later("resnet", {"depth": 101}, 44_549_160),
         ("convnext", {"size": "tiny"}, 28_589_128),
         ("efficientnet", {"size": "b0"}, 5_288_548),
         ("vit", {}, 86_567_656),
@@ -301,7 +301,9 @@ def test_names_tell_what_matters() -> None:
     assert name == "mlp-layers=4-width=64-batch=128-optimizer=sgd-bf16-forward"
 
 
-@pytest.mark.parametrize("settings", [{"mode": "train"}, {"mode": "train", "data_parallel": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"mode": "train"}, later({"mode": "train", "data_parallel": 4})]
+)
 def test_exports_are_readable(tmp_path: Path, settings: dict[str, Any]) -> None:
     ops = []
     for kind in ("text", "bytecode", "portable"):

@@ -232,8 +232,8 @@ def test_no_device_is_faster_with_twice_the_batch(predictor: Predictor) -> None:
     devices = [find_device(name) for name in shown_devices("reports")]
     text = "mlp width=512 layers=1 mode=train"
     once, twice = (
-        [device_row(predictor, "mlp", build_program(text, batch=b), d, "fused") for d in devices]
-        for b in (128, 256)
+        [device_row(predictor, "mlp", source, d, "fused") for d in devices]
+        for source in (build_program(text, batch=b) for b in (128, 256))
     )
     found = larger_batches(once, twice)
     assert found.passed, found.failures

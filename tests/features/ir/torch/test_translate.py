@@ -252,12 +252,12 @@ ROW_FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", every(2, FUNCTIONS))
+@pytest.mark.parametrize("name", every(3, FUNCTIONS))
 def test_image_operators(name):
     agree(Function(FUNCTIONS[name]), X)
 
 
-@pytest.mark.parametrize("name", every(2, ROW_FUNCTIONS))
+@pytest.mark.parametrize("name", every(3, ROW_FUNCTIONS))
 def test_row_operators(name):
     agree(Function(ROW_FUNCTIONS[name]), ROWS)
 
