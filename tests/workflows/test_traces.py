@@ -148,7 +148,7 @@ def test_operators_of_a_trace_train_and_calibrate(tmp_path: Path) -> None:
     assert answer["latency_us"] == pytest.approx(2 * 1024 * 4096 * 2048 / 500e6 + 3.0, rel=0.2)
     text = run("explain", "--op", op, "--device", "h100-sxm", "--model", out)
     assert "kernel/linear" in text
-    text = run("calibrate", "--data", data, "--device", "h100-sxm", "--samples", 20)
+    text = run("calibrate", "--data", data, "--device", "h100-sxm", "--samples", 10)
     assert "kernel/linear" in text
 
 

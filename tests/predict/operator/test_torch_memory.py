@@ -26,6 +26,7 @@ from opcast.predict.operator.compiled_storages import compiled_storages  # noqa:
 from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
 from opcast.predict.operator.torch_memory import torch_memory  # noqa: E402
 
+from ...support.cases import later  # noqa: E402
 from ...support.torch_sam import ImageEncoder  # noqa: E402
 
 PUBLISHED = (
@@ -171,10 +172,10 @@ def test_compiled_checkpoints_are_computed_again_one_at_a_time(exported):
 @pytest.mark.parametrize(
     ("technique", "size", "batch"),
     [
-        *(("fp32", "vit_b", 1), ("fp32", "vit_b", 8), ("bf16", "vit_b", 1), ("bf16", "vit_b", 8)),
-        *(("fp32", "vit_h", 8), ("bf16", "vit_h", 1)),
+        later("fp32", "vit_b", 1), ("fp32", "vit_b", 8), later("bf16", "vit_b", 1),
+        later("bf16", "vit_b", 8), later("fp32", "vit_h", 8), ("bf16", "vit_h", 1),
     ],
-)
+)  # fmt: skip
 def test_peaks_are_those_of_published_runs_of_segment_anything(technique, size, batch):
     path = PUBLISHED / "segment-anything.csv"
     if not path.is_file():

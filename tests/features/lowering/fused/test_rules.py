@@ -67,8 +67,13 @@ def program(request):
     return read_program(build(name, **dict(settings)).mlir(debug_info=False))
 
 
-def test_work_is_conserved_and_traffic_falls(program):
-    op, fused = (lower(program, name, device=H100) for name in ("op", "fused"))
+@pytest.fixture(scope="module")
+def fused(program):
+    return lower(program, "fused", device=H100)
+
+
+def test_work_is_conserved_and_traffic_falls(program, fused):
+    op = lower(program, "op", device=H100)
 
     def total(lowered, what):
         return sum(k.multiplicity * getattr(k, what) for k in lowered.kernels if k.takes_time)
@@ -126,16 +131,16 @@ def test_a_result_that_nobody_reads_is_not_computed_unless_it_is_a_call():
     assert sum(k.transcendentals for k in found.kernels) == 0
 
 
-def test_kernels_can_be_made_again_from_their_text(program):
-    for kernel in lower(program, "fused", device=H100).kernels:
+def test_kernels_can_be_made_again_from_their_text(fused):
+    for kernel in fused.kernels:
         again = kernel_from_ir(kernel.ir)
         assert (again.hash, again.kind, again.flops, again.bytes) == (
             kernel.hash, kernel.kind, kernel.flops, kernel.bytes,
         )  # fmt: skip
 
 
-def test_kernels_read_only_what_came_before(program):
-    kernels = lower(program, "fused", device=H100).kernels
+def test_kernels_read_only_what_came_before(fused):
+    kernels = fused.kernels
     assert all(max(k.operands, default=-1) < i for i, k in enumerate(kernels))
 
 
