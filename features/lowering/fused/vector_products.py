@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ...ir.program import Program, TensorType
@@ -43,13 +42,11 @@ def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> Non
     def rule(node: Node) -> Node | None:
         for inner in node.graphs:
             sum_vector_products(inner, program, batches)
-        if node.opcode != "dot" or len(node.attrs.get("lhs_batch_dims", ())) < batches:
+        if node.opcode != "dot" or node.operands[0].type.dtype != node.type.dtype:
             return None
-        if not batches:
-            return _vector_sum(node, program)
-        own = enumerate(node.type.shape)
-        ones = [d for d, size in own if size == 1 and d >= len(node.attrs["lhs_batch_dims"])]
-        return _vector_sum(_without_ones(node), program, ones)
+        if len(node.attrs.get("lhs_batch_dims", ())) < batches:
+            return None
+        return _vector_sum(node, program, ones=bool(batches))
 
     rewrite(graph, rule)
 
@@ -59,24 +56,34 @@ def _without_ones(dot: Node) -> Node:
     operands, attrs = [], dict(dot.attrs)
     for operand, key in zip(dot.operands, ("lhs", "rhs"), strict=True):
         names = (f"{key}_batch_dims", f"{key}_contracting_dims")
-        taken = {d for name in names for d in attrs[name]}
+        taken = {d for name in names for d in attrs.get(name, ())}
         kept = [d for d, size in enumerate(operand.type.shape) if size != 1 or d in taken]
-        attrs |= {name: tuple(kept.index(d) for d in attrs[name]) for name in names}
+        attrs |= {name: tuple(kept.index(d) for d in attrs.get(name, ())) for name in names}
         operands.append(reshape(operand, tuple(operand.type.shape[d] for d in kept)))
-    batch = len(attrs["lhs_batch_dims"])
+    batch = len(attrs.get("lhs_batch_dims", ()))
     own = tuple(size for size in dot.type.shape[batch:] if size != 1)
     kind = dot.type._replace(shape=(*dot.type.shape[:batch], *own))
     return replace(dot, operands=operands, results=(kind,), attrs=attrs)
 
 
-def _vector_sum(dot: Node, program: Program, ones: Sequence[int] = ()) -> Node | None:
-    """The sum, with dimensions of size one at the given places of the result."""
+def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | None:
+    """The product with a vector as a sum; ``None`` if neither operand is one.
+
+    Args:
+        dot: The product.
+        program: Takes in the computation that adds two scalars.
+        ones: Whether an operand whose own dimensions are of size one is a vector, too.
+    """
+    own_dims = range(len(dot.attrs.get("lhs_batch_dims", ())), len(dot.type.shape))
+    dropped = [d for d in own_dims if ones and dot.type.shape[d] == 1]
+    if dropped:
+        dot = _without_ones(dot)
     sides = [
         (*dot.attrs.get(f"{key}_batch_dims", ()), *dot.attrs[f"{key}_contracting_dims"])
         for key in ("lhs", "rhs")
     ]
     alone = [len(o.type.shape) == len(dims) for o, dims in zip(dot.operands, sides, strict=True)]
-    if not any(alone) or dot.operands[0].type.dtype != dot.type.dtype:
+    if not any(alone):
         return None
     # Of two vectors either is the matrix.
     own = 0 if alone[0] else 1
@@ -84,6 +91,9 @@ def _vector_sum(dot: Node, program: Program, ones: Sequence[int] = ()) -> Node |
     order = sorted(range(len(dims)), key=sides[own].__getitem__)
     vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
     product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
+    if matrix.type.dtype != dot.type.dtype:
+        wider = TensorType(dot.type.dtype, matrix.type.shape)
+        product = Node("convert", [product], (wider,), source=dot.source)
     zero = splat_node(0, TensorType(dot.type.dtype))
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
     summed, kept = dims[batch:], [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
@@ -95,9 +105,9 @@ def _vector_sum(dot: Node, program: Program, ones: Sequence[int] = ()) -> Node |
     total = Node("reduce", [product, zero], (kind,), attrs, add, source=dot.source)
     wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
     order = [kept.index(d) for d in wanted]
-    for n, place in enumerate(ones):
+    for n, place in enumerate(dropped):
         order.insert(place, len(kept) + n)
-    return transposed(reshape(total, (*kind.shape, *(1 for _ in ones))), order, dot.source)
+    return transposed(reshape(total, (*kind.shape, *(1 for _ in dropped))), order, dot.source)
 
 
 def _as_reduction(dot: Node, program: Program) -> Node | None:
@@ -109,45 +119,7 @@ def _as_reduction(dot: Node, program: Program) -> Node | None:
     small = batch * rows * columns * depth < SMALL_PRODUCT
     if min(rows, columns) > 1 or (max(rows, columns) > 1 and not small):
         return None
-    # The matrix keeps its order in memory; the vector is spread over it.
-    matrix = 0 if columns == 1 else 1
-    operand = dot.operands[matrix]
-    key = "lhs" if matrix == 0 else "rhs"
-    vector = _vector_along(dot, 1 - matrix, operand, key)
-    product = Node("multiply", [operand, vector], operand.results, source=dot.source)
-    if operand.type.dtype != dot.type.dtype:
-        kind = TensorType(dot.type.dtype, operand.type.shape)
-        product = Node("convert", [product], (kind,), source=dot.source)
-    along = dot.attrs[f"{key}_contracting_dims"][0]
-    shape = tuple(s for d, s in enumerate(operand.type.shape) if d != along)
-    kind = TensorType(dot.type.dtype, shape)
-    zero = splat_node(0, TensorType(dot.type.dtype))
-    total = Node(
-        "reduce",
-        [product, zero],
-        (kind,),
-        {"dimensions": (along,)},
-        (adder(program, dot.type.dtype),),
-        source=dot.source,
-    )
-    batch_dims = dot.attrs[f"{key}_batch_dims"]
-    if batch_dims and next(d for d in range(3) if d != along) != batch_dims[0]:
-        # The sum left the free dimension before the batch, but a product returns the batch first.
-        total = transposed(total, (1, 0), dot.source)
-    return reshape(total, dot.type.shape)
-
-
-def _vector_along(dot: Node, side: int, matrix: Node, key: str) -> Node:
-    """Spread the vector operand to the matrix's shape."""
-    own = "rhs" if key == "lhs" else "lhs"
-    vector = dot.operands[side]
-    dims = [dot.attrs[f"{key}_contracting_dims"][0]]
-    if dot.attrs["lhs_batch_dims"]:
-        dims.append(dot.attrs[f"{key}_batch_dims"][0])
-        if dot.attrs[f"{own}_batch_dims"][0] < dot.attrs[f"{own}_contracting_dims"][0]:
-            dims.reverse()
-    small = reshape(vector, tuple(matrix.type.shape[d] for d in dims))
-    return spread(small, dims, matrix.type.shape, dot.source)
+    return _vector_sum(dot, program)
 
 
 def _spread(dot: Node, side: int) -> Node:
