@@ -257,7 +257,7 @@ def engine_era(name: str, version: str) -> str:
         version: Of it; empty for the newest.
     """
     known = frameworks().get(name)
-    return "now" if known is None or _is_since(version, known.rewritten) else "early"
+    return "now" if _is_since(version, known.rewritten if known else (0, 0)) else "early"
 
 
 def runs_ahead(name: str, version: str) -> bool:

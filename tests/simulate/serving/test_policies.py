@@ -29,6 +29,12 @@ def test_releases_beyond_the_measured_ones_are_told() -> None:
     assert release_note("", "7") == ()
     assert engine_era("vllm", "0.33.0") == "now"
     assert engine_era("vllm", "0.6.6") == "early"
+    # Version 0 stands for one before engines were rewritten, of those that are not listed too.
+    assert [engine_era("another", version) for version in ("0", "0.2", "")] == [
+        "early",
+        "now",
+        "now",
+    ]
     assert (
         runs_ahead("vllm", "") and runs_ahead("vllm", "0.14.1") and runs_ahead("sglang", "0.5.10")
     )
