@@ -27,7 +27,7 @@ from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, Ate
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of
 from .step_operators import FAMILIES as STEP_FAMILIES
 from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
-from .torch_attention import CUDNN, EFFICIENT, MATH, attention_backend
+from .torch_choices import CUDNN, EFFICIENT, MATH, attention_backend
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
@@ -349,7 +349,7 @@ def _source(work: AtenKernel, key: str) -> str:
 
 
 def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
-    """Whose fused attention a kernel is; as :func:`~.torch_attention.attention_backend`."""
+    """Whose fused attention a kernel is; as :func:`~.torch_choices.attention_backend`."""
     batch, heads, groups, size, queries, keys, causal = work.shape
     query, key = (batch, heads, queries, size), (batch, groups, keys, size)
     use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)

@@ -54,9 +54,6 @@ _AGAIN = {
 }
 #: Distances between all pairs of two lists of points, and the position of the first list.
 _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
-#: Passes of the gradient of a layer norm beside those of the norm itself: one for the input's, one
-#: for the weights' (as in published op graphs, predict/published/opgraph.py).
-_NORM_BACKWARD = 2
 #: Products whose time follows from which values of a matrix there are, which nobody says.
 _SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
 #: Operators that are priced by the passes of a radix sort.
@@ -222,7 +219,7 @@ def _copies(call: AtenCall) -> list[AtenKernel]:
 
     PyTorch's ``expect_contiguous`` (layer_norm_kernel.cu); generated code reads them in place.
     """
-    if "layer_norm" not in call.name:
+    if not _is_norm(call):
         return []
     dtype = ALIASES.get(call.outputs[0].dtype, "f32")
     return [
@@ -260,12 +257,16 @@ def _works(call: AtenCall) -> list[AtenKernel]:
         return _convolution_backward(call, base)
     if "scaled_dot_product" in call.name:
         return [_attention(call, base)]
-    if "layer_norm" in call.name or "rms_norm" in call.name:
+    if _is_norm(call):
         cols = _row(call)
         rows = prod(call.inputs[0].shape) // cols
-        times = _NORM_BACKWARD if call.name.endswith("backward") else 1
+        # Of gradients one pass for the input's, one for the weights' (as in published op graphs,
+        # predict/published/opgraph.py).
+        kinds = {t.shape == call.inputs[0].shape for t in call.outputs}
+        times = len(kinds) if call.name.endswith("backward") else 1
         norm = base.but(
-            family="rmsnorm" if "rms" in name else "layernorm",
+            # PyTorch's own of RMS is an instance of its layer norm (layer_norm_kernel.cu).
+            family="rmsnorm" if "rms" in name and name == call.name else "layernorm",
             shape=(rows, cols),
             scale=float(times),
             traffic=base.bytes / times,
@@ -422,6 +423,10 @@ def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     traffic = base.bytes / scale
     own = base.but(name=name, family="attention", shape=shape, scale=scale, traffic=traffic)
     return replace(own, masked=masked)
+
+
+def _is_norm(call: AtenCall) -> bool:
+    return "layer_norm" in call.name or "rms_norm" in call.name
 
 
 def _row(call: AtenCall) -> int:

@@ -13,10 +13,11 @@ from ...common.errors import DeviceError, ProgramError, StrictError
 from ...common.versions import can_be_release
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
+from ...features.ir.torch.record import NormUse
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
-from .torch_attention import MATH, attention_backend
+from .torch_choices import MATH, attention_backend, norm_is_one
 from .torch_notes import MEASURED_RELEASE
 from .torch_price import AtenEstimate, TorchPrediction, price, works_of
 
@@ -117,8 +118,8 @@ class TorchPredictor:
         Args:
             program: As of :meth:`predict`.
             device: As of :meth:`predict`.
-            before: Of the same program on another device, which is the answer where the same
-                attention is fused.
+            before: Of the same program on another device or by another release, which is the
+                answer where the same calls are one kernel.
             times_alone: Leave out what memory, and other releases' times, are answered from.
 
         Raises:
@@ -130,24 +131,23 @@ class TorchPredictor:
 
         own, spec = self.checked(program), self.device(device)
 
-        def fused(use: AttentionUse, *, cudnn: bool = True) -> bool:
+        def fused(use: AttentionUse | NormUse, *, cudnn: bool = True) -> bool:
+            if isinstance(use, NormUse):
+                return norm_is_one(spec, use, self.framework, self.release)
             return attention_backend(spec, use, cudnn=cudnn) != MATH
 
-        def holds(found: Recording | None, *, cudnn: bool) -> bool:
-            known = found.attention.items() if found else ()
-            return found is not None and all(fused(u, cudnn=cudnn) == is_one for u, is_one in known)
-
-        found = before if before and holds(before, cudnn=True) else record(own, fused)
+        older = partial(fused, cudnn=False)
+        found = before if before and before.holds(fused) else record(own, fused)
         if times_alone:
             return found
         if found is not before:
             with suppress(ProgramError):
                 found = replace(found, storages=log_storages(own, fused))
-        if holds(found, cudnn=False):
+        if found.holds(older):
             return replace(found, otherwise=None)
-        if holds(found.otherwise, cudnn=False):
+        if found.otherwise and found.otherwise.holds(older):
             return found
-        return replace(found, otherwise=record(own, partial(fused, cudnn=False)))
+        return replace(found, otherwise=record(own, older))
 
     def price(
         self, recording: Recording, device: str | Path | DeviceSpec, *, strict: bool = False

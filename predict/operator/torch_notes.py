@@ -14,7 +14,7 @@ from .aten_prices import attention_library
 from .aten_work import ATTENTION, PRODUCT, SORTS, AtenKernel
 from .cpu_prices import cpu_notes
 from .step_operators import FLASH2
-from .torch_attention import CUDNN
+from .torch_choices import CUDNN
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording

@@ -239,8 +239,8 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         if isinstance(own, str):
             answers.append(own)
             continue
-        # Releases differ by their kernels of attention alone.
-        attends = any(one for r in own.recordings for one in r.attention.values())
+        # Releases differ by their kernels of attention and of RMS norms alone.
+        attends = any(any(r.attention.values()) or r.norms for r in own.recordings)
         key = row.device, own.predictor.framework, own.predictor.release if attends else ""
         if key not in known:
             known[key] = _tried(_seconds, row, own)

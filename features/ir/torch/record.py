@@ -110,6 +110,21 @@ class AttentionUse:
     dropout: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class NormUse:
+    """A call of ``rms_norm``, as PyTorch chooses a kernel for it.
+
+    Attributes:
+        dtype: Element type of what is normalised, by PyTorch's name.
+        weight: Of its weight; empty if it has none.
+        channels_last: Whether it is an image that lies with the channels last.
+    """
+
+    dtype: str
+    weight: str = ""
+    channels_last: bool = False
+
+
 #: Operators whose first tensor is what they write, or only tells a shape.
 _UNREAD = (
     *("aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_", "aten.bernoulli_"),
@@ -117,8 +132,8 @@ _UNREAD = (
     *("aten.new_zeros", "aten.new_ones", "aten.new_full"),
 )
 
-#: Whether one kernel does the attention of a call; else PyTorch's products and passes do.
-Fused: TypeAlias = Callable[[AttentionUse], bool]
+#: Whether one kernel does a call; else PyTorch's products and passes do.
+Fused: TypeAlias = Callable[[AttentionUse | NormUse], bool]
 
 
 @dataclass
@@ -131,6 +146,7 @@ class Recording:
         parameter_bytes: Bytes of parameters and buffers.
         recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
         attention: Its calls of attention, and whether each was taken to be one kernel.
+        norms: Its calls of ``rms_norm``, as above.
         notes: What was taken otherwise than PyTorch decides it, and what would not be.
         otherwise: What it launches under releases of PyTorch that choose other kernels of
             attention, where these are written out.
@@ -142,9 +158,15 @@ class Recording:
     parameter_bytes: int = 0
     recurrent: int = 0
     attention: dict[AttentionUse, bool] = field(default_factory=dict)
+    norms: dict[NormUse, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     otherwise: Recording | None = None
     storages: StorageLog | None = None
+
+    def holds(self, fused: Fused) -> bool:
+        """Whether the program launches the same where other calls may be one kernel."""
+        attention = all(fused(use) == one for use, one in self.attention.items())
+        return attention and all(fused(use) == one for use, one in self.norms.items())
 
 
 class Recorder:
@@ -155,7 +177,7 @@ class Recorder:
         place: Where in the model the next call belongs.
         phase: ``forward``, ``backward`` or ``optimizer``.
         on: Whether calls are written down.
-        fused: Which attention is one kernel.
+        fused: Which calls are one kernel.
         again: Whether the backward pass computes them again.
         scopes: Modules that run, of one that is not exported.
     """

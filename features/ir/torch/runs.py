@@ -14,11 +14,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ....common.collection import paused_collection
 from ....common.errors import ProgramError
-from .decomposition import WRAPPERS, Fakes, setting_of
+from .decomposition import Fakes
 from .eager import (
     Scopes,
     Stand,
@@ -31,6 +32,7 @@ from .eager import (
     tensors_in,
     without_memory,
 )
+from .graph_runs import run_graph
 from .place import Place
 from .program import TorchProgram, export, shortened, torch_loss, torch_optimizer
 from .record import (
@@ -40,12 +42,14 @@ from .record import (
     AtenCall,
     AttentionUse,
     Fused,
+    NormUse,
     Recorder,
     Recording,
     TensorUse,
     watching,
 )
 from .recurrent import GATES, recurrent
+from .rms_norm import rms_norm
 from .translate import is_checkpointed, place_of
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
 
     Args:
         program: The program.
-        fused: Which attention is one kernel.
+        fused: Which calls are one kernel.
 
     Raises:
         ProgramError: The program cannot be exported or run without data, or has nothing to train.
@@ -175,16 +179,31 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
 
 
 def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
-    """Record an export, run node by node."""
+    """Record an export, run node by node; what autograd makes of each is marked with its place."""
     exported = export(program)
     module = exported.program.module()
     fakes = _fakes()
     fakes.replace(module)
     given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
     inputs = [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
-    log = Recorder(fused)
-    runner = _runner(module, log)
-    recording = _steps(program, module, log, fakes, lambda: runner.run(*inputs))
+    log, start = Recorder(fused), 0
+
+    def before(node: torch.fx.Node) -> None:
+        nonlocal start
+        place = place_of(node)
+        log.place = place if place != Place() else log.place
+        log.again = is_checkpointed(node)
+        start = len(log.recording.calls)
+
+    def after(node: torch.fx.Node, found: object) -> None:
+        if str(node.target).startswith(_RECURRENT):
+            log.recording.recurrent += len(log.recording.calls) - start
+        for tensor in tensors_in(found):
+            _mark(tensor.grad_fn, log.place)
+
+    with standing_in(stands(log)):
+        forward = partial(run_graph, module, inputs, before, after)
+        recording = _steps(program, module, log, fakes, forward)
     if program.train:
         recording.calls = _computed_again(recording.calls)
     return recording
@@ -262,53 +281,6 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
     return [*forward, *(again(c, BACKWARD) for c in repeated), *(again(c, c.phase) for c in others)]
 
 
-def _runner(module: torch.fx.GraphModule, log: Recorder) -> torch.fx.Interpreter:
-    import torch
-
-    aten = torch.ops.aten
-
-    class Runner(torch.fx.Interpreter):  # type: ignore[misc]
-        """Runs a graph, and marks what autograd made of each node with the node's place."""
-
-        def run_node(self, node: torch.fx.Node) -> object:
-            if node.op != "call_function":
-                return super().run_node(node)
-            place = place_of(node)
-            log.place = place if place != Place() else log.place
-            log.again = is_checkpointed(node)
-            found = super().run_node(node)
-            for tensor in torch.utils._pytree.tree_leaves(found):
-                _mark(getattr(tensor, "grad_fn", None), log.place)
-            return found
-
-        def call_function(
-            self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
-        ) -> object:
-            # GPUs have these as one kernel; the CPU, where the tensors are, does not.
-            if target is aten.dropout.default and args[1] and args[2]:
-                return aten.native_dropout.default(*args)[0]
-            if target is aten.scaled_dot_product_attention.default:
-                return _attention(log, super().call_function, target, args, kwargs)
-            name = getattr(target, "__name__", "")
-            if name in WRAPPERS:
-                # Node by node, so that each has its own place.
-                at = WRAPPERS[name]
-                with setting_of(name, args[:at]):
-                    return _runner(args[at], log).run(*args[at + 1 :])
-            before = len(log.recording.calls)
-            found = super().call_function(target, args, kwargs)
-            if str(target).startswith(_RECURRENT):
-                log.recording.recurrent += len(log.recording.calls) - before
-            return found
-
-        def call_module(
-            self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
-        ) -> object:
-            return None if "guard" in str(target) else super().call_module(target, args, kwargs)
-
-    return Runner(module, garbage_collect_values=False)
-
-
 def _attention(
     log: Recorder,
     call: Callable[..., object],
@@ -362,8 +334,28 @@ def stands(log: Recorder) -> dict[str, Stand]:
             return input
         return torch.ops.aten.native_dropout.default(input, p, True)[0]
 
+    one_kernel = rms_norm(log.write_library)
+
+    def norm(
+        function: Callable[..., object],
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> object:
+        last = input.dim() == 4 and not input.is_contiguous()
+        use = NormUse(
+            str(input.dtype).removeprefix("torch."),
+            str(weight.dtype).removeprefix("torch.") if weight is not None else "",
+            last and input.is_contiguous(memory_format=torch.channels_last),
+        )
+        if log.recording.norms.setdefault(use, log.fused(use)):
+            return one_kernel(input, len(normalized_shape), weight)
+        return function(input, normalized_shape, weight, eps)
+
     layers = {name: recurrent(name, log.write_library) for name in GATES}
-    return {"scaled_dot_product_attention": attention, "dropout": dropout, **layers}
+    known: dict[str, Stand] = {"dropout": dropout, "rms_norm": norm, **layers}
+    return {"scaled_dot_product_attention": attention, **known}
 
 
 def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> AttentionUse:

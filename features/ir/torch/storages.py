@@ -18,8 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....common.errors import ProgramError
-from .decomposition import WRAPPERS, Fakes, setting_of
+from .decomposition import Fakes
 from .eager import deciding_without_values, is_users, standing_in
+from .graph_runs import run_graph
 from .program import TorchProgram, export, shortened, torch_loss, torch_optimizer
 from .record import Fused, Recorder
 from .runs import stands
@@ -88,7 +89,7 @@ def log_storages(program: TorchProgram, fused: Fused = lambda _: True) -> Storag
 
     Args:
         program: The program.
-        fused: Which attention is one kernel, which keeps no scores.
+        fused: Which calls are one kernel, of attention one that keeps no scores.
 
     Raises:
         ProgramError: The program cannot be run without data.
@@ -154,7 +155,15 @@ class _Run:
         self.fakes.replace(module)
         given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
         inputs = [self.fakes.like(v) if hasattr(v, "dtype") else v for v in given]
-        log = self._follow(module, lambda watch: _runner(module, watch).run(*inputs), inputs)
+
+        def forward(watch: _Watch) -> object:
+            def at(node: torch.fx.Node) -> None:
+                place = place_of(node)
+                watch.line = str(place) if place.file else watch.line
+
+            return run_graph(module, inputs, at)
+
+        log = self._follow(module, forward, inputs)
         log.framed = False
         return log
 
@@ -338,41 +347,3 @@ def _watching(watch: _Watch) -> AbstractContextManager[object]:
             return found
 
     return Mode()
-
-
-#: Functions of PyTorch, which modes of functions see, for operators of an export.
-_FUNCTIONS = {
-    "aten.scaled_dot_product_attention.default": "scaled_dot_product_attention",
-    "aten.dropout.default": "dropout",
-}
-
-
-def _runner(module: torch.fx.GraphModule, watch: _Watch) -> torch.fx.Interpreter:
-    import torch
-
-    class Runner(torch.fx.Interpreter):  # type: ignore[misc]
-        """Runs a graph node by node, each by its function of PyTorch, which modes see."""
-
-        def run_node(self, node: torch.fx.Node) -> object:
-            place = place_of(node)
-            watch.line = f"{place.file}:{place.line}" if place.file else watch.line
-            return super().run_node(node)
-
-        def call_function(
-            self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
-        ) -> object:
-            name = getattr(target, "__name__", "")
-            if name in WRAPPERS:
-                at = WRAPPERS[name]
-                with setting_of(name, args[:at]):
-                    return _runner(args[at], watch).run(*args[at + 1 :])
-            known = _FUNCTIONS.get(str(target))
-            target = getattr(torch.nn.functional, known) if known else target
-            return super().call_function(target, args, kwargs)
-
-        def call_module(
-            self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
-        ) -> object:
-            return None if "guard" in str(target) else super().call_module(target, args, kwargs)
-
-    return Runner(module)

@@ -19,13 +19,11 @@ from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
 from opcast.features.ir.torch.called import with_batch  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram, export  # noqa: E402
-from opcast.features.ir.torch.record import AttentionUse  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.aten_fusion import fused  # noqa: E402
 from opcast.predict.operator.aten_prices import AtenPrices  # noqa: E402
 from opcast.predict.operator.aten_work import works  # noqa: E402
-from opcast.predict.operator.torch_attention import attention_backend  # noqa: E402
 from opcast.predict.operator.torch_framework import (  # noqa: E402
     TorchPredictor,
     operator_bundle,
@@ -511,37 +509,6 @@ def test_the_kernel_of_attention_is_told_by_device():
     for device, recording in (("h100-sxm", first), ("a100-sxm-80gb", second)):
         alone = predict(module, *inputs, device=device, framework="torch-eager")
         assert predictor.price(recording, device).latency_us == alone.latency_us
-
-
-Q, K, ONE = (2, 8, 256, 64), (2, 2, 256, 64), (2, 8, 1, 64)
-
-
-@pytest.mark.parametrize(
-    ("device", "use", "backend"),
-    [
-        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16"), "cuDNN"),
-        ("h100-sxm", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "cuDNN"),
-        # One query, but for dropout; never one key.
-        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16"), "cuDNN"),
-        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16", dropout=0.125), "FlashAttention 2"),
-        ("h100-sxm", AttentionUse(Q, ONE, ONE, "bfloat16"), "FlashAttention 2"),
-        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16", dropout=0.1), "FlashAttention 2"),
-        ("h100-sxm", AttentionUse(Q, Q, Q, "float32"), "memory-efficient"),
-        ("h100-sxm", AttentionUse(Q, K, K, "float32", grouped=True), "math"),
-        ("h100-sxm", AttentionUse(Q[1:], Q[1:], Q[1:], "bfloat16"), "math"),
-        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16"), "FlashAttention 2"),
-        ("a100-sxm-80gb", AttentionUse(Q, K, K, "bfloat16", grouped=True), "FlashAttention 2"),
-        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16", masked=True), "memory-efficient"),
-        ("a100-sxm-80gb", AttentionUse(ONE, Q, Q, "float16", causal=True), "memory-efficient"),
-        ("a100-sxm-80gb", AttentionUse(Q, K, K, "float16", masked=True, grouped=True), "math"),
-        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "float16"), "memory-efficient"),
-        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "bfloat16"), "math"),
-        ("mi300x", AttentionUse(Q, Q, Q, "bfloat16"), ""),
-        ("mi300x", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "math"),
-    ],
-)
-def test_attention_is_by_the_first_kernel_that_takes_it(device, use, backend):
-    assert attention_backend(find_device(device), use) == backend
 
 
 class AttendsItself(torch.nn.Module):

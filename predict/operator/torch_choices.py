@@ -1,15 +1,17 @@
-"""Which kernel PyTorch chooses for an attention, by the checks of its ``sdp_utils.cpp``.
+"""Which kernel PyTorch chooses for an attention or an RMS norm, by the checks of its sources.
 
-The first of a list that takes the call runs it: cuDNN's where PyTorch prefers that, FlashAttention
-2, the memory-efficient one, and else its products and passes written out (``SDPBackend.MATH``).
+Of attention (``sdp_utils.cpp``) the first of a list that takes the call runs it: cuDNN's where
+PyTorch prefers that, FlashAttention 2, the memory-efficient one, and else its products and passes
+written out (``SDPBackend.MATH``).
 """
 
 from __future__ import annotations
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch.record import AttentionUse
+from ...features.ir.torch.record import AttentionUse, NormUse
 from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import lacks_bf16
+from ...models.pytorch.model import is_older
 
 CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"
 #: Widest heads of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch) and of
@@ -18,6 +20,9 @@ _CUDNN_HEAD, _FLASH_HEAD = 128, 256
 #: Elements that heads are a multiple of in kernels on matrix units, by bits of an element: 16 bytes
 #: of 16 bits, and four of f32.
 _ALIGNED = {16: 8, 32: 4}
+#: First release whose ``F.rms_norm`` is one kernel on GPUs, ``_fused_rms_norm`` (pytorch/pytorch
+#: #153666).
+_FUSED_NORM = (2, 9)
 _NARROW = ("float16", "bfloat16", "f16", "bf16")
 
 
@@ -41,6 +46,22 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
     else:
         return MATH
     return found if spec.runs_cuda else ""
+
+
+def norm_is_one(spec: DeviceSpec, use: NormUse, framework: str, release: str = "") -> bool:
+    """Whether one kernel does an RMS norm, else a pass for each of its steps (layer_norm.cpp).
+
+    Generated code makes a kernel of these passes, with what else fits into it.
+
+    Args:
+        spec: A GPU or CPU.
+        use: The call.
+        framework: ``torch-eager`` or ``torch-compiled``.
+        release: Of PyTorch; empty for a recent one.
+    """
+    eager = spec.platform == "gpu" and framework == "torch-eager"
+    alike = use.weight in ("", use.dtype) and not use.dtype.startswith("complex")
+    return eager and alike and not use.channels_last and not is_older(release, _FUSED_NORM)
 
 
 def _cudnn_takes(spec: DeviceSpec, use: AttentionUse) -> bool:

@@ -1,0 +1,118 @@
+"""Which kernels PyTorch chooses for attention and for RMS norms."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+
+from opcast.features.devices.catalogue import find_device  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.record import AttentionUse, NormUse  # noqa: E402
+from opcast.predict.operator.torch_choices import attention_backend, norm_is_one  # noqa: E402
+from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
+from opcast.predict.operator.torch_price import works_of  # noqa: E402
+
+Q, K, ONE = (2, 8, 256, 64), (2, 2, 256, 64), (2, 8, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("device", "use", "backend"),
+    [
+        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16"), "cuDNN"),
+        ("h100-sxm", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "cuDNN"),
+        # One query, but for dropout; never one key.
+        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16"), "cuDNN"),
+        ("h100-sxm", AttentionUse(ONE, Q, Q, "bfloat16", dropout=0.125), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, ONE, ONE, "bfloat16"), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, Q, Q, "bfloat16", dropout=0.1), "FlashAttention 2"),
+        ("h100-sxm", AttentionUse(Q, Q, Q, "float32"), "memory-efficient"),
+        ("h100-sxm", AttentionUse(Q, K, K, "float32", grouped=True), "math"),
+        ("h100-sxm", AttentionUse(Q[1:], Q[1:], Q[1:], "bfloat16"), "math"),
+        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16"), "FlashAttention 2"),
+        ("a100-sxm-80gb", AttentionUse(Q, K, K, "bfloat16", grouped=True), "FlashAttention 2"),
+        ("a100-sxm-80gb", AttentionUse(Q, Q, Q, "bfloat16", masked=True), "memory-efficient"),
+        ("a100-sxm-80gb", AttentionUse(ONE, Q, Q, "float16", causal=True), "memory-efficient"),
+        ("a100-sxm-80gb", AttentionUse(Q, K, K, "float16", masked=True, grouped=True), "math"),
+        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "float16"), "memory-efficient"),
+        ("v100-sxm-16gb", AttentionUse(Q, Q, Q, "bfloat16"), "math"),
+        ("mi300x", AttentionUse(Q, Q, Q, "bfloat16"), ""),
+        ("mi300x", AttentionUse(Q, K, K, "bfloat16", masked=True, grouped=True), "math"),
+    ],
+)
+def test_attention_is_by_the_first_kernel_that_takes_it(device, use, backend):
+    assert attention_backend(find_device(device), use) == backend
+
+
+BF16 = NormUse("bfloat16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "use", "framework", "one"),
+    [
+        ("h100-sxm", BF16, "torch-eager", True),
+        ("mi300x", BF16, "torch-eager@2.9", True),
+        ("h100-sxm", NormUse("float16"), "torch-eager@2.12.1", True),
+        ("h100-sxm", BF16, "torch-eager@2.8", False),
+        ("h100-sxm", NormUse("bfloat16", "float32"), "torch-eager", False),
+        ("h100-sxm", NormUse("float32", "", channels_last=True), "torch-eager", False),
+        ("h100-sxm", BF16, "torch-compiled", False),
+        ("cpu-i9-10940x", BF16, "torch-eager", False),
+    ],
+)
+def test_rms_norms_are_one_kernel_of_gpus_since_a_release(device, use, framework, one):
+    assert norm_is_one(find_device(device), use, *framework.split("@")) == one
+
+
+class Twice(torch.nn.Module):
+    """RMS norms of PyTorch, as a module and as a function, and one written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(64)
+
+    def forward(self, x):
+        x = F.rms_norm(self.norm(x), (64,))
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def launched(framework, device="h100-sxm", exported=False, train=""):
+    source, x = Twice().to(torch.bfloat16), torch.zeros(8, 64, dtype=torch.bfloat16)
+    program = TorchProgram(source, (x,), train=train, loss="sum" if train else None)
+    if exported:
+        program = TorchProgram(torch.export.export(source, (x,)))
+    predictor = TorchPredictor(framework, "roofline")
+    recording = predictor.record(program, device)
+    return works_of(recording, predictor.framework), recording
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_rms_norms_read_and_write_their_array_once(exported):
+    by_hand = ["pow", "mean", "add", "rsqrt", "mul"]
+    found, recording = launched("torch-eager", exported=exported)
+    assert [w.name for w in found] == ["_fused_rms_norm"] * 2 + by_hand
+    # Two arrays of 16 bits, a factor in f32 for each of eight rows, and a weight.
+    arrays = 2 * 2 * 8 * 64 + 4 * 8
+    assert [w.bytes for w in found[:2]] == [arrays + 2 * 64, arrays]
+    assert [(w.kind, w.shape, w.launches) for w in found[:2]] == [("norm", (8, 64), 1)] * 2
+    # What other devices and releases launch is recorded anew, by one of the same it is not.
+    same = TorchPredictor("torch-eager@2.9", "roofline")
+    assert same.record(TorchProgram(Twice()), "mi300x", recording).calls is recording.calls
+    for framework, device in (("torch-eager@2.4", "h100-sxm"), ("torch-eager", "cpu-i9-10940x")):
+        passes = [w.name for w in launched(framework, device, exported)[0]]
+        assert "_fused_rms_norm" not in passes and passes.count("rsqrt") == 3
+    # The generated code of torch.compile is one kernel as before.
+    assert len(launched("torch-compiled", exported=exported)[0]) == 1
+
+
+def test_gradients_of_rms_norms_are_a_kernel_for_the_input_and_one_for_the_weight():
+    found, recording = launched("torch-eager", train="sgd")
+    norms = [w for w in found if w.name == "_fused_rms_norm_backward"]
+    # The function has no weight, and the module's input takes no gradient.
+    assert [w.launches for w in norms] == [1, 1]
+    arrays = 2 * 2 * 8 * 64 + 4 * 8
+    assert [w.bytes for w in norms] == [arrays + 2 * 8 * 64, arrays + 2 * 2 * 64]
+    assert all(w.phase == "backward" and w.place.line for w in norms)
+    # Between forward and backward the norms hold their inputs and a factor of each row.
+    sizes = [s.bytes for s in recording.storages.storages if s.name == "aten.new_empty"]
+    assert sizes.count(4 * 8) == 2 * 2
