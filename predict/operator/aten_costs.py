@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...features.devices.device import DeviceSpec
+from ...models.operators import OpModel
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, AtenKernel
 
 #: Operators that move elements and compute nothing, and those that reduce.
@@ -16,6 +22,12 @@ _REDUCTIONS = frozenset(
 )
 #: Most channels of an image.
 IMAGE = 4
+
+#: Families of operators that measure classes of cost by themselves.
+_MEASURED_BY = {
+    "graph/linear": ("product", "bmm"),
+    "graph/context_attention": ("attention", "attention_backward"),
+}
 
 
 def cost_class(work: AtenKernel, compiled: bool) -> str:
@@ -56,3 +68,26 @@ def _convolution(work: AtenKernel) -> str:
     if work.conv_size("c") <= IMAGE:
         return "stem"
     return "pointwise" if work.taps == 1 else "conv"
+
+
+def measured_costs(spec: DeviceSpec, bundle: OpModel) -> frozenset[str]:
+    """Classes of cost whose kernels were measured by themselves on a chip of the architecture.
+
+    How fast products and attention are under load differs most between architectures (clocks,
+    power), so that nothing is taken over from models on chips of others.
+    """
+    found: set[str] = set()
+    for key, costs in _MEASURED_BY.items():
+        family = bundle.families.get(key)
+        chips = [bundle.devices[name] for name in family.devices] if family else []
+        if any(chip.architecture == spec.architecture for chip in chips):
+            found |= set(costs)
+    return frozenset(found)
+
+
+def seconds_by_class(costs: Sequence[str], seconds: np.ndarray) -> dict[str, float]:
+    """Sums of seconds, shape ``(n,)``, by class of cost."""
+    sums: dict[str, float] = {}
+    for cost, own in zip(costs, seconds.tolist(), strict=True):
+        sums[cost] = sums.get(cost, 0.0) + own
+    return sums

@@ -55,6 +55,19 @@ _ROWS_A_THREAD = 10
 #: Bits of the keys that a pass of the radix sort orders by (Adinets and Merrill, Onesweep,
 #: arXiv:2206.01784, 2022).
 _DIGIT_BITS = 8
+#: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
+#: complex values of f32 in a kernel, and sizes without larger primes than this one without
+#: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
+#: counts as. Engineering estimates.
+_FFT_BITS, _SMALL_PRIME, _BLUESTEIN = 12, 127, 6.0
+#: Operators that are priced by the passes of a radix sort.
+SORTS = ("aten.sort", "aten.topk")
+#: Bits that a pass over a row tells apart where one block selects from it, passes that then gather
+#: what is selected, and threads of the block (SortingRadixSelect.cuh, TensorTopK.cu).
+_SELECT_BITS, _GATHERS, _SELECTORS = 2, 2, 1024
+#: Most rows, and from which length on several blocks share one of that many (TensorTopK.cu).
+_SHARED = ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000), (4000, 800))
+_SHARED_MANY = 400
 #: Bytes of an index, and of a pair of an index and its position.
 _INDEX, _PAIR = 8.0, 16.0
 
@@ -79,9 +92,11 @@ def read_traffic(call: AtenCall) -> float | None:
 
 
 def write_traffic(call: AtenCall) -> list[float] | None:
-    """Bytes of each kernel of an operator that writes by index; ``None`` for any other operator."""
+    """Bytes of each kernel of what writes by index, sorts or selects; ``None`` for all others."""
     if call.name == _EMBEDDING:
         return _embedding(call)
+    if call.name in SORTS:
+        return _ordered(call)
     name = call.name.removesuffix("_")
     if name in _PUTS:
         return [*_copy(call), *_put(call)]
@@ -177,6 +192,74 @@ def _sorted(count: int, rows: float) -> list[float]:
     """Kernels that sort indices with their positions: positions, histograms, their sums, passes."""
     passes = max(1, ceil(log2(max(rows, 2.0)) / _DIGIT_BITS))
     return [_INDEX * count, _INDEX * count, 2.0**_DIGIT_BITS * 4, *[2 * _PAIR * count] * passes]
+
+
+def transform_traffic(call: AtenCall) -> tuple[float, int]:
+    """Bytes and launches of a Fourier transform by cuFFT: passes over its values by dimension.
+
+    PyTorch copies what a real result is made of, since cuFFT overwrites it, and divides by the
+    size, if it does, in a pass of its own (SpectralOps.cpp).
+    """
+    given, made = call.inputs[0], call.outputs[0]
+    dims, norm = call.sizes(0), call.whole(1)
+    largest = max(given.bytes, made.bytes)
+    passes = 0.0
+    for dim in dims:
+        size = max(given.shape[dim], made.shape[dim])
+        # Bluestein's algorithm has two transforms of at least twice the size and three products.
+        passes += _BLUESTEIN if _largest_prime(size) > _SMALL_PRIME else 1.0
+        passes += max(0, ceil(log2(max(size, 2)) / _FFT_BITS) - 1)
+    real = call.name == "aten._fft_c2r"
+    moved = 2.0 * passes * largest + 2.0 * real * given.bytes + 2.0 * (norm != 0) * made.bytes
+    return moved, len(dims) + real + (norm != 0)
+
+
+def _largest_prime(number: int) -> int:
+    found, factor = 1, 2
+    while factor * factor <= number:
+        while number % factor == 0:
+            found, number = factor, number // factor
+        factor += 1
+    return max(found, number)
+
+
+def _ordered(call: AtenCall) -> list[float]:
+    """Kernels of a sort, or of a selection whose results are sorted then.
+
+    Passes over the keys, with their indices in a sort: one for each byte of them, as CUB's; where
+    one block selects from a row, one for each two bits.
+    """
+    given, made = call.inputs[0], sum(t.bytes for t in call.outputs)
+    width = given.bytes / max(prod(given.shape), 1)
+    if call.name == "aten.sort":
+        return [width * 2.0 * made]
+    passes = width if _shared(call) else _select_passes(call)
+    return [passes * given.bytes, 2.0 * made]
+
+
+def _select_passes(call: AtenCall) -> float:
+    given = call.inputs[0]
+    return 8 * given.bytes / max(prod(given.shape), 1) / _SELECT_BITS + _GATHERS
+
+
+def _row(call: AtenCall) -> int:
+    """Elements of a row that a selection is made from."""
+    given, made = call.inputs[0].shape, call.outputs[0].shape
+    return next((a for a, b in zip(given, made, strict=True) if a != b), (1, *given)[-1])
+
+
+def _shared(call: AtenCall) -> bool:
+    """Whether several blocks select from a row."""
+    row = _row(call)
+    rows = prod(call.inputs[0].shape) // max(row, 1)
+    return row >= next((least for most, least in _SHARED if rows <= most), _SHARED_MANY)
+
+
+def select_steps(call: AtenCall) -> int:
+    """Loads of a thread that wait for one another where one block selects from a row; else 0."""
+    if call.name != "aten.topk" or _shared(call):
+        return 0
+    return round(_select_passes(call)) * ceil(_row(call) / _SELECTORS)
 
 
 def distinct(rows: float, count: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, log2, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,13 @@ from .aten_traffic import (
     evaluated,
     read_traffic,
     scan_steps,
+    select_steps,
+    transform_traffic,
     write_traffic,
 )
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
-#: Bits of the size of a transform that one pass over memory does in shared memory: cuFFT does 4,096
-#: complex values of f32 in a kernel, and sizes without larger primes than this one without
-#: Bluestein's algorithm (cuFFT's documentation, "Accuracy and Performance"); passes that the latter
-#: counts as. Engineering estimates.
-_FFT_BITS, _SMALL_PRIME, _BLUESTEIN = 12, 127, 6.0
 #: Tensors that an operator reads or writes again beyond its operands, as a factor on its traffic:
 #: batch and group norm read their input for the moments and again for the result, backward also
 #: the gradient (PyTorch's native kernels).
@@ -56,8 +53,6 @@ _AGAIN = {
 _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
 #: Products whose time follows from which values of a matrix there are, which nobody says.
 _SPARSE = ("aten._sparse_addmm", "aten._sparse_mm")
-#: Operators that are priced by the passes of a radix sort.
-SORTS = ("aten.sort", "aten.topk")
 #: Kinds as users read them, by family of :class:`~opcast.features.operators.op.Op`.
 _KINDS = {
     "bmm": PRODUCT,
@@ -182,7 +177,7 @@ def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     found = []
     for call in calls:
         # Generated code scans, and adds up, in parallel.
-        serial, blocks = scan_steps(call), channel_blocks(call)
+        serial, blocks = scan_steps(call) or select_steps(call), channel_blocks(call)
         own = used(call)
         if serial or blocks:
             own = [replace(w, serial=serial, blocks=blocks) for w in own]
@@ -282,17 +277,11 @@ def _works(call: AtenCall) -> list[AtenKernel]:
         wide = call.outputs[0].bytes
         return [_moves(base, float(6 * wide + call.inputs[1].bytes), 3)]
     if call.name.startswith("aten._fft"):
-        return [_transform(call, base)]
+        return [_moves(base, *transform_traffic(call))]
     if call.name == "aten.nll_loss_backward":
         # Fills the gradient with zeros, then writes one value of each row (NLLLoss2d.cu and
         # Loss.cu of PyTorch); the values of the forward pass are not read.
         return [_moves(base, base.bytes - call.inputs[1].bytes, 2)]
-    if call.name in SORTS:
-        # A radix sort passes over the keys once for each byte of them, as CUB's: of values with
-        # their indices for a sort, of the values alone to select the largest.
-        digits = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
-        each = 2 * sum(t.bytes for t in call.outputs) if call.name == "aten.sort" else None
-        return [_moves(base, digits * float(each or call.inputs[0].bytes))]
     kernels = write_traffic(call)
     if kernels is not None:
         return [_moves(base, moved) for moved in kernels]
@@ -304,35 +293,6 @@ def _works(call: AtenCall) -> list[AtenKernel]:
 def _moves(base: AtenKernel, moved: float, launches: int = 1) -> AtenKernel:
     """The pass with another traffic, by some launches."""
     return replace(base.but(shape=(max(1, round(moved)),), traffic=moved), launches=launches)
-
-
-def _transform(call: AtenCall, base: AtenKernel) -> AtenKernel:
-    """A Fourier transform by cuFFT: passes over its values, for each of the dimensions.
-
-    PyTorch copies what a real result is made of, since cuFFT overwrites it, and divides by the
-    size, if it does, in a pass of its own (SpectralOps.cpp).
-    """
-    given, made = call.inputs[0], call.outputs[0]
-    dims, norm = call.sizes(0), call.whole(1)
-    largest = max(given.bytes, made.bytes)
-    passes = 0.0
-    for dim in dims:
-        size = max(given.shape[dim], made.shape[dim])
-        # Bluestein's algorithm has two transforms of at least twice the size and three products.
-        passes += _BLUESTEIN if _largest_prime(size) > _SMALL_PRIME else 1.0
-        passes += max(0, ceil(log2(max(size, 2)) / _FFT_BITS) - 1)
-    real = call.name == "aten._fft_c2r"
-    moved = 2.0 * passes * largest + 2.0 * real * given.bytes + 2.0 * (norm != 0) * made.bytes
-    return _moves(base, moved, len(dims) + real + (norm != 0))
-
-
-def _largest_prime(number: int) -> int:
-    found, factor = 1, 2
-    while factor * factor <= number:
-        while number % factor == 0:
-            found, number = factor, number // factor
-        factor += 1
-    return max(found, number)
 
 
 def _traffic(call: AtenCall) -> float:

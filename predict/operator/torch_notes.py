@@ -11,7 +11,8 @@ from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
 from ...models.pytorch.model import CpuTorchModel
 from .aten_prices import attention_library
-from .aten_work import ATTENTION, PRODUCT, SORTS, AtenKernel
+from .aten_traffic import SORTS
+from .aten_work import ATTENTION, PRODUCT, AtenKernel
 from .cpu_prices import cpu_notes
 from .step_operators import FLASH2
 from .torch_choices import CUDNN

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...common.errors import ProgramError
-from ...common.interval import InSeconds, latency_fields
+from ...common.interval import LEAST_SHARE, InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
@@ -37,7 +37,7 @@ from ..devices import generation_note
 from ..groups import Group, grouped
 from ..published.composition import RHO as RHO_ALONE
 from ..published.composition import RUN_ERROR
-from .aten_costs import cost_class
+from .aten_costs import cost_class, measured_costs, seconds_by_class
 from .aten_fusion import fused
 from .aten_prices import ALONE, AtenPrices, bound_of, least_times
 from .aten_work import (
@@ -63,13 +63,6 @@ _PCIE_4 = 32e9
 #: kernels for the twenty of a step and does not return to Python between them. Engineering
 #: estimate; it widens the interval downwards.
 _CUDNN_STEPS = 10.0
-#: Families of operators that measure classes of cost by themselves.
-_MEASURED_BY = {
-    "graph/linear": ("product", "bmm"),
-    "graph/context_attention": ("attention", "attention_backward"),
-}
-#: Least share of the estimate that a lower end falls to. Engineering estimate.
-_SHORTEST = 0.05
 
 
 @dataclass(frozen=True)
@@ -260,7 +253,7 @@ def price_works(
     down, up = np.hypot(combined_spread(reach, rho), RUN_ERROR * total)
     if ends is None and not cpu:
         # Of the kernels' own errors, in a program unlike those that whole models taught of.
-        shortest = np.log(max(1.0 - down / total, _SHORTEST))
+        shortest = np.log(max(1.0 - down / total, LEAST_SHARE))
         wide = bundle is not None and spec.runs_cuda and not narrow
         ends = (float(shortest), float(np.log1p(up / total)))
         ends = widened(ends, UNLIKE_WIDE if wide else UNLIKE)
@@ -268,7 +261,7 @@ def price_works(
         # Errors of whole models that were left out hold those of their kernels.
         down, up = -np.expm1(ends[0]) * total, np.expm1(ends[1]) * total
     seconds = max(total, host)
-    lo = max(total - down, _SHORTEST * total, float(least.sum()), host / _HOST.less)
+    lo = max(total - down, LEAST_SHARE * total, float(least.sum()), host / _HOST.less)
     hi = max(total + up, host * _HOST.more)
     return Priced(times, sources, seconds, min(lo, seconds), hi, total, host)
 
@@ -322,29 +315,6 @@ def computes_narrow(found: Sequence[AtenKernel]) -> bool:
     for w in found:
         flops["narrow" if w.dtype in ("f16", "bf16") else "others"] += w.op.flops()
     return flops["narrow"] > flops["others"]
-
-
-def measured_costs(spec: DeviceSpec, bundle: OpModel) -> frozenset[str]:
-    """Classes of cost whose kernels were measured by themselves on a chip of the architecture.
-
-    How fast products and attention are under load differs most between architectures (clocks,
-    power), so that nothing is taken over from models on chips of others.
-    """
-    found: set[str] = set()
-    for key, costs in _MEASURED_BY.items():
-        family = bundle.families.get(key)
-        chips = [bundle.devices[name] for name in family.devices] if family else []
-        if any(chip.architecture == spec.architecture for chip in chips):
-            found |= set(costs)
-    return frozenset(found)
-
-
-def seconds_by_class(costs: Sequence[str], seconds: np.ndarray) -> dict[str, float]:
-    """Sums of seconds, shape ``(n,)``, by class of cost."""
-    sums: dict[str, float] = {}
-    for cost, own in zip(costs, seconds.tolist(), strict=True):
-        sums[cost] = sums.get(cost, 0.0) + own
-    return sums
 
 
 def works_of(recording: Recording, framework: str) -> list[AtenKernel]:
@@ -416,7 +386,5 @@ def price(
 
 
 def _mostly_f32(found: Sequence[AtenKernel]) -> bool:
-    sizes = {"f32": 0.0, "narrow": 0.0}
-    for w in found:
-        sizes["f32" if w.dtype == "f32" else "narrow"] += w.bytes
-    return sizes["f32"] > sizes["narrow"]
+    wide = sum(w.bytes for w in found if w.dtype == "f32")
+    return wide > sum(w.bytes for w in found if w.dtype != "f32")

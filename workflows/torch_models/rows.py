@@ -20,13 +20,12 @@ from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram
 from ...features.ir.torch.record import Recording
 from ...predict.cluster.case_table import FAULTS, Cells, reason_of
-from ...predict.operator.aten_costs import cost_class
+from ...predict.operator.aten_costs import cost_class, seconds_by_class
 from ...predict.operator.torch_framework import TorchPredictor
 from ...predict.operator.torch_memory import MEASURED
 from ...predict.operator.torch_price import (
     TorchPrediction,
     computes_narrow,
-    seconds_by_class,
     unlearned,
     works_of,
 )

@@ -28,8 +28,8 @@ from ...models.trust.calibrator import MIN_SCORES, Calibrator, Ends, ends, inclu
 from ...predict.cluster.case_table import read_cases, read_rows
 from ...predict.devices import resolve_device
 from ...predict.locate import OPERATOR_MODEL, model_hash
+from ...predict.operator.aten_costs import measured_costs
 from ...predict.operator.torch_framework import operator_bundle
-from ...predict.operator.torch_price import measured_costs
 from ..judging import FOLDS, keep_learned, keep_left_out, print_reasons
 from .draw import drawn, platform_of
 from .rows import Asking, ModelRow, model_row, seconds_of
