@@ -166,8 +166,10 @@ def test_modules_and_exports_of_pytorch_are_programs():
     assert predicted(export, device="h100-sxm").latency_us == whole.latency_us
     with pytest.raises(ProgramError, match="needs its example inputs"):
         predicted(module, device="h100-sxm")
-    with pytest.raises(ProgramError, match="has its inputs already"):
-        predicted(export, x, device="h100-sxm")
+    # An export takes inputs, too, of the sizes that it has.
+    assert predicted(export, x, device="h100-sxm").latency_us == whole.latency_us
+    with pytest.raises(ProgramError, match="does not take these inputs"):
+        predicted(export, torch.ones(9, 64), device="h100-sxm")
 
 
 def test_what_is_no_name_is_refused_in_words() -> None:

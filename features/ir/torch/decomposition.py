@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ....common.errors import ProgramError
-from .program import Exported, shortened
+from .export import Exported, shortened
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ....common.errors import ProgramError
 from ....common.versions import version_numbers
 from .autocast import autocast_module
+from .export import shortened
 from .presets import presets
-from .program import TorchProgram, shortened
+from .program import TorchProgram
 
 if TYPE_CHECKING:
     import torch

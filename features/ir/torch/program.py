@@ -1,27 +1,22 @@
 """What a PyTorch program is: a module, function, export or file, with inputs and how it trains.
 
-Also how it is exported. PyTorch and JAX are imported where a function needs them.
+PyTorch is imported where a function needs it.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from types import FunctionType
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ....common.errors import ProgramError
-from .autocast import cuda_autocast
-from .eager import sized_by_data
 
 if TYPE_CHECKING:
     import torch
-    from jax.typing import DTypeLike
 
 #: Rules of optimisers, with the defaults of ``torch.optim``; ``momentum`` is SGD with 0.9.
 RULES = ("adamw", "adam", "sgd", "momentum")
@@ -235,177 +230,3 @@ def torch_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer
         kind = optim.AdamW if rule == "adamw" else optim.Adam
         return kind(trained, lr=1e-3, **own)
     return optim.SGD(trained, lr=1e-3, momentum=0.9 if rule == "momentum" else 0.0, **own)
-
-
-_NO_TORCH = "pip install 'torch>=2.6', or opcast's own extra: pip install '.[torch]' in its clone"
-#: Element types that are translated.
-_DTYPES = frozenset(
-    (
-        *("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"),
-        *("int16", "int32", "int64", "bool", "complex64"),
-    )
-)
-#: JAX's names that are others. Integers are as JAX has them by default: only indices of tokens and
-#: positions have 64 bits.
-_RENAMED = {"int64": "int32", "bool": "bool_"}
-
-
-@dataclass(frozen=True)
-class Exported:
-    """A module's forward pass as a graph of ATen operators.
-
-    Attributes:
-        program: ``torch.export.ExportedProgram``, as ``torch.export.export`` makes it.
-        name: Of the module's class or the file, for messages.
-    """
-
-    program: torch.export.ExportedProgram
-    name: str
-
-
-def export(given: TorchProgram) -> Exported:
-    """Export a module or function, or take what is exported already.
-
-    Raises:
-        ProgramError: PyTorch is missing, cannot export the module or read the file, or shapes are
-            dynamic.
-    """
-    source, args, kwargs, name = given.source, given.args, given.kwargs, given.name
-    try:
-        import torch
-    except ImportError:
-        raise ProgramError("PyTorch is not installed", where=name, hint=_NO_TORCH) from None
-    if isinstance(source, torch.export.ExportedProgram | str | Path):
-        if args or kwargs:
-            raise ProgramError(
-                "an exported program has its inputs already, but others were given",
-                where=name,
-                hint="give the module itself with its inputs, or the export alone",
-            )
-        known = isinstance(source, torch.export.ExportedProgram)
-        return _checked(Exported(source if known else _loaded(Path(str(source))), name))
-    if not (args or kwargs):
-        raise ProgramError(
-            "a module needs its example inputs",
-            where=name,
-            hint="opcast.predict(module, *inputs, device=…)",
-        )
-    if isinstance(source, type):
-        raise ProgramError("this is a class of modules", where=name, hint="give an instance of it")
-    try:
-        module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
-        with warnings.catch_warnings(), cuda_autocast():
-            warnings.simplefilter("ignore")
-            program = torch.export.export(module, *_beside(module, args, kwargs))
-    except ProgramError:
-        raise
-    except Exception as error:
-        raise ProgramError(
-            f"torch.export cannot export the module: {type(error).__name__}: {shortened(error)}",
-            where=name,
-            hint=sized_by_data(error)
-            or "opcast reads what torch.export exports: no branches on values of tensors, no "
-            "shapes that depend on data; try torch.export.export(module, inputs) alone",
-        ) from error
-    return _checked(Exported(program, name))
-
-
-def _beside(
-    module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The inputs, on the device ``meta`` if the module is: only their shapes are read."""
-    from torch.utils import _pytree
-
-    held = [*module.parameters(), *module.buffers()]
-    pair = (tuple(args), dict(kwargs))
-    if not held or not all(tensor.is_meta for tensor in held):
-        return pair
-    return _pytree.tree_map(lambda v: v.to("meta") if hasattr(v, "is_meta") else v, pair)
-
-
-def _as_module(function: object, name: str) -> torch.nn.Module:
-    """A module whose forward pass is a function; modules that it uses are found in its closure."""
-    import torch
-
-    class Function(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-            names = getattr(getattr(function, "__code__", None), "co_names", ())
-            used = [getattr(function, "__globals__", {}).get(n) for n in names]
-            held = [m for m in (*cells, *used) if isinstance(m, torch.nn.Module)]
-            # Registered, so that their weights are parameters rather than constants.
-            self.used = torch.nn.ModuleList(held)
-
-        def forward(self, *args: object, **kwargs: object) -> object:
-            return run(*args, **kwargs)
-
-    run = _named_forward(function)
-    Function.__name__ = Function.__qualname__ = name.rpartition(":")[2] or "Function"
-    return Function()
-
-
-def _named_forward(function: object) -> Callable[..., object]:
-    """The function under the name whose lines, and no others, exports keep."""
-    assert callable(function), f"a {type(function).__name__} is not a function"
-    own: object = function
-    if not isinstance(own, FunctionType):
-        return function
-    code, held = own.__code__.replace(co_name="forward"), own.__closure__
-    run = FunctionType(code, own.__globals__, "forward", own.__defaults__, held)
-    run.__kwdefaults__ = own.__kwdefaults__
-    return run
-
-
-def _loaded(path: Path) -> torch.export.ExportedProgram:
-    import torch
-
-    try:
-        return torch.export.load(path)
-    except Exception as error:
-        raise ProgramError(
-            f"torch.export.load cannot read it: {type(error).__name__}: {shortened(error)}",
-            where=str(path),
-            hint="write it by torch.export.save(torch.export.export(module, inputs), path), with "
-            f"a PyTorch no newer than {torch.__version__}; the module's package must be importable",
-        ) from error
-
-
-def shortened(error: Exception) -> str:
-    """The first lines of a message: PyTorch's go on with whole graphs."""
-    return " ".join(str(error).split())[:600]
-
-
-def _checked(exported: Exported) -> Exported:
-    ranges = exported.program.range_constraints
-    # PyTorch calls sizes that depend on values u0, u1 …
-    if any(str(name).startswith("u") for name in ranges):
-        raise ProgramError(
-            f"sizes depend on the values of tensors: {', '.join(map(str, ranges))}",
-            where=exported.name,
-            hint="as how many tokens torch.where finds for an expert: sort or take the top of them "
-            "into a number that is fixed (a capacity), so that the program has one time",
-        )
-    if ranges:
-        raise ProgramError(
-            f"dimensions are dynamic: {', '.join(map(str, ranges))}",
-            where=exported.name,
-            hint="export it without dynamic_shapes, for the sizes that the time is wanted of",
-        )
-    return exported
-
-
-def jax_dtype(dtype: torch.dtype, where: str) -> DTypeLike:
-    """JAX's element type for PyTorch's; 64-bit integers become 32-bit ones.
-
-    Raises:
-        ProgramError: There is none.
-    """
-    import jax.numpy as jnp
-
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        hint = "cast it, as by module.float(), bfloat16() or half()"
-        raise ProgramError(f"tensors of {name} are not translated", where=where, hint=hint)
-    kind: DTypeLike = getattr(jnp, _RENAMED.get(name, name))
-    return kind

@@ -32,9 +32,10 @@ from .eager import (
     tensors_in,
     without_memory,
 )
+from .export import export, shortened
 from .graph_runs import run_graph
 from .place import Place
-from .program import TorchProgram, export, shortened, torch_loss, torch_optimizer
+from .program import TorchProgram, torch_loss, torch_optimizer
 from .record import (
     BACKWARD,
     FORWARD,

@@ -11,7 +11,8 @@ import optax
 
 from ....common.errors import ProgramError
 from ..jax_function import FunctionCall
-from .program import RULES, Exported, Loss, TorchProgram, check_loss, export, jax_dtype
+from .export import Exported, export, jax_dtype
+from .program import RULES, Loss, TorchProgram, check_loss
 from .translate import Forward, is_checkpointed
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from ....common.errors import ProgramError
 from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
 from .eager import is_users
+from .export import Exported, jax_dtype
 from .place import Place
-from .program import Exported, jax_dtype
 from .table import Call, Result, find, is_solver
 
 if TYPE_CHECKING:

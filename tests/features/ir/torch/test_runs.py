@@ -14,7 +14,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from opcast.common.errors import ProgramError  # noqa: E402
-from opcast.features.ir.torch.program import TorchProgram, export  # noqa: E402
+from opcast.features.ir.torch.export import export  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.aten_work import works  # noqa: E402
 

@@ -17,7 +17,8 @@ from opcast.common.errors import ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.platforms import Platform  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
-from opcast.features.ir.torch.program import TorchProgram, as_torch_program, export, jax_dtype  # noqa: E402  # noqa: E402
+from opcast.features.ir.torch.export import export, jax_dtype  # noqa: E402
+from opcast.features.ir.torch.program import TorchProgram, as_torch_program  # noqa: E402
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.features.ir.torch.training import Translated  # noqa: E402
 from opcast.features.ir.torch.translate import Forward, place_of  # noqa: E402
@@ -538,13 +539,21 @@ def test_sizes_that_depend_on_values_are_refused():
     assert "depend on the values" in error.what and "a capacity" in error.hint
 
 
-def test_dynamic_shapes_are_refused():
-    rows = torch.export.Dim("rows")
+def test_dynamic_shapes_take_the_sizes_of_inputs():
+    rows = torch.export.Dim("rows", max=64)
     program = torch.export.export(
         Function(torch.relu), (torch.ones(4, 2),), dynamic_shapes=(((rows, None),),)
     )
-    with pytest.raises(ProgramError, match="dynamic"):
+    with pytest.raises(ProgramError, match="dynamic: 0 of ") as told:
         export(TorchProgram(program))
+    assert "give inputs" in told.value.hint
+    sized = TorchProgram(program, (torch.ones(16, 2),))
+    (call,) = record(sized).calls
+    assert call.outputs[0].shape == (16, 2) and call.place.file == __file__
+    assert Translated(sized).forward.inputs[0].shape == (16, 2)
+    for wrong in (torch.ones(65, 2), torch.ones(4, 3)):
+        with pytest.raises(ProgramError, match=r"does not take these inputs: .*size\(\)"):
+            export(TorchProgram(program, (wrong,)))
 
 
 def test_training_options_are_checked():
