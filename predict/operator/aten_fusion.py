@@ -19,7 +19,7 @@ _OPAQUE = (
     *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
     *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fft"),
     *("aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.masked_scatter", "aten.put"),
-    *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag"),
+    *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag", "aten._thnn_fused"),
 )
 #: Operators that read each element of an operand for several results: the operand is written first
 #: (``realize_hint`` of torch/_inductor/lowering.py).

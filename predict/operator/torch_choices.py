@@ -8,7 +8,7 @@ written out (``SDPBackend.MATH``).
 from __future__ import annotations
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch.record import AttentionUse, NormUse
+from ...features.ir.torch.record import AttentionUse, FunctionUse
 from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import lacks_bf16
 from ...models.pytorch.model import is_older
@@ -48,10 +48,12 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
     return found if spec.runs_cuda else ""
 
 
-def norm_is_one(spec: DeviceSpec, use: NormUse, framework: str, release: str = "") -> bool:
-    """Whether one kernel does an RMS norm, else a pass for each of its steps (layer_norm.cpp).
+def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = "") -> bool:
+    """Whether one kernel does a function, else a pass for each of its steps.
 
-    Generated code makes a kernel of these passes, with what else fits into it.
+    It is one of the cell of an LSTM behind its two products, in eager and in compiled programs
+    (RNN.cpp); of an RMS norm (layer_norm.cpp) generated code makes a kernel of the passes, with
+    what else fits into it.
 
     Args:
         spec: A GPU or CPU.
@@ -59,6 +61,8 @@ def norm_is_one(spec: DeviceSpec, use: NormUse, framework: str, release: str = "
         framework: ``torch-eager`` or ``torch-compiled``.
         release: Of PyTorch; empty for a recent one.
     """
+    if use.function == "lstm_cell":
+        return spec.platform == "gpu"
     eager = spec.platform == "gpu" and framework == "torch-eager"
     alike = use.weight in ("", use.dtype) and not use.dtype.startswith("complex")
     return eager and alike and not use.channels_last and not is_older(release, _FUSED_NORM)

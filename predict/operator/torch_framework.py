@@ -13,11 +13,11 @@ from ...common.errors import DeviceError, ProgramError, StrictError
 from ...common.versions import can_be_release
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.program import TorchProgram
-from ...features.ir.torch.record import NormUse
+from ...features.ir.torch.record import FunctionUse
 from ..devices import resolve_device
 from ..locate import OPERATOR_MODEL, load_operators
 from .aten_prices import FAMILIES, AtenPrices
-from .torch_choices import MATH, attention_backend, norm_is_one
+from .torch_choices import MATH, attention_backend, is_one
 from .torch_notes import MEASURED_RELEASE
 from .torch_price import AtenEstimate, TorchPrediction, price, works_of
 
@@ -131,9 +131,9 @@ class TorchPredictor:
 
         own, spec = self.checked(program), self.device(device)
 
-        def fused(use: AttentionUse | NormUse, *, cudnn: bool = True) -> bool:
-            if isinstance(use, NormUse):
-                return norm_is_one(spec, use, self.framework, self.release)
+        def fused(use: AttentionUse | FunctionUse, *, cudnn: bool = True) -> bool:
+            if isinstance(use, FunctionUse):
+                return is_one(spec, use, self.framework, self.release)
             return attention_backend(spec, use, cudnn=cudnn) != MATH
 
         older = partial(fused, cudnn=False)

@@ -239,7 +239,7 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
             answers.append(own)
             continue
         # Releases differ by their kernels of attention and of RMS norms alone.
-        attends = any(any(r.attention.values()) or r.norms for r in own.recordings)
+        attends = any(any(r.attention.values()) or r.functions for r in own.recordings)
         key = row.device, own.predictor.framework, own.predictor.release if attends else ""
         if key not in known:
             known[key] = _tried(_seconds, row, own)

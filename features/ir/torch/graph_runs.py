@@ -15,6 +15,7 @@ _FUNCTIONS = {
     "aten.scaled_dot_product_attention.default": "scaled_dot_product_attention",
     "aten.dropout.default": "dropout",
     "aten.rms_norm.default": "rms_norm",
+    "aten.lstm_cell.default": "lstm_cell",
 }
 
 
@@ -53,7 +54,8 @@ def run_graph(
                 with setting_of(name, args[:at]):
                     return run_graph(args[at], args[at + 1 :], before, after)
             known = _FUNCTIONS.get(str(target))
-            target = getattr(torch.nn.functional, known) if known else target
+            if known:
+                target = getattr(torch.nn.functional, known, None) or getattr(torch, known)
             return super().call_function(target, args, kwargs)
 
         def call_module(

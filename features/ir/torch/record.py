@@ -111,15 +111,17 @@ class AttentionUse:
 
 
 @dataclass(frozen=True, slots=True)
-class NormUse:
-    """A call of ``rms_norm``, as PyTorch chooses a kernel for it.
+class FunctionUse:
+    """A call of a function that is one kernel of GPUs where PyTorch chooses it.
 
     Attributes:
-        dtype: Element type of what is normalised, by PyTorch's name.
+        function: ``rms_norm`` or ``lstm_cell``.
+        dtype: Element type of its input by PyTorch's name.
         weight: Of its weight; empty if it has none.
         channels_last: Whether it is an image that lies with the channels last.
     """
 
+    function: str
     dtype: str
     weight: str = ""
     channels_last: bool = False
@@ -133,7 +135,7 @@ _UNREAD = (
 )
 
 #: Whether one kernel does a call; else PyTorch's products and passes do.
-Fused: TypeAlias = Callable[[AttentionUse | NormUse], bool]
+Fused: TypeAlias = Callable[[AttentionUse | FunctionUse], bool]
 
 
 @dataclass
@@ -146,7 +148,7 @@ class Recording:
         parameter_bytes: Bytes of parameters and buffers.
         recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
         attention: Its calls of attention, and whether each was taken to be one kernel.
-        norms: Its calls of ``rms_norm``, as above.
+        functions: The same of other functions that may be one kernel.
         notes: What was taken otherwise than PyTorch decides it, and what would not be.
         otherwise: What it launches under releases of PyTorch that choose other kernels of
             attention, where these are written out.
@@ -158,7 +160,7 @@ class Recording:
     parameter_bytes: int = 0
     recurrent: int = 0
     attention: dict[AttentionUse, bool] = field(default_factory=dict)
-    norms: dict[NormUse, bool] = field(default_factory=dict)
+    functions: dict[FunctionUse, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     otherwise: Recording | None = None
     storages: StorageLog | None = None
@@ -166,7 +168,7 @@ class Recording:
     def holds(self, fused: Fused) -> bool:
         """Whether the program launches the same where other calls may be one kernel."""
         attention = all(fused(use) == one for use, one in self.attention.items())
-        return attention and all(fused(use) == one for use, one in self.norms.items())
+        return attention and all(fused(use) == one for use, one in self.functions.items())
 
 
 class Recorder:
@@ -190,6 +192,10 @@ class Recorder:
         self._places: dict[int, Place] = {}
         # Held, so that no address is used again.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def chooses(self, use: FunctionUse) -> bool:
+        """Whether a call is one kernel, which is noted."""
+        return self.recording.functions.setdefault(use, self.fused(use))
 
     def write(
         self,
@@ -262,24 +268,30 @@ class Recorder:
             self._places.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.place)
 
     def _use(self, tensor: torch.Tensor) -> TensorUse:
-        import torch
-
         size = tensor.element_size()
         memory = min(tensor.numel() * size, tensor.untyped_storage().nbytes())
-        dtype = str(tensor.dtype).removeprefix("torch.")
         own, dense = self.memory(tensor), tensor.is_contiguous()
-        last = (
-            not dense
-            and tensor.dim() == 4
-            and tensor.is_contiguous(memory_format=torch.channels_last)
-        )
-        return TensorUse(tuple(tensor.shape), dtype, own, memory, dense, last)
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+        return TensorUse(shape, dtype, own, memory, dense, lies_last(tensor))
 
     def memory(self, tensor: torch.Tensor) -> int:
         """Number of the memory that a tensor lies in."""
         storage = tensor.untyped_storage()
         known = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         return known[0]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """PyTorch's name of a tensor's element type, such as ``bfloat16``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def lies_last(tensor: torch.Tensor) -> bool:
+    """Whether the elements of an image lie with the channels last."""
+    import torch
+
+    image = tensor.dim() == 4 and not tensor.is_contiguous()
+    return image and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _changed(operator: torch._ops.OpOverload, args: Sequence[object]) -> list[torch.Tensor]:
@@ -304,7 +316,7 @@ def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> N
 
     name = str(operator).removesuffix(".default")
     if name in _ALIKE:
-        kinds = {str(t.dtype).removeprefix("torch.") for t in args if isinstance(t, torch.Tensor)}
+        kinds = {dtype_name(t) for t in args if isinstance(t, torch.Tensor)}
         if len(kinds) > 1:
             raise ProgramError(
                 f"{name} takes operands of one format, and was given {' and '.join(sorted(kinds))}",

@@ -42,11 +42,13 @@ from .record import (
     OPTIMIZER,
     AtenCall,
     AttentionUse,
+    FunctionUse,
     Fused,
-    NormUse,
     Recorder,
     Recording,
     TensorUse,
+    dtype_name,
+    lies_last,
     watching,
 )
 from .recurrent import GATES, recurrent
@@ -59,7 +61,7 @@ if TYPE_CHECKING:
 #: Arguments of ``scaled_dot_product_attention`` in order.
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
-_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_")
+_RECURRENT = tuple(f"aten.{name}." for name in GATES)
 
 
 def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
@@ -344,18 +346,26 @@ def stands(log: Recorder) -> dict[str, Stand]:
         weight: torch.Tensor | None = None,
         eps: float | None = None,
     ) -> object:
-        last = input.dim() == 4 and not input.is_contiguous()
-        use = NormUse(
-            str(input.dtype).removeprefix("torch."),
-            str(weight.dtype).removeprefix("torch.") if weight is not None else "",
-            last and input.is_contiguous(memory_format=torch.channels_last),
-        )
-        if log.recording.norms.setdefault(use, log.fused(use)):
+        own = "" if weight is None else dtype_name(weight)
+        if log.chooses(FunctionUse("rms_norm", dtype_name(input), own, lies_last(input))):
             return one_kernel(input, len(normalized_shape), weight)
         return function(input, normalized_shape, weight, eps)
 
+    def cell(
+        function: Callable[..., object],
+        input: torch.Tensor,
+        hx: Sequence[torch.Tensor],
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        *biases: torch.Tensor,
+    ) -> object:
+        if not log.chooses(FunctionUse("lstm_cell", dtype_name(input))):
+            return function(input, hx, w_ih, w_hh, *biases)
+        gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
+        return torch.ops.aten._thnn_fused_lstm_cell.default(*gates, hx[1], *biases)[:2]
+
     layers = {name: recurrent(name, log.write_library) for name in GATES}
-    known: dict[str, Stand] = {"dropout": dropout, "rms_norm": norm, **layers}
+    known: dict[str, Stand] = {"dropout": dropout, "rms_norm": norm, "lstm_cell": cell, **layers}
     return {"scaled_dot_product_attention": attention, **known}
 
 
@@ -371,7 +381,7 @@ def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> Atte
         tuple(query.shape),
         tuple(key.shape),
         tuple(value.shape),
-        dtype=str(query.dtype).removeprefix("torch."),
+        dtype=dtype_name(query),
         masked=mask is not None,
         causal=bool(causal),
         grouped=bool(given.get("enable_gqa")),

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: E402
 
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
-from opcast.features.ir.torch.record import AttentionUse, NormUse  # noqa: E402
-from opcast.predict.operator.torch_choices import attention_backend, norm_is_one  # noqa: E402
+from opcast.features.ir.torch.record import AttentionUse, FunctionUse  # noqa: E402
+from opcast.predict.operator.torch_choices import attention_backend, is_one  # noqa: E402
 from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402
 
@@ -44,7 +44,7 @@ def test_attention_is_by_the_first_kernel_that_takes_it(device, use, backend):
     assert attention_backend(find_device(device), use) == backend
 
 
-BF16 = NormUse("bfloat16", "bfloat16")
+BF16 = FunctionUse("rms_norm", "bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,23 @@ BF16 = NormUse("bfloat16", "bfloat16")
     [
         ("h100-sxm", BF16, "torch-eager", True),
         ("mi300x", BF16, "torch-eager@2.9", True),
-        ("h100-sxm", NormUse("float16"), "torch-eager@2.12.1", True),
+        ("h100-sxm", FunctionUse("rms_norm", "float16"), "torch-eager@2.12.1", True),
         ("h100-sxm", BF16, "torch-eager@2.8", False),
-        ("h100-sxm", NormUse("bfloat16", "float32"), "torch-eager", False),
-        ("h100-sxm", NormUse("float32", "", channels_last=True), "torch-eager", False),
+        ("h100-sxm", FunctionUse("rms_norm", "bfloat16", "float32"), "torch-eager", False),
+        (
+            "h100-sxm",
+            FunctionUse("rms_norm", "float32", "", channels_last=True),
+            "torch-eager",
+            False,
+        ),
         ("h100-sxm", BF16, "torch-compiled", False),
         ("cpu-i9-10940x", BF16, "torch-eager", False),
+        ("mi300x", FunctionUse("lstm_cell", "float32"), "torch-compiled", True),
+        ("cpu-i9-10940x", FunctionUse("lstm_cell", "float32"), "torch-compiled", False),
     ],
 )
-def test_rms_norms_are_one_kernel_of_gpus_since_a_release(device, use, framework, one):
-    assert norm_is_one(find_device(device), use, *framework.split("@")) == one
+def test_functions_are_one_kernel_of_gpus_and_since_a_release(device, use, framework, one):
+    assert is_one(find_device(device), use, *framework.split("@")) == one
 
 
 class Twice(torch.nn.Module):
@@ -116,3 +123,23 @@ def test_gradients_of_rms_norms_are_a_kernel_for_the_input_and_one_for_the_weigh
     # Between forward and backward the norms hold their inputs and a factor of each row.
     sizes = [s.bytes for s in recording.storages.storages if s.name == "aten.new_empty"]
     assert sizes.count(4 * 8) == 2 * 2
+
+
+@pytest.mark.parametrize("framework", ["torch-eager", "torch-compiled"])
+def test_cells_of_lstms_are_two_products_and_a_kernel(framework):
+    cell, x, held = torch.nn.LSTMCell(16, 32), torch.zeros(8, 16), torch.zeros(8, 32)
+    predictor = TorchPredictor(framework, "roofline")
+    for source in (cell, torch.export.export(cell, (x, (held, held)))):
+        given = (x, (held, held)) if source is cell else ()
+        recording = predictor.record(TorchProgram(source, given), "h100-sxm")
+        found = works_of(recording, framework)
+        assert [w.name for w in found] == ["mm", "mm", "_thnn_fused_lstm_cell"]
+        # Four gates by two products and biases, the cell before and after, the result, and the
+        # gates that the gradient reads again.
+        assert found[2].bytes == 4 * (2 * 8 * 128 + 2 * 128 + 3 * 8 * 32 + 8 * 128)
+        assert recording.recurrent == 0
+    on_cpu = predictor.record(TorchProgram(cell, (x,)), "cpu-i9-10940x")
+    assert "aten._thnn_fused_lstm_cell" not in [call.name for call in on_cpu.calls]
+    step = TorchProgram(cell, (x, (held, held)), train="sgd", loss="sum")
+    back = [w.name for w in works_of(predictor.record(step, "h100-sxm"), framework)]
+    assert back.count("_thnn_fused_lstm_cell_backward_impl") == 1
