@@ -314,7 +314,8 @@ def _chained(work: AtenKernel, spec: DeviceSpec) -> float:
 def _few_blocks(work: AtenKernel, spec: DeviceSpec) -> float:
     """Seconds of the loads of few blocks of threads, as many as their threads have under way."""
     if not work.blocks or not spec.runs_cuda:
-        return 0.0
+        # What counts and votes for each element goes at the rate of main memory at best.
+        return work.swept / spec.bandwidth
     loads = work.blocks * _CUDNN.channel_threads * _CUDNN.channel_loads
     width = 4.0 if work.dtype == "f32" else 2.0
     return work.bytes / (loads * width) * _LOAD_CYCLES / (spec.clock_hz or _CLOCK)

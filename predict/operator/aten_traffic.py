@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from math import ceil, log2, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...features.ir.torch.record import AtenCall
 from ...models.gpu.routes import SECTOR
@@ -92,11 +92,9 @@ def read_traffic(call: AtenCall) -> float | None:
 
 
 def write_traffic(call: AtenCall) -> list[float] | None:
-    """Bytes of each kernel of what writes by index, sorts or selects; ``None`` for all others."""
+    """Bytes of each kernel of an operator that writes by index; ``None`` for any other operator."""
     if call.name == _EMBEDDING:
         return _embedding(call)
-    if call.name in SORTS:
-        return _ordered(call)
     name = call.name.removesuffix("_")
     if name in _PUTS:
         return [*_copy(call), *_put(call)]
@@ -223,23 +221,28 @@ def _largest_prime(number: int) -> int:
     return max(found, number)
 
 
-def _ordered(call: AtenCall) -> list[float]:
-    """Kernels of a sort, or of a selection whose results are sorted then.
+def sort_traffic(call: AtenCall) -> tuple[float, int]:
+    """Bytes and launches of a sort, or of a selection, which sorts what it has selected.
 
-    Passes over the keys, with their indices in a sort: one for each byte of them, as CUB's; where
-    one block selects from a row, one for each two bits.
+    A radix sort passes over the keys once for each byte of them, as CUB's: of values with their
+    indices for a sort, of the values alone to select the largest.
     """
-    given, made = call.inputs[0], sum(t.bytes for t in call.outputs)
+    given, made = call.inputs[0], 2.0 * sum(t.bytes for t in call.outputs)
     width = given.bytes / max(prod(given.shape), 1)
-    if call.name == "aten.sort":
-        return [width * 2.0 * made]
-    passes = width if _shared(call) else _select_passes(call)
-    return [passes * given.bytes, 2.0 * made]
+    return (width * made, 1) if call.name == "aten.sort" else (width * given.bytes, 2)
 
 
-def _select_passes(call: AtenCall) -> float:
+def selection(call: AtenCall) -> dict[str, Any]:
+    """Of rows that one block of a GPU selects from each: loads that wait, and bytes of all passes.
+
+    As ``serial`` and ``swept`` of a kernel; nothing for a sort.
+    """
     given = call.inputs[0]
-    return 8 * given.bytes / max(prod(given.shape), 1) / _SELECT_BITS + _GATHERS
+    if call.name != "aten.topk" or _shared(call):
+        return {}
+    bits = 8 * given.bytes // max(prod(given.shape), 1)
+    passes = bits // _SELECT_BITS + _GATHERS
+    return {"serial": passes * ceil(_row(call) / _SELECTORS), "swept": passes * given.bytes}
 
 
 def _row(call: AtenCall) -> int:
@@ -253,13 +256,6 @@ def _shared(call: AtenCall) -> bool:
     row = _row(call)
     rows = prod(call.inputs[0].shape) // max(row, 1)
     return row >= next((least for most, least in _SHARED if rows <= most), _SHARED_MANY)
-
-
-def select_steps(call: AtenCall) -> int:
-    """Loads of a thread that wait for one another where one block selects from a row; else 0."""
-    if call.name != "aten.topk" or _shared(call):
-        return 0
-    return round(_select_passes(call)) * ceil(_row(call) / _SELECTORS)
 
 
 def distinct(rows: float, count: float) -> float:

@@ -26,12 +26,14 @@ from .aten_products import check_formats, product_of
 from .aten_recurrent import is_recurrent, recurrent_ops
 from .aten_traffic import (
     LOOKUPS,
+    SORTS,
     Use,
     channel_blocks,
     evaluated,
     read_traffic,
     scan_steps,
-    select_steps,
+    selection,
+    sort_traffic,
     transform_traffic,
     write_traffic,
 )
@@ -81,6 +83,7 @@ class AtenKernel:
         channels_last: Whether an image that it reads lies with the channels last.
         serial: Loads of each thread that wait for one another, if there are many.
         blocks: Blocks of threads that it has, where they may be too few for a chip; 0 elsewhere.
+        swept: Bytes that the blocks of a GPU read again and again from its caches.
     """
 
     op: Op
@@ -93,6 +96,7 @@ class AtenKernel:
     channels_last: bool = False
     serial: int = 0
     blocks: int = 0
+    swept: int = 0
 
     @property
     def name(self) -> str:
@@ -164,10 +168,9 @@ def check_priced(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:
     check_formats(calls, spec)
     for call in calls:
         if is_solver(call.name) or call.name in _SPARSE:
-            place = call.place
             raise ProgramError(
                 f"the time of {call.name} (linear algebra) is not known for PyTorch's kernels",
-                where=f"{place.file}:{place.line}" if place.file else "",
+                where=str(call.place) if call.place.file else "",
                 hint="predict the program without it and measure that operator by itself",
             )
 
@@ -177,7 +180,7 @@ def works(calls: Sequence[AtenCall]) -> list[AtenKernel]:
     found = []
     for call in calls:
         # Generated code scans, and adds up, in parallel.
-        serial, blocks = scan_steps(call) or select_steps(call), channel_blocks(call)
+        serial, blocks = scan_steps(call), channel_blocks(call)
         own = used(call)
         if serial or blocks:
             own = [replace(w, serial=serial, blocks=blocks) for w in own]
@@ -246,8 +249,8 @@ def _works(call: AtenCall) -> list[AtenKernel]:
         )
         return [replace(multiplied, launches=product.launches)]
     if call.name == "aten.convolution":
-        own = _conv_sizes(call, "fwd")
-        return [replace(base.but(family="conv", shape=_convolution(call)), conv=own)]
+        own = base.but(family="conv", shape=_convolution(call))
+        return [replace(own, conv=_conv_sizes(call, "fwd"))]
     if call.name == "aten.convolution_backward":
         return _convolution_backward(call, base)
     if "scaled_dot_product" in call.name:
@@ -282,6 +285,8 @@ def _works(call: AtenCall) -> list[AtenKernel]:
         # Fills the gradient with zeros, then writes one value of each row (NLLLoss2d.cu and
         # Loss.cu of PyTorch); the values of the forward pass are not read.
         return [_moves(base, base.bytes - call.inputs[1].bytes, 2)]
+    if call.name in SORTS:
+        return [replace(_moves(base, *sort_traffic(call)), **selection(call))]
     kernels = write_traffic(call)
     if kernels is not None:
         return [_moves(base, moved) for moved in kernels]
@@ -380,8 +385,9 @@ def _attention(call: AtenCall, base: AtenKernel) -> AtenKernel:
     name = "scaled_dot_product_attention" + "_backward" * backward
     # Backward also the result and the sums of its rows.
     masked = len(call.inputs) > (6 if backward else 3)
-    traffic = base.bytes / scale
-    own = base.but(name=name, family="attention", shape=shape, scale=scale, traffic=traffic)
+    own = base.but(
+        name=name, family="attention", shape=shape, scale=scale, traffic=base.bytes / scale
+    )
     return replace(own, masked=masked)
 
 
@@ -392,6 +398,6 @@ def _is_norm(call: AtenCall) -> bool:
 def _row(call: AtenCall) -> int:
     """Elements that a norm goes over: those of its weight, else of the last dimension."""
     size = call.inputs[0].shape
-    own = [t.shape for t in call.inputs[1:] if t.shape and size[-len(t.shape) :] == t.shape]
-    own = [shape for shape in own if len(shape) < len(size)]
+    shapes = [t.shape for t in call.inputs[1:] if 0 < len(t.shape) < len(size)]
+    own = [shape for shape in shapes if size[-len(shape) :] == shape]
     return max(1, prod(own[0]) if own else size[-1])

@@ -223,12 +223,12 @@ def test_sorts_take_a_pass_for_each_byte_of_their_keys():
     recording = record(meta(Called(lambda x: torch.topk(x, 8)), (64, 4096)))
     # One block selects from a row: a pass for each two bits and two that gather, of four loads of
     # 1,024 threads, one after the other; then the selected ones are sorted.
-    selected, ordered = works(recording.calls)
-    assert (selected.bytes, selected.serial) == ((16 + 2) * 4 * 64 * 4096, 18 * 4)
-    assert ordered.bytes == 2 * 12 * 64 * 8
+    (selected,) = works(recording.calls)
+    assert (selected.bytes, selected.launches) == (4 * 4 * 64 * 4096, 2)
+    assert (selected.swept, selected.serial) == ((16 + 2) * 4 * 64 * 4096, 18 * 4)
     # Several blocks share a long row, and tell eight bits apart.
     shared = record(meta(Called(lambda x: torch.topk(x, 8, 0)), (20000, 20)))
-    assert next((w.bytes, w.serial) for w in works(shared.calls)) == (4 * 4 * 20 * 20000, 0)
+    assert next((w.bytes, w.swept) for w in works(shared.calls)) == (4 * 4 * 20 * 20000, 0)
     found = price(recording, find_device("h100-sxm"), "torch-eager", None)
     assert any("radix sort" in note for note in found.notes)
     norm = Called(torch.linalg.vector_norm)
