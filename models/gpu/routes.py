@@ -16,6 +16,7 @@ import pandas as pd
 from ...features.devices.device import DeviceSpec
 from ...features.ir.program import DTYPE_BITS, DTYPES
 from ...features.kernels.kernel import Kernel
+from ...features.operators.physics import fitted
 from ...features.table.columns import INDEX
 from ...features.table.row import rows
 from ...features.table.row_products import attention_numbers
@@ -41,12 +42,8 @@ TRANSPOSED, STRIDED, GATHERED, SCATTERED = 0.25, 1.0, 0.3, 1.0
 #: Length of rows from which their reductions, and the softmax over them, are long: a warp holds no
 #: more of them in one vector register a thread (32 threads of 8 elements).
 LONG_ROW = 256
-#: Traffic of passes over long rows that do not fit the cache, beyond that of a stream. Fitted to
-#: six whole training steps with naive attention on four A100 (published-jax-steps pack): softmax
-#: and its gradient over rows of 4096 scores, exponentials included. No kernel of
-#: them was measured alone, so how much is rows read again, and how much waiting for reductions, is
-#: not known.
-LONG_ROWS = 1.3
+#: Traffic of passes over long rows that do not fit the cache, beyond that of a stream.
+LONG_ROWS = fitted("passes").long_rows
 #: Elements of a row beyond which the extra bytes grow no further: the longest rows of PyTorch's
 #: softmax that were measured (1.7 to 2.7 times a stream; latency pack). Longer ones are logits, of
 #: which those steps say nothing (2 % of the smallest one's time) and 14 losses on an H100 with rows

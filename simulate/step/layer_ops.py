@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...features.cost.formats import FORMATS
 from ...features.operators.op import QUANTIZED, Op
+from ...features.operators.physics import fitted
 from .plan import Plan
 from .workload import WRITTEN_OUT, Workload
 
@@ -21,9 +22,6 @@ from .workload import WRITTEN_OUT, Workload
 #: take on H100 with heads of up to 128 (2.7 to 3.1 times the forward pass: ``vjp`` rows of the
 #: kernel pack's ``tpu`` table; those made for Hopper 3.2 to 3.7).
 ATTENTION_BACKWARD = 3.0
-#: Traffic of XLA's softmax kernels over rows of scores, beyond that of a stream: as programs' are
-#: priced (``LONG_ROWS`` in ``models/gpu/routes.py``, fitted to JAX steps on A100).
-NAIVE_TRAFFIC = 1.3
 #: Bound by memory: input and gradient read, one gradient written, against one read and one write.
 NORM_BACKWARD = 1.5
 #: Of a gated activation: gate, product and gradient read, two gradients written, against three
@@ -208,7 +206,8 @@ def _core(workload: Workload, shape: tuple[int, ...], scale: float) -> PassOps:
     scores = _product("scores", rows, keys, dim, dtype)
     values = _product("values", rows, dim, keys, dtype)
     width = workload.width
-    again = 1.0 + (NAIVE_TRAFFIC if name == "naive" else 0.0)
+    # XLA's softmax kernels read long rows again, as those of programs do.
+    again = 1.0 + (fitted("passes").long_rows if name == "naive" else 0.0)
     ahead = round((4 * width + 1) * rows * keys * scale * again)
     behind = round((5 * width + 1) * rows * keys * scale * again)
     softmax = Op("move", (ahead,), dtype, name="softmax")
