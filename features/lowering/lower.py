@@ -152,9 +152,15 @@ def _lower(
         _check_size(program.program)
     if choice.lowering == "op":
         # Imports are local: `fused` and `op` must work without jaxlib's compiler, and load quickly.
+        from .fused.unfused import as_run
         from .op import lower_op
 
-        return lower_op(program, device)
+        if device is None:
+            return lower_op(program)
+        program, notes = as_run(program, device.platform)
+        lowered = lower_op(program, device)
+        lowered.notes += notes
+        return lowered
     if choice.lowering == "fused":
         from .fused.lower import lower_fused
 

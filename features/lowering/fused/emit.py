@@ -114,6 +114,7 @@ class ComputationWriter(_Writer):
         emitter: Where the program is collected.
         clusters: The graph's kernels.
         bodies: Names of the computations of each loop and branch, by the node's id.
+        wrapped: Whether lone ops become fusions, as compilers write them.
     """
 
     def __init__(
@@ -121,10 +122,13 @@ class ComputationWriter(_Writer):
         emitter: Emitter,
         clusters: Clusters,
         bodies: dict[int, tuple[str, ...]],
+        *,
+        wrapped: bool = True,
     ) -> None:
         super().__init__(emitter)
         self.clusters = clusters
         self.bodies = bodies
+        self.wrapped = wrapped
 
     def write(self, name: str, *, one_parameter: bool = False) -> Computation:
         """Write the computation; the parameters of a branch are elements of a single tuple."""
@@ -187,8 +191,7 @@ class ComputationWriter(_Writer):
 
     def _cluster(self, cluster: Cluster) -> None:
         members = self.clusters.members(cluster)
-        # As compilers wrap lone ops.
-        if len(members) == 1 and not is_consumer(members[0]):
+        if len(members) == 1 and not (self.wrapped and is_consumer(members[0])):
             self._single(members[0])
             return
         body = _Fused(self, cluster, members)

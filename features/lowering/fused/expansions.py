@@ -27,7 +27,12 @@ TOP, FROM, TOP_TYPES = 16, 1024, ("f32", "bf16")
 _LIBRARY_FUNCTIONS = ("acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh")
 
 
-def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
+def expand_ops(
+    graph: Graph,
+    program: Program,
+    platform: str = "gpu",
+    only: frozenset[str] = frozenset(),
+) -> None:
     """Spell out ops that the compiler has no kernel for.
 
     Args:
@@ -35,15 +40,18 @@ def expand_ops(graph: Graph, program: Program, platform: str = "gpu") -> None:
         program: Takes in the computations that the new ops call.
         platform: Of the target. TPUs have kernels for the largest elements and ragged rows,
             CPUs for the largest elements of f32.
+        only: Ops to spell out; all of them if it is empty.
     """
     on_tpu = platform == "tpu"
 
     def rule(node: Node) -> Node | None:
         for inner in node.graphs:
-            expand_ops(inner, program, platform)
+            expand_ops(inner, program, platform, only)
         opcode = node.opcode
         if opcode == "get-tuple-element" and node.operands[0].opcode == "tuple":
             return node.operands[0].operands[int(node.attrs["index"])]
+        if only and opcode not in only:
+            return None
         if opcode == "select-and-scatter" and len(node.called) == 2 and not on_tpu:
             return scattered(node, program)
         if opcode == "slice":
@@ -283,9 +291,10 @@ def _ragged(node: Node, program: Program, on_tpu: bool) -> Node | None:
     else:
         (group,) = get("rhs_group_dims") or (0,)
         operands = [wide, rhs]
+        # The group first, so that weights that are grouped by their first dimension stay in place.
         moved = {
-            "lhs": (*moved["lhs"], 0),
-            "rhs": (*contracted["rhs"], group),
+            "lhs": (0, *moved["lhs"]),
+            "rhs": (group, *contracted["rhs"]),
         }
         shifted["rhs"] = batch["rhs"]
     names = {f"{s}_contracting_dims": moved[s] for s in moved}

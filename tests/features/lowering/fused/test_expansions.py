@@ -18,7 +18,7 @@ H100, TPU = find_device("h100-sxm"), find_device("tpu-v5e")
 
 def kernels_of(function, *shapes, device=H100, lowering="fused"):
     args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    platform = "tpu" if device.platform == "tpu" else "cuda"
+    platform = "tpu" if device is TPU else "cuda"
     text = jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
     return lower(read_program(text), lowering=lowering, device=device)
 
@@ -44,11 +44,47 @@ MODES = {
 def test_ragged_products_count_their_rows_once_and_are_computed_for_every_group(mode):
     function, (lhs, rhs), flops, times = MODES[mode]
     shapes = ((lhs, jnp.bfloat16), (rhs, jnp.bfloat16), ((GROUPS,), jnp.int32))
-    (op,) = kernels_of(function, *shapes, lowering="op").kernels
+    # As written, without a device; then as a GPU without a kernel for them runs them.
+    (op,) = kernels_of(function, *shapes, lowering="op", device=None).kernels
     assert (op.kind, op.opcode, op.flops) == ("gemm", "ragged-dot", flops)
-    fused = kernels_of(function, *shapes)
-    assert sum(k.flops for k in fused.kernels if k.kind == "gemm") == times * flops
-    assert any("every group" in note for note in fused.notes)
+    for lowering in ("op", "fused"):
+        found = kernels_of(function, *shapes, lowering=lowering)
+        assert sum(k.flops for k in found.kernels if k.kind == "gemm") == times * flops
+        assert any("every group" in note for note in found.notes)
+
+
+def test_weights_of_groups_stay_in_place():
+    function, (lhs, rhs), _, _ = MODES["rows"]
+    shapes = ((lhs, jnp.bfloat16), (rhs, jnp.bfloat16), ((GROUPS,), jnp.int32))
+    # As compiled for an H100: no kernel turns them.
+    weights = 2 * GROUPS * K * N
+    turned = [k for k in kernels_of(function, *shapes).kernels if k.bytes_in == weights]
+    assert not turned
+
+
+@pytest.mark.parametrize("lowering", ["op", "fused"])
+def test_what_a_caller_keeps_is_copied_before_it_is_overwritten(lowering):
+    def write(cache, new):
+        return lax.dynamic_update_slice(cache, new, (7, 0))
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 256), (1, 256))]
+    moved = []
+    for donated in ((), (0,)):
+        text = jax.jit(write, donate_argnums=donated).lower(*args).as_text()
+        found = lower(read_program(text), lowering=lowering, device=H100)
+        moved.append(sum(k.bytes * k.multiplicity for k in found.kernels))
+    # A copy reads and writes 4 MiB; of what is donated one row is written.
+    assert moved[0] - moved[1] == 2 * 4 * 4096 * 256
+    assert moved[1] < 4000
+
+
+def test_largest_elements_without_a_kernel_are_sorted_op_by_op_too():
+    def opcodes(count):
+        found = kernels_of(lambda x: lax.top_k(x, count), ((64, 4096), jnp.float32), lowering="op")
+        return {kernel.opcode for kernel in found.kernels}
+
+    assert opcodes(8) == {"custom-call"}
+    assert "sort" in opcodes(50)
 
 
 def test_a_tpu_multiplies_ragged_rows_as_they_are():
