@@ -28,7 +28,7 @@ from ..common.types import JsonObject
 from ..models.core.registry import OPERATOR_MODEL
 from ..predict.cluster.step_case import PlannedStep
 from .from_dataclass import names_of
-from .options import print_json, refuse, workload_of
+from .options import print_json, program_of, refuse, workload_of
 
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
@@ -156,7 +156,8 @@ def export_table(
         refuse(context, "a table without programs", {"kernels", "lowering"})
     operators = OpModel.load(find_model(model)) if op and model != "roofline" else None
     predictor = load(kernels) if programs else None
-    table, notes = latency_table(device, op, operators, programs, predictor, lowering)
+    sources = [program_of(program) for program in programs]
+    table, notes = latency_table(device, op, operators, sources, predictor, lowering)
     for note in notes:
         typer.echo(f"note: {note}", err=True)
     write_table(table, out)
@@ -177,6 +178,11 @@ def _priced(device: str, model: str) -> tuple[DeviceSpec, OperatorLatency]:
             err=True,
         )
     return spec, OperatorLatency(spec, load_step_model(model))
+
+
+def _once(degrees: Sequence[int]) -> list[int]:
+    """Each degree that was given once; one worker if none was."""
+    return list(dict.fromkeys(degrees)) or [1]
 
 
 def export_vidur(
@@ -204,7 +210,7 @@ def export_vidur(
         name or workload,
         spec.name,
         work,
-        tp or [1],
+        _once(tp),
         max_tokens,
         latency,
         find_cluster(cluster) if cluster else None,
@@ -232,7 +238,7 @@ def export_llmservingsim(
 
     _, latency = _priced(device, model)
     work = read_workload(workload, settings)
-    table = llmservingsim_layers(work, tp or [1], max_tokens, latency)
+    table = llmservingsim_layers(work, _once(tp), max_tokens, latency)
     write_table(table, out)
     wrote(out, f"{len(table)} rows")
 
@@ -302,6 +308,7 @@ def export_xla_perf_table(
     """Write the tables of products and collectives that XLA's scheduler reads."""
     from ..common.errors import ProgramError
     from ..common.files import write_text
+    from ..features.ir.platforms import platform_of
     from ..features.ir.reader import read_program
     from ..models.collectives.model import CollectiveModel
     from ..models.operators import OpModel
@@ -316,7 +323,8 @@ def export_xla_perf_table(
     if program is None:
         shapes = tables.own_shapes(dtype or ["bf16"])
     else:
-        shapes = tables.program_shapes(read_program(program).program)
+        source = read_program(program_of(program), platform=platform_of(spec))
+        shapes = tables.program_shapes(source.program)
         shapes = [shape for shape in shapes if not dtype or shape[-1] in dtype]
         if not shapes:
             raise ProgramError(

@@ -141,14 +141,16 @@ def parse_settings(name: str, pairs: Iterable[str]) -> dict[str, Setting]:
         pairs: ``key=value`` texts, also several in one with commas in between.
 
     Raises:
-        OpcastError: A text is not a pair, names no parameter, or has a bad value.
+        OpcastError: A text is not a pair, names no parameter or one twice, or has a bad value.
     """
     settings: dict[str, Setting] = {}
     for pair in filter(None, (part for text in pairs for part in text.split(","))):
-        key, equals, value = pair.partition("=")
+        key, equals, value = (own.strip() for own in pair.partition("="))
         if not equals:
             raise OpcastError(f"setting {pair!r} is not of the form key=value", where=name)
-        settings[key.strip()] = value.strip()
+        if key in settings:
+            raise OpcastError(f"setting {key} is given twice", where=name, hint="give it once")
+        settings[key] = value
     return _checked(family(name), settings)
 
 

@@ -15,6 +15,7 @@ from ...common.errors import ProgramError
 from ...common.interval import LATENCY_KEYS, latency_fields
 from ...features.devices.catalogue import Design
 from ...features.devices.device import DeviceSpec
+from ...features.ir.jax_function import FunctionCall
 from ...features.kernels.kernel import LoweredProgram
 from ...features.lowering.lower import lower
 from ...features.operators import op_features
@@ -38,7 +39,7 @@ def latency_table(
     devices: Sequence[str],
     grids: Sequence[str],
     operators: OpModel | None,
-    programs: Sequence[Path],
+    programs: Sequence[Path | FunctionCall],
     kernels: Predictor | None,
     lowering: str,
 ) -> tuple[pd.DataFrame, list[str]]:
@@ -48,15 +49,16 @@ def latency_table(
         devices: Names or files, which may have ranges.
         grids: As of :func:`expand_ops`.
         operators: Model of operators; ``None`` for the analytical estimate.
-        programs: Files.
+        programs: Files or functions.
         kernels: Predictor of their kernels; ``None`` without programs.
         lowering: Lowering of the programs.
 
     Returns:
-        Columns :data:`COLUMNS` and one for each range, and notes on the devices.
+        Columns :data:`COLUMNS` and one for each range, and notes on programs and devices.
     """
     parts = []
     designs: list[Design] = []
+    notes: list[str] = []
     if grids:
         designs = [own for chip in find_chips(devices, {}) for own in chip.designs]
         texts = [text for grid in grids for text in expand_ops(grid)]
@@ -70,11 +72,12 @@ def latency_table(
                 # A table of many programs should not end at the first that the compiler refuses.
                 # Designs share the kernels of the first, as tables of programs have them.
                 lowered = lower(program, lowering, device=chip.designs[0].device, fallback="op")
+                notes += lowered.notes
                 for _, spec in chip.designs:
                     parts.append(kernel_table(lowered, spec, kernels.model_for(spec)))
     # Programs share kernels, and grids may overlap.
     table = pd.concat(parts, ignore_index=True).drop_duplicates(["op", "shape", "dtype", "device"])
-    notes = [note for own in designs for note in generation_note(own.device)]
+    notes += [note for own in designs for note in generation_note(own.device)]
     return with_figures(table, designs), list(dict.fromkeys(notes))
 
 

@@ -15,6 +15,7 @@ from ...common.types import JsonObject
 from ..step.configs import read_config
 from ..step.named_workloads import make_workload, read_by_model, read_workload
 from ..step.presets import Recurrence, family_settings, find_preset
+from ..step.settings import once
 from ..step.workload import ALIASES
 from .formats import Formats, format_in, in_formats
 from .served import ServedModel
@@ -98,7 +99,7 @@ def served_by_name(
     Raises:
         PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
     """
-    given = {ALIASES.get(key, key): value for key, value in settings.items()}
+    given = once(settings.items(), ALIASES, "--set")
     known, own, recurrent, bare = plain_name(name), "", 0, 0
     entry, sizes = served_models().get(known, {}), recurrence_of(known)
     if files and name.lower().endswith(".json"):

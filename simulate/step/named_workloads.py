@@ -8,7 +8,7 @@ from pathlib import Path
 from ...common.errors import PlanError
 from .configs import read_config
 from .presets import Preset, close_names, family_settings, find_preset, unsupported
-from .settings import build, read_pairs
+from .settings import build, once, read_pairs, sizes_of
 from .workload import ALIASES, Workload
 
 
@@ -20,7 +20,7 @@ def make_workload(family: str, settings: Mapping[str, object]) -> Workload:
     """
     families = family_settings()
     known = families[family] if family in families else _named(family).settings
-    values = {ALIASES.get(k, k): v for k, v in settings.items()}
+    values = once(settings.items(), ALIASES, "--set")
     return build(Workload, values, f"workload {family}", **known)
 
 
@@ -88,7 +88,7 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
     if text.lower().endswith((".yaml", ".yml")):
         values = read_pairs(text, "workload")
         family = str(values.pop("family", "llama"))
-        values = {ALIASES.get(k, k): v for k, v in values.items()}
+        values = once(values.items(), ALIASES, text)
     elif text.lower().endswith(".json"):
         config = read_config(Path(text))
         if config.served_only:
@@ -98,12 +98,8 @@ def read_workload(text: str, settings: Sequence[str] | Mapping[str, object] = ()
                 hint="opcast simulate-serving describes it",
             )
         values, family = dict(config.settings), "llama"
-    pairs: list[Mapping[str, object]] = (
-        [settings]
-        if isinstance(settings, Mapping)
-        else [read_pairs(part, "--set") for part in settings]
-    )
-    given = {ALIASES.get(k, k): v for pair in pairs for k, v in pair.items()}
+    sizes = settings if isinstance(settings, Mapping) else sizes_of(settings)
+    given = once(sizes.items(), ALIASES, "--set")
     return read_by_model(make_workload(family, {**values, **given}), given)
 
 

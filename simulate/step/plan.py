@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ...common.errors import PlanError
 from ...common.types import JsonObject
-from .settings import build, read_pairs
+from .settings import build, once, read_pairs
 from .workload import Workload, layer_kinds
 
 #: Orders of micro-batches in a pipeline; :mod:`.pipeline` names their papers.
@@ -268,7 +268,8 @@ def says_schedule(text: str) -> bool:
 
 def _read(text: str) -> JsonObject:
     """Settings by the names of a plan's fields."""
-    return {ALIASES.get(k.lower(), k.lower()): v for k, v in read_pairs(text, "plan").items()}
+    pairs = read_pairs(text, "plan").items()
+    return once(((key.lower(), value) for key, value in pairs), ALIASES, "plan")
 
 
 def idle_setting(workload: Workload, plan: Plan) -> str:

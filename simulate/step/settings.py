@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,9 +25,33 @@ def sizes_of(texts: Sequence[str], option: str = "--set") -> JsonObject:
         option: Its name, for messages.
 
     Raises:
-        PlanError: A part is not a pair.
+        PlanError: A part is not a pair, or a name is given twice.
     """
-    return {name: value for text in texts for name, value in read_pairs(text, option).items()}
+    pairs = [pair for text in texts for pair in read_pairs(text, option).items()]
+    return once(pairs, {}, option)
+
+
+def once(pairs: Iterable[tuple[str, object]], aliases: Mapping[str, str], what: str) -> JsonObject:
+    """Settings by their own names.
+
+    Args:
+        pairs: Names, which may be other names, and values.
+        aliases: Own names by other names.
+        what: What they describe, for messages.
+
+    Raises:
+        PlanError: One is given twice, also under two names.
+    """
+    known: dict[str, str] = {}
+    values: JsonObject = {}
+    for key, value in pairs:
+        name = aliases.get(key, key)
+        if name in known:
+            other = known[name]
+            same = "twice" if other == key else f"twice, as {other} and as {key}"
+            raise PlanError(f"{name} is given {same}", where=what, hint="give it once")
+        known[name], values[name] = key, value
+    return values
 
 
 def read_pairs(text: str, what: str) -> JsonObject:

@@ -45,6 +45,22 @@ def test_tables(tmp_path):
         run("export", "table", "--device", "h100-sxm", "--out", table)
 
 
+def test_functions_are_programs_of_tables_too(tmp_path):
+    source, table = tmp_path / "f.py", tmp_path / "t.csv"
+    source.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def f(x, w): return x @ w\n"
+        "f.example_args = (jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16),\n"
+        "                  jax.ShapeDtypeStruct((1024, 256), jnp.bfloat16))\n"
+    )
+    run("export", "table", f"{source}:f", "--device", "h100-sxm", "--lowering", "op",
+        "--out", table)  # fmt: skip
+    assert list(pd.read_csv(table)["op"]) == ["dot"]
+    products = tmp_path / "p.txtpb"
+    run("export", "xla-perf-table", "h100-sxm", "--program", f"{source}:f", "--out", products)
+    assert "dimensions: 512 dimensions: 256" in products.read_text()
+
+
 def test_a_table_has_a_row_for_each_design_of_a_file(tmp_path):
     """What a faster memory brings to a product of few rows, which reads 2 · 4096² bytes."""
     designs, table = tmp_path / "designs.yaml", tmp_path / "t.parquet"

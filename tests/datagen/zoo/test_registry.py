@@ -291,6 +291,8 @@ def test_settings_are_parsed_to_the_type_of_the_default() -> None:
     parsed = zoo.parse_settings("llama", ["batch=8", "scan_layers=yes", "dtype=bf16"])
     assert parsed == {"batch": 8, "scan_layers": True, "dtype": "bf16"}
     assert zoo.parse_settings("bert", ["dropout=0.1"]) == {"dropout": 0.1}
+    with pytest.raises(OpcastError, match="batch is given twice"):
+        zoo.parse_settings("llama", ["batch=3,batch=4"])
     with pytest.raises(OpcastError, match="key=value"):
         zoo.parse_settings("llama", ["batch"])
 

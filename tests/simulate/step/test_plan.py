@@ -48,6 +48,7 @@ def test_fsdp_shards_inside_and_replicates_outside():
         ("tp", "key=value"),
         ("tp=4,,pp=2", "key=value"),
         ("tp=4,tp=8", "tp is given twice"),
+        ("tp=4,tensor=8", "tp is given twice, as tp and as tensor"),
         ("tensors=8", "no key 'tensors'"),
         ("dp=0", "at least 1"),
         ("schedule=fast", "gpipe"),

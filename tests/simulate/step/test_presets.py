@@ -176,3 +176,16 @@ def test_names_and_settings_may_be_written_as_elsewhere():
 def test_sizes_beyond_any_model_are_refused_at_once(name):
     with pytest.raises(PlanError, match=f"{name}=.* beyond"):
         make_workload("llama", {name: "1e12"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["seq=4096", "seq=2048"], "seq is given twice"),
+        (["seq=4096", "sequence=2048"], "seq is given twice, as seq and as sequence"),
+        (["n_layers=4,layers=8"], "layers is given twice, as n_layers and as layers"),
+    ],
+)
+def test_a_size_is_given_once(settings, said):
+    with pytest.raises(PlanError, match=said):
+        read_workload("llama-3-8b", settings)
