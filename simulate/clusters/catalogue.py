@@ -248,6 +248,8 @@ def _box_dimension(device: DeviceSpec, count: int, rule: Rule) -> tuple[Dimensio
             where=device.name,
             hint="describe the cluster in a YAML file",
         )
+    if device.name in rule.get("pairwise", ()) and 1 < count < rule["largest"]:
+        bandwidth *= (count - 1) / (rule["largest"] - 1)
     dim = Dimension(
         rule["kind"],
         count,

@@ -41,6 +41,29 @@ def test_engines_before_they_were_rewritten_reduce_by_the_library() -> None:
     assert early - now == pytest.approx(160 * (11.8e-6 - 4.9e-6), rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("device", "ranks", "tokens", "micros"),
+    [
+        # 64 and 128 MiB: TensorRT-LLM's, SGLang's and vLLM's in graphs take what NCCL does; two
+        # passes over the links would take 441 us on Hopper.
+        ("h100-sxm", 8, 4096, 322.0),
+        ("b200", 8, 8192, 398.0),
+        # By PCIe, 128 MiB: all three leave it to NCCL.
+        ("rtx-pro-6000", 8, 8192, 9757.0),
+    ],
+)
+def test_large_all_reduces_are_the_library_s(
+    device: str, ranks: int, tokens: int, micros: float
+) -> None:
+    """Medians of the published tensor-core pack (collectives_tc), which no serving row is in."""
+    one = {"layers": 1, "vocab": 1024, "isl": 8192, "n_gpus": ranks, "tp": ranks, "device": device}
+    row = serving_row({**LLAMA, **one})
+    station = ServingPredictor(None, ServingModel()).simulate(row.deployment, row.spec).stations[0]
+    costs = station.costs.mixed([Chunk(tokens)], 0, 0.0)
+    # After attention and after the feed-forward.
+    assert costs[CLASSES.index("network")] / 2 == pytest.approx(micros * 1e-6, rel=0.1)
+
+
 def test_experts_on_blackwell_run_by_generated_kernels() -> None:
     """Of DeepSeek-R1 over eight ranks in nvfp4, and of gpt-oss in mxfp4 on activations of 8 bits.
 

@@ -31,6 +31,16 @@ def test_a_box_has_the_bandwidth_of_its_device_file():
     assert find_cluster("h100-sxm").size == 1
 
 
+def test_part_of_a_box_has_its_share_of_links_between_pairs():
+    """One of the seven links of an MI300X, or 3 of the 21 ports of a Gaudi 2, to each other one."""
+    rates = {n: find_cluster(f"mi300x-x{n}").topology.dims[0].bandwidth for n in (2, 4, 8)}
+    assert rates == pytest.approx({2: 64e9, 4: 192e9, 8: 448e9})
+    assert find_cluster("gaudi2-x2").topology.dims[0].bandwidth == pytest.approx(37.5e9)
+    # The same as of two devices of a whole box.
+    (pair,) = find_cluster("mi300x-x8").topology.group_dims(2)
+    assert pair.bandwidth == pytest.approx(rates[2])
+
+
 def test_several_boxes():
     pod = find_cluster("dgx-h100-x128")
     assert [(d.kind, d.size) for d in pod.topology.dims] == [("switch", 8), ("switch", 16)]
