@@ -136,7 +136,8 @@ def test_a_sweep_where_nothing_fits_says_by_how_much(tmp_path):
 def test_the_fastest_plan_of_a_sweep_can_be_copied(tmp_path, monkeypatch):
     """With all that was asked; a plan with its settings is longer than a column of the table."""
     monkeypatch.setenv("COLUMNS", "80")
-    common = ["--workload", "llama", "--set", SMALL, "--set", "seq=512", "--model", "roofline"]
+    small = SMALL.replace("seq=1024", "seq=512")
+    common = ["--workload", "llama", "--set", small, "--model", "roofline"]
     common += ["--framework", "nemo", "--compiled", "--power-cap", "500W"]
     grid = "tp=2,pp=2,recompute=selective,schedule=zero-bubble,split=2,data=zero1"
     swept = (
@@ -299,7 +300,8 @@ def test_serving_and_its_plans_take_a_device_by_its_file(tmp_path):
         (["--framework", "vlmm"], "framework 'vlmm' is not known (vllm"),
         (["--kv-cache", "banana"], "a cache in 'banana' is not known"),
         (["--prompt", "9000000", "--memory", "0.1"], "a request needs"),
-        (["--set", "layers=10000"], "do not fit"),
+        (["--set", "experts=10000,top_k=2"], "do not fit"),
+        (["--set", "layers=10000"], "layers is given twice"),
         (["--set", "causal=false"], "generates nothing"),
         (["--rate", "0"], "give a rate above 0"),
         (["--concurrency", "4", "--rate", "2"], "--rate does not apply"),

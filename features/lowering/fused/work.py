@@ -17,7 +17,6 @@ from ...devices.rules import capability_of, narrow_floats_of
 from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
 from ...ir.program import DTYPE_BITS
 from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
-from .folding import is_elementwise
 from .graph import Node
 
 #: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,
@@ -167,7 +166,6 @@ class Each(NamedTuple):
         branches: Whether its code branches.
         turns: Whether neighbouring results read elements that lie apart.
         moves: Whether each reader reads other elements, so that what they need adds up.
-        plain: Whether an element of the result depends on one of each operand, in the same place.
         reads: Arrays that it reads, constants left out.
         in_place: How many of these, from the first on, it writes to instead where it is a root.
     """
@@ -177,7 +175,6 @@ class Each(NamedTuple):
     branches: bool
     turns: bool
     moves: bool
-    plain: bool
     reads: tuple[_Read, ...]
     in_place: int
 
@@ -199,8 +196,9 @@ def _done_by(node: Node) -> Each:
             reads.append(_Read(id(source), *needed, float(source.size), width))
     cycles, branches = OPS.get(opcode, _OTHER).cycles, opcode in _BRANCHING
     updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
-    plain, moves = is_elementwise(node), opcode in _MOVING
-    return Each(cycles, factor, branches, _turns(node), moves, plain, tuple(reads), int(updates))
+    return Each(
+        cycles, factor, branches, _turns(node), opcode in _MOVING, tuple(reads), int(updates)
+    )
 
 
 def _needed(node: Node, position: int) -> tuple[float, float, float]:
@@ -218,10 +216,9 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
 
 
 #: Places in what a kernel needs of a value: elements as loads of an array outside, elements that
-#: readers need in the same order, elements that they need one by one, paths that lead there,
-#: whether neighbours are not read together, and whether something else than element-wise ops lies
-#: between it and the results; then elements of the value, and bytes of each.
-_LOADS, _WHOLE, _PARTS, _PATHS, _TURNED, _APART = range(6)
+#: readers need in the same order, elements that they need one by one, paths that lead there, and
+#: whether neighbours are not read together; then elements of the value, and bytes of each.
+_LOADS, _WHOLE, _PARTS, _PATHS, _TURNED = range(5)
 
 
 class Work:
@@ -242,7 +239,7 @@ class Work:
         needs: What it needs of nodes outside, by their ``id``; by place as named above.
     """
 
-    __slots__ = ("_hero", "_known", "_shared", "blocks", "branches", "cycles", "needs", "written")
+    __slots__ = ("_known", "_shared", "blocks", "branches", "cycles", "needs", "written")
 
     def __init__(
         self,
@@ -257,9 +254,8 @@ class Work:
             self.blocks = max([self.blocks, *map(blocks_of, _sums(members))])
         self.written = sum(map(_written, roots))
         self.cycles = self.branches = 0.0
-        self._shared, self._known, self._hero = shared, {} if known is None else known, 0
-        size = [0.0] * 6
-        self.needs = {id(root): [0.0, float(root.size), *size] for root in roots}
+        self._shared, self._known = shared, {} if known is None else known
+        self.needs = {id(root): [0.0, float(root.size), 0.0, 0.0, 0.0, 0.0, 0.0] for root in roots}
         self._add(members, frozenset(self.needs))
 
     def with_producer(self, members: Iterable[Node]) -> Work:
@@ -271,7 +267,7 @@ class Work:
                 do not count, which cost nothing.
         """
         joined = Work.__new__(Work)
-        joined._shared, joined._known, joined._hero = self._shared, self._known, self._hero
+        joined._shared, joined._known = self._shared, self._known
         joined.blocks, joined.written = self.blocks, self.written
         joined.cycles, joined.branches = self.cycles, self.branches
         joined.needs = {key: need.copy() for key, need in self.needs.items()}
@@ -303,7 +299,7 @@ class Work:
             each = known.get(id(node))
             if each is None:
                 each = known[id(node)] = _done_by(node)
-            cycles, factor, branches, turns, moves, plain, reads, in_place = each
+            cycles, factor, branches, turns, moves, reads, in_place = each
             if in_place and id(node) in roots:
                 reads = reads[in_place:]
             # A node that is computed along several paths has its code emitted once for each.
@@ -311,19 +307,16 @@ class Work:
             if branches:
                 self.branches += paths
             self.cycles += cycles * count * factor
-            # A transpose inside a kernel turns the access order of everything above it. As a root,
-            # or alone behind element-wise ops (XLA's FindNonTrivialHero), it is written through
-            # shared memory, which keeps reads coalesced.
-            if turns and not need[_APART] and not self._hero:
-                self._hero = id(node)
-            turned = need[_TURNED] or (turns and id(node) not in roots and id(node) != self._hero)
+            # A transpose inside a kernel turns the access order of everything above it; as the root
+            # it is written through shared memory, which keeps reads coalesced.
+            turned = need[_TURNED] or (turns and id(node) not in roots)
             for key, times, per, fixed, size, width in reads:
                 wanted = (count * times / per + fixed) * factor
                 if not wanted:
                     continue
                 before = needs.get(key)
                 if before is None:
-                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, size, width]
+                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, 0.0, size, width]
                 # Readers that walk elements in the same order share loads, so the largest need
                 # counts; those that move elements read their own.
                 if moves:
@@ -336,15 +329,13 @@ class Work:
                     before[_PATHS] = max(before[_PATHS], paths)
                 if turned:
                     before[_TURNED] = 1.0
-                if need[_APART] or not plain:
-                    before[_APART] = 1.0
 
     def seconds(self, machine: Machine) -> float:
         """Estimate the time of one execution without its launch."""
         # Too few blocks cannot saturate the memory.
         bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
         memory = self.written / bandwidth
-        for elements, _, _, _, turned, _, size, width in self.needs.values():
+        for elements, _, _, _, turned, size, width in self.needs.values():
             total = elements * width
             # The first read of each element comes from main memory, repeated ones from a cache if
             # the array fits.

@@ -377,20 +377,3 @@ def test_a_producer_adds_to_a_kernel_what_both_need_at_once(
     lower(text, "fused", device=find_device("h100-sxm"))
     # Most are chains; some repeat an op in both, and are counted anew.
     assert len(steps) > 100 and 0.5 < sum(steps) / len(steps) < 1.0
-
-
-@pytest.mark.parametrize(
-    ("function", "kernels"),
-    [
-        (lambda x, y: x.T + y, 1),
-        (lambda x, y: jnp.where(y > 0, jnp.tanh(x.T), y), 1),
-        (lambda x, y: (x.T + y, x.T * y), 1),
-        # Behind anything else its elements would be read one by one.
-        (lambda x, y: jnp.concatenate([x.T, y]), 2),
-    ],
-)
-def test_a_transpose_takes_in_what_its_elements_become(function, kernels):
-    # As many as XLA makes for an H100 (JAX 0.10).
-    args = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 2
-    lowered = lower(read_program(jax.jit(function).lower(*args).as_text()), "fused", device=H100)
-    assert len(lowered.kernels) == kernels
