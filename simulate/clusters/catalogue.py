@@ -248,11 +248,10 @@ def _box_dimension(device: DeviceSpec, count: int, rule: Rule) -> tuple[Dimensio
             where=device.name,
             hint="describe the cluster in a YAML file",
         )
-    if device.name in rule.get("pairwise", ()) and 1 < count < rule["largest"]:
-        bandwidth *= (count - 1) / (rule["largest"] - 1)
+    paired = device.name in rule.get("pairwise", ()) and count > 1
     dim = Dimension(
         rule["kind"],
-        count,
+        rule["largest"] if paired else count,
         bandwidth,
         rule["latency_us"] * 1e-6,
         rule["launch_us"] * 1e-6,
@@ -261,6 +260,8 @@ def _box_dimension(device: DeviceSpec, count: int, rule: Rule) -> tuple[Dimensio
         algorithms=tuple(rule["algorithms"]),
         reduction=rule.get("reduction", ""),
     )
+    if paired:
+        (dim,) = Topology((dim,)).group_dims(count)
     return dim, sources_of(rule, rule["name"], device, rule["bandwidth"])
 
 
