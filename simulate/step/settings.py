@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,6 +13,7 @@ from ...common.options import Option
 from ...common.types import JsonObject
 
 T = TypeVar("T")
+V = TypeVar("V")
 #: YAML 1.1 booleans, which ``key=value`` text accepts as well.
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -31,7 +32,7 @@ def sizes_of(texts: Sequence[str], option: str = "--set") -> JsonObject:
     return once(pairs, {}, option)
 
 
-def once(pairs: Iterable[tuple[str, object]], aliases: Mapping[str, str], what: str) -> JsonObject:
+def once(pairs: Iterable[tuple[str, V]], aliases: Mapping[str, str], what: str) -> dict[str, V]:
     """Settings by their own names.
 
     Args:
@@ -43,7 +44,7 @@ def once(pairs: Iterable[tuple[str, object]], aliases: Mapping[str, str], what: 
         PlanError: One is given twice, also under two names.
     """
     known: dict[str, str] = {}
-    values: JsonObject = {}
+    values: dict[str, V] = {}
     for key, value in pairs:
         name = aliases.get(key, key)
         if name in known:
@@ -80,15 +81,15 @@ def pairs_of(text: str, what: str, hint: str = "as in tp=8,pp=4") -> dict[str, s
     Raises:
         PlanError: A part is not a pair, or a key stands twice.
     """
-    pairs: dict[str, str] = {}
-    for part in text.split(",") if text.strip() else ():
-        key, equals, value = (own.strip() for own in part.partition("="))
-        if not equals:
-            raise PlanError(f"{part!r} is not of the form key=value", where=what, hint=hint)
-        if key in pairs:
-            raise PlanError(f"{key} is given twice", where=what, hint="give it once")
-        pairs[key] = value
-    return pairs
+
+    def parts() -> Iterator[tuple[str, str]]:
+        for part in text.split(",") if text.strip() else ():
+            key, equals, value = (own.strip() for own in part.partition("="))
+            if not equals:
+                raise PlanError(f"{part!r} is not of the form key=value", where=what, hint=hint)
+            yield key, value
+
+    return once(parts(), {}, what)
 
 
 def _read_yaml(path: Path, what: str) -> dict[str, object]:
