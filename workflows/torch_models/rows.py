@@ -18,7 +18,7 @@ from ...common.ray_tasks import run_tasks
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram
-from ...features.ir.torch.record import Recording
+from ...features.ir.torch.record import FunctionUse, Recording
 from ...predict.cluster.case_table import FAULTS, Cells, reason_of
 from ...predict.operator.aten_costs import cost_class, seconds_by_class
 from ...predict.operator.torch_framework import TorchPredictor
@@ -239,8 +239,9 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
             answers.append(own)
             continue
         # Releases differ by their kernels of attention and of RMS norms alone.
-        attends = any(any(r.attention.values()) or r.functions for r in own.recordings)
-        key = row.device, own.predictor.framework, own.predictor.release if attends else ""
+        uses = [pair for r in own.recordings for pair in r.uses.items()]
+        differ = any(one or isinstance(use, FunctionUse) for use, one in uses)
+        key = row.device, own.predictor.framework, own.predictor.release if differ else ""
         if key not in known:
             known[key] = _tried(_seconds, row, own)
         answers.append(known[key])

@@ -19,16 +19,8 @@ _F32 = frozenset(
     (
         *("exp", "expm1", "log", "log10", "log1p", "log2", "logsumexp", "pow", "reciprocal"),
         *("rsqrt", "softplus", "acos", "asin", "cosh", "sinh", "tan", "erfinv", "__pow__"),
-        *(
-            "__rpow__",
-            "layer_norm",
-            "rms_norm",
-            "group_norm",
-            "norm",
-            "vector_norm",
-            "matrix_norm",
-            "cdist",
-        ),
+        *("__rpow__", "layer_norm", "rms_norm", "group_norm", "norm", "vector_norm"),
+        *("matrix_norm", "cdist"),
         *("cosine_similarity", "softmax", "log_softmax", "cumsum", "cumprod", "prod", "sum"),
         *("interpolate", "upsample", "nll_loss", "cross_entropy", "mse_loss", "l1_loss"),
         *("smooth_l1_loss", "huber_loss", "kl_div", "renorm", "normalize"),

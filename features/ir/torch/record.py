@@ -147,8 +147,7 @@ class Recording:
         kept: Memory that outlives the program: weights, gradients, outputs.
         parameter_bytes: Bytes of parameters and buffers.
         recurrent: Calls of the forward pass that are steps of recurrent layers, written out.
-        attention: Its calls of attention, and whether each was taken to be one kernel.
-        functions: The same of other functions that may be one kernel.
+        uses: Its calls of what may be one kernel, and whether each was taken to be one.
         notes: What was taken otherwise than PyTorch decides it, and what would not be.
         otherwise: What it launches under releases of PyTorch that choose other kernels of
             attention, where these are written out.
@@ -159,16 +158,19 @@ class Recording:
     kept: set[int] = field(default_factory=set)
     parameter_bytes: int = 0
     recurrent: int = 0
-    attention: dict[AttentionUse, bool] = field(default_factory=dict)
-    functions: dict[FunctionUse, bool] = field(default_factory=dict)
+    uses: dict[AttentionUse | FunctionUse, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     otherwise: Recording | None = None
     storages: StorageLog | None = None
 
+    @property
+    def attention(self) -> dict[AttentionUse, bool]:
+        """The calls of attention among :attr:`uses`."""
+        return {use: one for use, one in self.uses.items() if isinstance(use, AttentionUse)}
+
     def holds(self, fused: Fused) -> bool:
         """Whether the program launches the same where other calls may be one kernel."""
-        attention = all(fused(use) == one for use, one in self.attention.items())
-        return attention and all(fused(use) == one for use, one in self.functions.items())
+        return all(fused(use) == one for use, one in self.uses.items())
 
 
 class Recorder:
@@ -193,9 +195,9 @@ class Recorder:
         # Held, so that no address is used again.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
-    def chooses(self, use: FunctionUse) -> bool:
+    def chooses(self, use: AttentionUse | FunctionUse) -> bool:
         """Whether a call is one kernel, which is noted."""
-        return self.recording.functions.setdefault(use, self.fused(use))
+        return self.recording.uses.setdefault(use, self.fused(use))
 
     def write(
         self,

@@ -14,7 +14,10 @@ FORWARD, BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
 
 
 def rms_norm(write: Write) -> Callable[..., torch.Tensor]:
-    """What stands for the function: its result without data, and one call written down."""
+    """What stands for the function: its result without data, and one call written down.
+
+    It takes over how many dimensions the norm goes, its input, and its weight or ``None``.
+    """
     import torch
 
     class Norm(torch.autograd.Function):  # type: ignore[misc]
@@ -43,7 +46,5 @@ def rms_norm(write: Write) -> Callable[..., torch.Tensor]:
             write(BACKWARD, (gradient, given, factors, weight), found, ())
             return (None, *found)
 
-    def stand(given: torch.Tensor, over: int, weight: torch.Tensor | None) -> torch.Tensor:
-        return Norm.apply(over, given, weight)
-
-    return stand
+    norm: Callable[..., torch.Tensor] = Norm.apply
+    return norm

@@ -294,8 +294,7 @@ def _attention(
     """Run attention by one kernel, or by the products and passes that PyTorch writes it out as."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    use = _attention_use(args, kwargs)
-    one = log.recording.attention.setdefault(use, log.fused(use))
+    one = log.chooses(_attention_use(args, kwargs))
     # Fused attention draws its dropout itself, at little cost.
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
@@ -348,7 +347,7 @@ def stands(log: Recorder) -> dict[str, Stand]:
     ) -> object:
         own = "" if weight is None else dtype_name(weight)
         if log.chooses(FunctionUse("rms_norm", dtype_name(input), own, lies_last(input))):
-            return one_kernel(input, len(normalized_shape), weight)
+            return one_kernel(len(normalized_shape), input, weight)
         return function(input, normalized_shape, weight, eps)
 
     def cell(
