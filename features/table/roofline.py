@@ -13,7 +13,7 @@ from .columns import CODE, INDEX
 from .row import rows
 
 #: Vector operations that one transcendental (exp, log, tanh …) stands for: about a polynomial with
-#: its range reduction. Engineering estimate; learned ratios correct it (see ``ir/op_table.py``).
+#: its range reduction. Engineering estimate; learned ratios correct it (see ``ir/ops.toml``).
 TRANSCENDENTAL_FLOPS = 16.0
 #: Largest window of a reduction that a TPU goes through element by element; wider ones are made in
 #: passes. Engineering estimate.
