@@ -34,9 +34,10 @@ from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .on_chip import on_chip_of, place_on_chip, prefetch
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, convolved_products, sink_transposes, widen_products
+from .products import canonical_dots, convolved_products, widen_products
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
+from .transposes import move_transposes, sink_transposes
 from .vector_products import reduce_vector_products, sum_vector_products
 from .work import Machine, machine_of
 
@@ -130,6 +131,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
             prepare(inner, machine, program)
     if machine.tensor_fusion and not machine.host:
         sum_vector_products(graph, program, batches=2)
+    move_transposes(graph)
+    simplify(graph, program)
     widen_products(graph, machine.narrow)
     canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ...ir.op_table import UPDATES
 from .clusters import Cluster, Clusters, Dependences, is_loop_reduction, owner, reduction, source_of
 from .graph import Node
+from .heroes import hero_of, turn_of
 from .priority import MAX_OPERANDS, narrow_reduction
 from .work import LAUNCH_S, Machine, Work
 
@@ -143,33 +144,17 @@ def _fit(first: Frame | None, second: Frame | None) -> bool:
 
 def frame_of(cluster: Cluster) -> Frame | None:
     """Return what a cluster's threads run over; ``None`` if that fits no other kernel."""
+    inside = {id(node) for node in cluster.members.values()}
     for root in cluster.roots:
-        hero = hero_of(root, cluster)
+        hero = hero_of(root, inside)
         if hero.opcode == "reduce" and not is_loop_reduction(hero):
             return Frame("reduce", hero.operands[0].size, reduction(hero))
-        if hero.opcode == "transpose":
-            detail = (hero.operands[0].type.shape, tuple(hero.attrs["dimensions"]))
-            return Frame("transpose", hero.size, detail)
+        if turn := turn_of(hero):
+            return Frame("transpose", hero.size, turn)
     root = cluster.root
     if root.opcode == "reduce-window":
         return None
     return Frame("loop", root.size)
-
-
-def hero_of(root: Node, cluster: Cluster) -> Node:
-    """Return the op that decides how a kernel runs: a root, or what it is a unary function of."""
-    inside = {id(node) for node in cluster.members.values()}
-    node = root
-    while True:
-        if node.opcode in ("reduce", "transpose"):
-            return node
-        sources = [source_of(o) for o in node.operands if source_of(o).opcode != "constant"]
-        if len(sources) != 1 or id(sources[0]) not in inside:
-            return root
-        # A size change (broadcast, slice) between hero and root would need other threads.
-        if sources[0].size != root.size and sources[0].opcode != "reduce":
-            return root
-        node = sources[0]
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
@@ -369,7 +354,8 @@ def _groups(
 
 def _reduced(cluster: Cluster) -> tuple[object, ...]:
     """Return the shape and dimensions of what a reduction sums."""
-    heroes = (hero_of(root, cluster) for root in cluster.roots)
+    inside = {id(node) for node in cluster.members.values()}
+    heroes = (hero_of(root, inside) for root in cluster.roots)
     hero = next(hero for hero in heroes if hero.opcode == "reduce")
     return (hero.operands[0].type.shape, tuple(hero.attrs.get("dimensions", ())))
 

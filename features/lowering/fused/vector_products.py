@@ -9,9 +9,9 @@ from .folding import reshape, splat_node, spread, transposed
 from .graph import Graph, Node, rewrite
 from .reductions import adder, product_sizes
 
-#: Products of a matrix with a vector below this many multiply-adds become a reduction: the
-#: threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library call or a Triton
-#: kernel; neither takes two vectors.
+#: Products of a matrix with a vector whose operands have fewer elements in a batch than this become
+#: a reduction: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library
+#: call or a Triton kernel; neither takes two vectors.
 SMALL_PRODUCT = 10_000_000
 
 
@@ -111,12 +111,12 @@ def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | Non
 
 
 def _as_reduction(dot: Node, program: Program) -> Node | None:
-    batch, rows, columns, depth = product_sizes(dot)
+    _, rows, columns, depth = product_sizes(dot)
     if depth == 1:
         lhs, rhs = (_spread(dot, side) for side in (0, 1))
         return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
     # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
-    small = batch * rows * columns * depth < SMALL_PRODUCT
+    small = (rows + columns) * depth < SMALL_PRODUCT
     if min(rows, columns) > 1 or (max(rows, columns) > 1 and not small):
         return None
     return _vector_sum(dot, program)

@@ -18,6 +18,7 @@ from ...ir.op_table import OPS, UPDATES, OpSpec, ops_with
 from ...ir.program import DTYPE_BITS
 from .clusters import PRODUCTS, Shape, is_loop_reduction, reduction, source_of
 from .graph import Node
+from .heroes import turns_minor, turns_tiles
 
 #: Seconds that one more kernel costs: the launch overhead that XLA's GpuPerformanceModel assumes,
 #: not what a launch takes on the device (its floor).
@@ -197,7 +198,7 @@ def _done_by(node: Node) -> Each:
     cycles, branches = OPS.get(opcode, _OTHER).cycles, opcode in _BRANCHING
     updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
     return Each(
-        cycles, factor, branches, _turns(node), opcode in _MOVING, tuple(reads), int(updates)
+        cycles, factor, branches, turns_minor(node), opcode in _MOVING, tuple(reads), int(updates)
     )
 
 
@@ -216,9 +217,9 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
 
 
 #: Places in what a kernel needs of a value: elements as loads of an array outside, elements that
-#: readers need in the same order, elements that they need one by one, paths that lead there, and
-#: whether neighbours are not read together; then elements of the value, and bytes of each.
-_LOADS, _WHOLE, _PARTS, _PATHS, _TURNED = range(5)
+#: readers need in the same order, elements that they need one by one, and paths that lead there;
+#: then elements of the value, and bytes of each.
+_LOADS, _WHOLE, _PARTS, _PATHS = range(4)
 
 
 class Work:
@@ -239,7 +240,10 @@ class Work:
         needs: What it needs of nodes outside, by their ``id``; by place as named above.
     """
 
-    __slots__ = ("_known", "_shared", "blocks", "branches", "cycles", "needs", "written")
+    __slots__ = (
+        *("_known", "_members", "_roots", "_shared", "_turns"),
+        *("blocks", "branches", "cycles", "needs", "written"),
+    )
 
     def __init__(
         self,
@@ -255,7 +259,8 @@ class Work:
         self.written = sum(map(_written, roots))
         self.cycles = self.branches = 0.0
         self._shared, self._known = shared, {} if known is None else known
-        self.needs = {id(root): [0.0, float(root.size), 0.0, 0.0, 0.0, 0.0, 0.0] for root in roots}
+        self._members, self._roots, self._turns = members, roots, False
+        self.needs = {id(root): [0.0, float(root.size), 0.0, 0.0, 0.0, 0.0] for root in roots}
         self._add(members, frozenset(self.needs))
 
     def with_producer(self, members: Iterable[Node]) -> Work:
@@ -266,8 +271,10 @@ class Work:
                 nor reads any other of them, nor do they read what it computes; repeated constants
                 do not count, which cost nothing.
         """
-        joined = Work.__new__(Work)
+        joined, members = Work.__new__(Work), list(members)
         joined._shared, joined._known = self._shared, self._known
+        joined._members, joined._roots = [*members, *self._members], self._roots
+        joined._turns = self._turns
         joined.blocks, joined.written = self.blocks, self.written
         joined.cycles, joined.branches = self.cycles, self.branches
         joined.needs = {key: need.copy() for key, need in self.needs.items()}
@@ -307,16 +314,14 @@ class Work:
             if branches:
                 self.branches += paths
             self.cycles += cycles * count * factor
-            # A transpose inside a kernel turns the access order of everything above it; as the root
-            # it is written through shared memory, which keeps reads coalesced.
-            turned = need[_TURNED] or (turns and id(node) not in roots)
+            self._turns |= turns
             for key, times, per, fixed, size, width in reads:
                 wanted = (count * times / per + fixed) * factor
                 if not wanted:
                     continue
                 before = needs.get(key)
                 if before is None:
-                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, 0.0, size, width]
+                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, size, width]
                 # Readers that walk elements in the same order share loads, so the largest need
                 # counts; those that move elements read their own.
                 if moves:
@@ -327,15 +332,16 @@ class Work:
                     before[_LOADS] = max(before[_LOADS], wanted)
                     before[_WHOLE] = max(before[_WHOLE], wanted)
                     before[_PATHS] = max(before[_PATHS], paths)
-                if turned:
-                    before[_TURNED] = 1.0
 
     def seconds(self, machine: Machine) -> float:
         """Estimate the time of one execution without its launch."""
         # Too few blocks cannot saturate the memory.
         bandwidth = min(machine.bandwidth, self.blocks * machine.clock * _BYTES_PER_CYCLE)
         memory = self.written / bandwidth
-        for elements, _, _, _, turned, size, width in self.needs.values():
+        # XLA counts no read as coalesced where the minor dimension is another one (its
+        # IsReadCoalescedHeuristic), unless tiles are turned in shared memory.
+        apart = self._turns and not turns_tiles(self._members, self._roots)
+        for elements, _, _, _, size, width in self.needs.values():
             total = elements * width
             # The first read of each element comes from main memory, repeated ones from a cache if
             # the array fits.
@@ -345,7 +351,7 @@ class Work:
             if net < _L1_BYTES * machine.cores:
                 speed *= _L1_SPEED_UP
             again = total - net
-            if turned:
+            if apart:
                 # Every element costs a sector; the cache holds what neighbours need.
                 again += total * (_SECTOR / width - 1.0)
                 speed = min(speed, _CACHE_SPEED_UP)
@@ -360,15 +366,6 @@ class Work:
 def _sums(members: Iterable[Node]) -> list[Node]:
     """Reductions of a kernel of rows, which has a block for some rows, whatever it writes."""
     return [node for node in members if node.opcode == "reduce"]
-
-
-def _turns(node: Node) -> bool:
-    """Return whether a transpose makes neighbouring results read elements that lie apart."""
-    if node.opcode != "transpose":
-        return False
-    order = node.attrs["dimensions"]
-    # The minor dimension comes from another one, and has more than one element.
-    return bool(order[-1] != len(order) - 1 and node.type.shape[-1] > 1)
 
 
 def _written(root: Node) -> float:

@@ -477,3 +477,59 @@ def test_a_product_adds_an_argument_to_what_it_scales():
     (product,) = kernels(added, *arguments, vector, matrix)
     read = 2 * 2048 * 4096 + 4096 * 8192 + 2 * 8192 + 2 * 2048 * 8192
     assert (product.bytes_in, product.bytes_out) == (read, 2 * 2048 * 8192)
+
+
+SQUARE = spec(4096, 4096)
+#: Bytes of such an array, of f32.
+WHOLE = 4 * 4096**2
+WIDE = spec(8, 16, 2048, 128, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "moved"),
+    [
+        # Tiles are turned in shared memory, whatever elementwise ops stand before and behind.
+        (lambda x, y: x.T + y, (SQUARE, SQUARE), [3 * WHOLE]),
+        (lambda x, y: jnp.where(y > 0, jnp.tanh(x * 2).T, y), (SQUARE, SQUARE), [3 * WHOLE]),
+        (lambda x, y: (x.T + y, x.T * y), (SQUARE, SQUARE), [4 * WHOLE]),
+        # One transpose each.
+        (lambda x, y, z: x.T + y + z.T * 3, (SQUARE,) * 3, [3 * WHOLE, 3 * WHOLE]),
+        # Behind anything else elements would be read one by one.
+        (lambda x, y: jnp.concatenate([x.T, y]), (SQUARE, SQUARE), [2 * WHOLE, 4 * WHOLE]),
+        # Rows of four make no tiles, and then nothing is read as neighbours.
+        (lambda x, y: x.T + y, (spec(4, 2**22), spec(2**22, 4)), [2 * WHOLE, 3 * WHOLE]),
+        # Transposes of all operands move below the op, and a sum takes their place in.
+        (lambda x, y: x.T + y.T, (SQUARE, SQUARE), [3 * WHOLE]),
+        (lambda x: jnp.exp(2 * x.T - 1).sum(0), (SQUARE,), [WHOLE + 4 * 4096]),
+        # Keys of a decoded token, by the dimension of a head.
+        (
+            lambda q, k: jnp.einsum("bhd,bhdk->bhk", q, k.transpose(0, 1, 3, 2)),
+            (spec(8, 16, 128, dtype=BF16), WIDE),
+            [2 * 8 * 16 * (128 + 2048 * 128 + 2048)],
+        ),
+    ],
+)
+def test_transposes_are_fused_by_the_order_that_they_leave(function, arguments, moved):
+    found = kernels(function, *arguments)
+    assert [k.bytes for k in found] == moved
+
+
+@pytest.mark.parametrize(("batch", "side", "kind"), [(4, 3000, "reduce"), (2, 3400, "gemm")])
+def test_small_products_with_a_vector_are_sums_however_many_there_are(batch, side, kind):
+    (found,) = kernels(jax.vmap(jnp.dot), spec(batch, side, side), spec(batch, side))
+    assert found.kind == kind
+
+
+def test_the_order_of_the_first_of_two_products_goes_on():
+    """Where they meet, the other one is turned, as in the gradient of attention."""
+
+    def scored(k, q, g, v):
+        scores = jnp.einsum("bkhd,bqhgd->bhgqk", k, q)
+        given = jnp.einsum("bqhgd,bkhd->bhgqk", g, v)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", jnp.exp(scores) * given, k)
+
+    keys, queries = spec(2, 2048, 16, 128, dtype=BF16), spec(2, 2048, 16, 1, 128, dtype=BF16)
+    found = kernels(scored, keys, queries, queries, keys)
+    # Two products of copies, a third of what one kernel makes of both, and its result turned.
+    opcodes = [k.kind for k in found]
+    assert opcodes == [*["copy"] * 2, "gemm"] * 2 + ["fusion", "gemm", "copy"]
