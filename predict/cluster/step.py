@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ from .network import cluster_costs, host_of
 from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, widened_note
 from .recipes import as_run
 from .spread import step_interval
-from .waterfall import Term, Waterfall
+from .waterfall import Term, Waterfall, by_name
 
 if TYPE_CHECKING:
     from .training_run import TrainingRun
@@ -213,6 +214,9 @@ class StepPredictor:
         self.learned, self.source = learned or StepModel.find(), source
         self.cap = cap_share(power_cap_w, self.spec)
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
+        bare = partial(StepPredictor, cluster, model, self.spec, framework, compiled=compiled)
+        #: Without the cap, which makes no step faster.
+        self.free = bare(learned=learned, source=source) if self.cap < 1.0 else None
         #: Before effects.
         self.priced = cluster_costs(cluster, self.spec, self.latency)
 
@@ -230,6 +234,10 @@ class StepPredictor:
         other = copy(self)
         other.framework, other.compiled = framework.lower(), compiled
         other.source, other.learned = source, learned
+        if self.free is not None:
+            other.free = self.free.run_by(
+                framework, compiled=compiled, source=source, learned=learned
+            )
         return other
 
     def predict(
@@ -262,6 +270,7 @@ class StepPredictor:
             PlanError: The plan does not fit the model or the cluster, or a speed is not one of its
                 ranks or goes with ``explain``.
         """
+        free = self.free and self.free.predict(workload, plan, speeds=speeds, remedy=False)
         plan = resolved(workload, as_run(workload, plan, self.framework), self.cluster.size)
         widened = widened_note(workload, self.spec)
         workload = as_multiplied(workload, self.spec)
@@ -307,7 +316,7 @@ class StepPredictor:
         high = max(step.total * float(high), floor, best)
         if step.total < floor:
             step = replace(step, total=floor, compute=step.compute + floor - step.total)
-        interval = Interval(step.total, max(hidden, floor), high)
+        interval = Interval(step.total, max(hidden, floor, free.interval.lo if free else 0.0), high)
         return StepPrediction(
             workload=workload,
             plan=plan,
@@ -318,7 +327,7 @@ class StepPredictor:
             fit=fit,
             peak_flops=self.spec.matrix_peak(FORMATS[workload.product_dtype].rate),
             peak_format=workload.product_dtype,
-            operators=_by_name(seconds),
+            operators=by_name(seconds),
             scopes=self._scopes(seconds),
             spread=spread,
             framework=self.framework,
@@ -382,13 +391,6 @@ class StepPredictor:
         law = law_of(self.learned.memory, self.framework)
         copies = weight_copies(workload, self.spec)
         return tuple(law.applied(stage) for stage in memory_of(workload, plan, copies))
-
-
-def _by_name(seconds: dict[Op, float]) -> dict[str, float]:
-    totals: dict[str, float] = {}
-    for call, value in seconds.items():
-        totals[call.name] = totals.get(call.name, 0.0) + value
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 
 def breakdown(prediction: StepPrediction) -> list[tuple[str, float]]:

@@ -160,3 +160,11 @@ class Waterfall:
         else:
             return 0.0
         return log(1.0 + reach) if side else -log(max(1.0 - reach, 0.05))
+
+
+def by_name(seconds: Mapping[Op, float]) -> dict[str, float]:
+    """Seconds of operators by their names, the longest first."""
+    totals: dict[str, float] = {}
+    for call, value in seconds.items():
+        totals[call.name] = totals.get(call.name, 0.0) + value
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))

@@ -12,6 +12,7 @@ from ...common.errors import UnknownCallError
 from ...common.interval import InSeconds, Interval, latency_of
 from ...common.units import duration
 from ...features.cost.library_calls import unknown_calls, useless_costs
+from ...features.devices.identity import former_speeds, speed_of
 from ...features.kernels.kinds import is_attention
 from ...models.power.energy import energy_fields
 from ..groups import Group, grouped
@@ -19,9 +20,11 @@ from ..groups import Group, grouped
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ...features.devices.device import DeviceSpec
     from ...features.ir.reader import SourceProgram
-    from ...features.kernels.kernel import Kernel
+    from ...features.kernels.kernel import Kernel, LoweredProgram
     from ...models.core.base import KernelPrediction
+    from ...models.cost_model import CostModel
     from ...models.program.program_model import ProgramPrediction
 
 #: Source lines that a refusal names.
@@ -201,6 +204,24 @@ class Prediction(InSeconds):
             "device": self.device,
             "notes": list(self.notes),
         }
+
+
+def in_program(
+    model: CostModel, lowered: LoweredProgram, device: DeviceSpec, isolated: KernelPrediction
+) -> tuple[KernelPrediction, ProgramPrediction]:
+    """Predict a program and its kernels in context, at the speeds that its device may have.
+
+    Args:
+        model: Predicts programs.
+        lowered: The program.
+        device: Its device.
+        isolated: The kernels by themselves.
+    """
+    if speed_of(device).ratios or former_speeds(device):
+        from ...models.adapt.device_correction import in_program_at_speeds
+
+        return in_program_at_speeds(model, lowered, device, isolated)
+    return model.predict_in_program(lowered, device, isolated)
 
 
 def check_known(

@@ -13,7 +13,6 @@ import numpy as np
 from ...common.collection import paused_collection
 from ...common.errors import StrictError
 from ...common.interval import Interval, latency_fields
-from ...features.devices.identity import former_speeds, speed_of
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ...models.power.energy import capped_kernels, capped_total, program_energy
 from ...models.power.law import cap_share
@@ -25,7 +24,7 @@ from .model_notes import capped_note, model_notes, rematerialised
 from .prediction import KernelEstimate as KernelEstimate
 from .prediction import Memory as Memory
 from .prediction import Prediction as Prediction
-from .prediction import check_known, kernel_estimates
+from .prediction import check_known, in_program, kernel_estimates
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -209,15 +208,13 @@ class Predictor:
             _require_learned(lowered.kernels, kernels.source)
         # Latencies in context (cache contents left by neighbours) may differ from those in
         # isolation.
+        own = model, lowered, device
         isolated = capped_kernels(kernels, lowered.kernels, device, cap)
-        if speed_of(device).ratios or former_speeds(device):
-            from ...models.adapt.device_correction import in_program_at_speeds
-
-            kernels, program = in_program_at_speeds(model, lowered, device, isolated)
-        else:
-            kernels, program = model.predict_in_program(lowered, device, isolated)
+        # A cap makes nothing faster: the lower end stays above what holds without one.
+        free = in_program(*own, kernels)[1].lo if cap < 1.0 else 0.0
+        kernels, program = in_program(*own, isolated)
         total = Interval(program.latency, program.lo, program.hi)
-        total = capped_total(total, device, cap, program.least)
+        total = capped_total(total, device, cap, max(program.least, free))
         endless = np.array([kernel.endless for kernel in lowered.kernels], bool)
         if endless.any():
             times = np.array([k.multiplicity for k in lowered.kernels])[endless]

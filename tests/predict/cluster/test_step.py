@@ -222,6 +222,18 @@ def test_no_step_is_shorter_than_its_arithmetic_at_the_peak(cluster, batch, plan
     assert row["lo_us"] == found.interval.lo * 1e6
 
 
+def test_no_step_under_a_power_cap_is_faster_than_without_one():
+    work, plan = make_workload("llama", {"layers": 4, "batch": 16}), parse_plan("tp=8,dp=2")
+    free, deep = (
+        StepPredictor("dgx-h100-x16", None, power_cap_w=cap)
+        .run_by("nanotron", compiled=False, source="own", learned=StepModel.find())
+        .predict(work, plan)
+        .interval
+        for cap in (None, 180.0)
+    )
+    assert free.lo <= deep.lo < deep.value and free.value < deep.value
+
+
 def test_formats_without_units_run_as_wider_ones(operators):
     """An A100 has no fp8: what is simulated in it is never faster than bf16, and is told."""
 

@@ -35,6 +35,11 @@ def test_products_slow_down_under_a_cap_and_passes_less():
     assert 1.0 <= copies[1].latency_us / copies[0].latency_us < low / free
 
 
+def test_no_lower_end_is_below_what_holds_without_a_cap():
+    free, deep = (_predict(jnp.matmul, cap, (SIDE, SIDE), (SIDE, SIDE)) for cap in (None, 200.0))
+    assert free.lo_us <= deep.lo_us < deep.latency_us
+
+
 def test_a_capped_program_draws_no_more_than_its_cap():
     found = _predict(jnp.matmul, 350.0, (SIDE, SIDE), (SIDE, SIDE))
     assert found.energy is not None
