@@ -21,7 +21,7 @@ from ..common.options import (
 )
 from ..workflows.settings import CalibrateSettings, DriftSettings
 from .options import (
-    Kind,
+    kinds_of,
     make_console,
     measured_device,
     named_out,
@@ -31,22 +31,6 @@ from .options import (
     refuse_unused,
     run_kind,
 )
-
-#: What ``calibrate`` adapts to instead of a dataset or measurements.
-ADAPTED = {
-    "steps": Kind(
-        "calibrating on steps (--steps)",
-        "steps:run_calibrate_steps",
-        ("out", "model"),
-        "steps-adapted.json",
-    ),
-    "serving": Kind(
-        "calibrating on serving (--serving)",
-        "serving.calibrate:run_calibrate_serving",
-        ("out", "model"),
-        "serving-adapted.json",
-    ),
-}
 
 
 def calibrate(
@@ -66,7 +50,7 @@ def calibrate(
     """
     named_out(settings.out, folder if steps is None and serving is None else json_file)
     if (steps or serving) is not None:
-        run_kind(context, ADAPTED)
+        run_kind(context, kinds_of("calibrate"))
         return
     measured = settings.budget_s is not None
     # Whatever is measured here describes this machine.

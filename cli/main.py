@@ -24,21 +24,6 @@ from .options import one_line
 #: Commands that read no untrusted file in their own process. They run until they are stopped, and
 #: leave whatever may crash to worker processes.
 UNGUARDED = ("demo", "profile", "serve", "ui")
-#: What of an interrupted command's work is kept, by its name.
-KEPT = {
-    "sweep": "finished plans are kept in --out; the same command goes on from them",
-    "plan": "compiled plans are kept in --out; the same command goes on from them",
-    "tune": "finished trials are kept if --study was given",
-    "profile": "what was measured is kept in --out; the same command goes on from it",
-    "campaign": "what was measured is kept in --out; the same command goes on from it",
-    "data": "what was finished is kept in --out; the same command goes on from it",
-    "train": "nothing was saved",
-    "zoo": "nothing was written",
-    "plan-serving": "nothing was written",
-    "simulate-serving": "nothing was written",
-}
-#: For all others, which lower programs at most.
-_KEPT_ELSE = "programs that were compiled stay in the cache"
 #: Seconds that a command gets to end in order after Ctrl-C or SIGTERM, which compilers do not look
 #: for: what `plan` has found takes a second to print, and more than three on a busy machine.
 GRACE_S = 10.0
@@ -79,7 +64,8 @@ def guarded(arguments: Sequence[str], command: Callable[[], None]) -> None:
 
 def stopped_text(arguments: Sequence[str]) -> str:
     """Message for a command that Ctrl-C or SIGTERM ended."""
-    return f"opcast: stopped: {KEPT.get(arguments[0] if arguments else '', _KEPT_ELSE)}\n"
+    kept = LISTED["kept"]
+    return f"opcast: stopped: {kept.get(arguments[0] if arguments else '', kept['else'])}\n"
 
 
 def ask_to_end(number: int, _frame: object) -> None:

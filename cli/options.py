@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from .lazy import LISTED
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from rich.console import Console
 
@@ -260,10 +262,15 @@ class Kind:
 
     subject: str
     run: str
-    reads: tuple[str, ...]
+    reads: Sequence[str]
     out: str = ""
     settings: str = "TableSettings"
     rest: Mapping[str, object] = field(default_factory=dict)
+
+
+def kinds_of(command: str) -> dict[str, Kind]:
+    """Kinds of tables of a command, by the option that names one."""
+    return {name: Kind(**own) for name, own in LISTED["tables"][command].items()}
 
 
 def run_kind(context: typer.Context, kinds: Mapping[str, Kind], *others: str) -> bool:

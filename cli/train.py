@@ -21,69 +21,7 @@ from ..common.options import (
     table_file,
 )
 from ..workflows.settings import TrainSettings, TuneSettings
-from .options import Kind, make_console, named_out, refuse, refuse_unused, run_kind
-
-#: What ``train`` learns from instead of a dataset. Small models are files, the others folders.
-LEARNED = {
-    "steps": Kind(
-        "training on steps",
-        "train_steps:run_train_steps",
-        ("out", "track", "seed", "left_out"),
-        "steps.json",
-    ),
-    "serving": Kind(
-        "training on serving",
-        "serving.train:run_train_serving",
-        ("out", "track", "seed", "start", "left_out"),
-        "serving.json",
-    ),
-    "models": Kind(
-        "training on models",
-        "torch_models.train:run_train_models",
-        ("out", "track", "seed", "left_out", "samples"),
-        "torch.json",
-    ),
-    "power": Kind(
-        "training on power", "measured.tables:run_train_power", ("out", "seed"), "power.json"
-    ),
-    "tiles": Kind(
-        "training on tiles", "measured.tables:run_train_tiles", ("out", "seed"), "tiles.json"
-    ),
-    "blocks": Kind(
-        "training on blocks",
-        "train_operators:run_train_blocks",
-        (
-            *("out", "seed", "threads", "track", "register", "final"),
-            *("exclude_device", "max_rows", "join"),
-        ),
-        settings="TrainSettings",
-    ),
-}
-_PREDICTED = ("out", "model", "calibrate")
-_PROGRAMS = (
-    "evaluating programs",
-    "evaluate_programs:run_evaluate_programs",
-    ("out", "model", "lowering", "track"),
-)
-#: What ``evaluate`` predicts.
-EVALUATED = {
-    "published": Kind(
-        "evaluating operators",
-        "train_operators:run_evaluate",
-        (*_PREDICTED, "limit", "ray", "devices"),
-    ),
-    "steps": Kind("evaluating steps", "steps:run_evaluate_steps", (*_PREDICTED, "page", "track")),
-    "serving": Kind(
-        "evaluating serving", "serving.evaluate:run_evaluate_serving", (*_PREDICTED, "track")
-    ),
-    "models": Kind(
-        "evaluating models",
-        "torch_models.evaluate:run_evaluate_models",
-        (*_PREDICTED, "page", "track", "ray"),
-    ),
-    "programs": Kind(*_PROGRAMS),
-    "regions": Kind(*_PROGRAMS, rest={"on_stream": True}),
-}
+from .options import kinds_of, make_console, named_out, refuse, refuse_unused, run_kind
 
 
 @dataclass(frozen=True)
@@ -142,9 +80,10 @@ def train(
 
     The metrics are printed beside the label noise; the run is logged to MLflow.
     """
-    files = any(context.params[name] for name, kind in LEARNED.items() if kind.out)
+    kinds = kinds_of("train")
+    files = any(context.params[name] for name, kind in kinds.items() if kind.out)
     named_out(settings.out, json_file if files else folder)
-    if run_kind(context, LEARNED, "data"):
+    if run_kind(context, kinds, "data"):
         return
     from ..features.dataset import Dataset
     from ..workflows.train_kernels import trainer_of
@@ -251,7 +190,7 @@ def evaluate(context: typer.Context, asked: Evaluated) -> None:
 
     Every row is predicted; errors are printed for the rows that have a latency.
     """
-    run_kind(context, EVALUATED)
+    run_kind(context, kinds_of("evaluate"))
 
 
 def compare(

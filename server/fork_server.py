@@ -20,6 +20,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from ..common.child_process import begin_worker, die_with_parent, limit_memory
 from ..common.errors import LoweringError, OpcastError, ProgramError
@@ -40,23 +41,7 @@ READY = b"ready"
 #: Asked once of each kind of device before the first fork, with a step and a deployment: what is
 #: imported and read lazily by an answer is then shared by all children. It has a product, a
 #: convolution, a reduction and a pass over elements.
-_WARM = b"""module {
-func.func public @main(
-  %a: tensor<64x64xbf16>, %i: tensor<1x8x8x64xbf16>, %k: tensor<3x3x64x64xbf16>
-) -> (tensor<64xbf16>, tensor<1x8x8x64xbf16>) {
-  %0 = stablehlo.dot_general %a, %a, contracting_dims = [1] x [0]
-    : (tensor<64x64xbf16>, tensor<64x64xbf16>) -> tensor<64x64xbf16>
-  %1 = stablehlo.tanh %0 : tensor<64x64xbf16>
-  %2 = stablehlo.constant dense<0.0> : tensor<bf16>
-  %3 = stablehlo.reduce(%1 init: %2) applies stablehlo.add across dimensions = [1]
-    : (tensor<64x64xbf16>, tensor<bf16>) -> tensor<64xbf16>
-  %4 = stablehlo.convolution(%i, %k)
-    dim_numbers = [b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f], window = {pad = [[1, 1], [1, 1]]}
-    {batch_group_count = 1 : i64, feature_group_count = 1 : i64}
-    : (tensor<1x8x8x64xbf16>, tensor<3x3x64x64xbf16>) -> tensor<1x8x8x64xbf16>
-  return %3, %4 : tensor<64xbf16>, tensor<1x8x8x64xbf16>
-}
-}"""
+_WARM = Path(__file__).with_name("warm.mlir")
 _EXAMPLES = (
     ("simulate", StepBody),
     ("simulate-serving", ServingBody),
@@ -168,9 +153,9 @@ def _warm(predictors: Predictors, memory_bytes: int) -> None:
             "strict": False, "timeout_s": _WARM_S, "memory_bytes": memory_bytes,
             "allow_compile": False,
         }  # fmt: skip
-        devices = list(kinds.values())
+        devices, program = list(kinds.values()), _WARM.read_bytes()
         for kind, device in [*(("program", d) for d in devices), ("report", devices[0])]:
-            answer(predictors, {**asked, "kind": kind, "device": device}, _WARM)
+            answer(predictors, {**asked, "kind": kind, "device": device}, program)
         # Imports what makes workloads; lowering one would start threads, which no fork has.
         build("mlp")
         for kind, body in _EXAMPLES:

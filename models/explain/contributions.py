@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ...common.files import own_data
 from ..core.kernel_table import KernelTable
 from ..estimators.tabular import TabularEstimator
 
@@ -29,8 +30,8 @@ INTERACTIONS, LIMIT = "interactions", "limit"
 CALIBRATION = "calibration"
 #: Contribution of a power cap, under which clocks are lower.
 POWER_CAP = "power cap"
-#: Group of features that no rule matches.
-OTHER = "other"
+#: Groups of features that no rule matches: of kernels, and of library operators.
+OTHER, SIZES = "other", "sizes"
 #: TreeSHAP values are single precision, so their sum may miss the log-ratio by this much without
 #: anything having been cut off.
 _FLOAT32 = 1e-4
@@ -85,54 +86,10 @@ class FeatureGroups:
         return {group: np.array(columns[group]) for group in self.names if group in columns}
 
 
-#: Groups of the features of compiled kernels. Order matters, since the first match counts: special
-#: names come before the general patterns of "size", "op mix" and "shape".
-KERNEL_GROUPS = FeatureGroups(
-    (
-        ("device", r"device_"),
-        ("communication", r"collective_|log_group_size|log_n_groups|is_async"),
-        ("kind and library", r"kind_|fusion_|library_|root_"),
-        ("dtype", r"dtype_|mixed_dtype|out_bits|in_bits"),
-        ("parallelism", r"log_partitions|partitions_|cores_used|.*_per_core|.*_per_part|.*waves?_"),
-        ("tile padding", r"fill_|padding_|array_fill"),
-        ("memory spaces", r"near_share_|largest_near$|result_near$|log_n_(main|near)$"),
-        (
-            "operands and layout",
-            r"log_n_(inputs|outputs|scalar_inputs|shared)$|out_aligned|transposing|layouts_differ"
-            r"|broadcast_minor|in_over_out|touched_share|largest_input_share|(?!log_).*_minor$"
-            r"|reduce_(major|all)$|same_(sub)?lanes$|lanes_to_sublanes|conv_canonical|conv_window_over_output|share_moved_",
-        ),
-        (
-            "arithmetic intensity",
-            r"(main|registers|compute|start)_share$|padded_products_|compute_over_|weighted_over_|intensity_over_|work_over_|.*_per_output|work_per_element",
-        ),
-        ("loops", r"log_trip_count|log_loop_ops|trip_unknown"),
-        ("size", r"log_\w+_floor$|set_over_|\w+_over_(first|middle|last)$"),
-        ("op mix", r"log_n_|log_depth|share_|log_reducer_ops|log_sort_comparator|.*_ordered$"),
-        (
-            "shape",
-            r"log_(out|in|window|slice|reduced?|gemm|conv|gather|scatter|sort|fft|linalg)_|gemm_|conv_"
-            r"|sort_|scatter_|fft_|pad_|window_",
-        ),
-    ),
-    OTHER,
-)
-#: Groups of the features of library operators; what no rule matches is a size.
-SIZES = "sizes"
-OPERATOR_GROUPS = FeatureGroups(
-    (
-        ("library and dtype", r"backend_|kernel_|dtype_|op_|kv_|skew|ungated"),
-        ("device", r"on_|log_cores|log_balance|log_core_bandwidth"),
-        ("limits", r".*_base$|log_intensity|log_cycles"),
-        (
-            "tiles and waves",
-            r".*waves|wave_fill|log_n_cores|tile_use|.*_fill|log_split|log_tile_cycles|fill_",
-        ),
-        ("cache", r"resident|activations_resident|.*_cache$|copies|again|.*repeat"),
-        ("alignment", r".*_of_\d+$"),
-    ),
-    SIZES,
-)
+_RULES = own_data("models/explain/groups.yaml")
+#: Groups of the features of compiled kernels, and of those of library operators.
+KERNEL_GROUPS = FeatureGroups(_RULES["kernels"].items(), OTHER)
+OPERATOR_GROUPS = FeatureGroups(_RULES["operators"].items(), SIZES)
 
 
 def treeshap(

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from ...common.files import own_data
+from ...common.types import typed
 from ...datagen.published.clones import version_numbers
 from ...features.devices.device import DeviceSpec
 from ...features.operators import FAMILIES
 from ...features.operators.schema import NAMES, PARAMETERS
 from .devices import chip_of, twins
 from .report import Part
-
-#: Estimators that are put side by side, cheap ones first.
-ESTIMATORS = ("roofline", "ridge", "forest", "xgboost", "mlp", "gnn-flax", "gnn-pyg", "ensemble")
-#: How labels of the two packs were taken: fp32 and fp16 operators, and tensor-core operators.
-FIRST, TENSOR_CORE = ("eager", "kernel"), ("graph",)
 
 
 @dataclass(frozen=True)
@@ -44,36 +41,9 @@ class Study:
     next_version: bool = False
 
 
-#: Studies by name, in the order in which they are made. The numbers of rows let the whole report
-#: run in an hour on two cores (docs/reports/accuracy.md).
+#: Studies by name, in the order in which they are made.
 STUDIES = {
-    "estimators": Study("estimators side by side", FIRST, ESTIMATORS, 2000),
-    "left-out": Study(
-        "each chip left out, fp32 and fp16",
-        FIRST,
-        ("roofline", "forest", "xgboost"),
-        2000,
-        True,
-        (0, 50, 100),
-    ),
-    "tensor-core": Study(
-        "unseen shapes and groups, tensor cores", TENSOR_CORE, ("roofline", "xgboost"), 10_000
-    ),
-    "tensor-core-left-out": Study(
-        "each chip left out, tensor cores",
-        TENSOR_CORE,
-        ("roofline", "xgboost"),
-        4000,
-        True,
-        (0, 100),
-    ),
-    "next-version": Study(
-        "learned from one version of a library, judged on the next",
-        TENSOR_CORE,
-        ("roofline", "xgboost"),
-        10_000,
-        next_version=True,
-    ),
+    name: typed(Study, own, name) for name, own in own_data("models/operators/studies.yaml").items()
 }
 
 

@@ -18,32 +18,11 @@ from html import escape
 from pathlib import Path
 
 _STATIC = Path(__file__).resolve().parent / "static"
-STYLE = "page.css"
+SHELL, STYLE = "shell.html", "page.css"
 #: Scripts of every page: formats, colours, the light and the dark mode, canvases.
 BASE = ("base.js", "plot.js")
 #: An empty icon, so that browsers do not request one from a server.
 _ICON = "data:,"
-
-_SHELL = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<link rel="icon" href="{icon}">
-<style>{style}</style>
-</head>
-<body>
-<noscript><p class="noscript">This page draws its figures with JavaScript, which is off.</p>
-</noscript>
-<div id="page"></div>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
 
 
 @dataclass(frozen=True)
@@ -69,7 +48,7 @@ def assemble(page: Page) -> str:
     parts = "\n".join(_static(name) for name in (*BASE, *page.scripts))
     # A function around all scripts keeps their names out of the global scope.
     script = f'"use strict";\n(() => {{\n{parts}}})();\n'
-    return _SHELL.format(
+    return (_STATIC / SHELL).read_text(encoding="utf-8").format(
         policy=escape(_policy(style, script, asks=page.asks)),
         title=escape(page.title),
         icon=_ICON,

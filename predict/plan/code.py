@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
+from ...common.files import own_data
 from .program import PlannedProgram, Spec
 from .space import Plan
 from .stages import StagedProgram
-
-#: Gradient accumulation. Part k holds rows k, k + parts …, so that a cut batch stays in place.
-_MICRO = '''
-def in_micro_batches(gradients, params, batch, parts={parts}):
-    """Sum of gradients(params, part) over parts of the batch, the first dimension of its leaves."""
-    split = jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch
-    )
-    kinds = jax.eval_shape(gradients, params, jax.tree.map(lambda x: x[0], split))
-    zeros = jax.tree.map(lambda kind: jax.numpy.zeros(kind.shape, kind.dtype), kinds)
-
-    def add(total, part):
-        return jax.tree.map(jax.numpy.add, total, gradients(params, part)), None
-
-    return jax.lax.scan(add, zeros, split)[0]
-
-
-# In the step: loss, grads = in_micro_batches(jax.value_and_grad(loss_of), params, batch), both
-# divided by {parts} if the loss is a mean over the batch.
-'''
-#: What to do with keys, which have no rows.
-_KEYS = """\
-# {keys}: no part of the batch. Let the gradients' function close over it; with the same key all
-# parts draw the same numbers, unless each folds its own number in (jax.random.fold_in). The saved
-# program draws those of the whole batch.
-"""
-
-
-#: The mesh, the cuts of arguments and how they are given to jit.
-_SHARDINGS = """\
-import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-devices = np.array(jax.devices()[:{devices}]).reshape({shape})
-mesh = Mesh(devices, ({axes}))
-# By the path of an argument; the others are whole on every device.
-SPECS = {{
-{specs}}}
-
-
-def shardings(name, tree):
-    \"""Sharding of each leaf of an argument by the argument's name.\"""
-    def own(path, leaf):
-        spec = SPECS.get(name + jax.tree_util.keystr(path), P())
-        return NamedSharding(mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(own, tree)
-
-
-# jax.jit(step, in_shardings=({trees}), donate_argnums=…);
-# inside, updated state lies as it came: jax.lax.with_sharding_constraint(tree, shardings(…)).
-"""
 
 
 def code_of(program: PlannedProgram, plan: Plan) -> str:
     """A plan as code of JAX: a mesh, the cut of each argument, and those of products' results."""
     cuts = [(own.name, program.argument_spec(own, plan)) for own in program.arguments]
     roots = dict.fromkeys(name.partition("[")[0].partition(".")[0] for name, _ in cuts)
-    text = _SHARDINGS.format(
+    said = own_data("predict/plan/code.toml")
+    text = said["shardings"].format(
         devices=plan.devices,
         shape=", ".join(str(n) for _, n in plan.mesh),
         axes=" ".join(f'"{axis}",' for axis, _ in plan.mesh),
@@ -87,9 +36,9 @@ def code_of(program: PlannedProgram, plan: Plan) -> str:
             f"layers{at}."
         )
     if plan.change.micro > 1:
-        lines += ["", *_MICRO.format(parts=plan.change.micro).splitlines()]
+        lines += ["", *said["micro_batches"].format(parts=plan.change.micro).splitlines()]
         keys = ", ".join(own.name for own in program.arguments if own.is_key)
-        lines += _KEYS.format(keys=keys).splitlines() if keys else []
+        lines += said["keys"].format(keys=keys).splitlines() if keys else []
     return "\n".join(lines) + "\n"
 
 

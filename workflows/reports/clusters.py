@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from ...common.files import own_data
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,33 +24,14 @@ if TYPE_CHECKING:
     from ...simulate.step.workload import Workload
     from .settings import ClusterReportSettings
 
-#: Models whose best plan is searched: name or family, and settings.
-MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "8B decoder": ("llama-3-8b", ("batch=128",)),
-    "70B decoder": ("llama-3-70b", ("batch=128",)),
-    "8 x 7B experts": ("mixtral-8x7b", ("batch=256", "seq=4096")),
-}
-#: Plans of the 8B decoder by number of devices, for the cost of a simulation. Tensor parallelism
-#: stays within a box of eight; data parallelism takes what pipelines leave.
-SIZES = {
-    16: "tp=8,pp=2,dp=1",
-    128: "tp=8,pp=2,dp=8",
-    1024: "tp=8,pp=8,dp=16",
-    4096: "tp=8,pp=8,dp=64",
-    16384: "tp=8,pp=8,dp=256",
-}
+_ASKED = own_data("workflows/reports/reports.yaml")["clusters"]
+#: Models whose best plan is searched, and plans of the 8B decoder by number of devices.
+MODELS, SIZES = _ASKED["models"], _ASKED["sizes"]
 #: Numbers of devices of the scaling plots, and the global batch of strong scaling; weak scaling has
 #: one sequence per device.
 SCALING, STRONG = (8, 16, 32, 64, 128, 256, 512), 64
-#: Axes of the searches, narrowed so that a report takes minutes; omitted ones take their defaults.
-GRID = {"schedule": ["1f1b", "interleaved"], "split": ["1"], "recompute": ["none", "full"]}
-SCALING_GRID = {
-    "schedule": ["1f1b"],
-    "split": ["1"],
-    "recompute": ["none", "full"],
-    "tp": ["1", "2", "4", "8"],
-    "pp": ["1", "2"],
-}
+#: Axes of the searches.
+GRID, SCALING_GRID = _ASKED["grid"], _ASKED["scaling_grid"]
 CLUSTER = "dgx-h100-x64"
 #: Plans of each model to print.
 _BEST = 5
@@ -274,7 +257,8 @@ def _sweep(
 def _workload(name: str) -> Workload:
     from ...simulate.step.named_workloads import read_workload
 
-    return read_workload(*MODELS[name])
+    model, *settings = MODELS[name]
+    return read_workload(model, settings)
 
 
 def _operators() -> OpModel | None:

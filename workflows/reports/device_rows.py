@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common.errors import CompilerStartError, LoweringError, OpcastError
+from ...common.files import own_data
 
 if TYPE_CHECKING:
     from ...features.devices.device import DeviceSpec
@@ -18,24 +19,8 @@ if TYPE_CHECKING:
     from ...predict.program.predictor import Predictor
 
 
-#: Programs by name: family of the zoo and settings, in sizes that compile in seconds.
-PROGRAMS: dict[str, str] = {
-    "mlp": "mlp batch=4096 width=4096 layers=4 dtype=bf16",
-    "mlp-train": "mlp batch=256 width=1024 layers=4 mode=train",
-    "dlrm-train": "dlrm batch=1024 mode=train",
-    "gnn-train": "gnn mode=train",
-    "lstm-train": "lstm layers=1 dim=512 seq=32 mode=train",
-    "llama-decode": "llama_decode layers=8 batch=8 dtype=bf16",
-    "convnet-1d": "convnet_1d batch=8",
-    "vit": "vit layers=12 batch=8 dtype=bf16",
-    "moe": "moe layers=3 seq=256",
-    "ssm": "ssm layers=3 dim=512 seq=256",
-    "bert-train": "bert layers=4 batch=8 mode=train",
-    "llama-train": "llama layers=4 batch=2 seq=512 dtype=bf16 mode=train",
-    "resnet50-train": "resnet depth=50 batch=32 mode=train",
-}
-
-
+#: Programs by name: family of the zoo and settings.
+PROGRAMS: dict[str, str] = own_data("workflows/reports/reports.yaml")["devices"]
 #: Relative tolerance for comparisons of sums in float64.
 ROUNDING = 1e-9
 

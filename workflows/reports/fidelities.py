@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import LoweringError
-from ...common.files import write_text
+from ...common.files import own_data, write_text
 from ...common.types import JsonObject
 
 if TYPE_CHECKING:
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 
 #: Version of the stored answers; increased when their content changes.
 VERSION = 1
-#: Programs that compile for a TPU in seconds, not all of them tiny: a family and its settings.
-PROGRAMS = (
-    "mlp batch=64 width=256 layers=3",
-    "mlp batch=512 width=1024 layers=3",
-    "mlp batch=2048 width=4096 layers=2",
-    "mlp batch=128 width=512 layers=3 mode=train",
-    "resnet depth=18 width=16 image=32 stem=cifar classes=10 batch=16",
-    "vit layers=2 dim=192 heads=3 hidden=768 image=64 batch=4",
-    "vit layers=1 dim=768 heads=12 hidden=3072 image=224 batch=2",
-    "bert layers=1 dim=256 heads=4 hidden=1024 seq=128 batch=4",
-    "llama layers=1 dim=512 heads=8 kv_heads=4 hidden=1024 seq=128 vocab=2000 batch=2",
-    "dlrm batch=16 tables=4 rows=100 dim=16 bottom=32 top=32",
-)
 #: Fewest programs or kernels for a rank correlation; with two it could only be 1 or -1.
 LEAST = 3
 #: Characters of a program's name in the printed table.
@@ -180,7 +167,7 @@ def _tasks(settings: FidelitySettings) -> Iterator[tuple[str, str]]:
     """Yield titles and texts of the programs."""
     from ...datagen.zoo import build, parse_settings, suite, workload_name
 
-    split = (line.split() for line in PROGRAMS)
+    split = (line.split() for line in own_data("workflows/reports/reports.yaml")["fidelities"])
     own = [(family, parse_settings(family, sizes)) for family, *sizes in split]
     programs = suite(settings.suite) if settings.suite else own
     if settings.limit and settings.limit < len(programs):

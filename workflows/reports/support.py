@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from ...common.files import own_data
 from ...common.tables_text import markdown_table
 
 if TYPE_CHECKING:
@@ -18,24 +19,8 @@ if TYPE_CHECKING:
 
     from .settings import SupportReportSettings
 
-#: Columns of operators by the ends of their families' keys.
-OPERATORS = {
-    "products": ("/linear",),
-    "batched": ("/bmm",),
-    "prefill": ("/context_attention", "/encoder_attention", "/context_mla"),
-    "decode": ("/generation_attention", "/generation_mla"),
-    "experts": ("/moe",),
-    "conv": ("/conv",),
-    "passes": ("/elementwise", "/ln", "/norm", "/softmax", "/quantize"),
-}
-#: Columns of the other kinds of question by the files that say which devices were learned from.
-OTHERS = {
-    "XLA": ("tpu-xgboost/manifest.json", "cpu-xgboost/manifest.json"),
-    "steps": ("steps.json",),
-    "serving": ("serving.json",),
-    "PyTorch": ("torch.json", "torch-cpu.json"),
-    "power": ("power.json",),
-}
+#: Columns of the table, and what the page says above it.
+_SAID = own_data("workflows/reports/reports.yaml")["support"]
 #: The mark of a kind of question that a chip's measurements were learned from.
 LEARNED = "yes"
 
@@ -60,10 +45,16 @@ def support_table() -> pd.DataFrame:
         for chip, errors in family.get("left_out", {}).items()
         for device in chip.split("+")
     )
-    learned = {kind: set(_devices(PRETRAINED / f for f in files)) for kind, files in OTHERS.items()}
+    learned = {
+        kind: set(_devices(PRETRAINED / f for f in files))
+        for kind, files in _SAID["others"].items()
+    }
     rows = []
     for device in device_names():
-        cells = {kind: _errors(seen, unseen, device, ends) for kind, ends in OPERATORS.items()}
+        cells = {
+            kind: _errors(seen, unseen, device, tuple(ends))
+            for kind, ends in _SAID["operators"].items()
+        }
         cells |= {kind: LEARNED * (device in devices) for kind, devices in learned.items()}
         rows.append({"device": device, **cells})
     return pd.DataFrame(rows)
@@ -86,29 +77,14 @@ def _errors(seen: pd.DataFrame, unseen: pd.DataFrame, device: str, ends: tuple[s
     return (f"{known:.1f}" * (known > 0) + f" ({left_out:.0f})" * (left_out > 0)).strip()
 
 
-#: What the page says above its table.
-HEAD = """# What was measured of which device
-
-> **Generated** from the shipped models' files by the command below; do not edit it by hand.
-
-```
-opcast report support --out docs/reports/support.md
-```
-
-Operators: mean error in per cent on shapes of the device that the models had not seen (split
-`val`), and in brackets that of models that had not seen the chip at all. *yes*: such measurements
-of the device were learned from; [accuracy](../accuracy/index.md) has their errors. An empty cell:
-nothing of the kind was measured on it, so that answers rest on its data sheet and on other chips,
-with intervals as wide as errors on chips left out. `passes` are element-wise operators, norms,
-softmax and casts.
-"""
-
-
 def markdown(table: pd.DataFrame) -> str:
     """The page: a row for each device of which anything was measured, the others in one line."""
     measured = _measured(table)
     device, *others = table.columns
-    lines = [HEAD, *markdown_table([device, *others], measured.itertuples(index=False), others)]
+    lines = [
+        _SAID["head"],
+        *markdown_table([device, *others], measured.itertuples(index=False), others),
+    ]
     rest = table["device"][~table.index.isin(measured.index)]
     return "\n".join([*lines, "", f"By their data sheets alone: {', '.join(rest)}.", ""])
 

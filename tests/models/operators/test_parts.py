@@ -10,7 +10,6 @@ from opcast.common.errors import DatasetError
 from opcast.features.operators import op_features
 from opcast.models.operators.report import Part, PartStore, draw, judge, possible, side_by_side
 from opcast.models.operators.studies import (
-    ESTIMATORS,
     STUDIES,
     noise_table,
     parts_of,
@@ -116,7 +115,7 @@ def test_parts_leave_out_devices_of_a_chip_together(rows, devices):
 
 def test_parts_of_a_study_without_left_out_chips(rows, devices):
     parts = list(parts_of(["estimators"], rows, devices, max_rows=77, seed=3))
-    assert list(dict.fromkeys(p.estimator for p in parts)) == list(ESTIMATORS)
+    assert list(dict.fromkeys(p.estimator for p in parts)) == list(STUDIES["estimators"].estimators)
     assert {(p.rows, p.left_out, p.samples, p.seed) for p in parts} == {(77, (), (0,), 3)}
     own = list(parts_of(["estimators"], rows, devices, ["mlp"], ["eager/ln", "graph/moe"]))
     assert [p.key for p in own] == ["eager/ln"], "experts are not in this study"

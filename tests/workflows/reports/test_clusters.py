@@ -27,7 +27,7 @@ TINY = ("layers=4", "d_model=512", "heads=8", "kv_heads=8", "d_ff=1024", "vocab=
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_report, "MODELS", {"8B decoder": ("llama", TINY)})
+    monkeypatch.setattr(cluster_report, "MODELS", {"8B decoder": ("llama", *TINY)})
     monkeypatch.setattr(cluster_report, "SIZES", {16: "tp=8,pp=2,dp=1"})
     monkeypatch.setattr(cluster_report, "SCALING_GRID", {
         "schedule": ["1f1b"], "split": ["1"], "recompute": ["none"], "tp": ["1"], "pp": ["1"],
