@@ -105,7 +105,7 @@ def simulate_serving(
         load = _moderate(predictor, deployment, load)
     if next_count:
         refuse(context, "--next", {"timeline", "html", "slo"})
-        from ..predict.cluster.next_serving import next_serving
+        from ..predict.cluster.next_run import next_serving
         from ..predict.render.next_runs import print_next_runs
         from ..simulate.serving.checkpoints import find_checkpoint
 
@@ -139,7 +139,7 @@ def _simulate_fleet(path: Path, predictor: ServingPredictor, json_output: bool) 
     """Play the fleet of a file."""
     from ..predict.cluster.fleet_file import read_fleet
     from ..predict.cluster.serving_fleet import predict_fleet
-    from ..predict.render.fleet import print_fleet
+    from ..predict.render.serving import print_fleet
 
     prediction = predict_fleet(predictor, read_fleet(path))
     print_answer(json_output, prediction, print_fleet)

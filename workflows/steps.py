@@ -16,8 +16,7 @@ from ..common.tables_text import in_percent, print_frame
 from ..common.units import size
 from ..features.devices.catalogue import find_device
 from ..models.effects.effects import CLUSTER
-from ..models.steps.context import OWN
-from ..models.steps.effects import Slopes, slopes_at
+from ..models.steps.effects import OWN, Slopes, slopes_at
 from ..models.steps.memory import interval_of
 from ..models.steps.model import StepModel
 from ..predict.cluster.case_table import read_cases, read_rows

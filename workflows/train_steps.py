@@ -15,8 +15,7 @@ from ..common.tables_text import in_percent, percent, print_frame
 from ..models.adapt.active import in_order
 from ..models.effects.effects import WHOLE
 from ..models.effects.linear import group_weights
-from ..models.steps.context import StepContext
-from ..models.steps.effects import LEARNED, EffectTable, Slopes, fit_effects, slopes_at
+from ..models.steps.effects import LEARNED, EffectTable, Slopes, StepContext, fit_effects, slopes_at
 from ..models.steps.memory import fit_laws
 from ..models.steps.model import (
     ELSEWHERE,

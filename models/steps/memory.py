@@ -14,7 +14,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.rules import capability_of
 from ...simulate.step.memory import StageMemory
 from ...simulate.step.workload import Workload
-from .context import FRAMEWORKS
+from .effects import FRAMEWORKS
 
 #: Logarithmic error that weighs as much as a deviation of a figure: what repeated runs and the
 #: roundings of sources leave.

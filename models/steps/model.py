@@ -12,8 +12,7 @@ from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..effects.effects import CLUSTER
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
-from .context import FRAMEWORKS, OWN, UNKNOWN, StepContext
-from .effects import EffectTable
+from .effects import FRAMEWORKS, OWN, UNKNOWN, EffectTable, StepContext
 from .memory import MemoryLaw
 
 #: What is known of a step, most first: runs of its cluster; of its framework and its generation of

@@ -33,7 +33,7 @@ from ...features.lowering.op import whole_notes
 from ...features.lowering.options import DEFAULTS, LoweringOptions
 from ...features.lowering.xla_collectives import optimise_collectives
 from ...models.program.schedule_cost import least_wall
-from ...models.steps.context import device_context
+from ...models.steps.effects import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.clusters.catalogue import find_cluster

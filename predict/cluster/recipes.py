@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...models.steps.context import FRAMEWORKS
+from ...models.steps.effects import FRAMEWORKS
 from ...models.steps.memory import interval_of
 from ...simulate.step.fitting import Fit
 from ...simulate.step.plan import Plan, idle_setting, resolved

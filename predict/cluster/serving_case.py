@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from ...common.options import HfOpt, Option, Workload
-from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.policies import ROUTERS, frameworks
+from ...simulate.serving.token_exchange import EXPERT_SKEW
 from ...simulate.step.settings import SizesOpt
 
 #: Requests, tokens and batches beyond any engine; as the largest batch of a step

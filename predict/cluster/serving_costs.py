@@ -16,7 +16,6 @@ import numpy as np
 
 from ...features.devices.catalogue import read_device
 from ...simulate.clusters.topology import Cluster
-from ...simulate.serving.expert_load import EXPERT_SKEW
 from ...simulate.serving.forward import (
     Counted,
     decode_ops,
@@ -29,7 +28,13 @@ from ...simulate.serving.forward import (
 )
 from ...simulate.serving.load import CLASSES, Chunk
 from ...simulate.serving.served import EnginePlan, ServedModel
-from ...simulate.serving.token_exchange import EXCHANGE_CORES, HIDDEN, HIDDEN_DIRECT, Links
+from ...simulate.serving.token_exchange import (
+    EXCHANGE_CORES,
+    EXPERT_SKEW,
+    HIDDEN,
+    HIDDEN_DIRECT,
+    Links,
+)
 from ...simulate.step.plan import Group
 from ..operator.serving_operators import ServingLatency
 from .network import ClusterNetwork

@@ -15,7 +15,6 @@ from ...features.devices.device import NETWORK_BANDWIDTH
 from ...models.operators import OpModel
 from ...models.serving.effects import APART
 from ...models.serving.model import ServingModel, group_key
-from ...simulate.serving.expert_load import busiest
 from ...simulate.serving.floor import Floors, floors
 from ...simulate.serving.load import Load, Station
 from ...simulate.serving.memory import CacheLayout, MemoryParts, cache_layout, memory_parts
@@ -27,6 +26,7 @@ from ...simulate.serving.policies import (
     runs_ahead,
 )
 from ...simulate.serving.served import EnginePlan, ServedModel
+from ...simulate.serving.token_exchange import busiest
 from ..operator.serving_operators import ServingLatency
 from .deployment import Deployment, Workers
 from .serving_case import EngineOptions

@@ -10,8 +10,7 @@ import numpy as np
 
 from ...features.devices.catalogue import measured_as
 from ...features.operators.op import Op
-from ...models.steps.context import StepContext
-from ...models.steps.effects import FIELDS
+from ...models.steps.effects import FIELDS, StepContext
 from ...models.steps.model import StepModel
 from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs

@@ -19,7 +19,7 @@ from ...features.operators.op import Op
 from ...models.operators import OpModel
 from ...models.power.energy import cost_fields, energy_fields
 from ...models.power.law import board_law, cap_share, under_cap
-from ...models.steps.context import OWN, StepContext, device_context, is_compiled
+from ...models.steps.effects import OWN, StepContext, device_context, is_compiled
 from ...models.steps.memory import law_of, weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import find_cluster
@@ -34,9 +34,17 @@ from ...simulate.step.workload import Workload
 from ..devices import cluster_device, generation_note, resolve_device
 from ..operator.step_operators import OperatorLatency
 from .energy import step_energy
-from .exchanges import EXCHANGE_SHARE, exchange_wait, least_seconds
 from .network import cluster_costs, host_of
-from .peaks import arithmetic_seconds, as_multiplied, best_note, best_seconds, widened_note
+from .peaks import (
+    EXCHANGE_SHARE,
+    arithmetic_seconds,
+    as_multiplied,
+    best_note,
+    best_seconds,
+    exchange_wait,
+    least_seconds,
+    widened_note,
+)
 from .recipes import as_run
 from .spread import step_interval
 from .waterfall import Term, Waterfall, by_name

@@ -20,8 +20,13 @@ from ...features.cost.formats import format_name
 from ...features.devices.catalogue import find_device, find_typed
 from ...features.operators.op import Op
 from ...models.operators import OpModel
-from ...models.steps.context import FRAMEWORKS, StepContext, device_context, is_compiled
-from ...models.steps.effects import EffectTable
+from ...models.steps.effects import (
+    FRAMEWORKS,
+    EffectTable,
+    StepContext,
+    device_context,
+    is_compiled,
+)
 from ...models.steps.memory import weight_copies
 from ...models.steps.model import StepModel
 from ...simulate.clusters.catalogue import joined

@@ -11,8 +11,7 @@ import numpy as np
 
 from ...features.operators.op import Op
 from ...models.effects.effects import WHOLE
-from ...models.steps.context import StepContext
-from ...models.steps.effects import FIELDS, PRIOR, EffectTable
+from ...models.steps.effects import FIELDS, PRIOR, EffectTable, StepContext
 from ...models.trust.calibrator import NORMAL_90
 from ...simulate.step.compose import StepTime, step_time
 from ...simulate.step.costs import Costs, StepEffects

@@ -29,7 +29,7 @@ from ...models.pytorch.model import (
     torch_context,
     widened,
 )
-from ...models.steps.context import device_context
+from ...models.steps.effects import device_context
 from ...models.steps.model import StepModel
 from ...models.trust.calibrator import Ends
 from ..cluster.spread import RHO, combined_spread

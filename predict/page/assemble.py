@@ -48,13 +48,17 @@ def assemble(page: Page) -> str:
     parts = "\n".join(_static(name) for name in (*BASE, *page.scripts))
     # A function around all scripts keeps their names out of the global scope.
     script = f'"use strict";\n(() => {{\n{parts}}})();\n'
-    return (_STATIC / SHELL).read_text(encoding="utf-8").format(
-        policy=escape(_policy(style, script, asks=page.asks)),
-        title=escape(page.title),
-        icon=_ICON,
-        style=style,
-        data=json_for_html(page.data),
-        script=script,
+    return (
+        (_STATIC / SHELL)
+        .read_text(encoding="utf-8")
+        .format(
+            policy=escape(_policy(style, script, asks=page.asks)),
+            title=escape(page.title),
+            icon=_ICON,
+            style=style,
+            data=json_for_html(page.data),
+            script=script,
+        )
     )
 
 

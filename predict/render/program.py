@@ -21,9 +21,11 @@ from ..program.many import NOTES
 from ..program.predictor import KernelEstimate, Prediction
 from .parts import (
     Column,
+    Noted,
     cost_line,
     factor_table,
     fitted_table,
+    folded,
     headline,
     line_of,
     place_table,
@@ -34,7 +36,6 @@ from .parts import (
     timed_headline,
     unfit,
 )
-from .table_notes import Noted, folded
 
 #: Share of the time below which the kernels' sum is told beside it.
 _MOSTLY = 0.9

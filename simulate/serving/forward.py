@@ -17,9 +17,8 @@ from ...features.cost.formats import FORMATS
 from ...features.operators.op import ABSORBED, DISPATCHED, EXPANDED, Op
 from ...features.operators.routing import busy_rank
 from ..step.workload import Workload
-from .expert_load import EXPERT_SKEW, busiest
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
-from .token_exchange import Links, exchange_seconds, row_bytes
+from .token_exchange import EXPERT_SKEW, Links, busiest, exchange_seconds, row_bytes
 
 #: Latent width of keys and values, with the rotated part, and widths of a head of latent attention
 #: in prefill, which all published models share (DeepSeek-V2 and -V3, Kimi K2).

@@ -10,7 +10,7 @@ from ...common.errors import PlanError
 from ...features.cost.formats import FORMATS
 from ..step.presets import Recurrence
 from ..step.workload import Workload, layer_kinds
-from .expert_load import slots_of
+from .token_exchange import slots_of
 
 #: Formats of served weights.
 WEIGHTS = (

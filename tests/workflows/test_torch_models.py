@@ -30,11 +30,15 @@ from opcast.models.pytorch.model import (
 )
 from opcast.predict.cluster.case_table import read_cases, read_rows
 from opcast.predict.operator.torch_framework import TorchPredictor
-from opcast.workflows.torch_models.calibrate import errors_left_out, log_factors
-from opcast.workflows.torch_models.draw import drawn
-from opcast.workflows.torch_models.evaluate import as_run, choices, judge_models
+from opcast.workflows.torch_models.evaluate import (
+    as_run,
+    choices,
+    errors_left_out,
+    judge_models,
+    log_factors,
+)
 from opcast.workflows.torch_models.rows import ModelRow, model_row
-from opcast.workflows.torch_models.train import left_out_figures, train_models
+from opcast.workflows.torch_models.train import drawn, left_out_figures, train_models
 
 from ..support.cases import later
 

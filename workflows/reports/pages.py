@@ -1,12 +1,16 @@
 """The pages of accuracy: one for each kind of question, and what leads to them.
 
 Figures of operators are read from the shipped model's file; the others are data beside this module,
-as training and evaluation printed them.
+as training and evaluation printed them. Plots of predictions of left-out rows against what was
+measured are densities: cells of a grid say how many rows lie in them, not which, so that tables
+that may not be passed on can be shown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
@@ -17,9 +21,11 @@ from ...common.files import own_data
 from ...common.tables_text import markdown_table
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from rich.console import Console
 
     from .settings import PagesSettings
+
 
 #: Command that writes the pages.
 MADE_BY = "opcast report pages --out docs/accuracy"
@@ -233,7 +239,6 @@ def run_pages(console: Console, settings: PagesSettings) -> None:
 def _draw(settings: PagesSettings) -> int:
     """Draw the plots of pages whose rows that were left out are there; returns how many."""
     from ...common.parquet import read_table
-    from .parity import draw_parity
 
     assert settings.left_out is not None
     plots = {name: kind["plot"] for name, kind in _kinds().items() if "plot" in kind}
@@ -253,3 +258,65 @@ def _draw(settings: PagesSettings) -> int:
             raise DatasetError(f"has no row with left_out={way}", where=str(path))
         draw_parity(own, settings.out / f"{name}.png")
     return len(there)
+
+
+#: What answers are called, by metric of the tables.
+_NAMES = {
+    "step": "step time",
+    "tpot": "TPOT",
+    "ttft": "TTFT",
+    "per_token": "1 / throughput",
+    "latency": "latency",
+}
+#: Cells of the grid along an axis.
+_CELLS = 36
+#: Width and height of a panel in inches, and its pixels an inch.
+_INCHES, _DPI = 3.4, 90
+#: Colours of a picture, so that it takes half of the bytes.
+_COLOURS = 64
+#: Lines beside the diagonal: too fast, or too slow, by so much.
+_BESIDE = 1.25
+
+
+def draw_parity(left: pd.DataFrame, path: Path) -> None:
+    """Draw predicted against measured seconds, a panel for each metric.
+
+    Args:
+        left: Rows with ``metric``, ``measured`` and ``predicted``, as ``opcast train --left-out``
+            writes them, of one way of leaving out.
+        path: PNG to write; the same rows give the same bytes.
+    """
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    from ...common.files import replacing
+
+    parts = list(left.groupby("metric"))
+    figure = Figure(figsize=(_INCHES * len(parts), _INCHES), dpi=_DPI, layout="constrained")
+    for axes, (metric, part) in zip(
+        figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True
+    ):
+        _panel(axes, part)
+        axes.set_title(f"{_NAMES.get(str(metric), str(metric))}, {len(part):,} rows", fontsize=9)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    with replacing(path) as partial, Image.open(drawn) as image:
+        image.convert("RGB").quantize(_COLOURS).save(partial, "PNG", optimize=True)
+
+
+def _panel(axes: Axes, part: pd.DataFrame) -> None:
+    measured, predicted = part["measured"].to_numpy(float), part["predicted"].to_numpy(float)
+    axes.hexbin(
+        measured, predicted, gridsize=_CELLS, xscale="log", yscale="log", bins="log",
+        mincnt=1, cmap="viridis", linewidths=0.1,
+    )  # fmt: skip
+    ends = [
+        min(measured.min(), predicted.min()) / _BESIDE,
+        max(measured.max(), predicted.max()) * _BESIDE,
+    ]
+    for factor, width in ((1.0, 0.9), (_BESIDE, 0.4), (1 / _BESIDE, 0.4)):
+        axes.plot(ends, [factor * end for end in ends], color="black", linewidth=width)
+    axes.set(xlim=ends, ylim=ends, aspect="equal")
+    axes.set_xlabel("measured (s)", fontsize=8)
+    axes.set_ylabel("predicted (s)", fontsize=8)
+    axes.tick_params(labelsize=7)

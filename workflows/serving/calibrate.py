@@ -34,8 +34,7 @@ from ...predict.cluster.serving_engine import memory_share
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..measured.calibration_samples import check_unseen, far_off
-from .observe import observer
-from .rows import FEWEST, Tell, above_floor
+from .rows import FEWEST, Tell, above_floor, observer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,8 +31,7 @@ from ..judging import (
     write_predictions,
 )
 from .calibrate import calibrated
-from .observe import ask_rows
-from .rows import Tell
+from .rows import Tell, ask_rows
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -36,13 +36,13 @@ from ...predict.cluster.serving import ServingPredictor
 from ...predict.cluster.serving_table import ServingRow, serving_rows
 from ...predict.operator.serving_operators import load_serving_operators
 from ..judging import few_of_each, keep_learned, keep_left_out, named_folds
-from .observe import observer
 from .rows import (
     FAULTY,
     FEWEST,
     MOST_ROWS,
     Tell,
     above_floor,
+    observer,
     possible_rows,
     set_of,
     settled_rows,

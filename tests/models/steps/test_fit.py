@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from opcast.models.effects.effects import WHOLE
-from opcast.models.steps.context import StepContext
-from opcast.models.steps.effects import PRIOR, EffectTable, fit_effects, slopes_at
+from opcast.models.steps.effects import PRIOR, EffectTable, StepContext, fit_effects, slopes_at
 from opcast.models.steps.model import StepModel, interval_ends
 from opcast.models.trust.calibrator import Calibrator
 

@@ -13,7 +13,7 @@ from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.options import LoweringOptions
-from opcast.models.steps.context import device_context
+from opcast.models.steps.effects import device_context
 from opcast.models.steps.model import StepModel
 from opcast.predict.cluster.partitioned import predict_partitioned
 from opcast.predict.export.timeline import stream_trace

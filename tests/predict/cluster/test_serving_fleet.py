@@ -22,7 +22,7 @@ from opcast.predict.cluster.serving import ServingPredictor
 from opcast.predict.cluster.serving_case import FleetCase, LoadSpec, ModelCase, ServingCase
 from opcast.predict.cluster.serving_fleet import attained, predict_fleet
 from opcast.predict.cluster.serving_load import parse_slo
-from opcast.predict.render.fleet import print_fleet
+from opcast.predict.render.serving import print_fleet
 from opcast.server.cluster_tasks import simulate_serving
 from opcast.server.tasks import Task
 from opcast.simulate.serving.load import Load

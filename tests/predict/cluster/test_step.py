@@ -16,8 +16,8 @@ from opcast.features.operators.op import Op
 from opcast.models.operators import OpModel
 from opcast.models.steps.effects import EffectTable
 from opcast.models.steps.model import StepModel
-from opcast.predict.cluster.exchanges import least_seconds
 from opcast.predict.cluster.network import ClusterNetwork, learned_time
+from opcast.predict.cluster.peaks import least_seconds
 from opcast.predict.cluster.step import StepPredictor
 from opcast.predict.cluster.step_case import StepCase
 from opcast.predict.cluster.training_run import training_run

@@ -1,6 +1,6 @@
 """Notes of tables: equal ones once, figures as ranges, and the rows that each is about."""
 
-from opcast.predict.render.table_notes import Noted, folded
+from opcast.predict.render.parts import Noted, folded
 
 
 def test_notes_that_differ_in_figures_are_one_with_their_ranges():

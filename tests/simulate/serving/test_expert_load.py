@@ -8,11 +8,17 @@ import pytest
 from opcast.common.errors import PlanError
 from opcast.features.operators.routing import busy_rank
 from opcast.simulate.serving.checkpoints import served_by_name
-from opcast.simulate.serving.expert_load import EXPERT_SKEW, busiest, slots_of
 from opcast.simulate.serving.formats import Formats
 from opcast.simulate.serving.forward import token_ops
 from opcast.simulate.serving.served import EnginePlan
-from opcast.simulate.serving.token_exchange import Links, exchange_seconds, row_bytes
+from opcast.simulate.serving.token_exchange import (
+    EXPERT_SKEW,
+    Links,
+    busiest,
+    exchange_seconds,
+    row_bytes,
+    slots_of,
+)
 
 #: H800: 200 GB/s of NVLink one way, and a card of 400 Gb/s.
 H800 = Links(8, 200e9, 50e9)
