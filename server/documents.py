@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 from fastapi import FastAPI
 from pydantic import BaseModel
 
@@ -37,11 +40,6 @@ def _errors(*statuses: int) -> Responses:
 
 def _ref(name: str) -> JsonObject:
     return {"$ref": _REF.format(model=name)}
-
-
-def _answer(model: type[BaseModel], about: str) -> Responses:
-    schema = _ref(model.__name__)
-    return {200: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
 def _body(schema: JsonObject, **others: JsonObject) -> dict[str, object]:
@@ -94,42 +92,41 @@ _PAGE: Responses = {
     200: {"description": "A page that needs nothing else.", "content": {"text/html": {}}}
 }
 KEPT = _PAGE | _errors(401, 404, 413, 503, 504)
-#: Responses and body of each endpoint that predicts.
-POSTS = {
-    "/v1/predict/kernels": (
-        _answer(answers.KernelAnswers, "Predictions by column.") | _ASKED,
-        _body({"oneOf": [_ref(name) for name in _FORMS]}),
-    ),
-    "/v1/predict/program": (
-        _answer(answers.ProgramAnswer, "As `opcast predict --json` prints it.")
-        | _ASKED
-        | _errors(403),
-        _PROGRAM_BODY,
-    ),
-    "/v1/report": (_PAGE | _ASKED | _errors(403), _PROGRAM_BODY),
-    "/v1/what-if": (
-        _answer(answers.WhatIfAnswer, "As `opcast predict --json` prints it, without kernels.")
-        | _ASKED
-        | _errors(403),
-        _body(_ref("WhatIfQuery")),
-    ),
-    "/v1/simulate": (
-        _answer(answers.StepAnswer, "As `opcast simulate --json` prints it.") | _ASKED,
-        _body(_ref("SimulateQuery")),
-    ),
-    "/v1/sweep": (
-        _answer(answers.SweepAnswer, "Plans as `opcast sweep` writes them.") | _ASKED,
-        _body(_ref("SweepQuery")),
-    ),
-    "/v1/plan-serving": (
-        _answer(answers.SearchAnswer, "As `opcast plan-serving --json` prints it.") | _ASKED,
-        _body(_ref("PlanServingQuery")),
-    ),
-    "/v1/simulate-serving": (
-        _answer(answers.ServingAnswer, "As `opcast simulate-serving --json` prints it.") | _ASKED,
-        _body(_ref("SimulateServingQuery")),
-    ),
+#: Request and answer of each kind of task; bodies are read by hand, so that FastAPI sees neither.
+_TASKS: dict[str, tuple[type[BaseModel], type[BaseModel]]] = {
+    "predict/program": (schemas.ProgramQuery, answers.ProgramAnswer),
+    "what-if": (schemas.WhatIfQuery, answers.WhatIfAnswer),
+    "simulate": (cluster_schemas.SimulateQuery, answers.StepAnswer),
+    "simulate-serving": (cluster_schemas.SimulateServingQuery, answers.ServingAnswer),
+    "sweep": (cluster_schemas.SweepQuery, answers.SweepAnswer),
+    "plan-serving": (cluster_schemas.PlanServingQuery, answers.SearchAnswer),
 }
+_COMPILED = _errors(403)
+
+
+def _answer(model: type[BaseModel], about: str) -> Responses:
+    content = {"application/json": {"schema": _ref(model.__name__)}}
+    return {200: {"description": about, "content": content}, **_ASKED}
+
+
+def _posts() -> Iterator[tuple[str, tuple[Responses, dict[str, object]]]]:
+    """Responses and body of each endpoint that predicts, by its path."""
+    kernels = _answer(answers.KernelAnswers, "Predictions by column.")
+    yield "/v1/predict/kernels", (kernels, _body({"oneOf": [_ref(name) for name in _FORMS]}))
+    yield "/v1/report", (_PAGE | _ASKED | _COMPILED, _PROGRAM_BODY)
+    told = {
+        "predict/program": "As `opcast predict --json` prints it.",
+        "what-if": "As `opcast predict --json` prints it, without kernels.",
+        "sweep": "Plans as `opcast sweep` writes them.",
+    }
+    for path, (query, answer) in _TASKS.items():
+        responses = _answer(answer, told.get(path, f"As `opcast {path} --json` prints it."))
+        body = _PROGRAM_BODY if path == "predict/program" else _body(_ref(query.__name__))
+        compiled = _COMPILED if path in ("predict/program", "what-if") else {}
+        yield f"/v1/{path}", (responses | compiled, body)
+
+
+POSTS = dict(_posts())
 
 
 def extend(app: FastAPI, *, secured: bool) -> None:
@@ -142,7 +139,11 @@ def extend(app: FastAPI, *, secured: bool) -> None:
         document = plain()
         parts = document.setdefault("components", {}).setdefault("schemas", {})
         parts |= schemas.QUERY.json_schema(ref_template=_REF)["$defs"]
-        for body in _BODIES:
+        bodies: list[type[BaseModel]] = [
+            answers.KernelAnswers,
+            *chain.from_iterable(_TASKS.values()),
+        ]
+        for body in bodies:
             schema = body.model_json_schema(ref_template=_REF)
             parts |= schema.pop("$defs", {})
             parts[body.__name__] = schema
@@ -156,21 +157,3 @@ def extend(app: FastAPI, *, secured: bool) -> None:
 
     # FastAPI's documented way to extend the document.
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-# Bodies are read by hand, so FastAPI does not see their schemas.
-_BODIES = (
-    schemas.ProgramQuery,
-    schemas.WhatIfQuery,
-    cluster_schemas.SimulateQuery,
-    cluster_schemas.SimulateServingQuery,
-    cluster_schemas.SweepQuery,
-    cluster_schemas.PlanServingQuery,
-    answers.KernelAnswers,
-    answers.ProgramAnswer,
-    answers.WhatIfAnswer,
-    answers.StepAnswer,
-    answers.ServingAnswer,
-    answers.SweepAnswer,
-    answers.SearchAnswer,
-)

@@ -5,9 +5,10 @@ the busiest and packs the copies so that ranks have about equal loads (DeepSeek'
 github.com/deepseek-ai/EPLB).
 
 Of DeepEP's kernels those of high throughput send a token once to each box that it has experts in,
-where it is forwarded over the links inside; those of low latency send each token to each of its experts. Fitted to the
-bandwidths and latencies that DeepEP publishes of H800 (github.com/deepseek-ai/DeepEP,
-docs/legacy.md: 8 to 64 and 8 to 256 ranks), which they give within 12 %.
+where it is forwarded over the links inside; those of low latency send each token to each of
+its experts. Fitted to the bandwidths and latencies that DeepEP publishes of H800
+(github.com/deepseek-ai/DeepEP, docs/legacy.md: 8 to 64 and 8 to 256 ranks), which they give within
+12 %.
 """
 
 from __future__ import annotations
