@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ..core.base import Params
 from ..core.kernel_table import CELLS, KernelTable, check_cells
 from ..core.store import pack, unpack
@@ -19,10 +20,6 @@ from .xgboost_trees import SUFFIX, BoostedTrees, compact, saved_trees
 
 if TYPE_CHECKING:
     from xgboost import Booster
-
-#: A cell gets its own trees from this many rows on, if ``per_cell`` is set: deep trees on fewer
-#: rows overfit, and the joint model serves such a cell better. Engineering estimate; not fitted.
-MIN_CELL_ROWS = 1000
 
 #: Objectives by our names, as XGBoost calls them.
 OBJECTIVES = {
@@ -37,6 +34,8 @@ MANY, FIRST_TREES = 512, 6
 #: not fit into a core's cache of a megabyte (700 trees of 1,100 nodes are 16 MB), and reads them
 #: again for the next 64. Two to three times faster for such models; 20 to 50 trees are alike.
 SLICE = 32
+#: File of the trees, whole or compact.
+_TREES = {False: "joint.ubj", True: f"joint{SUFFIX}"}
 _MAP_FILE = "score-map.npz"
 _COLUMNS_FILE = "columns.npz"
 
@@ -56,13 +55,6 @@ class BoostedParams(Params):
         max_bin: Histogram bins.
         objective: ``absolute`` or ``squared`` error of the log-ratio, or ``pairwise``: learn which
             of two kernels is slower (:mod:`.ranking`), for choosing among candidates.
-        per_cell: Trees of their own for every (platform × kind) with enough rows; not with
-            ``pairwise``.
-        monotone: Sign by feature name: +1 or -1 forces the ratio to rise or fall with it. The
-            target is a ratio to the roofline, so "more work takes longer" is no constraint on it
-            (the ratio of a GEMM falls as it grows); use it for features with a known
-            sign of the ratio itself. Only with ``squared``: the absolute error sets leaves to
-            medians after the tree is grown, which breaks the constraint.
         stop_rounds: Rounds without improvement before stopping; 0 grows all rounds on all rows.
         seed: Random state.
         n_jobs: Threads. More threads than free cores are far slower than one.
@@ -78,8 +70,6 @@ class BoostedParams(Params):
     reg_lambda: float = 1.0
     max_bin: int = 64
     objective: str = "absolute"
-    per_cell: bool = False
-    monotone: Mapping[str, int] = field(default_factory=dict)
     stop_rounds: int = 60
     seed: int = 0
     n_jobs: int = 1
@@ -97,14 +87,20 @@ class XGBoostEstimator(TabularEstimator):
     name = "xgboost"
 
     keywords = BoostedParams
+    retired: ClassVar[JsonMapping] = {"per_cell": False, "monotone": {}}
     params: BoostedParams
 
     def __init__(self, **params: object) -> None:
         super().__init__(**params)
-        self._trees: dict[str, BoostedTrees] = {}
+        self._trees: BoostedTrees | None = None
         self._columns = np.zeros(0, np.int32)
         self._score_map: ScoreMap | None = None
         self._covers = True
+
+    @property
+    def _fitted(self) -> BoostedTrees:
+        assert self._trees is not None, "it was not fitted"
+        return self._trees
 
     @property
     def ranks(self) -> bool:
@@ -120,18 +116,9 @@ class XGBoostEstimator(TabularEstimator):
         if self.ranks:
             self._fit_order(table, target, groups)
             return
-        self._trees = {"joint": BoostedTrees(self._grow(table, target, groups))}
-        if not self.params.per_cell:
-            return
-        for cell in np.unique(table.cell):
-            own = table.cell == cell
-            if own.sum() >= MIN_CELL_ROWS:
-                booster = self._grow(table.take(own), target[own], groups[own])
-                self._trees[_file_stem(int(cell))] = BoostedTrees(booster)
+        self._trees = BoostedTrees(self._grow(table, target, groups))
 
     def _fit_order(self, table: KernelTable, target: np.ndarray, groups: np.ndarray) -> None:
-        if self.params.per_cell:
-            raise ModelError("per_cell does not go with objective='pairwise'")
         queries = device_queries(table) if self._queries is None else self._queries
         stop = self._held_back(groups)
         stopping = bool(stop.any())
@@ -141,11 +128,11 @@ class XGBoostEstimator(TabularEstimator):
             target,
             queries,
             stop if stopping else None,
-            self._settings(table),
+            self._settings(),
             self.params.rounds,
             self.params.stop_rounds,
         )
-        self._trees = {"joint": BoostedTrees(booster)}
+        self._trees = BoostedTrees(booster)
         # Scores of rows that the trees were grown on are too good; the map needs honest ones.
         held = np.flatnonzero(stop) if stopping else np.arange(len(target))
         part = table.take(held)
@@ -158,7 +145,7 @@ class XGBoostEstimator(TabularEstimator):
         # A base margin of zero takes the intercept out, as in training, where it was log(roofline +
         # floor).
         start = np.zeros(len(table), np.float32)
-        margin = self._trees["joint"].booster.inplace_predict(
+        margin = self._fitted.booster.inplace_predict(
             values, validate_features=False, base_margin=start
         )
         return np.asarray(np.log(table.base_s) + margin)
@@ -174,7 +161,7 @@ class XGBoostEstimator(TabularEstimator):
         if stop.any():
             held = xgb.QuantileDMatrix(values[stop], target[stop], ref=train, **options)
         limits = self.params.rounds, self.params.stop_rounds
-        return grown(self._settings(table), train, held, *limits)
+        return grown(self._settings(), train, held, *limits)
 
     def _held_back(self, groups: np.ndarray) -> np.ndarray:
         """Rows for early stopping; none if it is off or there are too few."""
@@ -182,20 +169,14 @@ class XGBoostEstimator(TabularEstimator):
             return np.zeros(len(groups), bool)
         return stop_rows(groups, self.params.seed)
 
-    def _settings(self, table: KernelTable) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         p = self.params
         if p.objective not in OBJECTIVES:
             raise ModelError(
                 f"no objective {p.objective!r}", hint=f"choose one of: {', '.join(OBJECTIVES)}"
             )
-        if p.monotone and p.objective != "squared":
-            raise ModelError("monotone constraints need objective='squared'")
-        names = [table.names[column] for column in self._columns]
-        # In the order of the kept columns, since XGBoost sees no names.
-        constraint = tuple(int(p.monotone.get(name, 0)) for name in names)
         return {
             "objective": OBJECTIVES[p.objective],
-            **({"monotone_constraints": constraint} if any(constraint) else {}),
             # Early stopping looks at the absolute error whatever the loss: it is what is reported.
             "eval_metric": "mae",
             "tree_method": "hist",
@@ -220,18 +201,7 @@ class XGBoostEstimator(TabularEstimator):
             latency = self._score_map.log_latency(self._scores(table), table.cell)
             return np.asarray(latency - np.log(table.base_s))
         values = np.take(table.X, self._columns, axis=1)  # several times faster than X[:, columns]
-        ratio = self._sums("joint", values)
-        if len(self._trees) == 1:
-            return ratio
-        for cell in np.unique(table.cell):
-            if _file_stem(int(cell)) in self._trees:
-                own = table.cell == cell
-                ratio[own] = self._sums(_file_stem(int(cell)), values[own])
-        return ratio
-
-    def _sums(self, stem: str, values: np.ndarray) -> np.ndarray:
-        """Log-ratios by one of the boosters, shape ``(n,)``."""
-        trees = self._trees[stem]
+        trees = self._fitted
         sums = trees.few(values) if len(values) else None
         return _predict(trees.booster, values) if sums is None else sums
 
@@ -239,7 +209,7 @@ class XGBoostEstimator(TabularEstimator):
         """Leaf of each tree that a row ends in, int32, shape ``(n, trees)``."""
         import xgboost as xgb
 
-        booster = self._trees["joint"].booster
+        booster = self._fitted.booster
         values = np.take(table.X, self._columns, axis=1)
         if not len(values):
             return np.zeros((0, booster.num_boosted_rounds()), np.int32)
@@ -257,40 +227,28 @@ class XGBoostEstimator(TabularEstimator):
         values = np.take(table.X, self._columns, axis=1)
         columns = np.append(self._columns, table.X.shape[1])
         shap = np.zeros((len(table), table.X.shape[1] + 1))
-        shap[:, columns] = _contributions(self._trees["joint"].booster, values)
-        for cell in np.unique(table.cell):
-            trees = self._trees.get(_file_stem(int(cell)))
-            if trees is not None:
-                own = np.flatnonzero(table.cell == cell)
-                shap[np.ix_(own, columns)] = _contributions(trees.booster, values[own])
+        shap[:, columns] = _contributions(self._fitted.booster, values)
         return shap
 
     def _weights(self) -> dict[str, bytes]:
-        if self.params.compact:
-            trees = {f"{k}{SUFFIX}": compact(t.booster) for k, t in self._trees.items()}
-        else:
-            trees = {f"{k}.ubj": bytes(t.booster.save_raw("ubj")) for k, t in self._trees.items()}
-        files = {**trees, _COLUMNS_FILE: pack({"columns": self._columns})}
+        booster = self._fitted.booster
+        small = self.params.compact
+        trees = compact(booster) if small else bytes(booster.save_raw("ubj"))
+        files = {_TREES[small]: trees, _COLUMNS_FILE: pack({"columns": self._columns})}
         if self._score_map is not None:
             knots = {"score": self._score_map.score, "value": self._score_map.value}
             files[_MAP_FILE] = pack({**knots, "cells": np.array(CELLS)})
         return files
 
     def _restore(self, files: Mapping[str, bytes]) -> None:
-        self._trees = {}
-        for small, suffix in ((False, ".ubj"), (True, SUFFIX)):
-            for name, data in files.items():
-                if name.endswith(suffix):
-                    trees = saved_trees(data, small=small, threads=self._n_jobs)
-                    self._trees[name.removesuffix(suffix)] = trees
-        self._covers = not any(name.endswith(SUFFIX) for name in files)
+        small = _TREES[True] in files
+        self._trees = saved_trees(files[_TREES[small]], small=small, threads=self._n_jobs)
+        self._covers = not small
         self._columns = unpack(files[_COLUMNS_FILE])["columns"]
         if self.ranks:
             arrays = unpack(files[_MAP_FILE])
             check_cells(arrays["cells"])
             self._score_map = ScoreMap(arrays["score"], arrays["value"])
-        if "joint" not in self._trees:
-            raise KeyError("joint.ubj")
 
 
 def _predict(booster: Booster, values: np.ndarray) -> np.ndarray:
@@ -330,7 +288,3 @@ def _contributions(booster: Booster, values: np.ndarray) -> np.ndarray:
 
     shap = booster.predict(xgb.DMatrix(values), pred_contribs=True, validate_features=False)
     return np.asarray(shap, np.float64)
-
-
-def _file_stem(cell: int) -> str:
-    return CELLS[cell].replace("/", "-")

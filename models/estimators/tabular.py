@@ -57,6 +57,8 @@ class TabularEstimator(ABC):
         name: Name in the registry.
         keywords: Dataclass of the keywords of the constructor, which are saved with the estimator.
         params: Their values.
+        retired: Keywords of earlier versions, which saved models may still have, with the only
+            value that they can be loaded with.
         learned: Whether predictions count as learned; false for the bare roofline.
         needs_graphs: Whether it also reads ``KernelTable.graphs``.
         schema: Digest of the features that it was fitted to; empty before fitting.
@@ -69,6 +71,7 @@ class TabularEstimator(ABC):
 
     name: str = ""
     keywords: ClassVar[type[Params]] = Params
+    retired: ClassVar[JsonMapping] = {}
     learned: ClassVar[bool] = True
     needs_graphs: ClassVar[bool] = False
 
@@ -280,7 +283,9 @@ class TabularEstimator(ABC):
     def _from_parts(
         cls, path: Path, manifest: JsonMapping, files: dict[str, bytes], schema: str | None
     ) -> Self:
-        model = cls(**manifest["params"])
+        given = manifest["params"].items()
+        # One that was fitted with another value is refused, as any unknown keyword is.
+        model = cls(**{k: v for k, v in given if k not in cls.retired or v != cls.retired[k]})
         model.schema = str(manifest["schema_hash"])
         model.feature_names = tuple(manifest["feature_names"])
         if model.schema:

@@ -73,7 +73,7 @@ def test_damaged_trees_are_refused(models, tmp_path):
 
 def test_without_stopping_all_rounds_grow_on_all_rows(models, data):
     table, latency = data
-    assert models[False]._trees["joint"].booster.num_boosted_rounds() == PARAMS["rounds"]
+    assert models[False]._fitted.booster.num_boosted_rounds() == PARAMS["rounds"]
     one = XGBoostEstimator(
         **{**PARAMS, "rounds": 1, "max_depth": 20, "min_child_weight": 0.0, "learning_rate": 1.0},
         subsample=1.0, colsample=1.0, reg_lambda=0.0, max_bin=2048, objective="squared",

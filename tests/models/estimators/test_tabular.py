@@ -10,6 +10,7 @@ import pytest
 from opcast.common.errors import ModelError
 from opcast.models.core.kernel_table import KernelTable, cells
 from opcast.models.core.registry import estimator_class, estimator_names, make_estimator
+from opcast.models.core.store import read_manifest
 from opcast.models.estimators.forest import export_trees, walk
 from opcast.models.estimators.linear import RidgeEstimator, RooflineEstimator, huber_ridge
 from opcast.models.estimators.tabular import TabularEstimator
@@ -108,20 +109,22 @@ def test_forest_arrays_give_what_scikit_learn_gives(make_table: Tables) -> None:
     np.testing.assert_allclose(walk(trees, asked), forest.predict(asked), rtol=1e-6)
 
 
-def test_xgboost_per_cell_and_monotone(make_table: Tables, tmp_path: Path) -> None:
-    table, latency = make_table(4000, 0)
-    model = make_estimator(
-        "xgboost", rounds=20, per_cell=True, objective="squared", monotone={"f0": 1}
-    )
-    assert isinstance(model, TabularEstimator)
-    model.fit_table(table, latency)
+@pytest.mark.parametrize(("value", "kept"), [(False, True), (True, False)])
+def test_keywords_of_earlier_versions_are_read_at_their_default(
+    make_table: Tables, tmp_path: Path, value: bool, kept: bool
+) -> None:
+    model = fitted("xgboost", make_table)
     model.save(tmp_path / "model")
-    assert (tmp_path / "model" / "cpu-gemm.ubj").is_file()
-    rising = table.take(np.zeros(50, int))
-    rising.X[:, 0] = np.linspace(-2, 2, 50)
-    assert (np.diff(model.point(rising)) >= 0).all()
-    again = type(model).load(tmp_path / "model", schema=model.schema)
-    np.testing.assert_array_equal(again.point(table), model.point(table))
+    manifest = read_manifest(tmp_path / "model")
+    manifest["params"] |= {"per_cell": value, "monotone": {}}
+    (tmp_path / "model" / "manifest.json").write_text(json.dumps(manifest))
+    if kept:
+        again = type(model).load(tmp_path / "model", schema=model.schema)
+        table, _ = make_table(50, 1)
+        np.testing.assert_array_equal(again.point(table), model.point(table))
+        return
+    with pytest.raises(ModelError, match="per_cell"):
+        type(model).load(tmp_path / "model", schema=model.schema)
 
 
 def test_ridge_is_the_least_squares_line_without_penalty() -> None:
@@ -156,7 +159,7 @@ def test_registry_lists_choices_on_a_wrong_name() -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"objective": "sideways"}, "absolute"), ({"monotone": {"f0": 1}}, "squared")],
+    [({"objective": "sideways"}, "absolute")],
 )
 def test_xgboost_refuses_impossible_objectives(
     make_table: Tables, params: dict[str, object], message: str
