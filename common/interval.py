@@ -44,6 +44,10 @@ class Interval(NamedTuple):
         """Make the interval of an estimate, which comes first, from the outer ones of all."""
         return cls(values[0], min(values), max(values))
 
+    def times(self, factor: float) -> Interval:
+        """The interval of a multiple of the figure; the factor is above 0."""
+        return Interval(self.value * factor, self.lo * factor, self.hi * factor)
+
     def chance_below(self, limit: float) -> float:
         """How likely the true value is at most a limit.
 

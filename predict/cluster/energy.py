@@ -108,7 +108,7 @@ def serving_energy(
         np.zeros(1, bool),
     )
     joules = energy(spec, work, np.array([busy]), busy, total, deployment.devices, idle=idle)
-    return joules and Interval(*(end * more for end in joules))
+    return joules and joules.times(more)
 
 
 def _read_weights(deployment: Deployment, tokens: float) -> float:

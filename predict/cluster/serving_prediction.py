@@ -85,7 +85,7 @@ class ServingPrediction:
             return {}
         load = self.load
         parts = {"request": load.count, "output_token": float(load.outputs @ load.counts)}
-        return {name: _scaled(self.energy, 1.0 / count) for name, count in parts.items()}
+        return {name: self.energy.times(1.0 / count) for name, count in parts.items()}
 
     def to_dict(self, price: float = 0.0) -> dict[str, object]:
         """Plain data in the terms of ``vllm bench serve``, with ends of intervals.
@@ -109,7 +109,7 @@ class ServingPrediction:
             "request_rate": self.spec.rate or self.load.rate or "inf",
             **end_fields("request_throughput", rate),
             **end_fields("output_throughput", self.tokens_per_s),
-            **end_fields("output_throughput_per_gpu", _scaled(self.tokens_per_s, 1.0 / gpus)),
+            **end_fields("output_throughput_per_gpu", self.tokens_per_s.times(1.0 / gpus)),
             "total_token_throughput": rate.value * prompt_rate + self.tokens_per_s.value,
         }
         if self.slo != FREE:
@@ -122,7 +122,7 @@ class ServingPrediction:
             for level in ("mean", "std", *LEVELS):
                 name = f"p{level}" if isinstance(level, int) else level
                 key, name = f"{metric}/{name}", {"p50": "median"}.get(name, name)
-                data |= end_fields(f"{name}_{named}_ms", _scaled(self.figures[key], 1e3))
+                data |= end_fields(f"{name}_{named}_ms", self.figures[key].times(1e3))
         for name, joules in self.joules().items():
             data |= end_fields(f"joules_per_{name}", joules)
         for name, dollars in self.dollars(price).items():
@@ -148,7 +148,3 @@ class ServingPrediction:
             "replicas": self.deployment.engine.count,
             "notes": list(self.notes),
         }
-
-
-def _scaled(interval: Interval, factor: float) -> Interval:
-    return Interval(*(end * factor for end in interval))

@@ -8,18 +8,9 @@ import numpy as np
 
 from ...features.devices.device import DeviceSpec
 from ...models.operators import OpModel
+from .aten_traffic import NAMES
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PRODUCT, SOFTMAX, AtenKernel
 
-#: Operators that move elements and compute nothing, and those that reduce.
-_COPIES = frozenset(
-    ("clone", "contiguous", "cat", "stack", "copy_", "constant_pad_nd", "roll", "repeat", "im2col")
-)
-_REDUCTIONS = frozenset(
-    (
-        *("mean", "sum", "amax", "var_mean", "var", "linalg_vector_norm"),
-        *("max_pool2d_with_indices", "_adaptive_avg_pool2d", "avg_pool2d"),
-    )
-)
 #: Most channels of an image.
 IMAGE = 4
 
@@ -54,8 +45,8 @@ def cost_class(work: AtenKernel, compiled: bool) -> str:
         return "fused"
     if work.name == "_to_copy":
         return "cast"
-    if work.name in _COPIES or work.name in _REDUCTIONS:
-        return "copy" if work.name in _COPIES else "reduce"
+    if work.name in NAMES["copies"] or work.name in NAMES["reductions"]:
+        return "copy" if work.name in NAMES["copies"] else "reduce"
     return f"pass{back}"
 
 

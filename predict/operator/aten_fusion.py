@@ -10,33 +10,14 @@ from math import prod
 from ...features.cost.formats import ALIASES
 from ...features.ir.torch.record import FORWARD, AtenCall, Recording
 from .aten_products import multiplies
-from .aten_traffic import LOOKUPS, Use, evaluated
+from .aten_traffic import LOOKUPS, NAMES, Use, evaluated
 from .aten_work import AtenKernel, moving, used
 
-#: Operators that torch.compile makes no kernels of its own for.
-_OPAQUE = (
-    *("aten.convolution", "aten._scaled_dot_product", "aten.sort", "aten.topk"),
-    *("aten._foreach", "aten.embedding_dense_backward", "aten.cumsum", "aten.index_put"),
-    *("aten.scatter", "aten._unsafe_index_put", "aten.index_add", "aten._fft"),
-    *("aten.index_reduce", "aten.index_copy", "aten.index_fill", "aten.masked_scatter", "aten.put"),
-    *("aten.max_pool2d_with_indices_backward", "aten._embedding_bag", "aten._thnn_fused"),
-)
-#: Operators that read each element of an operand for several results: the operand is written first
-#: (``realize_hint`` of torch/_inductor/lowering.py).
-_WINDOWS = ("aten.avg_pool2d", "aten.avg_pool3d", "aten.max_pool2d_with_indices")
-#: Operators that put results together, whose kernels compute these themselves.
-_JOINTS = ("aten.cat", "aten.stack", "aten.constant_pad_nd")
+#: Beginnings of operators that torch.compile makes no kernels of its own for.
+_OPAQUE = tuple(NAMES["opaque"])
 _CONVOLUTION = "aten.convolution"
 #: Dimensions of a batch of images.
 _IMAGE = 4
-#: Norms over more elements than a block holds: sums over them come first, and what makes the result
-#: reads as many of the operands again.
-_LONG_ROWS = {
-    "aten.native_group_norm": 1,
-    "aten.native_group_norm_backward": 2,
-    "aten.native_batch_norm": 1,
-    "aten.native_batch_norm_backward": 2,
-}
 #: Whose operators the compiler generates code for; those of other libraries are called.
 _OWN = ("aten.", "prims.")
 
@@ -116,7 +97,7 @@ class _Group:
         """Whether an operator of a size runs over its elements, those of a result, or more."""
         # What adds up the sums of another reduction waits for all of them.
         fits = size == self.size or (size in self.made and not _reduces(call, size))
-        joint = call.name in _JOINTS and size > self.size and not self.reduces
+        joint = call.name in NAMES["joints"] and size > self.size and not self.reduces
         return (fits or joint) and not self.opaque
 
 
@@ -142,7 +123,7 @@ class _Fusion:
         # What is overwritten must have been read, and written, before.
         earlier = {r for t in call.outputs for r in self._readers.get(t.memory, ())}
         earlier |= {self._maker[t.memory] for t in call.outputs if t.memory in self._maker}
-        alone = opaque or call.name in _WINDOWS
+        alone = opaque or call.name in NAMES["windows"]
         homes = [] if alone else self._homes(makers, makers | earlier, call, size)
         if not homes:
             homes = [len(self._groups)]
@@ -282,7 +263,7 @@ def _again(calls: Sequence[AtenCall], held: Set[int]) -> list[tuple[int, int]]:
         for at, t in enumerate(call.inputs):
             own = sources[t.memory] if t.memory in held & sources.keys() else {t.memory: t.bytes}
             reads |= own
-            if at < _LONG_ROWS.get(call.name, 0) and not evaluated(call):
+            if at < NAMES["long_rows"].get(call.name, 0) and not evaluated(call):
                 found += own.items()
         sources |= {t.memory: reads for t in call.outputs}
     return found

@@ -15,7 +15,7 @@ from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AtenCall, TensorUse
-from .aten_traffic import distinct
+from .aten_traffic import NAMES, distinct
 
 
 class Product(NamedTuple):
@@ -37,19 +37,8 @@ class Product(NamedTuple):
 
 
 #: Matrix products, and the position of their first operand among the tensors; the next is the
-#: second. Rows and depth are the first's, columns the result's, however the second is packed.
-_MATRICES = {
-    **dict.fromkeys(
-        ("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), 0
-    ),
-    **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), 1),
-}
-#: The same of layers, whose operand may have more dimensions than two for its rows.
-_LAYERS = (
-    *("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_with_scales_and_zeros"),
-    *("_mixed_dtypes_linear", "_dyn_quant_matmul_4bit", "_sparse_semi_structured_linear"),
-)
-_GROUPED = ("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2")
+#: second.
+_MATRICES = {name: at for at, names in NAMES["matrices"].items() for name in names}
 #: Elements of a group of scales that make a scaled product one of blocks (DeepSeek-V3, 2024,
 #: section 3.3.2).
 _BLOCK = 128
@@ -83,9 +72,9 @@ def product_of(call: AtenCall) -> Product | None:
         return _foreign(call)
     if name in _MATRICES:
         return _matrices(call, _MATRICES[name], batched=True)
-    if name in _LAYERS:
+    if name in NAMES["layers"]:
         return _matrices(call, 0, batched=False)
-    if name in _GROUPED:
+    if name in NAMES["grouped"]:
         return _grouped(call)
     known = _OTHERS.get(name)
     return known(call) if known else None
@@ -94,7 +83,7 @@ def product_of(call: AtenCall) -> Product | None:
 def multiplies(name: str) -> bool:
     """Whether an operator of ATen multiplies matrices."""
     own = name.removeprefix("aten.").removesuffix("_")
-    return own in _MATRICES or own in _LAYERS or own in _GROUPED or own in _OTHERS
+    return own in _MATRICES or own in NAMES["layers"] or own in NAMES["grouped"] or own in _OTHERS
 
 
 def check_formats(calls: Sequence[AtenCall], spec: DeviceSpec) -> None:

@@ -25,28 +25,18 @@ from itertools import accumulate
 from math import ceil, log2, prod
 from typing import Any, NamedTuple
 
+from ...common.files import own_data
 from ...features.ir.torch.record import AtenCall
 from ...models.gpu.routes import SECTOR
 
+#: Names of operators by what their kernels do.
+NAMES = own_data("predict/operator/aten.yaml")
 #: Operators that read rows of a table which an index chooses, not all of it.
-LOOKUPS = (
-    "aten.embedding",
-    "aten.index",
-    "aten.index_select",
-    "aten.gather",
-    "aten.nll_loss_forward",
-)
+LOOKUPS = NAMES["lookups"]
 #: Operators that read the rows of a table that an index chooses, and add them up.
 BAGS = ("aten._embedding_bag", "aten._embedding_bag_forward_only")
 _EMBEDDING = "aten.embedding_dense_backward"
-_PUTS = ("aten.index_put", "aten._unsafe_index_put", "aten._index_put_impl")
-#: Operators that write elements which an index of their own shape chooses, and the number of times
-#: that they touch each: what is added to is read and written.
-_SCATTERS = {"aten.scatter_add": 2, "aten.scatter_reduce": 2, "aten.scatter": 1}
-#: Operators that write slices of a table which a list of indices chooses, as above.
-_SLICES = {"aten.index_add": 2, "aten.index_reduce": 2, "aten.index_copy": 1, "aten.index_fill": 1}
 _MASKED, _PUT_FLAT, _TAKE = "aten.masked_scatter", "aten.put", "aten.take"
-_SCANS = ("aten.cumsum", "aten.cumprod", "aten.logcumsumexp", "aten.cummax", "aten.cummin")
 #: Most indices for which the gradient of an embedding is one kernel without a sort
 #: (embedding_dense_backward_cuda).
 _UNSORTED = 3072
@@ -96,11 +86,11 @@ def write_traffic(call: AtenCall) -> list[float] | None:
     if call.name == _EMBEDDING:
         return _embedding(call)
     name = call.name.removesuffix("_")
-    if name in _PUTS:
+    if name in NAMES["puts"]:
         return [*_copy(call), *_put(call)]
     if name == _MASKED:
         return [*_copy(call), *_masked(call)]
-    if name in _SCATTERS or name in _SLICES or name == _PUT_FLAT:
+    if name in NAMES["scatters"] or name in NAMES["slices"] or name == _PUT_FLAT:
         return [*_copy(call), _scattered(call, name)]
     return None
 
@@ -110,13 +100,13 @@ def _scattered(call: AtenCall, name: str) -> float:
     table, index = call.inputs[:2]
     source = call.inputs[2].shape if len(call.inputs) > 2 else ()
     shape = index.shape
-    if name in _SLICES:
+    if name in NAMES["slices"]:
         # What fills slices is one value.
         along = call.whole(0)
         filled = (*table.shape[:along], prod(index.shape), *table.shape[along:][1:])
         shape = source or filled
     values = float(table.bytes / max(prod(table.shape), 1) * prod(shape))
-    times = (_SCATTERS | _SLICES).get(name, 2 if True in call.numbers else 1)
+    times = (NAMES["scatters"] | NAMES["slices"]).get(name, 2 if True in call.numbers else 1)
     touched = _touched(table.bytes, shape, name == _PUT_FLAT or _scatters(call), values)
     return float(index.bytes + values * bool(source) + times * touched)
 
@@ -271,7 +261,7 @@ def scan_steps(call: AtenCall) -> int:
     single column, go on in parallel.
     """
     shape = call.inputs[0].shape if call.inputs else ()
-    if call.name.removesuffix("_") not in _SCANS or len(shape) < 2:
+    if call.name.removesuffix("_") not in NAMES["scans"] or len(shape) < 2:
         return 0
     along = call.whole(0) % len(shape)
     inner = along == len(shape) - 1 or shape[along] == prod(shape)

@@ -26,6 +26,7 @@ from .aten_products import check_formats, product_of
 from .aten_recurrent import is_recurrent, recurrent_ops
 from .aten_traffic import (
     LOOKUPS,
+    NAMES,
     SORTS,
     Use,
     channel_blocks,
@@ -40,17 +41,6 @@ from .aten_traffic import (
 
 PRODUCT, CONVOLUTION, ATTENTION = "product", "convolution", "attention"
 NORM, SOFTMAX, PASS = "norm", "softmax", "pass"
-#: Tensors that an operator reads or writes again beyond its operands, as a factor on its traffic:
-#: batch and group norm read their input for the moments and again for the result, backward also
-#: the gradient (PyTorch's native kernels).
-_AGAIN = {
-    "aten.native_batch_norm": 1.5,
-    "aten.cudnn_batch_norm": 1.5,
-    "aten._native_batch_norm_legit": 1.5,
-    "aten.native_batch_norm_backward": 5 / 3,
-    "aten.native_group_norm": 1.5,
-    "aten.native_group_norm_backward": 5 / 3,
-}
 #: Distances between all pairs of two lists of points, and the position of the first list.
 _DISTANCES = {"aten._cdist_forward": 0, "aten._cdist_backward": 1}
 #: Products whose time follows from which values of a matrix there are, which nobody says.
@@ -310,7 +300,7 @@ def _traffic(call: AtenCall) -> float:
         width = call.inputs[0].bytes / max(prod(call.inputs[0].shape), 1)
         return 2.0 * width * prod(a) * b[-2]
     whole = float(sum(t.bytes for t in (*call.outputs, *call.inputs)))
-    return whole * (1.0 if evaluated(call) else _AGAIN.get(call.name, 1.0))
+    return whole * (1.0 if evaluated(call) else NAMES["again"].get(call.name, 1.0))
 
 
 def _convolution(call: AtenCall) -> tuple[int, ...]:

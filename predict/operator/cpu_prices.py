@@ -18,18 +18,12 @@ from ...features.cost.formats import FORMATS
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted, resident_share
 from .aten_prices import least_times
-from .aten_traffic import Stream, streams
+from .aten_traffic import NAMES, Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, PRODUCT, AtenKernel
 
 _FIT = fitted("cpu")
-#: Words of operators whose loops compute a function of each element by some dozen operations of
-#: vectors, of those that the C++ compiler makes no vectors of (they gather), and of reductions.
-_FUNCTIONS = ("gelu", "silu", "sigmoid", "softmax", "exp", "erf", "tanh", "mish", "pow")
-_GATHERS = (
-    *("cat", "clone", "constant_pad", "index", "roll", "pool", "upsample", "im2col", "repeat"),
-    *("stack", "gather"),
-)
-_REDUCTIONS = ("mean", "sum", "amax", "var", "layer_norm", "group_norm", "vector_norm")
+#: Words of operators by what their loops do.
+_WORDS = NAMES["cpu"]
 #: FLOP of a core in a clock where no clock is known: two units of eight lanes.
 _USUAL = 32.0
 #: Where kernels of CPUs come from.
@@ -128,10 +122,11 @@ class CpuPrices:
         if work.kind == CONVOLUTION:
             width = FORMATS[work.dtype].weight_bytes
             return _FIT.gather * _weights(work) / width / self._clock
-        cycles = sum(any(word in work.name for word in w) for w in (_GATHERS, _REDUCTIONS))
+        slow = (_WORDS["gathers"], _WORDS["reductions"])
+        cycles = sum(any(word in work.name for word in words) for words in slow)
         # A "hardtanh" compares.
         names = [name for name in work.name.split("+") if "hard" not in name]
-        vectors = any(word in name for word in _FUNCTIONS for name in names)
+        vectors = any(word in name for word in _WORDS["functions"] for name in names)
         lanes = self._spec.vector_peak("f32") / 2.0 * self._balance
         return elements * (cycles * _FIT.gather / self._clock + vectors * _FIT.function / lanes)
 

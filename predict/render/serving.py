@@ -63,7 +63,7 @@ def print_serving(console: Console, prediction: ServingPrediction, price: float 
     if single:
         # A load of prompts alone is judged by what it reads.
         each = prediction.load.prompts @ prediction.load.counts / prediction.load.count
-        tokens, what = Interval(*(each * end for end in rate)), "input "
+        tokens, what = rate.times(each), "input "
     console.print(
         headline(
             f"{per_second(tokens.value)} {what}tokens/s",

@@ -303,6 +303,7 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
     from rich.text import Text
 
     from ...common.units import duration
+    from ...predict.render.difference import signed
     from ...predict.render.parts import (
         Column,
         Compared,
@@ -311,9 +312,6 @@ def print_trace_check(console: Console, result: TraceCheck, top: int) -> None:
         fitted_table,
         print_notes,
     )
-
-    def signed(us: float) -> str:
-        return f"{'+' if us >= 0 else '−'}{duration(abs(us))}"
 
     console.print(Text.assemble((Path(result.trace).name, "bold"), f" on {result.device}"))
     classes: tuple[Column[ClassTime], ...] = (
