@@ -6,40 +6,13 @@ import re
 from typing import NamedTuple
 
 from ...common.errors import PlanError
+from ...common.files import own_data
 from ..step.workload import Workload
 from .policies import framework_defaults
 from .served import WEIGHTS, ServedModel
 
-#: Formats of weights by words that the names of sources contain, the first that does.
-_WEIGHTS = (
-    ("nvfp4", "nvfp4"),
-    ("mxfp4|mxfp6", "mxfp4"),
-    ("w4a8|w4afp8|int4|awq|gptq|w4a16|q4|4bit", "int4"),
-    (r"^fp4|\bfp4", "nvfp4"),
-    ("fp8.?block|blockwise", "fp8_block"),
-    ("fp8|float8|mxfp8|f8e", "fp8"),
-    ("int8|w8a8|smoothquant", "int8"),
-    ("^(fp16/bf16|bf16/fp16)", "bf16"),
-    ("bf16|bfloat16", "bf16"),
-    (r"^(fp|f|float)16", "f16"),
-    (r"^(fp|f|float)32", "f32"),
-)
-#: Formats of the cache likewise; those of vLLM and SGLang are the values of their
-#: ``--kv-cache-dtype``.
-_CACHES = {
-    **dict.fromkeys(("", "fp16", "f16", "fp16/bf16", "float16", "bfloat16"), "bf16"),
-    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn", "fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "fp8"),
-}
-#: Formats in which models are published whose names do not say one, by their ``config.json`` on
-#: huggingface.co (``quantization_config``); everything else is published in 16 bits. Distilled
-#: models of DeepSeek-R1 have the sizes and the format of Llama and Qwen.
-_PUBLISHED = (
-    ("gpt-oss", "mxfp4"),
-    (r"deepseek-(v3|r1(?!.*(llama|qwen)))", "fp8"),
-    (r"kimi-k2(-thinking|\.)", "int4"),
-    ("kimi-k2", "fp8"),
-    ("minimax-m2", "fp8"),
-)
+#: What names say of formats.
+_NAMES = own_data("simulate/serving/names.yaml")
 
 
 class Formats(NamedTuple):
@@ -68,7 +41,7 @@ def format_in(name: str) -> str:
     Empty for 16 bits. ``openai/gpt-oss-120b`` is in ``mxfp4``, ``Qwen/Qwen3-32B-FP8`` in ``fp8``.
     """
     text = name.lower().replace("_", "-").rsplit("/", 1)[-1]
-    rules = (*_WEIGHTS, *_PUBLISHED)
+    rules = (*_NAMES["weights"].items(), *_NAMES["published"].items())
     return next((own for pattern, own in rules if re.search(pattern, text)), "")
 
 
@@ -109,7 +82,7 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
     kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
     if not kept and weights in framework_defaults(formats.framework).cache_follows:
         kept = "fp8"
-    kept = _CACHES.get(kept, kept)
+    kept = _NAMES["caches"].get(kept, kept)
     own = _weights_of(experts) or every
     return ServedModel(workload, other, own, kept, formats.linear_layers, attention)
 
@@ -119,4 +92,6 @@ def _weights_of(text: str) -> str:
     name = text.lower()
     if name in WEIGHTS:
         return name
-    return next((own for pattern, own in _WEIGHTS if re.search(pattern, name)), name)
+    return next(
+        (own for pattern, own in _NAMES["weights"].items() if re.search(pattern, name)), name
+    )
