@@ -74,7 +74,7 @@ def sweep(predictors: Predictors, task: Task, payload: bytes) -> dict[str, objec
         "fits": int(rows["fits"].sum()),
         "tokens": work.batch * work.seq,
         "front": [{str(name): value for name, value in plan.items()} for plan in plans],
-        "nearest_miss": nearest_miss(job, rows),
+        "nearest_miss": nearest_miss(job, rows, lambda row: str(row["plan"])),
         "notes": front_notes(job, best),
     }
 

@@ -128,7 +128,7 @@ def run_sweep(console: Console, settings: SweepSettings) -> pd.DataFrame:
         console.print(f"{what}: {settings.as_step(best)}", soft_wrap=True)
     if len(rows.groupby(["cluster", "batch"])) > 1:
         print_clusters(console, rows)
-    if missed := nearest_miss(own, rows):
+    if missed := nearest_miss(own, rows, settings.as_step):
         console.print(missed, soft_wrap=True)
     failed = plans[plans["error"] != ""]
     if len(failed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
@@ -109,12 +109,13 @@ def judge(job: SweepJob, items: Sequence[Candidate]) -> list[dict[str, object]]:
     return rows
 
 
-def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
+def nearest_miss(job: SweepJob, rows: pd.DataFrame, named: Callable[[pd.Series], str]) -> str:
     """Report which plan of a sweep misses least, by how much, and what would make it fit.
 
     Args:
         job: Settings of the sweep.
         rows: Its results.
+        named: Names a plan, by its row, as whoever asked can ask for it again.
 
     Returns:
         Empty if a plan fits, or if none could be evaluated.
@@ -124,10 +125,7 @@ def nearest_miss(job: SweepJob, rows: pd.DataFrame) -> str:
         return ""
     near = judged.sort_values("memory_bytes_per_device").iloc[0]
     found = _again(job, near)
-    said = (
-        f"nothing fits: the plan that needs least, --cluster {near['cluster']} --set "
-        f"batch={near['batch']} --plan {near['plan']}, {found.fit.reason()}"
-    )
+    said = f"nothing fits: the plan that needs least, {named(near)}, {found.fit.reason()}"
     # However it is sharded: a parameter and its gradient, and what the optimiser keeps of it.
     kept = 2.0 * job.workload.width + OPTIMIZER_BYTES
     memory = _predictor(str(near["cluster"]), job).learned.memory

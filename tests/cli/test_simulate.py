@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pandas as pd
@@ -120,14 +121,18 @@ def test_a_sweep_where_nothing_fits_says_by_how_much(tmp_path):
     result = CliRunner().invoke(
         app,
         ["sweep", "--workload", "llama", "--set", large, "--cluster", "h100-sxm-x4", "--model",
-         "roofline", "--grid", "tp=2/4,pp=1,split=1", "--out", str(tmp_path)],
+         "roofline", "--grid", "tp=2/4,pp=1,split=1", "--compiled",
+         "--power-cap", "500W", "--out", str(tmp_path)],
         env={"COLUMNS": "300"},
     )  # fmt: skip
     assert result.exit_code == 1
     assert "0 fit the memory" in result.stdout and "MFU" not in result.stdout
-    assert "nothing fits: the plan that needs least, --cluster h100-sxm-x4 --set batch=8" in (
-        result.stdout
-    )
+    # With all that was asked, to be copied.
+    near = re.search(r"nothing fits: the plan that needs least, (.*), needs ", result.stdout)[1]
+    assert f"--workload llama --cluster h100-sxm-x4 --set {large} --model" in near
+    assert "roofline --compiled --power-cap 500W --plan" in near
+    again = CliRunner().invoke(app, ["simulate", *shlex.split(near)], catch_exceptions=False)
+    assert "does NOT fit" in again.stdout
     # 61.4e9 parameters at 16 bytes are 983 GB, of 86 each.
     devices = int(re.search(r"alone take (\d+) devices at least", result.stdout)[1])
     assert devices in (11, 12)

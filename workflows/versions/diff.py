@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,7 +55,11 @@ class DiffSettings:
     ] = None
     fail_above: Annotated[
         float | None,
-        Option("Exit with 1 if it is slower by more than so many percent.", least=0.0),
+        Option(
+            "Exit with 1 if it is slower by more than so many percent. With --budget, of programs "
+            "of which it says no `slower`.",
+            least=0.0,
+        ),
     ] = None
     sure: Annotated[
         float, Option("Least probability of that at which to fail.", least=0.0, most=1.0)
@@ -223,18 +227,23 @@ def _asked(settings: DiffSettings) -> list[Allowed]:
     """
     if settings.budget is None:
         slower = None if settings.fail_above is None else settings.fail_above / 100
-        devices = tuple(settings.device.split(","))
+        devices = _devices(settings.device.split(","))
         return [Allowed(_called(settings.new), settings.old, settings.new, devices, slower)]
     for revision in filter(None, (settings.old, settings.new)):
         commit_of(revision)
     found = []
     for own in read_budget(settings.budget, settings.old, settings.new):
         if settings.device:
-            own = replace(own, devices=tuple(settings.device.split(",")))
+            own = replace(own, devices=_devices(settings.device.split(",")))
         if settings.fail_above is not None and own.slower is None:
             own = replace(own, slower=settings.fail_above / 100)
         found.append(own)
     return found
+
+
+def _devices(names: Iterable[object]) -> tuple[str, ...]:
+    """Names of devices, each once."""
+    return tuple(dict.fromkeys(str(name).strip() for name in names))
 
 
 def _called(text: str) -> str:
@@ -280,19 +289,35 @@ def _allowed(entry: object, old: str, new: str) -> Allowed:
     if not isinstance(entry, dict) or not {"program", "device"} <= entry.keys() <= set(_KEYS):
         raise ValueError(f"has program, device and some of {', '.join(_KEYS)}; not {entry!r}")
     own: JsonMapping = entry
-    devices = own["device"] if isinstance(own["device"], list) else str(own["device"]).split(",")
-    program = str(own["program"])
-    slower, limit = own.get("slower"), own.get("limit")
+    listed = own["device"] if isinstance(own["device"], list) else str(own["device"]).split(",")
+    devices = _devices(listed)
+    if not devices or "" in devices:
+        raise ValueError(f"device: {own['device']!r} names no device, or an empty one")
+    program, slower, limit = own["program"], own.get("slower"), own.get("limit")
+    if not isinstance(program, str):
+        raise ValueError(f"program: {program!r} is not a file or module.py:function")
     if slower is None and limit is None:
         raise ValueError("gives neither slower, such as 3%, nor limit, such as 33ms")
     return Allowed(
         str(own.get("name", _called(program))),
         f"{old}:{program}",
         f"{new}:{program}" if new else program,
-        tuple(str(name).strip() for name in devices),
+        devices,
         None if slower is None else _percent(slower) / 100,
-        None if limit is None else 1e6 * seconds_of(str(limit)),
+        None if limit is None else 1e6 * _limit(limit),
     )
+
+
+def _limit(value: object) -> float:
+    """Seconds of a limit.
+
+    Raises:
+        ValueError: It is no duration, or has no unit: that of nobody's program is seconds.
+    """
+    found = seconds_of(str(value))
+    if not str(value)[-1].isalpha():
+        raise ValueError(f"limit: {value!r} has no unit: write {value}ms or {value}us")
+    return found
 
 
 def _percent(value: object) -> float:

@@ -282,12 +282,19 @@ def test_budgets_are_read(tmp_path):
     assert first == Allowed("train step", f"v1:{program}", program, ("h100-sxm",), 0.03)
     assert second.devices == ("a100-sxm-80gb",) and second.limit_us == pytest.approx(1e4)
     assert read_budget(path, "v1", "v2")[0].new == f"v2:{program}"
+    path.write_text("- {program: a, device: 'b, c, b', limit: 1ms}")
+    assert read_budget(path, "v1", "")[0].devices == ("b", "c")
     for text, said in (
         ("{}", "list of programs"),
         ("- {program: a}", "program, device"),
         ("- {program: a, device: b}", "neither slower"),
         ("- {program: a, device: b, slower: x}", "not a percentage"),
         ("- {program: a, device: b, limit: x}", "not a duration"),
+        # A gate that would never close: seconds where milliseconds were meant, or no device.
+        ("- {program: a, device: b, limit: 12}", "no unit: write 12ms"),
+        ("- {program: a, device: [], limit: 1ms}", "names no device"),
+        ("- {program: a, device: 'b,', limit: 1ms}", "names no device"),
+        ("- {program: [a], device: b, limit: 1ms}", "not a file"),
         ("- {program: a, device: b, slower: 1, most: 2}", "some of"),
     ):
         path.write_text(text)
