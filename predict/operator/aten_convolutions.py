@@ -30,6 +30,7 @@ from ...models.gpu.memory_passes import (
     shipped_constants,
     soft_maximum,
 )
+from ...models.pytorch.model import is_older
 from .aten_costs import IMAGE
 from .aten_work import AtenKernel
 from .prices import MEMORY_SHARE
@@ -41,26 +42,31 @@ _FIT = fitted("cudnn")
 _CUDNN_TAPS, _CUDNN_CHANNELS = (1, 9, 25), 32
 #: Taps for which cuDNN has depthwise kernels with the channels last.
 _LAST_TAPS = (1, 9, 25, 49)
-#: Groups that cuDNN's kernels of several groups at once serve together, and the least channels of
-#: one; these are powers of two.
+#: First release of PyTorch that comes with cuDNN 8.3 (its wheels), and fewest groups and most
+#: channels of one for which that has kernels of several groups at once, read off training on the
+#: 3090. Before, there had to be a multiple of 32 groups of as many channels as a power of two.
+_SERVES_MORE, _FEWEST_GROUPS, _MOST_CHANNELS = (1, 12), 6, 48
 _TOGETHER, _LEAST_CHANNELS = 32, 4
 #: Threads of a block of PyTorch's gradient of a depthwise filter, at most (DepthwiseConv2d.cu,
 #: MAX_BLOCK_SIZE), and blocks of it that a multiprocessor of 1,536 threads holds.
 _THREADS, _BLOCKS = 256, 6
 
 
-def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
+def cudnn_seconds(work: AtenKernel, spec: DeviceSpec, release: str = "") -> float:
     """Seconds of a convolution of 16 bits, or in TF32, by cuDNN, with the turns of its images.
 
     Args:
         work: A convolution that is neither transposed nor depthwise, in the format that it
             multiplies.
         spec: A GPU of NVIDIA's.
+        release: Of PyTorch; empty for a recent one.
     """
     groups, channels = work.shape[0], _narrowest(work)
     memory = work.bytes / (spec.bandwidth * MEMORY_SHARE)
     turned = not work.channels_last and work.conv_size("c") > IMAGE
-    tile = _FIT.tile if turned else _FIT.tile_last
+    # Powers of two have smaller tiles where nothing is turned: with the channels last RegNets of 16
+    # of them gain a quarter over NCHW, those of 24 lose a tenth (3090 and 4090, PyTorch 2.4).
+    tile = _FIT.tile_last if _is_power(channels) and not turned else _FIT.tile
     filled = _filled(channels, tile) if groups > 1 else 1.0
     flops = work.op.flops()
     matrix, vector = spec.matrix_peak(work.dtype), spec.vector_peak("f32")
@@ -69,7 +75,8 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec) -> float:
     waves = 1.0 if filters else _waves(work, spec)
     compute = flops / filled * (1.0 / (matrix * _FIT.matrix) + _FIT.beside / vector)
     seconds = max(compute * waves, memory)
-    if filters and work.channels_last and groups > 1 and not _served_together(groups, channels):
+    alone = groups > 1 and not _served_together(groups, channels, release)
+    if filters and work.channels_last and alone:
         padded = flops / _filled(channels, _FIT.tile_last)
         seconds = max(seconds, padded / (_FIT.filters * vector))
     return (seconds + turned * _FIT.turn * memory + spec.floor) * work.op.scale
@@ -139,6 +146,14 @@ def _filled(channels: int, tile: float) -> float:
     return channels / (ceil(channels / tile) * tile)
 
 
-def _served_together(groups: int, channels: int) -> bool:
-    power = channels & (channels - 1) == 0
-    return groups % _TOGETHER == 0 and power and channels >= _LEAST_CHANNELS
+def _served_together(groups: int, channels: int, release: str) -> bool:
+    """Whether a kernel makes gradients of filters of several groups at once."""
+    if is_older(release, _SERVES_MORE):
+        enough = channels >= _LEAST_CHANNELS
+        return groups % _TOGETHER == 0 and _is_power(channels) and enough
+    aligned = channels == _LEAST_CHANNELS or channels % 8 == 0
+    return groups >= _FEWEST_GROUPS and aligned and channels <= _MOST_CHANNELS
+
+
+def _is_power(channels: int) -> bool:
+    return channels & (channels - 1) == 0

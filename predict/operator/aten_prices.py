@@ -175,7 +175,8 @@ class AtenPrices:
             if keys[i] == ROOFLINE and work.is_depthwise:
                 times[i] = depthwise_times(work, self._spec)
             elif keys[i] == ROOFLINE and self._multiplies_last(work):
-                times[i] *= cudnn_seconds(work.but(dtype=ops[i].dtype), self._spec) / times[i, 0]
+                multiplied = work.but(dtype=ops[i].dtype)
+                times[i] *= cudnn_seconds(multiplied, self._spec, self._release) / times[i, 0]
             if work.name in STEPS:
                 times[i] = np.maximum(times[i], KERNEL_US * 1e-6 * work.op.scale)
                 times[i] *= [1.0, 1.0 / _PERSISTENT, 1.0]

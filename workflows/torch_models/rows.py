@@ -238,9 +238,10 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         if isinstance(own, str):
             answers.append(own)
             continue
-        # Releases differ by their kernels of attention and of RMS norms alone.
+        # Releases differ by their kernels of attention, of RMS norms and of gradients alone.
         uses = [pair for r in own.recordings for pair in r.uses.items()]
         differ = any(one or isinstance(use, FunctionUse) for use, one in uses)
+        differ |= any(case.mode == "train" for case, _ in row.runs)
         key = row.device, own.predictor.framework, own.predictor.release if differ else ""
         if key not in known:
             known[key] = _tried(_seconds, row, own)

@@ -31,10 +31,10 @@ def recorded(*layers, channels, last=False, train=False):
     return record(TorchProgram(module, (x,), **options))
 
 
-def times(recording, spec=SPEC):
+def times(recording, spec=SPEC, release=""):
     """Seconds of the convolutions, by direction."""
     found = [w for w in works_of(recording, "torch-eager") if w.kind == "convolution"]
-    seconds = AtenPrices(spec, None, 1.0, 1.0)(found)[0][:, 0] - spec.floor
+    seconds = AtenPrices(spec, None, 1.0, 1.0, release)(found)[0][:, 0] - spec.floor
     return {w.conv["op"]: own for w, own in zip(found, seconds, strict=True)}
 
 
@@ -61,6 +61,10 @@ def test_groups_fill_tiles_of_32_or_64_columns():
     products = 2 * BATCH * SIDE * SIDE * 64 * 8 * 9
     found = times(recorded(conv(64, 3, groups=8), channels=64, last=True))["fwd"]
     assert found == pytest.approx(4 * products / (0.7 * SPEC.matrix_peak("f16")), rel=1e-3)
+    # Twelve, which are no power of two, fill 12 of 64.
+    products = 2 * BATCH * SIDE * SIDE * 96 * 12 * 9
+    found = times(recorded(conv(96, 3, groups=8), channels=96, last=True))["fwd"]
+    assert found == pytest.approx(64 / 12 * products / (0.7 * SPEC.matrix_peak("f16")), rel=1e-3)
 
 
 def test_what_goes_beside_products_decides_where_these_are_fast():
@@ -92,10 +96,8 @@ def test_few_small_images_leave_multiprocessors_idle(taps, waves):
     assert found == pytest.approx(products * waves * (4.1208 + 3.6634) * 1e-15, rel=1e-3)
 
 
-def test_gradients_of_grouped_filters_have_fast_kernels_for_32_groups_alone():
+def test_gradients_of_few_grouped_filters_have_no_fast_kernels():
     few = times(recorded(conv(64, 3, groups=4), channels=64, last=True, train=True))
-    many = times(recorded(conv(512, 3, groups=32), channels=512, last=True, train=True))
-    assert many["bwd_weights"] == pytest.approx(many["bwd_data"])
     # At 4 % of the vector units, with 16 channels as 32: regnets train slower by several times.
     products = 2 * BATCH * SIDE * SIDE * 64 * 16 * 9
     assert few["bwd_weights"] == pytest.approx(
@@ -103,6 +105,29 @@ def test_gradients_of_grouped_filters_have_fast_kernels_for_32_groups_alone():
     )
     turned = times(recorded(conv(64, 3, groups=4), channels=64, train=True))
     assert turned["bwd_weights"] < few["bwd_weights"] / 5
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "release", "fast"),
+    [
+        # Measured on an RTX 3090 (published-torch pack), channels last over NCHW: RegNet-Z 005 (4
+        # channels) 4.6 by PyTorch 1.11 and 0.75 by 1.12, Visformer (8 × 48) 3.2 and 1.03, RegNet-Y
+        # 040 (17 × 64) 3.0 and 3.4, ResNeXt-50 (32 × 4) 0.78 and 0.66.
+        (104, 4, "1.11", False),
+        (104, 4, "1.12", True),
+        (8, 48, "1.11", False),
+        (8, 48, "", True),
+        (17, 64, "", False),
+        (32, 4, "1.11", True),
+        (32, 12, "", False),
+    ],
+)
+def test_newer_libraries_serve_more_groups_at_once(groups, channels, release, fast):
+    made = recorded(
+        conv(groups * channels, 3, groups), channels=groups * channels, last=True, train=True
+    )
+    found = times(made, release=release)
+    assert (found["bwd_weights"] < 1.5 * found["bwd_data"]) == fast
 
 
 def test_gradients_of_depthwise_filters_go_twice_over_their_operands_by_cudnn():
