@@ -17,7 +17,7 @@ from ..common.errors import DatasetError
 from ..common.progress import stages, tracked, wrote
 from ..features.devices.identity import identified
 from ..predict.locate import OPERATOR_MODEL
-from .measured.calibration_samples import check_unseen
+from .measured.calibration_samples import FAR, check_unseen, far_off
 from .train_operators import TRAINING
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _trials(
     trials = []
     keys = sorted(set(rows["key"]))
     for key in tracked(keys, len(keys), "choosing samples of families"):
-        pool, test = _pool(rows[rows["key"] == key].reset_index(drop=True), seed)
+        own = _near(console, model, rows[rows["key"] == key].reset_index(drop=True), spec)
+        pool, test = _pool(own, seed)
         if len(pool) < samples or not len(test):
             console.print(f"{key}: only {len(pool)} rows to choose from, left out")
             continue
@@ -141,6 +142,20 @@ def _trials(
             hint="ask for fewer --samples, or import more",
         )
     return trials
+
+
+def _near(console: Console, model: OpModel, rows: pd.DataFrame, spec: DeviceSpec) -> pd.DataFrame:
+    """Rows of a family, but those that :func:`far_off` takes for another unit, which it names."""
+    key = str(rows["key"].iloc[0])
+    logs = model.families[key].site_errors(rows, {spec.name: spec})[1]
+    far = np.abs(logs) > np.log(FAR)
+    if far.any():
+        what = f"{key}: the farthest of {int(far.sum())} of {len(rows)} rows"
+        told = far_off(what, float(logs[np.argmax(np.abs(logs))]))
+        console.print(told, highlight=False, soft_wrap=True)
+    # Most rows in another unit: so are the few that happen to be nearer.
+    near: pd.DataFrame = rows[~far & (far.mean() < 0.5)].reset_index(drop=True)
+    return near
 
 
 def _pool(rows: pd.DataFrame, seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:

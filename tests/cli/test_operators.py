@@ -192,6 +192,19 @@ def test_calibrate_saves_the_adapted_model(
     assert error[1] < 0.6 * error[0]
 
 
+def test_operators_in_another_unit_are_not_learned_from(
+    dataset: Path, model: Path, tmp_path: Path
+) -> None:
+    """Milliseconds in a column of microseconds agree with each other: no left-out row says so."""
+    data, out = Dataset.load(dataset), tmp_path / "adapted"
+    frame = data.frame.assign(latency_us_p50=data.frame["latency_us_p50"] * 1e-3)
+    Dataset(frame, data.runs).save(tmp_path / "ms")
+    words = ("calibrate", "--device", "l40s", "--model", model, "--samples", 10, "--out", out)
+    result = CliRunner().invoke(app, [str(w) for w in (*words, "--data", tmp_path / "ms")])
+    assert result.exit_code != 0 and not out.exists()
+    assert "times as short as predicted" in result.output
+
+
 def test_an_operator_model_predicts_no_program(model: Path, tmp_path: Path) -> None:
     program = tmp_path / "p.mlir"
     program.write_text("func.func @main() { return }")

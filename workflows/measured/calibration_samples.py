@@ -77,7 +77,7 @@ def far_off(name: str, logs: float) -> str:
     return (
         f"{name} is {factor:,.0f} times as {'long' if logs > 0.0 else 'short'} as predicted, and "
         f"no published run is {FAR:.0f} times off: not learned from; is it in the unit that the "
-        "column names, and of the model, plan and load that the row says?"
+        "column names, and of what the row says?"
     )
 
 
