@@ -47,25 +47,34 @@ def canonical_dots(graph: Graph, *, any_order: bool = False) -> None:
     def rule(node: Node) -> Node | None:
         if node.opcode == "dot":
             mine = users[id(node)]
-            # C = A·B transposed is Bᵀ·Aᵀ: swapping the operands saves the transpose of the result.
-            turn = len(mine) == 1 and id(node) not in outputs and _is_swap(mine[0], node)
-            if turn:
+            alone = len(mine) == 1 and id(node) not in outputs
+            order = _written_order(mine[0], node, any_order) if alone else ""
+            if order:
                 swapped.add(id(mine[0]))
-            return _canonical(node, turn, any_order)
+            # C = A·B transposed is Bᵀ·Aᵀ: swapping the operands saves the transpose of the result.
+            return _canonical(node, order.find("c") < order.find("r"), any_order)
         return reshape(node.operands[0], node.type.shape) if id(node) in swapped else None
 
     rewrite(graph, rule)
 
 
-def _is_swap(transpose: Node, dot: Node) -> bool:
-    """Return whether a transpose of a product does what swapping its operands does."""
+def _written_order(transpose: Node, dot: Node, any_order: bool) -> str:
+    """Order in which a product is written where that is its transpose: ``bcr``, ``rbc``.
+
+    Empty if no kernel writes it so (XLA's DotCanSupportShapeWithLayout), or it is no other one.
+    """
     if transpose.opcode != "transpose":
-        return False
+        return ""
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
     rows = len(dot.operands[0].type.shape) - batch - len(dot.attrs["lhs_contracting_dims"])
     rank = len(dot.type.shape)
-    turned = [*range(batch), *range(batch + rows, rank), *range(batch, batch + rows)]
-    return list(transpose.attrs["dimensions"]) == turned
+    dims = [d for d in transpose.attrs["dimensions"] if dot.type.shape[d] != 1]
+    roles = ["b"] * batch + ["r"] * rows + ["c"] * (rank - batch - rows)
+    order = "".join(dict.fromkeys(roles[d] for d in dims))
+    runs = [[d for d in dims if roles[d] == role] for role in order]
+    # Each role is one run of memory.
+    whole = [d for run in map(sorted, runs) for d in run] == dims != sorted(dims)
+    return order if whole and (any_order or not order.endswith("b")) else ""
 
 
 def _canonical(dot: Node, swap: bool, any_order: bool) -> Node:

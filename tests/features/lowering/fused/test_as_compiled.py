@@ -533,3 +533,14 @@ def test_the_order_of_the_first_of_two_products_goes_on():
     # Two products of copies, a third of what one kernel makes of both, and its result turned.
     opcodes = [k.kind for k in found]
     assert opcodes == [*["copy"] * 2, "gemm"] * 2 + ["fusion", "gemm", "copy"]
+
+
+@pytest.mark.parametrize(
+    ("equation", "copies"), [("bij,bjk->kbi", 0), ("bij,bjk->ikb", 0), ("aibj,bajk->aibk", 3)]
+)
+def test_products_are_written_in_any_order_of_batch_rows_and_columns(equation, copies):
+    sizes = {"a": 4, "b": 16, "i": 512, "j": 512, "k": 512}
+    words = equation.partition("->")[0].split(",")
+    arrays = [spec(*map(sizes.__getitem__, word), dtype=BF16) for word in words]
+    kinds = [k.kind for k in kernels(lambda x, y: jnp.einsum(equation, x, y), *arrays)]
+    assert (kinds.count("gemm"), kinds.count("copy")) == (1, copies)
