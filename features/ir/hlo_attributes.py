@@ -45,6 +45,12 @@ _NUMBER = re.compile(r"\(([^()]*)\)|([^\s,{}()]+)")
 # Octal, hexadecimal, or a single character, as C++ escapes strings.
 _ESCAPE = re.compile(r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r"}
+#: Fields of a window in the order of :class:`WindowDim`, each with what stands for one that is left
+#: out.
+WINDOW = {
+    "size": "", "stride": "1", "pad": "0_0",
+    "lhs_dilate": "1", "rhs_dilate": "1", "rhs_reversal": "0",
+}  # fmt: skip
 
 
 @lru_cache(maxsize=65536)
@@ -131,30 +137,16 @@ def read_window(text: str) -> tuple[WindowDim, ...]:
     fields = dict(item.split("=", 1) for item in text.strip("{}").split())
     if "size" not in fields:
         return ()
-    sizes = fields["size"].split("x")
-
-    def values(key: str, default: str) -> list[str]:
-        given = fields[key].split("x") if key in fields else [default] * len(sizes)
-        if len(given) != len(sizes):
+    rank = len(fields["size"].split("x"))
+    columns = []
+    for key, default in WINDOW.items():
+        columns.append(fields[key].split("x") if key in fields else [default] * rank)
+        if len(columns[-1]) != rank:
             raise ValueError(f"{key} of the window {text} has a different rank than its size")
-        return given
-
-    columns = zip(
-        sizes,
-        values("stride", "1"),
-        values("pad", "0_0"),
-        values("lhs_dilate", "1"),
-        values("rhs_dilate", "1"),
-        values("rhs_reversal", "0"),
-        strict=True,
-    )
     dims = []
-    for size, stride, pad, lhs, rhs, flip in columns:
-        low, high = pad.split("_")
-        dim = WindowDim(
-            int(size), int(stride), int(low), int(high), int(lhs), int(rhs), flip == "1"
-        )
-        dims.append(dim)
+    for size, stride, pad, lhs, rhs, flip in zip(*columns, strict=True):
+        low, high = map(int, pad.split("_"))
+        dims.append(WindowDim(int(size), int(stride), low, high, int(lhs), int(rhs), flip == "1"))
     return tuple(dims)
 
 

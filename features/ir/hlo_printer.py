@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+from .hlo_attributes import WINDOW
 from .program import Computation, Op, Program, TensorType, WindowDim
 
 # Texts that need no quotes: read_value() would read the excluded words back as other types.
@@ -220,17 +221,15 @@ def _padding(value: Iterable[tuple[int, int, int]]) -> str:
 def _window(value: tuple[WindowDim, ...]) -> str:
     if not value:
         return "{}"
-    parts = ["size=" + "x".join(str(d.size) for d in value)]
-    if any(d.stride != 1 for d in value):
-        parts.append("stride=" + "x".join(str(d.stride) for d in value))
-    if any(d.pad_low or d.pad_high for d in value):
-        parts.append("pad=" + "x".join(f"{d.pad_low}_{d.pad_high}" for d in value))
-    if any(d.lhs_dilation != 1 for d in value):
-        parts.append("lhs_dilate=" + "x".join(str(d.lhs_dilation) for d in value))
-    if any(d.rhs_dilation != 1 for d in value):
-        parts.append("rhs_dilate=" + "x".join(str(d.rhs_dilation) for d in value))
-    if any(d.reversal for d in value):
-        parts.append("rhs_reversal=" + "x".join("1" if d.reversal else "0" for d in value))
+    dims = [
+        [str(number) for number in (size, stride, f"{low}_{high}", *map(int, others))]
+        for size, stride, low, high, *others in value
+    ]
+    parts = [
+        f"{key}={'x'.join(column)}"
+        for (key, default), column in zip(WINDOW.items(), zip(*dims, strict=True), strict=True)
+        if any(text != default for text in column)
+    ]
     return "{" + " ".join(parts) + "}"
 
 
