@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...common.errors import DatasetError
+from ...common.files import own_data
 from ...features.ir.program import DTYPE_BITS, HLO_NAMES
 from ..profile.executions import Event
 from .trace import Collective, Nested, Operator, Trace, TraceKernel
@@ -33,21 +34,7 @@ _KERNELS, _COPIES = ("kernel",), ("gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver", "hip_runtime")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 #: Collectives by NCCL's names, without underscores and case, as PyTorch and the kernels write them.
-COLLECTIVES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "allgatherbase": "all_gather",
-    "allgatherintotensor": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "reducescatterbase": "reduce_scatter",
-    "reducescattertensor": "reduce_scatter",
-    "alltoall": "alltoall",
-    "alltoallbase": "alltoall",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv",
-    "send": "send_recv",
-    "recv": "send_recv",
-}
+COLLECTIVES: dict[str, str] = own_data("datagen/traces/operators.toml")["collectives"]
 #: Bytes of an element by the names of NumPy and of C, both of which traces use.
 _WIDTHS = {name: DTYPE_BITS[kind] // 8 for name, kind in HLO_NAMES.items()} | {
     "half": 2, "float": 4, "double": 8, "int": 4, "long": 8, "byte": 1, "char": 1,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...common import plugins
 from ...common.errors import OpcastError
-from ..ir.op_table import NAMES
+from ..ir.op_table import NAMES, named
 from ..ir.precision import arithmetic
 from ..ir.program import STATED, Op, Program, TensorType, read_work
 from ..operators.op import op_flops
@@ -75,19 +75,7 @@ _FACTORISATIONS: tuple[tuple[str, Matrix], ...] = (
 )
 _BY_ROUTINE = {name: rule for names, rule in _FACTORISATIONS for name in names.split()}
 #: Targets that annotate values and run no code.
-ANNOTATIONS = frozenset(
-    (
-        "Sharding",
-        "InspectSharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "AllocateBuffer",
-        "annotate_device_placement",
-        "LayoutConstraint",
-        "AssumeGatherIndicesInBound",
-        "ConcatBitcast",
-    )
-)
+ANNOTATIONS = named("annotations")
 #: Targets that only go over their operands and results.
 _PASSES = re.compile("|".join(NAMES["passes"]))
 _HOST = re.compile("|".join(NAMES["host_calls"]))

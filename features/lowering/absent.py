@@ -20,7 +20,9 @@ from ..ir.jax_compat import (
     write_bytecode,
 )
 from ..ir.mlir.locations import SourceOps
+from ..ir.mlir.opcodes import hlo_opcode
 from ..ir.partitioning import partitions_as_replicas
+from ..ir.program import COLLECTIVES
 from ..ir.reader import SourceProgram, TripCounts
 from ..kernels.kernel import Kernel, LoweredProgram
 from .cache import CachedModule, LocalTarget, LoweringCache, from_data, to_data
@@ -37,18 +39,6 @@ logger = logging.getLogger(__name__)
 
 #: Attributes that a partitioner acts on.
 _SHARDING = ("mhlo.sharding", "sdy.sharding", "sdy.sharding_per_value")
-#: Ops that only a partitioned program has.
-_COLLECTIVES = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "collective_permute",
-        "collective_broadcast",
-    )
-)
 
 
 def lower_absent(
@@ -221,7 +211,7 @@ def is_partitioned(module: ir.Module) -> bool:
     for op in walk_ops(module):
         if op.name.startswith("sdy.") or any(name in op.attributes for name in _SHARDING):
             return False
-        talks |= op.name in _COLLECTIVES
+        talks |= hlo_opcode(op.name) in COLLECTIVES
     return talks
 
 

@@ -11,27 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...devices.device import DeviceSpec
+from ...ir.op_table import named
 from ...ir.program import Computation, Op, Program, TensorType
 from .clusters import PRODUCTS
 
 #: Ops whose result is their operand's memory.
 _VIEWS = frozenset(("bitcast", "opt-barrier", "optimization-barrier", "copy-done"))
 #: Ops whose results are names of other values, or no arrays in memory.
-_NO_VALUES = frozenset(
-    (
-        "parameter",
-        "constant",
-        "tuple",
-        "get-tuple-element",
-        "while",
-        "conditional",
-        "call",
-        "after-all",
-        "partition-id",
-        "replica-id",
-        *_VIEWS,
-    )
-)
+_NO_VALUES = named("no_values") | _VIEWS
 #: Part of the on-chip memory that values may take; the rest is for the kernels' own windows.
 #: Engineering estimates, this and the next one (docs/fused.md).
 SHARE = 0.75
