@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ....common.errors import LoweringError
 from ...ir.program import Computation, Op, Program
 from .clusters import Cluster, Clusters, is_consumer, is_view
 from .convolutions import REVERSED
 from .generated import WIDENED
-from .graph import Node
+from .graph import Graph, Node
 from .layouts import MOVES
 
 
@@ -222,6 +222,21 @@ class ComputationWriter(_Writer):
                 # _counted_by_compiler).
                 op.attrs["backend_config"] = {"known_init_step": {"init": "0", "step": "1"}}
         self._put(node, op)
+
+
+def bodies_of(
+    graph: Graph, emitter: Emitter, writer: Callable[[Graph, Emitter], ComputationWriter]
+) -> dict[int, tuple[str, ...]]:
+    """Write the loops and branches of a graph; returns their names by the id of their node."""
+    bodies = {}
+    for node in graph.nodes():
+        names = []
+        for inner in node.graphs:
+            body, one = writer(inner, emitter), node.opcode == "conditional"
+            names.append(emitter.add(body.write(emitter.name("body"), one_parameter=one)))
+        if names:
+            bodies[id(node)] = tuple(names)
+    return bodies
 
 
 class _Fused(_Writer):

@@ -16,7 +16,7 @@ from ...kernels.memory import entry_bytes, peak_memory
 from ..op import ragged_notes, uncosted_notes, whole_notes
 from .clusters import Clusters
 from .convolutions import canonical_convs
-from .emit import ComputationWriter, Emitter
+from .emit import ComputationWriter, Emitter, bodies_of
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
 from .generated import WIDENED, fuse_generated
@@ -160,16 +160,7 @@ def _fused(
 ) -> ComputationWriter:
     copy_loop_state(graph)
     own_fills(graph)
-    bodies: dict[int, tuple[str, ...]] = {}
-    for node in graph.nodes():
-        if node.graphs:
-            names = []
-            for inner in node.graphs:
-                writer = _fused(inner, machine, emitter)
-                one = node.opcode == "conditional"
-                body = writer.write(emitter.name("body"), one_parameter=one)
-                names.append(emitter.add(body))
-            bodies[id(node)] = tuple(names)
+    bodies = bodies_of(graph, emitter, lambda inner, _: _fused(inner, machine, emitter))
     clusters = Clusters(graph, fused_products=machine.fused_products)
     if machine.converted:
         fuse_generated(clusters, machine.converted, is_entry=is_entry)

@@ -6,7 +6,7 @@ from ...ir.op_table import UPDATES
 from ...ir.reader import SourceProgram
 from ..op import ragged_notes
 from .clusters import Clusters
-from .emit import ComputationWriter, Emitter
+from .emit import ComputationWriter, Emitter, bodies_of
 from .expansions import expand_ops
 from .graph import Graph, build_graph
 from .loops import copy_loop_state, copy_overwritten
@@ -46,11 +46,5 @@ def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[st
 def _unfused(graph: Graph, emitter: Emitter) -> ComputationWriter:
     """Writer of a graph each of whose ops is a kernel, its loops and branches written."""
     copy_loop_state(graph)
-    bodies: dict[int, tuple[str, ...]] = {}
-    for node in graph.nodes():
-        writers = [_unfused(inner, emitter) for inner in node.graphs]
-        one = node.opcode == "conditional"
-        names = [emitter.add(w.write(emitter.name("body"), one_parameter=one)) for w in writers]
-        if names:
-            bodies[id(node)] = tuple(names)
+    bodies = bodies_of(graph, emitter, _unfused)
     return ComputationWriter(emitter, Clusters(graph), bodies, wrapped=False)
