@@ -25,7 +25,7 @@ from ..common.options import (
     table_file,
 )
 from ..common.progress import wrote
-from ..datagen.campaign.settings import CampaignSettings
+from ..datagen.campaign.plan import CampaignSettings
 from ..workflows.settings import ProfileSettings
 from .options import make_console, print_json, refuse, refuse_unused
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..datagen.campaign.importer import ImportedCampaign
-    from ..datagen.campaign.settings import CampaignSettings
+    from ..datagen.campaign.plan import CampaignSettings
     from ..features.devices.device import DeviceSpec
 
 #: Most lines of a list that are printed.
@@ -30,7 +30,7 @@ def run_campaign(settings: CampaignSettings, tell: Callable[[str], None]) -> int
         tell: Called with a line for each block, and for each case that failed.
     """
     from ..datagen.campaign.__main__ import ended_as_interrupted, summary
-    from ..datagen.campaign.forecast import told
+    from ..datagen.campaign.plan import told
     from ..datagen.campaign.run import run_campaign as run
 
     if settings.plan:

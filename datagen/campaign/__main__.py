@@ -11,9 +11,8 @@ from pathlib import Path
 
 from ...common.errors import OpcastError
 from ...common.options import seconds_of
-from .forecast import told
+from .plan import DEVICES, CampaignSettings, told
 from .run import Outcome, run_campaign
-from .settings import DEVICES, CampaignSettings
 
 
 def summary(outcome: Outcome) -> str:

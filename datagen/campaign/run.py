@@ -16,11 +16,9 @@ from ...common.files import locked
 from ...common.types import JsonObject
 from .archive import pack
 from .client import WORKERS, Workers
-from .forecast import TURN_PART
 from .journal import Journal
-from .plan import Case, Plan, load_plan
+from .plan import DEVICES, TURN_PART, CampaignSettings, Case, Plan, load_plan
 from .record import host_record, scrubbed_text
-from .settings import DEVICES, CampaignSettings
 from .telemetry import Telemetry
 
 #: Exit status: all is measured or the budget used up; nothing could be measured, or the

@@ -9,11 +9,17 @@ import pytest
 
 from opcast.common.errors import ProfileError
 from opcast.datagen.campaign.client import WORKERS
-from opcast.datagen.campaign.forecast import forecast, told
 from opcast.datagen.campaign.jax_models import model
 from opcast.datagen.campaign.jax_ops import operation
-from opcast.datagen.campaign.plan import Case, Entry, Plan, load_plan
-from opcast.datagen.campaign.settings import CampaignSettings
+from opcast.datagen.campaign.plan import (
+    CampaignSettings,
+    Case,
+    Entry,
+    Plan,
+    forecast,
+    load_plan,
+    told,
+)
 from opcast.datagen.zoo import parse_settings, resolve
 
 PLANS = pytest.mark.parametrize("platform", ("gpu", "tpu", "cpu"))

@@ -24,9 +24,8 @@ from opcast.datagen.campaign import run as run_module
 from opcast.datagen.campaign.archive import MOST_BYTES, read_archive
 from opcast.datagen.campaign.client import Workers
 from opcast.datagen.campaign.journal import Journal
-from opcast.datagen.campaign.plan import load_plan
+from opcast.datagen.campaign.plan import CampaignSettings, load_plan
 from opcast.datagen.campaign.run import DONE, MORE, run_campaign
-from opcast.datagen.campaign.settings import CampaignSettings
 from opcast.datagen.describe import noise_floor
 from opcast.features.dataset import Dataset
 from opcast.features.devices.device import local_device_name
