@@ -188,7 +188,7 @@ def budget(
             predicted, or there is a limit and none was first called inside.
     """
     from ..features.ir.jax_compat import recorded_functions
-    from ..features.ir.torch.called import recorded_modules
+    from ..features.ir.torch.program import recorded_modules
     from .api import loaded, predict
     from .devices import resolve_device
 

@@ -14,20 +14,20 @@ from collections.abc import Iterator
 
 from ...features.cost.formats import ALIASES, FORMATS
 from ...features.ir.torch.record import AtenCall
-from ...features.ir.torch.recurrent import BACKWARD, FORWARD, Sizes
+from ...features.ir.torch.stand_ins import RNN, RNN_BACKWARD, Sizes
 from ...features.operators.op import Op, product_bytes
 
 #: Values of a unit of the state that a cell reads and writes beside its gates, each read twice (of
 #: the input's product and of the state's): the state before, after, and what is returned; backward
 #: also the gradients of state and result.
-_STATES = {FORWARD: 3, BACKWARD: 5}
+_STATES = {RNN: 3, RNN_BACKWARD: 5}
 #: Names of what follows step by step.
 STEPS = ("cudnn_rnn steps", "cudnn_rnn cells")
 
 
 def is_recurrent(name: str) -> bool:
     """Whether a call is a library's of recurrent layers."""
-    return name in (FORWARD, BACKWARD)
+    return name in (RNN, RNN_BACKWARD)
 
 
 def recurrent_ops(call: AtenCall) -> list[Op]:
@@ -38,7 +38,7 @@ def recurrent_ops(call: AtenCall) -> list[Op]:
     own = "tf32" if dtype == "f32" else dtype
     width = FORMATS[own].element_bytes
     found = []
-    for rows, columns, depth, times in _products(sizes, call.name == BACKWARD):
+    for rows, columns, depth, times in _products(sizes, call.name == RNN_BACKWARD):
         moved = float(sum(product_bytes(1, rows, columns, depth, width, width)))
         shape = (1, rows, columns, depth)
         name = STEPS[0] if times > sizes.layers * sizes.directions else "cudnn_rnn"

@@ -16,7 +16,7 @@ import numpy as np
 from ...common.errors import ProgramError
 from ...features.cost.formats import ALIASES, FORMATS
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch.place import Place
+from ...features.ir.torch.eager import Place
 from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.table import is_solver
 from ...features.operators.op import QUANTIZED, Op

@@ -170,8 +170,7 @@ def predict_on(
     Raises:
         DeviceError: There are no devices, or one is unknown.
     """
-    from ...features.ir.torch.called import with_batch
-    from ...features.ir.torch.program import TorchProgram
+    from ...features.ir.torch.program import TorchProgram, with_batch
 
     if not devices:
         raise DeviceError("an empty list of devices", hint="such as device=['h100-sxm', 'l4']")

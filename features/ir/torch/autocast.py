@@ -6,13 +6,15 @@ products but leaves softmax, norms and their like in 16 bits, which CUDA's runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
+_Function: TypeAlias = Callable[..., object]
+_Args: TypeAlias = tuple[object, ...]
 #: What CUDA's autocast runs in f32 (the f32 lists of ATen/autocast_mode.h): functions and methods
 #: of tensors by name.
 _F32 = frozenset(
@@ -56,7 +58,7 @@ def cuda_autocast() -> Iterator[None]:
 
     own = torch.autocast
     known = own.__init__, own.__enter__, own.__exit__
-    modes: dict[int, list[torch.overrides.TorchFunctionMode]] = {}
+    modes: dict[int, list[ExitStack]] = {}
 
     def init(
         self: torch.autocast,
@@ -75,13 +77,13 @@ def cuda_autocast() -> Iterator[None]:
     def enter(self: torch.autocast) -> object:
         found = known[1](self)
         if id(self) in modes:
-            modes[id(self)].append(_widening())
-            modes[id(self)][-1].__enter__()
+            modes[id(self)].append(ExitStack())
+            modes[id(self)][-1].enter_context(_widening())
         return found
 
     def leave(self: torch.autocast, *error: object) -> object:
         if modes.get(id(self)):
-            modes[id(self)].pop().__exit__(*error)
+            modes[id(self)].pop().close()
         return known[2](self, *error)
 
     own.__init__, own.__enter__, own.__exit__ = init, enter, leave
@@ -91,10 +93,9 @@ def cuda_autocast() -> Iterator[None]:
         own.__init__, own.__enter__, own.__exit__ = known
 
 
-def _widening() -> torch.overrides.TorchFunctionMode:
+def _widening() -> AbstractContextManager[object]:
     """A mode in which :data:`_F32` take operands of 16 bits in f32 where autocast is on."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
     def widened(value: object) -> object:
         if not isinstance(value, torch.Tensor):
@@ -104,19 +105,33 @@ def _widening() -> torch.overrides.TorchFunctionMode:
         narrow = value.dtype in (torch.float16, torch.bfloat16)
         return value.float() if narrow or late else value
 
-    class Widening(TorchFunctionMode):  # type: ignore[misc]
+    def wide(function: _Function, args: _Args, kwargs: dict[str, object]) -> object:
+        listed = getattr(function, "__name__", "") in _F32
+        if listed and torch.is_autocast_enabled("cpu"):
+            args, kwargs = torch.utils._pytree.tree_map(widened, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return function_mode(wide)
+
+
+def function_mode(
+    stand: Callable[[_Function, _Args, dict[str, object]], object],
+) -> AbstractContextManager[object]:
+    """A mode in which a function is called in the place of every function of PyTorch.
+
+    Args:
+        stand: Takes the function, and its arguments by position and by name.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(
             self,
-            function: object,
+            function: _Function,
             types: object,
-            args: tuple[object, ...] = (),
+            args: _Args = (),
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
-            assert callable(function), function
-            listed = getattr(function, "__name__", "") in _F32
-            if listed and torch.is_autocast_enabled("cpu"):
-                args = torch.utils._pytree.tree_map(widened, args)
-                kwargs = torch.utils._pytree.tree_map(widened, dict(kwargs or {}))
-            return function(*args, **(kwargs or {}))
+            return stand(function, args, dict(kwargs or {}))
 
-    return Widening()
+    return Mode()

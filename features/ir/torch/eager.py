@@ -21,8 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ..mlir.locations import FRAMEWORK
-from .autocast import cuda_autocast
-from .place import Place
+from .autocast import cuda_autocast, function_mode
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +42,24 @@ Stand: TypeAlias = Callable[..., object]
 def is_users(file: str) -> bool:
     """Whether a file of Python belongs to a model, not to PyTorch or to what runs it."""
     return not (FRAMEWORK.search(file) or file.startswith(("<", *_OWN)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the user's model a node belongs.
+
+    Attributes:
+        file: The innermost file of the user's own; empty if unknown.
+        line: Line in it.
+        modules: Scopes, outermost first, joined by slashes.
+    """
+
+    file: str = ""
+    line: int = 0
+    modules: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.file else self.modules
 
 
 @dataclass
@@ -214,7 +231,6 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
         stands: By name in these modules. Each is called with the function that it stands for.
     """
     import torch
-    from torch.overrides import TorchFunctionMode
 
     functional = torch.nn.functional
     owners = {
@@ -222,23 +238,16 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     }
     known = {getattr(owner, name): name for name, owner in owners.items()}
 
-    class Mode(TorchFunctionMode):  # type: ignore[misc]
-        """Sees what users call by any name; functions of ``torch.nn.functional`` hide their own."""
-
-        def __torch_function__(
-            self,
-            function: Callable[..., object],
-            types: Sequence[type],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object:
-            given = kwargs or {}
-            name = known.get(function)
-            if name is not None:
-                return stands[name](function, *args, **given)
-            if "device" in given and given["device"] is not None:
-                given = {**given, "device": "cpu"}
-            return function(*args, **given)
+    # What users call by any name; functions of ``torch.nn.functional`` hide their own.
+    def seen(
+        function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        name = known.get(function)
+        if name is not None:
+            return stands[name](function, *args, **kwargs)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
 
     def stand(name: str, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
@@ -252,7 +261,7 @@ def standing_in(stands: Mapping[str, Stand]) -> Iterator[None]:
     for name, original in inside.items():
         setattr(functional, name, stand(name, original))
     try:
-        with cuda_autocast(), Mode():
+        with cuda_autocast(), function_mode(seen):
             yield
     finally:
         for name, original in inside.items():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....common.errors import ProgramError
 from ....common.versions import version_numbers
-from .autocast import autocast_module
+from .autocast import autocast_module, function_mode
 from .export import shortened
 from .presets import presets
 from .program import TorchProgram
@@ -174,22 +174,15 @@ _FILLS = frozenset(
 def _unfilled() -> AbstractContextManager[object]:
     """A mode in which tensors on ``meta``, which have no values, are given none."""
     import torch
-    from torch.overrides import TorchFunctionMode
 
-    class Unfilled(TorchFunctionMode):  # type: ignore[misc]
-        def __torch_function__(
-            self,
-            function: Callable[..., object],
-            types: object,
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object:
-            own = args[0] if args and getattr(function, "__name__", "") in _FILLS else None
-            if isinstance(own, torch.Tensor) and own.is_meta:
-                return own
-            return function(*args, **(kwargs or {}))
+    def unfilled(
+        function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        own = args[0] if args and getattr(function, "__name__", "") in _FILLS else None
+        filled = isinstance(own, torch.Tensor) and own.is_meta
+        return own if filled else function(*args, **kwargs)
 
-    return Unfilled()
+    return function_mode(unfilled)
 
 
 def _package(name: str, what: str) -> object:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
-from .eager import Scopes
-from .place import Place
+from .eager import Place, Scopes
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from ....common.collection import paused_collection
 from ....common.errors import ProgramError
-from .decomposition import Fakes
+from .decomposition import WRAPPERS, Fakes, setting_of
 from .eager import (
+    Place,
     Scopes,
-    Stand,
     deciding_without_values,
     given_to,
     is_users,
@@ -33,35 +33,33 @@ from .eager import (
     without_memory,
 )
 from .export import export, shortened
-from .graph_runs import run_graph
-from .place import Place
 from .program import TorchProgram, torch_loss, torch_optimizer
 from .record import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
     AtenCall,
-    AttentionUse,
-    FunctionUse,
     Fused,
     Recorder,
     Recording,
     TensorUse,
-    dtype_name,
-    lies_last,
     watching,
 )
-from .recurrent import GATES, recurrent
-from .rms_norm import rms_norm
+from .stand_ins import GATES, stands
 from .translate import is_checkpointed, place_of
 
 if TYPE_CHECKING:
     import torch
 
-#: Arguments of ``scaled_dot_product_attention`` in order.
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: Layers that a GPU has as one call of cuDNN, and that are recorded step by step.
 _RECURRENT = tuple(f"aten.{name}." for name in GATES)
+#: Functions of PyTorch, which modes of functions see, for operators of an export.
+_FUNCTIONS = {
+    "aten.scaled_dot_product_attention.default": "scaled_dot_product_attention",
+    "aten.dropout.default": "dropout",
+    "aten.rms_norm.default": "rms_norm",
+    "aten.lstm_cell.default": "lstm_cell",
+}
 
 
 def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
@@ -284,110 +282,6 @@ def _computed_again(calls: Sequence[AtenCall]) -> list[AtenCall]:
     return [*forward, *(again(c, BACKWARD) for c in repeated), *(again(c, c.phase) for c in others)]
 
 
-def _attention(
-    log: Recorder,
-    call: Callable[..., object],
-    target: object,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> object:
-    """Run attention by one kernel, or by the products and passes that PyTorch writes it out as."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    one = log.chooses(_attention_use(args, kwargs))
-    # Fused attention draws its dropout itself, at little cost.
-    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    kwargs = {k: v for k, v in kwargs.items() if k != "dropout_p"}
-    if one:
-        # The CPU's kernel takes masks of two and four dimensions alone, a GPU's any.
-        return call(
-            target,
-            (*args[:3], *map(_four_dimensions, args[3:4]), *args[4:]),
-            {k: _four_dimensions(v) if k == "attn_mask" else v for k, v in kwargs.items()},
-        )
-    with sdpa_kernel(SDPBackend.MATH):
-        return call(target, args, kwargs)
-
-
-def _four_dimensions(given: object) -> object:
-    """A mask of attention that has three dimensions as one of four."""
-    import torch
-
-    if isinstance(given, torch.Tensor) and given.dim() == 3:
-        return given.unsqueeze(0)
-    return given
-
-
-def stands(log: Recorder) -> dict[str, Stand]:
-    """What stands for functions that a GPU has as one kernel and the CPU has not."""
-    import torch
-
-    def attention(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-        return _attention(log, lambda f, a, k: f(*a, **k), function, args, kwargs)
-
-    def dropout(
-        function: Callable[..., object],
-        input: torch.Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-    ) -> object:
-        if not training or p == 0.0:
-            return input
-        return torch.ops.aten.native_dropout.default(input, p, True)[0]
-
-    one_kernel = rms_norm(log.write_library)
-
-    def norm(
-        function: Callable[..., object],
-        input: torch.Tensor,
-        normalized_shape: Sequence[int],
-        weight: torch.Tensor | None = None,
-        eps: float | None = None,
-    ) -> object:
-        own = "" if weight is None else dtype_name(weight)
-        if log.chooses(FunctionUse("rms_norm", dtype_name(input), own, lies_last(input))):
-            return one_kernel(len(normalized_shape), input, weight)
-        return function(input, normalized_shape, weight, eps)
-
-    def cell(
-        function: Callable[..., object],
-        input: torch.Tensor,
-        hx: Sequence[torch.Tensor],
-        w_ih: torch.Tensor,
-        w_hh: torch.Tensor,
-        *biases: torch.Tensor,
-    ) -> object:
-        if not log.chooses(FunctionUse("lstm_cell", dtype_name(input))):
-            return function(input, hx, w_ih, w_hh, *biases)
-        gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
-        return torch.ops.aten._thnn_fused_lstm_cell.default(*gates, hx[1], *biases)[:2]
-
-    layers = {name: recurrent(name, log.write_library) for name in GATES}
-    known: dict[str, Stand] = {"dropout": dropout, "rms_norm": norm, "lstm_cell": cell, **layers}
-    return {"scaled_dot_product_attention": attention, **known}
-
-
-def _attention_use(args: Sequence[object], kwargs: Mapping[str, object]) -> AttentionUse:
-    """A call of attention by the operator's arguments."""
-    import torch
-
-    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-    query, key, value, mask, dropout, causal = (given.get(name) for name in _ATTENTION)
-    assert isinstance(query, torch.Tensor), "attention of no tensor"
-    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
-    return AttentionUse(
-        tuple(query.shape),
-        tuple(key.shape),
-        tuple(value.shape),
-        dtype=dtype_name(query),
-        masked=mask is not None,
-        causal=bool(causal),
-        grouped=bool(given.get("enable_gqa")),
-        dropout=dropout if isinstance(dropout, float) else 0.0,
-    )
-
-
 def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
     """Mark a node of autograd and what leads to it, as far as nothing is marked yet."""
     front = [node]
@@ -397,3 +291,50 @@ def _mark(node: torch.autograd.graph.Node | None, place: Place) -> None:
             continue
         own.metadata["opcast"] = place
         front += [before for before, _ in own.next_functions]
+
+
+def run_graph(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[object],
+    before: Callable[[torch.fx.Node], object],
+    after: Callable[[torch.fx.Node, object], object] = lambda node, found: None,
+) -> object:
+    """Run a graph; each value dies after its last use.
+
+    Args:
+        module: The graph.
+        inputs: What it is given.
+        before: Told of each call of a function before it runs.
+        after: Told of it and its results when it has run.
+    """
+    import torch
+
+    class Runner(torch.fx.Interpreter):  # type: ignore[misc]
+        def run_node(self, node: torch.fx.Node) -> object:
+            if node.op != "call_function":
+                return super().run_node(node)
+            before(node)
+            found = super().run_node(node)
+            after(node, found)
+            return found
+
+        def call_function(
+            self, target: object, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
+            name = getattr(target, "__name__", "")
+            if name in WRAPPERS:
+                # Node by node, so that each has its own place.
+                at = WRAPPERS[name]
+                with setting_of(name, args[:at]):
+                    return run_graph(args[at], args[at + 1 :], before, after)
+            known = _FUNCTIONS.get(str(target))
+            if known:
+                target = getattr(torch.nn.functional, known, None) or getattr(torch, known)
+            return super().call_function(target, args, kwargs)
+
+        def call_module(
+            self, target: str, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> object:
+            return None if "guard" in str(target) else super().call_module(target, args, kwargs)
+
+    return Runner(module).run(*inputs)

@@ -21,10 +21,10 @@ from ....common.errors import ProgramError
 from .decomposition import Fakes
 from .eager import deciding_without_values, is_users, standing_in
 from .export import export, shortened
-from .graph_runs import run_graph
 from .program import TorchProgram, torch_loss, torch_optimizer
 from .record import Fused, Recorder
-from .runs import stands
+from .runs import run_graph
+from .stand_ins import stands
 from .translate import place_of
 
 if TYPE_CHECKING:

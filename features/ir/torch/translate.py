@@ -17,9 +17,8 @@ from jax.extend import source_info_util
 from ....common.errors import ProgramError
 from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
-from .eager import is_users
+from .eager import Place, is_users
 from .export import Exported, jax_dtype
-from .place import Place
 from .table import Call, Result, find, is_solver
 
 if TYPE_CHECKING:

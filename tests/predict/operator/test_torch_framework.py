@@ -17,9 +17,11 @@ import torch.nn.functional as F  # noqa: E402
 from opcast.common.errors import DeviceError, OpcastError, ProgramError  # noqa: E402
 from opcast.features.devices.catalogue import find_device  # noqa: E402
 from opcast.features.ir.reader import read_program  # noqa: E402
-from opcast.features.ir.torch.called import with_batch  # noqa: E402
 from opcast.features.ir.torch.export import export  # noqa: E402
-from opcast.features.ir.torch.program import TorchProgram  # noqa: E402
+from opcast.features.ir.torch.program import (  # noqa: E402
+    TorchProgram,
+    with_batch,
+)
 from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.api import predict  # noqa: E402
 from opcast.predict.operator.aten_fusion import fused  # noqa: E402

@@ -1,0 +1,208 @@
+"""What stands for functions that a GPU has as one kernel and the CPU has not.
+
+Attention, dropout, norms, cells and stacks of recurrent layers: results without data, and the call
+that a GPU runs, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from .record import AttentionUse, FunctionUse, Recorder, dtype_name, lies_last
+
+if TYPE_CHECKING:
+    import torch
+
+    from .eager import Stand
+
+#: Arguments of ``scaled_dot_product_attention`` in order.
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_NORM, _NORM_BACKWARD = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
+#: Function of PyTorch: gates of a cell.
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+RNN, RNN_BACKWARD = "cudnn.rnn", "cudnn.rnn_backward"
+#: Writes down a call by its name, operands, results and sizes.
+Write: TypeAlias = Callable[[str, Sequence[object], Sequence[object], tuple[int, ...]], None]
+
+
+class Sizes(NamedTuple):
+    """Sizes of a stack of recurrent layers.
+
+    Attributes:
+        gates: Of a cell.
+        layers: Their number.
+        directions: 2 of bidirectional ones.
+        steps: Positions of a sequence.
+        batch: Sequences.
+        given: Width of the input.
+        hidden: Width of a cell.
+        shown: Width of what it returns, narrower than ``hidden`` if it is projected.
+    """
+
+    gates: int
+    layers: int
+    directions: int
+    steps: int
+    batch: int
+    given: int
+    hidden: int
+    shown: int
+
+
+def _recurrent(name: str, write: Write) -> Callable[..., object]:
+    """What stands for a recurrent function: its results without data, and one call written down."""
+    import torch
+
+    class Layer(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(
+            ctx: object, sizes: Sizes, many: int, *operands: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            given, *states = operands[: 1 + many]
+            wide = sizes.directions * sizes.shown
+            found = given.new_empty((*given.shape[:-1], wide))
+            last = tuple(s.new_empty(s.shape) for s in states)
+            write(RNN, operands, (found, *last), sizes)
+            ctx.sizes, ctx.operands = sizes, operands  # type: ignore[attr-defined]
+            return (found, *last)
+
+        @staticmethod
+        def backward(ctx: object, *gradients: torch.Tensor) -> tuple[object, ...]:
+            sizes, operands = ctx.sizes, ctx.operands  # type: ignore[attr-defined]
+            found = tuple(t.new_empty(t.shape) for t in operands)
+            kept = [g for g in gradients if g is not None]
+            write(RNN_BACKWARD, (*kept, *operands), found, sizes)
+            return (None, None, *found)
+
+    def stand(function: Callable[..., object], given: torch.Tensor, *rest: object) -> object:
+        states, weights, _, layers, _, _, both, first = rest
+        held = [states] if isinstance(states, torch.Tensor) else states
+        assert isinstance(held, list | tuple) and isinstance(weights, list | tuple), name
+        assert isinstance(layers, int), name
+        steps, batch = given.shape[:2][:: -1 if first else 1]
+        hidden, shown = weights[0].shape[0] // GATES[name], held[0].shape[-1]
+        own = GATES[name], layers, 1 + bool(both)
+        sizes = Sizes(*own, steps, batch, given.shape[-1], hidden, shown)
+        return Layer.apply(sizes, len(held), given, *held, *weights)
+
+    return stand
+
+
+def _rms_norm(write: Write) -> Callable[..., torch.Tensor]:
+    """What stands for the function: its result without data, and one call written down.
+
+    It takes over how many dimensions the norm goes, its input, and its weight or ``None``.
+    """
+    import torch
+
+    class Norm(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(
+            ctx: torch.autograd.function.FunctionCtx,
+            over: int,
+            given: torch.Tensor,
+            weight: torch.Tensor | None,
+        ) -> torch.Tensor:
+            found = given.new_empty(given.shape)
+            # A factor of each row, which the gradient reads again.
+            rows = (*given.shape[: given.dim() - over], *[1] * over)
+            factors = given.new_empty(rows, dtype=torch.float32)
+            ctx.save_for_backward(given, factors, weight)
+            write(_NORM, (given, weight), (found, factors), ())
+            return found
+
+        @staticmethod
+        def backward(
+            ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+        ) -> tuple[torch.Tensor | None, ...]:
+            given, factors, weight = ctx.saved_tensors
+            wanted = zip((given, weight), ctx.needs_input_grad[1:], strict=True)
+            found = [t.new_empty(t.shape) if own else None for t, own in wanted]
+            write(_NORM_BACKWARD, (gradient, given, factors, weight), found, ())
+            return (None, *found)
+
+    norm: Callable[..., torch.Tensor] = Norm.apply
+    return norm
+
+
+def stands(log: Recorder) -> dict[str, Stand]:
+    """What stands for functions of PyTorch by name, for calls that a recorder writes down."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+        one = log.chooses(_attention_use(given))
+        # Fused attention draws its dropout itself, at little cost.
+        given.pop("dropout_p", None)
+        if not one:
+            # The products and passes that PyTorch writes it out as.
+            with sdpa_kernel(SDPBackend.MATH):
+                return function(**given)
+        mask = given.get("attn_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 3:
+            # The CPU's kernel takes masks of two and four dimensions alone, a GPU's any.
+            given["attn_mask"] = mask.unsqueeze(0)
+        return function(**given)
+
+    def dropout(
+        function: Callable[..., object],
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> object:
+        if not training or p == 0.0:
+            return input
+        return torch.ops.aten.native_dropout.default(input, p, True)[0]
+
+    one_kernel = _rms_norm(log.write_library)
+
+    def norm(
+        function: Callable[..., object],
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> object:
+        own = "" if weight is None else dtype_name(weight)
+        if log.chooses(FunctionUse("rms_norm", dtype_name(input), own, lies_last(input))):
+            return one_kernel(len(normalized_shape), input, weight)
+        return function(input, normalized_shape, weight, eps)
+
+    def cell(
+        function: Callable[..., object],
+        input: torch.Tensor,
+        hx: Sequence[torch.Tensor],
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        *biases: torch.Tensor,
+    ) -> object:
+        if not log.chooses(FunctionUse("lstm_cell", dtype_name(input))):
+            return function(input, hx, w_ih, w_hh, *biases)
+        gates = torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t())
+        return torch.ops.aten._thnn_fused_lstm_cell.default(*gates, hx[1], *biases)[:2]
+
+    layers = {name: _recurrent(name, log.write_library) for name in GATES}
+    known: dict[str, Stand] = {"dropout": dropout, "rms_norm": norm, "lstm_cell": cell, **layers}
+    return {"scaled_dot_product_attention": attention, **known}
+
+
+def _attention_use(given: Mapping[str, object]) -> AttentionUse:
+    """A call of attention by its arguments."""
+    import torch
+
+    query, key, value, mask, dropout, causal = (given.get(name) for name in _ATTENTION)
+    assert isinstance(query, torch.Tensor), "attention of no tensor"
+    assert isinstance(key, torch.Tensor) and isinstance(value, torch.Tensor)
+    return AttentionUse(
+        tuple(query.shape),
+        tuple(key.shape),
+        tuple(value.shape),
+        dtype=dtype_name(query),
+        masked=mask is not None,
+        causal=bool(causal),
+        grouped=bool(given.get("enable_gqa")),
+        dropout=dropout if isinstance(dropout, float) else 0.0,
+    )
