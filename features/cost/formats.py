@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...common.files import own_data
 from ..ir.program import DTYPE_BITS, HLO_NAMES
 
 if TYPE_CHECKING:
@@ -54,53 +55,23 @@ class Format(NamedTuple):
         return DTYPE_BITS[self.weights] / 8.0
 
 
+def _formats(section: str) -> dict[str, Format]:
+    """Formats of a section of ``formats.toml``; a text stands for a format of the tables."""
+    read = own_data("features/cost/formats.toml")
+    named = {k: read["tables"][v] if isinstance(v, str) else v for k, v in read[section].items()}
+    return {name: Format(**own) for name, own in named.items()}
+
+
 #: Formats without quantisation. Of two names of one HLO type the last is the usual one.
 UNQUANTISED = ("tf32", "fp32", "fp16", "bf16")
-#: Formats by the name that operator tables use. A scale of 8 bits is shared by 16 values of NVFP4
-#: (4 + 8 / 16 bits a value) and by 32 of the OCP microscaling formats (4 + 8 / 32). Scales of fp8
-#: (E4M3, the format of forward passes: Micikevicius et al., FP8 Formats for Deep Learning, 2022)
-#: and int8, of a tensor, a channel or a large block, are too few to count. int4_wo counts as NVFP4,
-#: which the shipped model of operators learned from.
-TABLE_FORMATS: dict[str, Format] = {
-    "fp32": Format("f32", "f32", 32.0, 32.0, fastest="tf32"),
-    # f32 operands that the matrix unit rounds to TF32: XLA's default for f32 products.
-    "tf32": Format("f32", "tf32", 32.0, 32.0),
-    "fp16": Format("f16", "f16", 16.0, 16.0),
-    "bf16": Format("bf16", "bf16", 16.0, 16.0),
-    "fp64": Format("f64", "f64", 64.0, 64.0),
-    "int8": Format("s8", "s8", 8.0, 8.0, wider="bf16"),
-    "mxfp8": Format("f8e4m3fn", "f8e4m3fn", 8.25, 8.25, block=32, wider="bf16"),
-    "mxfp4": Format("f4e2m1fn", "f4e2m1fn", 4.25, 4.25, block=32),
-    "fp8": Format("f8e4m3fn", "f8e4m3fn", 8.0, 8.0, wider="bf16"),
-    "fp8_block": Format("f8e4m3fn", "f8e4m3fn", 8.0, 8.0, block=128),
-    "int8_sq": Format("s8", "s8", 8.0, 8.0),
-    # Weights alone are quantised in the "wo" and "w4a16" schemes: they are widened to bf16.
-    "int8_wo": Format("s8", "bf16", 8.0, 16.0),
-    "nvfp4": Format("f4e2m1fn", "f4e2m1fn", 4.5, 4.5, block=16, wider="fp8"),
-    "int4_wo": Format("s4", "bf16", 4.5, 16.0, block=128),
-    "w4a16_mxfp4": Format("f4e2m1fn", "bf16", 4.25, 16.0, block=32, fastest="f4e2m1fn"),
-    "w4a8_mxfp4_mxfp8": Format("f4e2m1fn", "f8e4m3fn", 4.25, 8.0, block=32),
-}
-#: The same by the names of steps and of serving, which add formats that no table has. Weights of
-#: four bits meet activations of as few or of eight (W4A8 of QServe and TensorRT-LLM) at the
-#: fastest; a scale of 16 bits is shared by 128 weights of int4 (AWQ's and GPTQ's usual group).
-FORMATS: dict[str, Format] = {
-    **TABLE_FORMATS,
-    "f32": TABLE_FORMATS["fp32"],
-    "f16": TABLE_FORMATS["fp16"],
-    "fp8_wo": Format("f8e4m3fn", "bf16", 8.0, 16.0),
-    "int4": Format("s4", "bf16", 4.125, 16.0, block=128, fastest="s8"),
-    # Of engines: experts in MXFP4 whose activations stay in 16 bits, as gpt-oss is served.
-    "mxfp4": TABLE_FORMATS["w4a16_mxfp4"],
-}
+#: Formats by the name that operator tables use.
+TABLE_FORMATS: dict[str, Format] = _formats("tables")
+#: The same by the names of steps and of serving, which add formats that no table has.
+FORMATS: dict[str, Format] = {**TABLE_FORMATS, **_formats("engines")}
 #: Other names of the formats of steps and programs: NumPy's and PyTorch's.
-ALIASES = {
+ALIASES: dict[str, str] = {
     **{name: dtype for name, dtype in HLO_NAMES.items() if dtype in ("bf16", "f16", "f32")},
-    "half": "f16",
-    "fp16": "f16",
-    "fp32": "f32",
-    "float8_e4m3fn": "fp8",
-    "float8_e5m2": "fp8",
+    **own_data("features/cost/formats.toml")["aliases"],
 }
 
 
