@@ -7,7 +7,7 @@ from typing import Any
 
 from ....common.types import JsonObject
 from ..hlo_attributes import read_backend_config
-from ..op_table import by_op, named
+from ..op_table import NAMES, by_op, named
 from ..precision import algorithm_name
 from ..program import WORK, TensorType, WindowDim, write_work
 from .values import Raw
@@ -187,30 +187,16 @@ def _index_numbers(value: object, lists: Sequence[str]) -> Attrs:
 
 
 def _gather(attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    lists = (
-        "offset_dims",
-        "collapsed_slice_dims",
-        "start_index_map",
-        "operand_batching_dims",
-        "start_indices_batching_dims",
-    )
     return {
-        **_index_numbers(attrs.pop("dimension_numbers", None), lists),
+        **_index_numbers(attrs.pop("dimension_numbers", None), NAMES["gather_numbers"]),
         "slice_sizes": _ints(attrs.pop("slice_sizes", ())),
         "indices_are_sorted": bool(attrs.pop("indices_are_sorted", False)),
     }
 
 
 def _scatter(attrs: Attrs, operands: Types, results: Types) -> Attrs:
-    lists = (
-        "update_window_dims",
-        "inserted_window_dims",
-        "scatter_dims_to_operand_dims",
-        "input_batching_dims",
-        "scatter_indices_batching_dims",
-    )
     return {
-        **_index_numbers(attrs.pop("scatter_dimension_numbers", None), lists),
+        **_index_numbers(attrs.pop("scatter_dimension_numbers", None), NAMES["scatter_numbers"]),
         "indices_are_sorted": bool(attrs.pop("indices_are_sorted", False)),
         "unique_indices": bool(attrs.pop("unique_indices", False)),
     }

@@ -19,29 +19,14 @@ from jaxlib.mlir.passmanager import PassManager
 
 from ....common.types import JsonObject
 from ..jax_compat import copy_module, functions_of, set_counts, walk_ops
+from ..op_table import named
 from .attention_calls import CallSplit, Value, sharded, split_call
 from .locations import function_of
 
 #: Ops that only turn a parameter into another form of itself, in which it may be gathered.
-_FORMS = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "bitcast_convert",
-        "convert",
-        "dynamic_slice",
-        "optimization_barrier",
-        "reduce_precision",
-        "reshape",
-        "slice",
-        "transpose",
-    )
-)
+_FORMS = named("forms_of_parameters")
 #: Ops that use a parameter together with activations. An optimiser's arithmetic is none of them.
-_USES = frozenset(
-    f"stablehlo.{name}"
-    for name in ("broadcast_in_dim", "convolution", "dot", "dot_general", "gather")
-)
-
+_USES = named("uses_of_parameters")
 #: ``"x"=2`` of a mesh of Shardy; in HLO text its quotes are escaped.
 _MESH_AXIS = re.compile(r'\\?"[^"\\]+\\?"\s*=\s*(\d+)')
 #: Op of Shardy that a ``shard_map`` becomes: its body has the shapes of one device.
