@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of some packages that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def version_numbers(version: str) -> tuple[int, ...]:

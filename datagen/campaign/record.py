@@ -14,10 +14,10 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ...common.types import JsonObject
+from ...common.versions import installed
 
 #: Figures of ``nvidia-smi --query-gpu``, one query each: a driver refuses a query with a field
 #: that it does not know.
@@ -60,20 +60,12 @@ def host_record(hosts: Mapping[str, object], platform_name: str) -> JsonObject:
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
-        "libraries": _libraries(),
+        "libraries": installed(_LIBRARIES),
     }
     if platform_name == "gpu":
         found["nvidia"] = _nvidia()
         found |= {name: text for name, own in _ANSWERS.items() if (text := _answer(*own))}
     return scrubbed(found)
-
-
-def _libraries() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _nvidia() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import platform
@@ -10,12 +9,12 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ...common.types import JsonObject
+from ...common.versions import installed
 
 #: One call of what is measured; what it returns is waited for.
 Step = Callable[[], object]
@@ -56,9 +55,7 @@ def describe() -> JsonObject:
         "python": platform.python_version(),
         "device_count": torch.cuda.device_count(),
     }
-    for name in ("triton", "timm", "transformers", "torchvision", "diffusers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+    found |= installed(("triton", "timm", "transformers", "torchvision", "diffusers"))
     if torch.cuda.is_available():
         own = torch.cuda.get_device_properties(0)
         found |= {

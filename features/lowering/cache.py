@@ -13,7 +13,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from ...common.files import gunzip, parse_json, write_bytes, write_text
 from ...common.jax_platforms import device_files
 from ...common.paths import home
 from ...common.types import JsonMapping, JsonObject
+from ...common.versions import installed
 from ..devices.device import local_device_name
 from ..ir.program import Source
 from ..kernels.kernel import LoweredProgram
@@ -249,20 +249,14 @@ def environment_hash() -> str:
     # Host and kernel: a home folder may be shared by machines with unlike devices.
     parts = [platform.node(), platform.machine(), platform.release(), str(os.cpu_count())]
     parts += [f"{name}={os.environ.get(name, '')}" for name in _SETTINGS]
-    parts += [f"{name}={_version(name)}" for name in _PACKAGES]
+    versions = installed(_PACKAGES)
+    parts += [f"{name}={versions.get(name, '')}" for name in _PACKAGES]
     parts.append(str(getattr(jax.config, "jax_platforms", "")))
     parts += device_files()
     # XLA:CPU partitions loops by the cores that the process may use.
     if hasattr(os, "sched_getaffinity"):
         parts.append(str(len(os.sched_getaffinity(0))))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _is_started() -> bool:
@@ -283,7 +277,7 @@ def _ask() -> LocalTarget:
         ) from error
     # The version text may span lines.
     version = " ".join(str(device.client.platform_version).split())
-    compiler = f"xla {_version('jaxlib')} {device.client.platform}"
+    compiler = f"xla {installed(('jaxlib',)).get('jaxlib', '')} {device.client.platform}"
     if version and version != device.client.platform:
         compiler += f" ({version})"
     return LocalTarget(local_device_name(), device.platform, compiler, jax.device_count())

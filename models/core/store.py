@@ -17,7 +17,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar, Self, cast
 
@@ -26,6 +25,7 @@ import numpy as np
 from ...common.errors import ModelError
 from ...common.files import cannot_write, parse_json, write_text
 from ...common.types import JsonMapping, JsonObject
+from ...common.versions import installed
 from .registry import PRETRAINED
 
 #: Format of the folders that this version writes, and of those that it reads.
@@ -352,13 +352,7 @@ def unpack_tensors(data: bytes) -> dict[str, np.ndarray]:
 
 def library_versions() -> dict[str, str]:
     """Versions of what a model's numbers may depend on."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    return {"python": platform.python_version()} | installed(_LIBRARIES)
 
 
 def _swap(partial: Path, path: Path) -> None:

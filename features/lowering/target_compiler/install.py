@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ....common.errors import CompilerError
 from ....common.plugins import extra_hint
+from ....common.versions import installed
 
 logger = logging.getLogger(__name__)
 
@@ -176,13 +177,7 @@ def _versions(folder: Path | None) -> dict[str, str]:
     names = [*_MAIN_PACKAGE["gpu"], *_MAIN_PACKAGE["tpu"]]
     names += ["nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"]
     if folder is None:
-        versions = {}
-        for name in names:
-            try:
-                versions[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                logger.debug("%s is not in this environment", name)
-        return versions
+        return installed(names)
     if not folder.is_dir():
         return {}
     listed = metadata.distributions(path=[str(folder)])
