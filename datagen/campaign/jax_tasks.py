@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,13 +24,11 @@ from ..profile.runner import (
     wall_runs,
 )
 from .jax_cases import Compiled, compile_cases
-from .timing import time_calls, time_launches, time_loops, time_windows
+from .timing import Tell, each, time_calls, time_launches, time_loops, time_windows
 
 if TYPE_CHECKING:
     from ..profile.executions import Event
 
-#: Takes what was found of a case: rows, the error that it ended with, or that it is under way.
-Tell = Callable[[str, "list[JsonObject] | Exception | None"], None]
 #: Most executions under the profiler: their events are kept one by one.
 _TRACED = 12
 #: Programs with more argument bytes than this are traced alone, since a session keeps the
@@ -68,8 +66,10 @@ def _no_accelerator() -> str:
 
 def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
     """Measure cases of one kind."""
-    kinds = {"traced": traced, "launches": launches, "device": described}
-    kinds[kind](cases, tell)
+    if kind == "traced":
+        traced(cases, tell)
+    else:
+        each(cases, tell, {"launches": _launches, "device": _described}[kind])
 
 
 def traced(cases: Sequence[JsonObject], tell: Tell) -> None:
@@ -236,37 +236,24 @@ def _columns(events: Sequence[Event], key: str, platform: str) -> JsonObject:
     }
 
 
-def launches(cases: Sequence[JsonObject], tell: Tell) -> None:
+def _launches(key: str, spec: JsonObject) -> list[JsonObject]:
     """What a launch costs the host, by the number of arguments."""
-    for case in cases:
-        try:
-            tell(case["key"], [_launch(case["key"], int(case["spec"]["arguments"]))])
-        except Exception as error:
-            tell(case["key"], error)
-
-
-def described(cases: Sequence[JsonObject], tell: Tell) -> None:
-    """The device by its own ceilings, as a profile describes it."""
-    from ..profile.device_probe import probe_device
-
-    for case in cases:
-        try:
-            spec = probe_device(float(case["spec"]["seconds"]))
-        except Exception as error:  # a release of JAX whose traces show no kernels
-            tell(case["key"], error)
-        else:
-            row = {"table": "device", "key": case["key"], "description": spec.to_json()}
-            tell(case["key"], [row])
-
-
-def _launch(key: str, count: int) -> JsonObject:
     import jax
     import jax.numpy as jnp
 
+    count = int(spec["arguments"])
     call = jax.jit(lambda *x: [v + 1.0 for v in x])
     values = [jnp.zeros((8,), jnp.float32) for _ in range(count)]
     row: JsonObject = {"table": "launches", "key": key, "framework": "jax", "arguments": count}
-    return row | time_launches(lambda: call(*values), wait)
+    return [row | time_launches(lambda: call(*values), wait)]
+
+
+def _described(key: str, spec: JsonObject) -> list[JsonObject]:
+    """The device by its own ceilings, as a profile describes it."""
+    from ..profile.device_probe import probe_device
+
+    description = probe_device(float(spec["seconds"])).to_json()
+    return [{"table": "device", "key": key, "description": description}]
 
 
 def anchors() -> JsonObject:

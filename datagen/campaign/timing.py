@@ -1,14 +1,16 @@
-"""Times of calls by the host's clock, whatever the framework."""
+"""Times of cases and of calls by the host's clock, whatever the framework."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ...common.types import JsonObject
 
 Result = TypeVar("Result")
+#: Takes what was found of a case: rows, the error that it ended with, or that it is under way.
+Tell = Callable[[str, "list[JsonObject] | Exception | None"], None]
 
 #: Seconds of a window of a long run, and of the pause before it, in which the device cools down.
 _WINDOW_S, _PAUSE_S = 0.25, 2.0
@@ -25,12 +27,18 @@ def time_calls(
 ) -> list[float]:
     """Microseconds of calls until their results are there, after one that warms up."""
     settle(call())
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        settle(call())
-        times.append(round((time.perf_counter() - start) * 1e6, 3))
-    return times
+    return [round(_seconds_each(call, settle, 1) * 1e6, 3) for _ in range(count)]
+
+
+def _seconds_each(
+    call: Callable[[], Result], settle: Callable[[Result], object], count: int
+) -> float:
+    """Seconds of one of several calls in a row, until the last one's result is there."""
+    start = time.perf_counter()
+    for _ in range(count - 1):
+        call()
+    settle(call())
+    return (time.perf_counter() - start) / count
 
 
 def time_launches(call: Callable[[], Result], settle: Callable[[Result], object]) -> JsonObject:
@@ -63,14 +71,7 @@ def time_loops(
         each_s: About how long one takes, in seconds.
     """
     count = max(1, round(_LOOP_S / max(each_s, 1e-6)))
-    found = []
-    for _ in range(_LOOPS):
-        start = time.perf_counter()
-        for _ in range(count - 1):
-            call()
-        settle(call())
-        found.append(round((time.perf_counter() - start) / count * 1e6, 4))
-    return found
+    return [round(_seconds_each(call, settle, count) * 1e6, 4) for _ in range(_LOOPS)]
 
 
 def time_windows(
@@ -90,10 +91,26 @@ def time_windows(
     found: list[JsonObject] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        began, start = time.time(), time.perf_counter()
-        for _ in range(count - 1):
-            call()
-        settle(call())
-        took = time.perf_counter() - start
-        found.append({"begin": began, "executions": count, "us_each": took / count * 1e6})
+        began, each = time.time(), _seconds_each(call, settle, count)
+        found.append({"begin": began, "executions": count, "us_each": each * 1e6})
     return found
+
+
+def each(
+    cases: Sequence[JsonObject], tell: Tell, one: Callable[[str, JsonObject], list[JsonObject]]
+) -> None:
+    """Measure cases one by one; one that fails is told, and the next goes on.
+
+    Args:
+        cases: Key and spec of each.
+        tell: Takes what was found of a case.
+        one: Makes the rows of a case of its key and spec.
+    """
+    for case in cases:
+        key = str(case["key"])
+        try:
+            rows = one(key, case["spec"])
+        except Exception as error:  # out of memory, no such model, a compiler that fails
+            tell(key, error)
+        else:
+            tell(key, rows)

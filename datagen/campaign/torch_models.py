@@ -6,6 +6,7 @@ library ``opcast.datagen.campaign.torch_models``, model ``resnet50``.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,24 +56,9 @@ def _resnet(depths: Sequence[int], groups: int = 1) -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def resnet26() -> nn.Module:
-    """A ResNet with two bottlenecks a stage."""
-    return _resnet((2, 2, 2, 2))
-
-
-def resnet50() -> nn.Module:
-    """ResNet-50."""
-    return _resnet((3, 4, 6, 3))
-
-
-def resnet101() -> nn.Module:
-    """ResNet-101."""
-    return _resnet((3, 4, 23, 3))
-
-
-def resnext50() -> nn.Module:
-    """ResNet-50 with 3 x 3 convolutions of 32 groups."""
-    return _resnet((3, 4, 6, 3), groups=32)
+# ResNets with bottlenecks, and one whose 3 x 3 convolutions have 32 groups.
+resnet26, resnet50 = partial(_resnet, (2, 2, 2, 2)), partial(_resnet, (3, 4, 6, 3))
+resnet101, resnext50 = partial(_resnet, (3, 4, 23, 3)), partial(_resnet, (3, 4, 6, 3), groups=32)
 
 
 class _ViT(nn.Module):  # type: ignore[misc]
@@ -110,19 +96,9 @@ class _Layer(nn.Module):  # type: ignore[misc]
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def vit_tiny() -> nn.Module:
-    """ViT-Ti/16."""
-    return _ViT(16, 192, 3, 12)
-
-
-def vit_base() -> nn.Module:
-    """ViT-B/16."""
-    return _ViT(16, 768, 12, 12)
-
-
-def vit_large() -> nn.Module:
-    """ViT-L/16."""
-    return _ViT(16, 1024, 16, 24)
+# ViT-Ti/16, ViT-B/16 and ViT-L/16.
+vit_tiny, vit_base = partial(_ViT, 16, 192, 3, 12), partial(_ViT, 16, 768, 12, 12)
+vit_large = partial(_ViT, 16, 1024, 16, 24)
 
 
 class _ConvNeXtBlock(nn.Module):  # type: ignore[misc]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ...common.types import JsonObject
 from ...features.ir.torch.libraries import DTYPES, ModelCase, build
 from ..profile.runner import wall_runs
-from .timing import time_calls, time_launches, time_loops, time_windows
+from .timing import Tell, each, time_calls, time_launches, time_loops, time_windows
 from .torch_device import Step, captured, device, kernels, peak, release, wait
 from .torch_device import describe as describe  # what a worker calls
 
-#: Takes what was found of a case: rows, or the error that it ended with.
-Tell = Callable[[str, "list[JsonObject] | Exception"], None]
 #: Frameworks by the word in a plan.
 _COMPILED, _GRAPH = "torch-compiled", "torch-graph"
 #: Steps before a model is timed, and calls of a product under the profiler.
@@ -43,12 +41,7 @@ def run(kind: str, cases: Sequence[JsonObject], tell: Tell) -> None:
         return
     one = {"models": _model, "sustained": _sustained, "launches": _launches}[kind]
     for case in cases:
-        try:
-            rows = one(str(case["key"]), case["spec"])
-        except Exception as error:  # out of memory, no such model, a compiler that fails
-            tell(str(case["key"]), error)
-        else:
-            tell(str(case["key"]), rows)
+        each([case], tell, one)
         release()
 
 
