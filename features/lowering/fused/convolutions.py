@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from ...ir.program import TensorType, WindowDim
-from .folding import padded, reshape, transposed
+from .folding import converted, padded, reshape, transposed
 from .graph import Graph, Node, constant, rewrite
 from .work import Machine
 
@@ -124,19 +124,13 @@ def _on_host(conv: Node) -> Node:
     data, kernel, result = f"b{space}f", f"{space}io", f"b{space}f"
     dtype = "f32" if conv.type.dtype in ("bf16", "f16") else conv.type.dtype
     operands = [
-        _as_type(_ordered(operand, have, want), dtype)
+        converted(_ordered(operand, have, want), dtype)
         for operand, have, want in zip(conv.operands, (lhs, rhs), (data, kernel), strict=True)
     ]
     shape = tuple(conv.type.shape[out.index(c)] for c in result)
     attrs = {**conv.attrs, "dim_labels": f"{data}_{kernel}->{result}"}
     made = replace(conv, operands=operands, results=(TensorType(dtype, shape),), attrs=attrs)
-    return _ordered(_as_type(made, conv.type.dtype), result, out)
-
-
-def _as_type(node: Node, dtype: str) -> Node:
-    if node.type.dtype == dtype:
-        return node
-    return Node("convert", [node], (node.type._replace(dtype=dtype),), source=node.source)
+    return _ordered(converted(made, conv.type.dtype), result, out)
 
 
 def _ordered(node: Node, labels: str, wanted: str) -> Node:

@@ -184,6 +184,14 @@ def transposed(node: Node, order: Sequence[int], source: Source | None = None) -
     return Node("transpose", [node], (kind,), {"dimensions": order}, source=source or node.source)
 
 
+def converted(node: Node, dtype: str, source: Source | None = None) -> Node:
+    """Convert ``node`` to a type, or return ``node`` itself if it has that type."""
+    if node.type.dtype == dtype:
+        return node
+    kind = node.type._replace(dtype=dtype)
+    return Node("convert", [node], (kind,), source=source or node.source)
+
+
 def spread(node: Node, dims: Sequence[int], shape: tuple[int, ...], source: Source | None) -> Node:
     """Repeat ``node`` over a shape in which its dimensions take the places ``dims``."""
     # A broadcast maps dimensions in ascending order.

@@ -19,6 +19,7 @@ from .convolutions import canonical_convs
 from .emit import ComputationWriter, Emitter, bodies_of
 from .epilogues import fuse_epilogues, fuse_softmax
 from .expansions import expand_ops
+from .folding import converted
 from .generated import WIDENED, fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
 from .layouts import assign_layouts
@@ -228,19 +229,12 @@ def _types(node: Node) -> list[TensorType]:
 
 def _wide(node: Node, called: tuple[str, ...]) -> Node:
     """The op in f32, and its result in its own type."""
-    operands = [_converted(operand) for operand in node.operands]
+    operands = [converted(o, _WIDE) if o.type.dtype == _NARROW else o for o in node.operands]
     kind = node.type._replace(dtype=_WIDE) if node.type.dtype == _NARROW else node.type
     made = replace(node, operands=operands, results=(kind,), called=called)
     if kind == node.type:
         return made
     return Node("convert", [made], (node.type,), {WIDENED: True}, source=made.source)
-
-
-def _converted(value: Node) -> Node:
-    if value.type.dtype != _NARROW:
-        return value
-    kind = value.type._replace(dtype=_WIDE)
-    return Node("convert", [value], (kind,), source=value.source)
 
 
 def _reducer(name: str, program: Program) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...ir.precision import widened
 from ...ir.program import TensorType, WindowDim
-from .folding import reshape, transposed
+from .folding import converted, reshape, transposed
 from .graph import Graph, Node, rewrite, users_of
 
 
@@ -154,8 +154,7 @@ def _turned_back(convert: Node) -> Node:
     """Convert before a transpose instead of after it."""
     transpose = convert.operands[0]
     value = transpose.operands[0]
-    kind = value.type._replace(dtype=convert.type.dtype)
-    made = Node("convert", [value], (kind,), source=convert.source)
+    made = converted(value, convert.type.dtype, convert.source)
     return transposed(made, transpose.attrs["dimensions"], transpose.source)
 
 

@@ -5,6 +5,7 @@ Long reductions are split so that enough threads take part (XLA's TreeReductionR
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, isqrt
 from typing import NamedTuple
 
@@ -16,11 +17,12 @@ from ...ir.program import (
     Computation,
     Op,
     Program,
+    Source,
     TensorType,
     dtype_family,
 )
 from .clusters import Reduction, Shape, is_loop_reduction, reduction
-from .folding import is_elementwise, padded, reshape, splat_node
+from .folding import converted, is_elementwise, padded, reshape, splat_node
 from .graph import Graph, Node, rewrite
 from .work import Machine
 
@@ -207,17 +209,8 @@ def _in_depth_parts(dot: Node, parts: int, program: Program) -> Node:
     dtype = _accumulated(wanted.dtype)
     kind = TensorType(dtype, (*wanted.shape[:-2], parts, *wanted.shape[-2:]))
     product = Node("dot", operands, (kind,), attrs, source=dot.source)
-    total = Node(
-        "reduce",
-        [product, splat_node(0, TensorType(dtype))],
-        (TensorType(dtype, wanted.shape),),
-        {"dimensions": (len(wanted.shape) - 2,)},
-        (adder(program, dtype),),
-        source=dot.source,
-    )
-    if dtype == wanted.dtype:
-        return total
-    return Node("convert", [total], dot.results, source=dot.source)
+    total = summed(product, (len(wanted.shape) - 2,), program, dot.source)
+    return converted(total, wanted.dtype, dot.source)
 
 
 def pad_products(graph: Graph) -> None:
@@ -245,6 +238,15 @@ def adder(program: Program, dtype: str) -> str:
         ]
         program.computations[name] = Computation(name, ops, 2)
     return name
+
+
+def summed(value: Node, dims: Sequence[int], program: Program, source: Source | None) -> Node:
+    """Sum ``value`` over dimensions."""
+    dtype, own = value.type.dtype, value.type.shape
+    kind = TensorType(dtype, tuple(size for d, size in enumerate(own) if d not in dims))
+    operands = [value, splat_node(0, TensorType(dtype))]
+    attrs = {"dimensions": tuple(sorted(dims))}
+    return Node("reduce", operands, (kind,), attrs, (adder(program, dtype),), source=source)
 
 
 def _padded(dot: Node) -> Node | None:

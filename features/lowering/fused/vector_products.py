@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...ir.program import Program, TensorType
-from .folding import reshape, splat_node, spread, transposed
+from ...ir.program import Program
+from .folding import converted, reshape, spread, transposed
 from .graph import Graph, Node, rewrite
-from .reductions import adder, product_sizes
+from .reductions import product_sizes, summed
 
 #: Products of a matrix with a vector whose operands have fewer elements in a batch than this become
 #: a reduction: the threshold in XLA's dot_strength_reduction.cc. Larger ones are worth a library
@@ -91,23 +91,17 @@ def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | Non
     order = sorted(range(len(dims)), key=sides[own].__getitem__)
     vector = spread(dot.operands[own], [dims[i] for i in order], matrix.type.shape, dot.source)
     product = Node("multiply", [matrix, vector], matrix.results, source=dot.source)
-    if matrix.type.dtype != dot.type.dtype:
-        wider = TensorType(dot.type.dtype, matrix.type.shape)
-        product = Node("convert", [product], (wider,), source=dot.source)
-    zero = splat_node(0, TensorType(dot.type.dtype))
     batch = len(dot.attrs.get("lhs_batch_dims", ()))
-    summed, kept = dims[batch:], [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
-    if not summed:
+    if not dims[batch:]:
         return None
-    kind = TensorType(dot.type.dtype, tuple(matrix.type.shape[d] for d in kept))
-    add = (adder(program, dot.type.dtype),)
-    attrs = {"dimensions": tuple(sorted(summed))}
-    total = Node("reduce", [product, zero], (kind,), attrs, add, source=dot.source)
+    kept = [d for d in range(len(matrix.type.shape)) if d not in dims[batch:]]
+    product = converted(product, dot.type.dtype, dot.source)
+    total = summed(product, dims[batch:], program, dot.source)
     wanted = [*dims[:batch], *(d for d in kept if d not in dims[:batch])]
     order = [kept.index(d) for d in wanted]
     for n, place in enumerate(dropped):
         order.insert(place, len(kept) + n)
-    return transposed(reshape(total, (*kind.shape, *(1 for _ in dropped))), order, dot.source)
+    return transposed(reshape(total, (*total.type.shape, *(1 for _ in dropped))), order, dot.source)
 
 
 def _as_reduction(dot: Node, program: Program) -> Node | None:
@@ -133,6 +127,4 @@ def _spread(dot: Node, side: int) -> Node:
         free = ({0, 1, 2} - {batch, *dot.attrs[f"{key}_contracting_dims"]}).pop()
         dims = [0, *dims] if batch < free else [*dims, 0]
     wide = spread(reshape(operand, tuple(shape[d] for d in dims)), dims, shape, dot.source)
-    if operand.type.dtype == dot.type.dtype:
-        return wide
-    return Node("convert", [wide], dot.results, source=dot.source)
+    return converted(wide, dot.type.dtype, dot.source)
