@@ -106,6 +106,13 @@ class Fakes:
         # Held, since what lies where is not told apart by what is gone.
         self._real: list[torch.Tensor] = []
 
+    @classmethod
+    def of_a_run(cls) -> Fakes:
+        """Those of a run, which may also make tensors of its own."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return cls(FakeTensorMode(allow_non_fake_inputs=True))
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The one that stands for a tensor."""
         import torch

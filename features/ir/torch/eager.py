@@ -44,6 +44,16 @@ def is_users(file: str) -> bool:
     return not (FRAMEWORK.search(file) or file.startswith(("<", *_OWN)))
 
 
+def users_frame() -> FrameType | None:
+    """The innermost frame of the model that runs; none of those around :func:`run`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not run.__code__:
+        if is_users(frame.f_code.co_filename):
+            return frame
+        frame = frame.f_back
+    return None
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in the user's model a node belongs.
@@ -79,13 +89,10 @@ class Scopes:
     def place(self) -> Place:
         """Where the call that is being made stands in the user's files and modules."""
         modules = "/".join(text for _, text in self.running if text)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not run.__code__:
-            file = frame.f_code.co_filename
-            if is_users(file):
-                return Place(file, frame.f_lineno, modules)
-            frame = frame.f_back
-        return Place("", 0, modules)
+        frame = users_frame()
+        if frame is None:
+            return Place("", 0, modules)
+        return Place(frame.f_code.co_filename, frame.f_lineno, modules)
 
     def enter(self, module: torch.nn.Module, _: object) -> None:
         """Note that a module begins to run."""

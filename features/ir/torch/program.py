@@ -203,13 +203,20 @@ def _has_tensors(values: tuple[object, ...]) -> bool:
     return any(isinstance(v, torch.Tensor) for v in torch.utils._pytree.tree_leaves(list(values)))
 
 
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and mappings."""
+    import torch
+
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
 def torch_loss(found: object, loss: Loss, where: str) -> torch.Tensor:
     """PyTorch's own loss of a module's outputs; labels of cross entropy hold no data."""
     import torch
 
     if callable(loss):
         return loss(found)
-    tensors = [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+    tensors = tensors_of(found)
     check_loss(loss, tensors, where)
     if loss == "sum":
         return sum(t.float().sum() for t in tensors if t.is_floating_point())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ....common.errors import ProgramError
 from .eager import Place, Scopes
+from .program import tensors_of
 
 if TYPE_CHECKING:
     import torch
@@ -206,20 +207,15 @@ class Recorder:
         found: object,
     ) -> None:
         """Write a call down, if it launches anything."""
-        import torch
-
         name = str(operator).rpartition(".")[0]
         self._note_place()
         if not self.on or operator.is_view or name.startswith(_HOST):
             return
-        leaves = torch.utils._pytree.tree_leaves
-        inputs = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        inputs = inputs[name.startswith(_UNREAD) :]
-        outputs = [t for t in leaves(found) if isinstance(t, torch.Tensor)]
-        written = outputs or _changed(operator, args)
+        inputs = tensors_of((args, kwargs))[name.startswith(_UNREAD) :]
+        written = tensors_of(found) or _changed(operator, args)
         if not written:
             return
-        numbers = tuple(a for a in args if not any(isinstance(t, torch.Tensor) for t in leaves(a)))
+        numbers = tuple(a for a in args if not tensors_of(a))
         self.recording.calls.append(
             AtenCall(
                 name,
@@ -297,14 +293,11 @@ def lies_last(tensor: torch.Tensor) -> bool:
 
 def _changed(operator: torch._ops.OpOverload, args: Sequence[object]) -> list[torch.Tensor]:
     """Tensors that an operator changes in place, whose schema says so, and returns nothing."""
-    import torch
-
     own = operator._schema.arguments
     # Fused optimisers write gradients only to undo a scale of theirs.
     named = [a.alias_info is not None and a.alias_info.is_write and a.name != "grads" for a in own]
     changed = [given for given, is_changed in zip(args, named, strict=False) if is_changed]
-    leaves = torch.utils._pytree.tree_leaves(changed)
-    return [t for t in leaves if isinstance(t, torch.Tensor)]
+    return tensors_of(changed)
 
 
 def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> None:

@@ -162,8 +162,8 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
     log.scopes = scopes = Scopes(
         {id(m): name for name, m in source.named_modules()}, type(source).__name__
     )
-    fakes, inputs = _fakes(), _fakes()
-    inputs.mode = fakes.mode
+    fakes = Fakes.of_a_run()
+    inputs = Fakes(fakes.mode)
     with without_memory(source, fakes):
         args, kwargs = given_to(program.args, program.kwargs, inputs)
         with standing_in(stands(log)), scoped(scopes), deciding_without_values(program.kwargs):
@@ -181,12 +181,8 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
 
 def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
     """Record an export, run node by node; what autograd makes of each is marked with its place."""
-    exported = export(program)
-    module = exported.program.module()
-    fakes = _fakes()
-    fakes.replace(module)
-    given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-    inputs = [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
+    fakes = Fakes.of_a_run()
+    module, inputs = graph_on(fakes, program)
     log, start = Recorder(fused), 0
 
     def before(node: torch.fx.Node) -> None:
@@ -210,10 +206,12 @@ def _as_exported(program: TorchProgram, fused: Fused) -> Recording:
     return recording
 
 
-def _fakes() -> Fakes:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return Fakes(FakeTensorMode(allow_non_fake_inputs=True))
+def graph_on(fakes: Fakes, program: TorchProgram) -> tuple[torch.fx.GraphModule, list[object]]:
+    """The export of a program on tensors without memory, and its inputs."""
+    module = export(program).program.module()
+    fakes.replace(module)
+    given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
+    return module, [fakes.like(v) if hasattr(v, "dtype") else v for v in given]
 
 
 def _steps(

@@ -8,22 +8,20 @@ each value after its last use.
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....common.errors import ProgramError
 from .decomposition import Fakes
-from .eager import deciding_without_values, is_users, standing_in
-from .export import export, shortened
-from .program import TorchProgram, torch_loss, torch_optimizer
+from .eager import deciding_without_values, standing_in, users_frame
+from .export import shortened
+from .program import TorchProgram, tensors_of, torch_loss, torch_optimizer
 from .record import Fused, Recorder
-from .runs import run_graph
+from .runs import graph_on, run_graph
 from .stand_ins import stands
 from .translate import place_of
 
@@ -125,10 +123,8 @@ class _Run:
     """One run of a program on tensors without memory."""
 
     def __init__(self, program: TorchProgram, fused: Fused) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         self.program, self.fused = program, fused
-        self.fakes = Fakes(FakeTensorMode(allow_non_fake_inputs=True))
+        self.fakes = Fakes.of_a_run()
 
     def by_module(self) -> StorageLog:
         """Run the module itself, a copy whose tensors have no memory."""
@@ -151,11 +147,7 @@ class _Run:
 
     def by_export(self) -> StorageLog:
         """Run the export, whose values die after their last use."""
-        exported = export(self.program)
-        module = exported.program.module()
-        self.fakes.replace(module)
-        given = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-        inputs = [self.fakes.like(v) if hasattr(v, "dtype") else v for v in given]
+        module, inputs = graph_on(self.fakes, self.program)
 
         def forward(watch: _Watch) -> object:
             def at(node: torch.fx.Node) -> None:
@@ -176,7 +168,7 @@ class _Run:
 
         watch = _Watch(StorageLog(train=bool(self.program.train)))
         watch.hold((*module.parameters(), *module.buffers()), WEIGHTS)
-        tensors = _tensors(inputs)
+        tensors = tensors_of(inputs)
         watch.hold(tensors, INPUTS)
         watch.log.batch = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
         # The CPU's own library has recurrent layers that GPUs do not have.
@@ -208,7 +200,7 @@ class _Run:
         step = len(log.events)
         optimizer = torch_optimizer(self.program.train, module)
         optimizer.step()
-        moments = _tensors([list(state.values()) for state in optimizer.state.values()])
+        moments = tensors_of([list(state.values()) for state in optimizer.state.values()])
         watch.relabel(moments, STATES)
         later = len(log.events)
         optimizer.step()
@@ -315,20 +307,10 @@ def _scratch(
             yield 2 * (image.numel() + result.numel())
 
 
-def _tensors(values: object) -> list[torch.Tensor]:
-    import torch
-
-    return [t for t in torch.utils._pytree.tree_leaves(values) if isinstance(t, torch.Tensor)]
-
-
 def _line() -> str:
     """The innermost line that runs of a model."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    frame = users_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 def _watching(watch: _Watch) -> AbstractContextManager[object]:
@@ -344,7 +326,9 @@ def _watching(watch: _Watch) -> AbstractContextManager[object]:
             kwargs: Mapping[str, object] | None = None,
         ) -> object:
             found = operator(*args, **(kwargs or {}))
-            watch.see(str(operator).rpartition(".")[0], _tensors((args, kwargs)), _tensors(found))
+            watch.see(
+                str(operator).rpartition(".")[0], tensors_of((args, kwargs)), tensors_of(found)
+            )
             return found
 
     return Mode()
