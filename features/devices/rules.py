@@ -13,6 +13,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ...common.files import own_data
+from ...common.types import JsonObject
 from ..ir.program import DTYPE_BITS
 
 #: Matrix types that a device file may list; every other type takes the rate of one of them.
@@ -83,6 +84,8 @@ class Generations(NamedTuple):
         capabilities: Figures of a core and of a block that only a compiler needs, by compute
             capability × 10, in the units of a device file.
         narrow: 8-bit floats that matrix units multiply, by compiler target.
+        told: Keys of a device file by the field in which XLA is told the figure of a GPU.
+        tpus: Generations that libtpu compiles for: ``host``, ``cores`` and ``config``.
     """
 
     architectures: dict[str, Architecture]
@@ -90,6 +93,8 @@ class Generations(NamedTuple):
     references: dict[str, str]
     capabilities: dict[int, dict[str, float]]
     narrow: dict[str, list[str]]
+    told: dict[str, str]
+    tpus: dict[str, JsonObject]
 
 
 @cache
@@ -106,6 +111,8 @@ def generations() -> Generations:
         read["references"],
         {capability: {**own, **blocks} for capability, own in read["capabilities"].items()},
         read["narrow"],
+        read["told"],
+        read["tpus"],
     )
 
 

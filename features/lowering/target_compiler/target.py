@@ -17,22 +17,6 @@ from ...devices.device import DeviceSpec
 from ...devices.rules import capability_of, generations
 from .install import Compiler, find_compiler
 
-#: Figures that XLA is told of a GPU, by field, with the key of the device file that gives each.
-_FIELDS = {
-    "core_count": "core_count",
-    "fpus_per_core": "lanes_per_core",
-    "clock_rate_ghz": "boost_mhz",
-    "memory_bandwidth": "hbm_bandwidth_gbps",
-    "device_memory_size": "memory_gb",
-    "l2_cache_size": "l2_mb",
-    "shared_memory_per_core": "shared_kb_per_core",
-    "shared_memory_per_block": "shared_kb_per_block",
-    "shared_memory_per_block_optin": "shared_kb_per_block_optin",
-    "threads_per_core_limit": "threads_per_core",
-    "threads_per_block_limit": "threads_per_block",
-    "registers_per_core_limit": "registers_per_core",
-    "registers_per_block_limit": "registers_per_block",
-}
 #: Figures of every GPU that CUDA supports (CUDA C++ Programming Guide, Compute Capabilities).
 _COMMON = (
     "threads_per_warp: 32 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 "
@@ -43,16 +27,6 @@ _COMMON = (
 _LIBRARIES = (
     "dnn_version_info { major: 9 minor: 7 } runtime_version { major: 13 minor: 0 patch: 0 }"
 )
-#: Chips of a TPU host (x × y × z) by generation, and cores that JAX lists as devices of a chip.
-_TPU = {
-    "v3": ((2, 2), 2),
-    "v4": ((2, 2, 1), 1),
-    "v5e": ((2, 2), 1),
-    "v5p": ((2, 2, 1), 1),
-    "v6e": ((2, 2), 1),
-}
-#: Generations whose two cores work as one device. libtpu does so unasked on v5p alone.
-_MEGACORE = {"v4": "megacore"}
 
 
 @dataclass(frozen=True)
@@ -120,14 +94,14 @@ def tpu_topology(generation: str, count: int) -> str:
     Raises:
         DeviceError: The generation is unknown.
     """
-    if generation not in _TPU:
+    known = generations().tpus
+    if generation not in known:
         raise DeviceError(
             f"compiler_target {generation!r} is not a TPU that libtpu supports",
-            hint=f"one of {', '.join(_TPU)}",
+            hint=f"one of {', '.join(known)}",
         )
-    smallest, cores = _TPU[generation]
-    sides = list(smallest)
-    while math.prod(sides) * cores < count:
+    sides = list(known[generation]["host"])
+    while math.prod(sides) * known[generation]["cores"] < count:
         # The shortest side grows, the last one first, as slices of the cloud do.
         side = min(range(len(sides)), key=lambda i: (sides[i], -i))
         sides[side] *= 2
@@ -138,7 +112,8 @@ def compiled_tpus() -> list[str]:
     """TPUs of the catalogue that libtpu compiles for, and of whose kernels it so has estimates."""
     from ...devices.catalogue import device_names, find_device
 
-    return [name for name in device_names() if find_device(name).compiler.get("target") in _TPU]
+    known = generations().tpus
+    return [name for name in device_names() if find_device(name).compiler.get("target") in known]
 
 
 def _described(device: DeviceSpec) -> DeviceSpec:
@@ -166,7 +141,7 @@ def _tpu_target(spec: DeviceSpec, architecture: str) -> CompileTarget:
         spec.name,
         "tpu",
         architecture,
-        _MEGACORE.get(architecture, ""),
+        generations().tpus[architecture].get("config", ""),
         spec.devices_per_node,
         (),
         compiler,
@@ -228,7 +203,8 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
         "shared_kb_per_core": spec.shared_bytes_per_core,
         **shared,
     }
-    missing = [key for key in _FIELDS.values() if not known.get(key)]
+    told = generations().told
+    missing = [key for key in told.values() if not known.get(key)]
     if missing:
         raise DeviceError(
             f"the compiler needs {', '.join(missing)}: without them it would make other kernels",
@@ -245,7 +221,7 @@ def gpu_figures(spec: DeviceSpec) -> dict[str, float | int]:
     return {
         # The text format takes integers; the clock is the only fraction.
         field: round(known[key], 6) if field == "clock_rate_ghz" else round(known[key])
-        for field, key in _FIELDS.items()
+        for field, key in told.items()
     }
 
 
@@ -256,7 +232,7 @@ def _capability(architecture: str, spec: DeviceSpec) -> int:
             f"compiler_target {architecture!r} is not an architecture that XLA compiles for",
             where=f"device {spec.name}",
             hint=f"sm_90 and the like for NVIDIA; {', '.join(generations().nearest)} for AMD; "
-            f"for a TPU one of {', '.join(_TPU)}, with platform: tpu",
+            f"for a TPU one of {', '.join(generations().tpus)}, with platform: tpu",
         )
     return capability
 
