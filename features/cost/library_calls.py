@@ -25,9 +25,8 @@ from .convolution import conv_flops
 Work = tuple[float, float]
 Matrix = Callable[[float, float], float]
 
-#: Short names in targets, apart from longer words with the same letters: ``qr`` in ``sqrt``,
-#: ``eigh`` in ``weight`` and ``neighbour``, ``lu_`` in ``gelu_``, ``conv`` in ``convert``.
-QR, EIGH, LU, CONV = r"(?<!s)qr", r"(?<![nw])eigh(?!t)", r"(?<![a-z])lu_", r"conv(?!er)"
+#: Short names in targets, as patterns.
+_SHORT: dict[str, str] = NAMES["short_names"]
 #: Such as ``__cublas$lt$matmul``, ``__onednn$matmul``, ``__triton$gemm``, ``EigenMatMulF32``.
 _GEMM = re.compile(
     r"cublas\$(?:gemm|lt\$)|onednn\$matmul|triton\$gemm|block_?[sS]caled_?[dD]ot|Matmul|MatMul|matmul|gemm"
@@ -51,9 +50,16 @@ _TOP_K = re.compile(r"top_?k", re.IGNORECASE)
 _ROUTINE = re.compile(
     r"potrf|trsm|syrk|getrf|ludecomposition|geqrf|geqp3|orgqr|ungqr|syevd?|heevd?|gesdd|gesvdj?"
     r"|geev|hybrid_eig|gehrd|gees|sytrd|hetrd"
-    rf"|gtsv|tridiagonal_?solve|cholesky|triangular_?solve|{LU}pivots|{EIGH}|svd|{QR}|householder",
+    rf"|gtsv|tridiagonal_?solve|cholesky|triangular_?solve|{_SHORT['lu']}pivots|{_SHORT['eigh']}|svd|{_SHORT['qr']}|householder",
     re.IGNORECASE,
 )
+
+
+def told_by_target(target: str, table: str, default: str) -> str:
+    """Return what a table of ``op_names.toml`` has for a target, by the first pattern in it."""
+    lower = target.lower()
+    marks = ((mark.format(**_SHORT), word) for mark, word in NAMES[table].items())
+    return next((word for mark, word in marks if re.search(mark, lower)), default)
 
 
 def routine_of(target: str) -> str:

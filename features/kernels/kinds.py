@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from ..cost.library_calls import CONV, is_annotation, is_host_call
+from ..cost.library_calls import is_annotation, is_host_call, told_by_target
 from ..ir.op_table import OPS, named
 from ..ir.program import BOOKKEEPING, COLLECTIVES, Op, Program
 
@@ -16,19 +15,6 @@ _COMMUNICATION = frozenset((*COLLECTIVES, "send", "recv"))
 _CONTAINERS = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 #: Parts of the targets of fused attention.
 _ATTENTION = ("fmha", "attention")
-#: Kinds by a pattern in the custom-call target; the first that matches counts.
-_TARGETS = (
-    (CONV, "conv"),
-    # cuBLAS solves triangular systems, too.
-    ("triangular|trsm", "custom_call"),
-    ("matmul", "gemm"),
-    ("gemm", "gemm"),
-    ("blas", "gemm"),
-    ("dot", "gemm"),
-    *((mark, "gemm") for mark in _ATTENTION),
-    ("topk", "sort"),
-    ("sort", "sort"),
-)
 #: Kinds by opcode; opcodes that are not listed are arithmetic.
 _DIRECT = {name: spec.kind for name, spec in OPS.items() if spec.kind}
 
@@ -75,8 +61,7 @@ def kernel_kind(op: Op, program: Program) -> str:
 
 def target_kind(target: str) -> str:
     """Classify a custom call by its target."""
-    lower = target.lower()
-    return next((kind for mark, kind in _TARGETS if re.search(mark, lower)), "custom_call")
+    return told_by_target(target, "kinds_of_targets", "custom_call")
 
 
 def is_attention(op: Op) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from ..cost.convolution import read_dim_labels
-from ..cost.library_calls import CONV, EIGH, LU, QR
+from ..cost.library_calls import told_by_target
 from ..ir.precision import Arithmetic, arithmetic
 from ..ir.program import DTYPE_BITS, DTYPE_CODE, Op, Program, TensorType, WindowDim
 from .columns import CODE, type_facts
@@ -219,40 +218,10 @@ def _window_flags(row: Row, window: tuple[WindowDim, ...]) -> None:
     row["conv_stride"] = stride
 
 
-#: Library of a custom call by a pattern in its target; the first that matches counts.
-_TARGETS = (
-    # The order decides: short marks occur in names of other libraries, too.
-    ("topk", "topk"),
-    ("triangular|trsm", "linalg"),
-    ("cublas", "cublas"),
-    ("matmul", "cublas"),
-    ("gemm", "cublas"),
-    ("dnn", "cudnn"),
-    (CONV, "cudnn"),
-    ("fmha", "cudnn"),
-    ("attention", "cudnn"),
-    ("triton", "triton"),
-    ("mosaic", "triton"),
-    ("tpu_custom_call", "triton"),
-    ("lapack", "linalg"),
-    ("solver", "linalg"),
-    ("potrf", "linalg"),
-    ("cholesky", "linalg"),
-    ("trsm", "linalg"),
-    (QR, "linalg"),
-    (EIGH, "linalg"),
-    (LU, "linalg"),
-    ("svd", "linalg"),
-    ("householder", "linalg"),
-)
-
-
 @lru_cache(maxsize=4096)
 def library_of(target: str) -> str:
     """Return the library that a custom-call target belongs to, one of ``CODES["library"]``."""
-    lower = target.lower()
-    libraries = (library for mark, library in _TARGETS if re.search(mark, lower))
-    return next(libraries, "other")
+    return told_by_target(target, "libraries_of_targets", "other")
 
 
 def custom_call_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
