@@ -15,7 +15,7 @@ from .source import Arg, numpy_dtype
 
 T = TypeVar("T")
 _struct: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
-#: Real floating-point types, as HLO names.
+#: Real floating-point types, as HLO names; f64 is left out, since models hardly use it.
 FLOATS = ("f32", "bf16", "f16")
 #: A layer: takes one array per argument, returns an array or a tuple of arrays.
 Function: TypeAlias = Callable[..., "jax.Array"]
@@ -61,13 +61,11 @@ class Draws:
         rng: Source of all randomness.
         max_bytes: Memory that a program may need.
         max_flops: Work that a program may do, in FLOPs of a matrix product.
-        dtypes: Floating-point types to draw from, as HLO names.
     """
 
     rng: np.random.Generator
     max_bytes: float
     max_flops: float
-    dtypes: tuple[str, ...]
 
     def flip(self, probability: float = 0.5) -> bool:
         """Return True with the given probability."""
@@ -101,7 +99,7 @@ class Draws:
         """Draw a floating-point type of the sampler, f32 most often, or one of those given."""
         if among:
             return self.choice(among)
-        return self.weighted({d: 3.0 if d == "f32" else 1.0 for d in self.dtypes})
+        return self.weighted({d: 3.0 if d == "f32" else 1.0 for d in FLOATS})
 
     def elements(self, dtype: str, copies: float = 2.0, work: float = 20.0) -> int:
         """Draw a number of elements, log-uniformly.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .draws import DATA, Draft, Draws, indices, positive, values
+from .draws import DATA, FLOATS, Draft, Draws, indices, positive, values
 from .source import Arg, numpy_dtype
 
 _INTEGER = ("s32", "s8", "u8", "u32", "s16")
@@ -134,7 +134,7 @@ def clamp(draws: Draws) -> Draft:
 def convert(draws: Draws) -> Draft:
     """Draw a conversion between element types, 8-bit floats included."""
     # Twice the sampler's own types: conversions among them are the most frequent.
-    pool = (*draws.dtypes, *draws.dtypes, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
+    pool = (*FLOATS, *FLOATS, "s32", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
     source = draws.choice(pool)
     target = draws.choice([d for d in pool if d != source])
     arg = draws.array(dtype=source, held="f32")

@@ -15,7 +15,7 @@ from .draws import BATCHES, CHANNELS, FLOATS, HEAD_WIDTHS, IMAGES, LENGTHS, WIDT
 from .draws import indices as index_argument
 from .draws import values as value_argument
 from .random_values import MOTIFS, Pool, Step, Value, backward
-from .single_op import DEFAULT_DTYPES, check_dtypes, limits, to_source, trace
+from .single_op import limits, to_source, trace
 from .source import Arg, ProgramSource
 
 #: Below these there is no room for a program of several ops.
@@ -37,7 +37,6 @@ def random_program(
     n_ops: tuple[int, int] = (4, 60),
     max_bytes: float | None = None,
     max_flops: float | None = None,
-    dtypes: tuple[str, ...] = DEFAULT_DTYPES,
     platform: str = "",
 ) -> ProgramSource:
     """Draw a program of layers and ops; its inputs are arguments, and all its work is returned.
@@ -48,20 +47,18 @@ def random_program(
         max_bytes: Most bytes that arguments, results and intermediates may need at a time; None
             for what suits the local backend.
         max_flops: Most work, as in :func:`~opcast.datagen.programs.single_op.sample_op`.
-        dtypes: Floating-point types, as HLO names.
         platform: JAX's name of the platform that it is lowered for; empty for the local backend.
 
     Raises:
-        ProfileError: The limits leave no room, a type is unknown, or ``n_ops`` is no range.
+        ProfileError: The limits leave no room, or ``n_ops`` is no range.
     """
     max_bytes, max_flops = limits(max_bytes, max_flops, (_LEAST_BYTES, _LEAST_FLOPS))
-    check_dtypes(dtypes)
     if not 1 <= n_ops[0] <= n_ops[1]:
         raise ProfileError(f"n_ops={n_ops} is not a range", hint="give (fewest, most) from 1 on")
     seed = int(rng.integers(2**32))
     for attempt in range(_ATTEMPTS):
         shrink = 0.5**attempt
-        draws = Draws(rng, max_bytes * shrink, max_flops * shrink, tuple(dtypes))
+        draws = Draws(rng, max_bytes * shrink, max_flops * shrink)
         # Gradients exceed limits most often: the last attempts go without.
         mode = draws.weighted(_MODES) if attempt < _ATTEMPTS - 4 else "forward"
         pool, theme = _grow(draws, n_ops, mode)
@@ -83,7 +80,7 @@ def _grow(draws: Draws, n_ops: tuple[int, int], mode: str) -> tuple[Pool, str]:
         target = max(1, target // 3)  # gradients make about two more for each
     # Programs of very different total work, rather than all at the limit.
     work = draws.log_uniform(draws.max_flops / 300, draws.max_flops)
-    pool = Pool(Draws(draws.rng, draws.max_bytes, work, draws.dtypes))
+    pool = Pool(Draws(draws.rng, draws.max_bytes, work))
     theme = draws.weighted(_THEMES)
     for _ in range(draws.choice((1, 1, 2, 3))):
         _start(pool, theme)

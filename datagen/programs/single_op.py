@@ -20,8 +20,6 @@ from .source import Arg, ProgramSource
 #: so that a run measures many of them.
 CPU_LIMITS = (128e6, 4e9)
 ACCELERATOR_LIMITS = (2e9, 1e12)
-#: f64 is left out: models hardly use it.
-DEFAULT_DTYPES = ("f32", "bf16", "f16")
 #: Below these no op has room for even the smallest sizes.
 _LEAST_BYTES = 64e3
 _LEAST_FLOPS = 1e6
@@ -69,7 +67,6 @@ def sample_op(
     *,
     max_bytes: float | None = None,
     max_flops: float | None = None,
-    dtypes: tuple[str, ...] = DEFAULT_DTYPES,
     platform: str = "",
 ) -> ProgramSource:
     """Draw a program of one op, its total size log-uniform within the limits.
@@ -82,22 +79,20 @@ def sample_op(
         max_flops: Most work; None for what suits the local backend. Ops that are far slower than
             matrix products for each FLOP count for more, so that by default most programs take
             2 µs to 50 ms on two CPU cores, and no longer on an accelerator.
-        dtypes: Floating-point types, as HLO names.
         platform: JAX's name of the platform that it is lowered for; empty for the local backend.
 
     Raises:
-        ProfileError: The opcode or a type is unknown, or the limits leave no room.
+        ProfileError: The opcode is unknown, or the limits leave no room.
     """
     if opcode is not None and opcode not in OPCODES:
         raise ProfileError(f"no op {opcode!r} can be sampled", hint=f"ops: {', '.join(OPCODES)}")
     max_bytes, max_flops = limits(max_bytes, max_flops, (_LEAST_BYTES, _LEAST_FLOPS))
-    check_dtypes(dtypes)
-    draws = Draws(rng, max_bytes, max_flops, tuple(dtypes))
+    draws = Draws(rng, max_bytes, max_flops)
     name = opcode or draws.weighted({key: kind.weight for key, kind in OPCODES.items()})
     for attempt in range(_ATTEMPTS):
         # A builder only estimates its sizes: a draft over the limits leads to a smaller one.
         shrink = 0.6**attempt
-        smaller = Draws(rng, max_bytes * shrink, max_flops * shrink, tuple(dtypes))
+        smaller = Draws(rng, max_bytes * shrink, max_flops * shrink)
         draft = OPCODES[name].build(smaller)
         traced, cost = trace(draft, f"op_{name}")
         if cost.peak_bytes <= max_bytes and cost.work <= max_flops:
@@ -126,19 +121,6 @@ def limits(
             hint=f"give at least {least[0]:.0f} bytes and {least[1]:.0f} FLOPs",
         )
     return max_bytes, max_flops
-
-
-def check_dtypes(dtypes: tuple[str, ...]) -> None:
-    """Check that there are types, and that ops of every kind take all of them.
-
-    Raises:
-        ProfileError: There are none, or others than :data:`DEFAULT_DTYPES`.
-    """
-    if not dtypes or not set(dtypes) <= set(DEFAULT_DTYPES):
-        raise ProfileError(
-            f"dtypes={dtypes} is not a choice of floating-point types",
-            hint=f"give some of {', '.join(DEFAULT_DTYPES)}",
-        )
 
 
 def trace(draft: Draft, name: str) -> tuple[jax.stages.Traced, Estimate]:

@@ -119,7 +119,7 @@ def test_integer_arguments_stay_in_range() -> None:
      ((4, 8), "s32"), ((8,), "pred")],
 )  # fmt: skip
 def test_every_motif_fits_or_declines(shape: tuple[int, ...], dtype: str) -> None:
-    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9, FLOATS))
+    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9))
     x = pool.argument(indices(shape, 2) if dtype not in FLOATS else Arg(shape, dtype))
     x = type(x)(x.index, shape, dtype)
     taken = 0
@@ -133,7 +133,7 @@ def test_every_motif_fits_or_declines(shape: tuple[int, ...], dtype: str) -> Non
 
 
 def test_backward_gives_one_gradient_per_float() -> None:
-    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9, FLOATS))
+    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9))
     x = pool.argument(Arg((4, 8), "f32"))
     w, picks = Arg((8, 16), "f32"), indices((2,), 4)
     step = Step(lambda v, a, i: (v @ a)[i], (x,), (w, picks))
@@ -145,7 +145,7 @@ def test_backward_gives_one_gradient_per_float() -> None:
 
 
 def test_values_without_a_reader_are_leaves() -> None:
-    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9, FLOATS))
+    pool = Pool(Draws(np.random.default_rng(0), 1e8, 1e9))
     x = pool.argument(Arg((4,), "f32"))
     (y,) = pool.add(Step(lambda v: v * 2, (x,)))
     (z,) = pool.add(Step(lambda v: v + 1, (y,)))
@@ -155,7 +155,7 @@ def test_values_without_a_reader_are_leaves() -> None:
 
 
 def test_steps_beyond_the_limits_are_refused() -> None:
-    pool = Pool(Draws(np.random.default_rng(0), 1e6, 1e5, FLOATS))
+    pool = Pool(Draws(np.random.default_rng(0), 1e6, 1e5))
     x = pool.argument(Arg((100, 100), "f32"))
     assert pool.add(Step(lambda v: v @ v, (x,))) == ()  # 2·100³ FLOPs are above 1e5
     assert pool.steps == []
