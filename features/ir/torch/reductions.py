@@ -71,15 +71,10 @@ def _var(
 
 @aten("var_mean")
 def _var_mean(
-    call: Call,
-    x: jax.Array,
-    dims: Dims = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
+    call: Call, x: jax.Array, dims: Dims = None, *, keepdim: bool = False, **own: float | None
 ) -> tuple[jax.Array, jax.Array]:
     mean = jnp.mean(x, axis=as_dims(dims, x.ndim), keepdims=keepdim)
-    return _var(call, x, dims, correction=correction, keepdim=keepdim), mean
+    return _var(call, x, dims, keepdim=keepdim, **own), mean
 
 
 @aten("linalg_vector_norm")

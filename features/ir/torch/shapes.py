@@ -17,13 +17,6 @@ _Place = slice | int | jax.Array
 _MEAN, _MAX = 1, 2
 
 
-@aten("view", "view_copy")
-def _view(call: Call, x: jax.Array, *_: object) -> jax.Array:
-    if x.dtype != call.dtype:
-        return x.view(call.dtype)
-    return x.reshape(call.shape)
-
-
 @aten("cat")
 def _cat(call: Call, parts: Sequence[jax.Array], dim: int = 0) -> jax.Array:
     # An empty vector joins anything in PyTorch.
@@ -44,37 +37,13 @@ def _at(x: jax.Array, dim: int, place: _Place) -> tuple[_Place, ...]:
 
 
 def _range(
-    x: jax.Array, dim: int, start: int | None, end: int | None, step: int
+    x: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[_Place, ...]:
+    """What a slice of a dimension indexes an array with; arguments as of ``aten.slice``."""
     # PyTorch's "to the end" is the largest int64.
     size = x.shape[dim]
     stop = size if end is None or end >= size else end
     return _at(x, dim, slice(start or 0, stop, step))
-
-
-@aten("slice", "slice_copy")
-def _slice(
-    call: Call,
-    x: jax.Array,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> jax.Array:
-    return x[_range(x, dim, start, end, step)]
-
-
-@aten("slice_scatter")
-def _slice_scatter(
-    call: Call,
-    x: jax.Array,
-    new: jax.Array,
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
-) -> jax.Array:
-    return x.at[_range(x, dim, start, end, step)].set(new.astype(x.dtype))
 
 
 @aten("index")
@@ -231,6 +200,10 @@ def _randint(call: Call, *bounds: object, **_: object) -> jax.Array:
 enter(
     {
         "permute permute_copy": jnp.transpose,
+        "slice slice_copy": lambda x, *at, **named: x[_range(x, *at, **named)],
+        "slice_scatter": lambda x, new, *at, **named: x.at[_range(x, *at, **named)].set(
+            new.astype(x.dtype)
+        ),
         "repeat": jnp.tile,
         "flip": jnp.flip,
         "roll": lambda x, shifts, dims=(): jnp.roll(
@@ -257,6 +230,9 @@ enter(
 )
 #: Functions of the call, and of the operator's own arguments.
 _OF_CALL: dict[str, Translation] = {
+    "view view_copy": lambda call, x, *_: (
+        x.reshape(call.shape) if x.dtype == call.dtype else x.view(call.dtype)
+    ),
     "expand": lambda call, x, *_, **__: jnp.broadcast_to(x, call.shape),
     "squeeze unsqueeze": lambda call, x, *_: x.reshape(call.shape),
     "empty empty_permuted new_empty_strided": lambda call, *_, **__: jnp.zeros(
