@@ -40,14 +40,14 @@ _ONE_FLOP = frozenset(name for name, work in _PER_ELEMENT.items() if work == (1.
 NO_FLOPS = FREE | {name for name, work in _PER_ELEMENT.items() if work == _NONE}
 
 
-def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> Work:
+def op_work(op: Op, comp: Computation, program: Program) -> Work:
     """Count the FLOPs and transcendentals of one execution of an op.
 
     Args:
-        op: Any op; of fusions, calls and control flow everything inside is counted.
+        op: Any op; of fusions, calls and control flow everything inside is counted, that of a loop
+            as often as it runs (unknown: once).
         comp: The computation that holds it.
         program: Where called computations are.
-        loops: Whether a loop's body counts as often as it runs (unknown: once).
     """
     opcode = op.opcode
     # The commonest ops first: this function runs for every op of every kernel.
@@ -62,7 +62,7 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
     if rule is not None:
         return rule(op, comp, program)
     if opcode in CONTROL:
-        return _control(op, program, loops)
+        return _control(op, program)
     # Shardings and other annotations of dialects cost nothing; the end of an asynchronous pair was
     # counted at its start.
     if opcode.endswith("-done") or opcode.startswith(("sdy.", "mhlo.")) or not op.results:
@@ -72,14 +72,14 @@ def op_work(op: Op, comp: Computation, program: Program, loops: bool = True) -> 
     return float(op.results[0].size), 0.0
 
 
-def computation_work(comp: Computation, program: Program, loops: bool = True) -> Work:
+def computation_work(comp: Computation, program: Program) -> Work:
     """Sum of :func:`op_work` over a computation."""
     flops = transcendentals = 0.0
     for op in comp.ops:
         if op.opcode in _ONE_FLOP:
             flops += op.results[0].size
         elif op.opcode not in NO_FLOPS:
-            more, extra = op_work(op, comp, program, loops)
+            more, extra = op_work(op, comp, program)
             flops += more
             transcendentals += extra
     return flops, transcendentals
@@ -89,18 +89,17 @@ def computation_work(comp: Computation, program: Program, loops: bool = True) ->
 CONTROL = frozenset(("fusion", "call", "while", "conditional", "async-start"))
 
 
-def _control(op: Op, program: Program, loops: bool) -> Work:
-    inside = [computation_work(program.computations[n], program, loops) for n in op.called]
-    return of_called(op, inside, loops)
+def _control(op: Op, program: Program) -> Work:
+    inside = [computation_work(program.computations[n], program) for n in op.called]
+    return of_called(op, inside)
 
 
-def of_called(op: Op, inside: Sequence[Work], loops: bool) -> Work:
+def of_called(op: Op, inside: Sequence[Work]) -> Work:
     """Combine two figures of each computation that an op calls to those of the op.
 
     Args:
         op: A loop, branch, call, fusion or asynchronous start.
         inside: FLOPs and transcendentals, or bytes read and written, by called computation.
-        loops: Whether a loop counts as often as it runs.
     """
     if not inside:
         return _NONE
@@ -108,8 +107,8 @@ def of_called(op: Op, inside: Sequence[Work], loops: bool) -> Work:
     if op.opcode == "conditional":
         # One by one: the branch with most FLOPs need not be the one that moves most.
         return max(first), max(second)
-    # Body and condition alike, without the condition's last test; XLA counts a loop once.
-    times = trip_count(op) if loops and op.opcode == "while" else 1
+    # Body and condition alike, without the condition's last test.
+    times = trip_count(op) if op.opcode == "while" else 1
     return times * sum(first), times * sum(second)
 
 
@@ -318,53 +317,39 @@ class Cost:
         return self.bytes_in + self.bytes_out
 
 
-def op_cost(op: Op, comp: Computation, program: Program, *, loops: bool = True) -> Cost:
+def op_cost(op: Op, comp: Computation, program: Program) -> Cost:
     """Compute the cost of one op, everything that it calls included.
 
     Args:
         op: Any op.
         comp: The computation that holds it.
         program: The program that holds the called computations.
-        loops: Whether the body of a ``while`` counts as often as it runs; otherwise, and where
-            the trip count is unknown, it counts once. Its condition counts as often.
 
     Returns:
-        FLOPs, transcendentals and touched bytes. For a ``conditional``, each of the four comes from
-        the branch with most of it, as XLA counts; a fusion has the bytes of operands and results.
+        FLOPs, transcendentals and touched bytes. Body and condition of a ``while`` count as often
+        as it runs, once where the trip count is unknown. For a ``conditional``, each of the four
+        comes from the branch with most of it, as XLA counts; a fusion has the bytes of operands
+        and results.
     """
-    return Cost(*op_work(op, comp, program, loops), *_traffic(op, comp, program, loops))
+    return Cost(*op_work(op, comp, program), *_traffic(op, comp, program))
 
 
-def _traffic(op: Op, comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
+def _traffic(op: Op, comp: Computation, program: Program) -> tuple[float, float]:
     """Count the bytes that an op reads and writes, those of what it calls included."""
     # Inside a fusion values stay in registers: only its boundary has traffic.
     if op.opcode == "fusion" and op.called:
         return fusion_bytes(program.computations[op.called[0]], program.computations)
     if op.opcode in CONTROL and op.called:
         called = (program.computations[name] for name in op.called)
-        return of_called(op, [_computation_traffic(c, program, loops) for c in called], loops)
+        return of_called(op, [_computation_traffic(c, program) for c in called])
     if op.opcode == "custom-call" and is_annotation(op):
         return 0.0, 0.0
     return op_bytes(op, comp)
 
 
-def _computation_traffic(comp: Computation, program: Program, loops: bool) -> tuple[float, float]:
-    moved = [_traffic(op, comp, program, loops) for op in comp.ops if op.opcode not in FREE]
+def _computation_traffic(comp: Computation, program: Program) -> tuple[float, float]:
+    moved = [_traffic(op, comp, program) for op in comp.ops if op.opcode not in FREE]
     return sum(m[0] for m in moved), sum(m[1] for m in moved)
-
-
-def program_cost(program: Program, *, loops: bool = True) -> Cost:
-    """Compute the cost of one run of a program.
-
-    Args:
-        program: From StableHLO (every op moves its operands and results) or HLO (fusions move
-            only their operands and results).
-        loops: Whether loop bodies count as often as they run, as in :func:`op_cost`. XLA's own
-            cost analysis counts them once.
-    """
-    entry = program.entry_computation
-    work = computation_work(entry, program, loops)
-    return Cost(*work, *_computation_traffic(entry, program, loops))
 
 
 def kernel_cost(body: Program) -> Cost:

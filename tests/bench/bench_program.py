@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 import opcast
 from common import best, resnet50, show
-from opcast.features.cost.flops import program_cost
 from opcast.features.ir.reader import read_program
 from opcast.predict.program.predictor import Predictor
+from opcast.tests.support.costs import program_cost
 
 WARM_S, COMMAND_S = 1.5, 3.0
 REPEATS = 3

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from opcast.features.cost.flops import Cost, kernel_cost, op_cost, program_cost
+from opcast.features.cost.flops import Cost, kernel_cost, op_cost
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import Program
+
+from ...support.costs import program_cost
 
 F4 = 4  # bytes of f32 and s32
 

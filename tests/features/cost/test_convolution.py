@@ -11,9 +11,10 @@ import pytest
 from jax import lax
 
 from opcast.features.cost.convolution import conv_flops, read_dim_labels, valid_positions
-from opcast.features.cost.flops import program_cost
 from opcast.features.ir.hlo_reader import parse_hlo
 from opcast.features.ir.program import TensorType, WindowDim
+
+from ...support.costs import program_cost
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 NCHW = ("NCHW", "OIHW", "NCHW")

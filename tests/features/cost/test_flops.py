@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from opcast.features.cost.flops import Cost, kernel_cost, op_cost, program_cost
+from opcast.features.cost.flops import Cost, kernel_cost, op_cost
 from opcast.features.ir.hlo_reader import parse_hlo
+
+from ...support.costs import program_cost
 
 F32 = jnp.float32
 Case = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import LoweringError, ProgramError
-from opcast.features.cost.flops import program_cost
 from opcast.features.devices.device import DeviceSpec, MemoryLevel, local_device_name
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.cache import LoweringCache
 from opcast.features.lowering.lower import lower
 from opcast.features.lowering.xla import compile_native
+
+from ...support.costs import program_cost
 
 F32 = jnp.float32
 

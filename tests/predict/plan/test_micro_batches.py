@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from opcast.common.errors import PlanError
-from opcast.features.cost.flops import program_cost
 from opcast.features.ir.jax_compat import compile_module, execute
 from opcast.features.ir.platforms import Platform
 from opcast.features.ir.reader import read_program
@@ -19,6 +18,7 @@ from opcast.predict.plan.space import Change, Plan
 from opcast.simulate.clusters.catalogue import find_cluster
 
 from ...support.cases import later
+from ...support.costs import program_cost
 
 WIDTH, ROWS, LENGTH, WORDS, PARTS = 32, 16, 8, 50, 4
 

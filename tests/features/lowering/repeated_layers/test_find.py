@@ -10,7 +10,6 @@ import pytest
 
 from opcast.common.errors import CompilerError
 from opcast.datagen.zoo.registry import build
-from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_compat import tag_locations, write_bytecode
 from opcast.features.ir.reader import SourceProgram, read_program
@@ -23,6 +22,7 @@ from opcast.features.lowering.target_compiler.install import find_compiler
 from opcast.features.lowering.target_compiler.process import CompileSettings
 
 from ....support.cases import later
+from ....support.costs import program_cost
 
 WIDTH, BATCH = 64, 32
 

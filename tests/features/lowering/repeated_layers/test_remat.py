@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from opcast.datagen.zoo.registry import build
-from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.jax_compat import (
     compile_module,
@@ -23,6 +22,8 @@ from opcast.features.lowering.repeated_layers.lower import find_repeats
 from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
 from opcast.features.lowering.repeated_layers.remat import layers_of, rematerialised
 from opcast.features.lowering.target_compiler.install import find_compiler
+
+from ....support.costs import program_cost
 
 WIDTH, BATCH, LAYERS = 32, 256, 3
 

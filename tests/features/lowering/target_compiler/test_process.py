@@ -14,7 +14,6 @@ import pytest
 
 from opcast.common.errors import CompilerError, LoweringError
 from opcast.datagen.zoo import build
-from opcast.features.cost.flops import program_cost
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.partitioning import annotated_devices, header_counts
 from opcast.features.ir.platforms import Platform
@@ -27,6 +26,8 @@ from opcast.features.lowering.target_compiler.install import Compiler, find_comp
 from opcast.features.lowering.target_compiler.process import CompileSettings, compile_programs
 from opcast.features.lowering.target_compiler.target import CompileTarget
 from opcast.features.lowering.target_compiler.worker import DETOURS
+
+from ....support.costs import program_cost
 
 TARGET = CompileTarget(
     "h100-sxm", "cuda", "sm_90", "config", 8, (), Compiler("gpu", Path("/none"), "fake 1")
