@@ -64,7 +64,7 @@ def token_ops(
         plan: Of the engine.
         tokens: Of each attention rank.
         skew: Of a wide engine, deviation of the logarithms of experts' loads
-            (:func:`~.expert_load.busiest`); ``None`` for experts that all ranks' tokens reach.
+            (:func:`~.token_exchange.busiest`); ``None`` for experts that all ranks' tokens reach.
     """
     ops: Counted = []
     kinds = kinds_of(model.workload)
