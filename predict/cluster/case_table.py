@@ -111,8 +111,7 @@ def read_rows(
         except (OpcastError, *FAULTS) as error:
             rows.append(None)
             reasons.append(reason_of(error))
-    for column, meant in _misspelt(map(str, table), asked).items():
-        logger.warning("column %r is not read: is it %r, which the table lacks?", column, meant)
+    warn_misspelt(map(str, table), asked)
     return rows, reasons
 
 
@@ -129,12 +128,13 @@ class _Record(dict[str, object]):
         return super().get(name, default)
 
 
-def _misspelt(columns: Iterable[str], asked: Collection[str]) -> dict[str, str]:
-    """Columns that nothing asked for, by what they are close to that was asked for in vain."""
+def warn_misspelt(columns: Iterable[str], asked: Collection[str]) -> None:
+    """Warn of columns that nothing asked for, but are close to one that was asked for in vain."""
     own = set(columns)
     lacking = sorted(set(asked) - own)
-    close = {name: get_close_matches(name, lacking, 1, _CLOSE) for name in sorted(own - set(asked))}
-    return {name: found[0] for name, found in close.items() if found}
+    for name in sorted(own - set(asked)):
+        for meant in get_close_matches(name, lacking, 1, _CLOSE):
+            logger.warning("column %r is not read: is it %r, which the table lacks?", name, meant)
 
 
 def reason_of(error: Exception) -> str:

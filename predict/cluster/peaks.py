@@ -22,6 +22,11 @@ from ...simulate.step.workload import Workload
 #: Products of fused attention in the backward pass over those of the forward pass: five to two
 #: (Dao, FlashAttention-2, ICLR 2024), without the lower rate that its estimate assumes.
 _BACKWARD_PRODUCTS = 2.5
+#: Share of a training step above which waiting for expert parallelism is noted, and the share of
+#: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
+#: published 1,543 tokens/s and H800 (2,048 of them, 2024, with DualPipe and node-limited routing)
+#: stand against 830 that are predicted for as many H100.
+EXCHANGE_SHARE, EXCHANGE_SAVED = 0.3, 0.7
 
 
 def multiplied_format(workload: Workload, spec: DeviceSpec) -> str:
@@ -121,13 +126,6 @@ def best_note(seconds: float, best: float, spec: DeviceSpec) -> tuple[str, ...]:
 def _least(call: Op, spec: DeviceSpec) -> float:
     behind = call.family == "attention" and call.name.endswith("_dx")
     return call.least_s(spec) * (_BACKWARD_PRODUCTS / ATTENTION_BACKWARD if behind else 1.0)
-
-
-#: Share of a training step above which waiting for expert parallelism is noted, and the share of
-#: that wait that the best overlap and routing may save. Engineering estimates: DeepSeek-V3's
-#: published 1,543 tokens/s and H800 (2,048 of them, 2024, with DualPipe and node-limited routing)
-#: stand against 830 that are predicted for as many H100.
-EXCHANGE_SHARE, EXCHANGE_SAVED = 0.3, 0.7
 
 
 def exchange_wait(workload: Workload, step: StepTime) -> float:

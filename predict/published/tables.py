@@ -29,6 +29,7 @@ from ...models.collectives.model import CollectiveModel
 from ...models.operators import OpModel, rows_of_published
 from ...models.power.model import PowerModel
 from ...models.tiles.model import TileModel
+from ..cluster.case_table import warn_misspelt
 from ..locate import BLOCK_MODEL, find_model
 from .answers import (
     SECONDS,
@@ -172,6 +173,7 @@ class _Job:
                 table = read_table(path)
                 if kind_of(table.columns, path.name) == kind:
                     check_measured(table, ["latency_us", "power_w"], str(path))
+                    warn_misspelt(table, ["latency_us"])
                     yield path, table
 
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:

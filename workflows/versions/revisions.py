@@ -157,7 +157,8 @@ def commit_of(revision: str) -> str:
         raise ProgramError(
             f"no revision {revision!r}, and no such file",
             where=f"repository {inside.strip()}",
-            hint="git fetch it first; in a shallow clone of CI fetch the whole history",
+            hint="a file is given by its path from here, one of a commit as REVISION:PATH; a "
+            "revision may have to be fetched first, in a shallow clone of CI the whole history",
         ) from error
 
 

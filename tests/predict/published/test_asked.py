@@ -64,6 +64,16 @@ def test_invented_rows(tmp_path: Path) -> None:
     assert assert_as_typed(path, rows, tmp_path) == 9
 
 
+def test_times_under_another_name_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "operators.csv"
+    rows = pd.read_csv(INVENTED).drop(columns="latency_us", errors="ignore")
+    rows.assign(latency_ms=1.0).to_csv(path, index=False)
+    call("evaluate", "--published", path, "--out", tmp_path / "out.csv")
+    assert "column 'latency_ms' is not read: is it 'latency_us'" in caplog.text
+
+
 @pytest.mark.parametrize(
     "name",
     [
