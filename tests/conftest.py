@@ -6,8 +6,10 @@ import gc
 import hashlib
 import inspect
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +33,10 @@ os.environ.pop("COLUMNS", None)
 # What thousands of tests keep is walked again and again otherwise: a tenth of their time.
 gc.set_threshold(100_000, 50, 100)
 os.environ["OPCAST_MLRUNS"] = os.path.join(_HOME.name, "mlruns")  # noqa: PTH118
+
+# What a script starts in the background ignores Ctrl-C, and so would all that tests start.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Files whose tests take minutes each: they begin first, or one process waits for them at the end.
 _LONGEST = ("test_readme.py", "test_tutorials.py", "test_golden.py")
