@@ -173,7 +173,7 @@ class _Job:
                 table = read_table(path)
                 if kind_of(table.columns, path.name) == kind:
                     check_measured(table, ["latency_us", "power_w"], str(path))
-                    warn_misspelt(table, ["latency_us"])
+                    warn_misspelt(map(str, table), ["latency_us"])
                     yield path, table
 
     def _drawn(self, table: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,8 @@ convolutions also where XLA's layouts would spread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ...ir.program import TensorType
 from .clusters import source_of
@@ -16,6 +17,20 @@ from .graph import Graph, Node, rewrite, users_of
 #: Ops in a row that a transpose is moved below at most. Engineering estimate: XLA repeats its
 #: simplifications until nothing changes.
 _ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class _Later:
+    """Values that come from products behind the one at a place in the graph."""
+
+    origin: Mapping[int, int]
+    place: int
+
+    def has(self, node: Node) -> bool:
+        return self.origin.get(id(source_of(node)), -1) > self.place
+
+
+_NONE = _Later({}, 0)
 
 
 def move_transposes(graph: Graph) -> None:
@@ -81,7 +96,7 @@ def _keeps_order(broadcast: Node, order: tuple[int, ...]) -> bool:
 def _below(node: Node) -> Node:
     first = next(o for o in node.operands if o.opcode == "transpose")
     order = tuple(first.attrs["dimensions"])
-    inner = _turned_result(node, order, first.operands[0].type.shape, 0, ())
+    inner = _turned_result(node, order, first.operands[0].type.shape, 0, _NONE)
     assert inner is not None
     return Node("transpose", [inner], node.results, {"dimensions": order}, source=node.source)
 
@@ -137,8 +152,7 @@ def _sunk(node: Node, sinkable: set[int], origin: Mapping[int, int]) -> Node | N
     order = tuple(first.attrs["dimensions"])
     if node.opcode == "reduce":
         return _sunk_reduce(node, order) if len(node.operands) == 2 else None
-    earliest = origin.get(id(first), len(origin))
-    later = {key for key, place in origin.items() if place > earliest}
+    later = _Later(origin, origin.get(id(first), len(origin)))
     inner = _turned_result(node, order, first.operands[0].type.shape, _DEPTH, later)
     if inner is None:
         return None
@@ -150,11 +164,11 @@ def _turned_result(
     order: tuple[int, ...],
     shape: tuple[int, ...],
     depth: int,
-    movable: Collection[int],
+    movable: _Later,
 ) -> Node | None:
     """Do an elementwise op on turned operands; ``None`` if it is none, or one cannot be turned.
 
-    Those of ``movable``, by ``id``, are transposed if they cannot be turned.
+    Those of ``movable`` are transposed if they cannot be turned.
     """
     if not is_elementwise(node) or node.called:
         return None
@@ -162,7 +176,7 @@ def _turned_result(
     for operand in node.operands:
         turned = _turned(operand, order, depth, movable)
         # Conversions still have the product's own order.
-        if turned is None and id(source_of(operand)) in movable and node.opcode != "convert":
+        if turned is None and movable.has(operand) and node.opcode != "convert":
             turned = transposed(operand, [order.index(d) for d in range(len(order))])
         if turned is None:
             return None
@@ -184,9 +198,7 @@ def _sunk_reduce(node: Node, order: tuple[int, ...]) -> Node | None:
     return Node("transpose", [made], node.results, {"dimensions": turn}, source=node.source)
 
 
-def _turned(
-    node: Node, order: tuple[int, ...], depth: int, movable: Collection[int]
-) -> Node | None:
+def _turned(node: Node, order: tuple[int, ...], depth: int, movable: _Later) -> Node | None:
     """Turn a value to the order from before a transpose by ``order``; ``None`` if that costs."""
     # Scalars have no order.
     if not node.type.shape:
