@@ -89,7 +89,7 @@ def explain(
     predictor = load_for_programs(asked.model)
     place = measured_device(asked.device, predictor.model.devices)
     if next_count:
-        from ..predict.program.explain import next_kernels
+        from ..predict.program.next_kernels import next_kernels
         from ..predict.render.next_runs import print_next_runs
 
         case = ProgramCase(asked.opened(programs[0]), asked.options(place))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -222,9 +221,13 @@ class StepPredictor:
         self.learned, self.source = learned or StepModel.find(), source
         self.cap = cap_share(power_cap_w, self.spec)
         self.latency = latency or OperatorLatency(self.spec, model, self.cap)
-        bare = partial(StepPredictor, cluster, model, self.spec, framework, compiled=compiled)
         #: Without the cap, which makes no step faster.
-        self.free = bare(learned=learned, source=source) if self.cap < 1.0 else None
+        self.free: StepPredictor | None = None
+        if self.cap < 1.0:
+            self.free = StepPredictor(
+                cluster, model, self.spec, framework,
+                compiled=compiled, learned=learned, source=source,
+            )  # fmt: skip
         #: Before effects.
         self.priced = cluster_costs(cluster, self.spec, self.latency)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -16,10 +16,12 @@ from ...simulate.serving.checkpoints import UNKNOWN, Checkpoint
 from ...simulate.serving.latencies import FREE, LEVELS, METRICS, Slo
 from ..cluster.deployment import Deployment
 from ..cluster.serving import LIKELY
-from ..cluster.serving_fleet import FleetPrediction
 from ..cluster.serving_prediction import ServingPrediction
 from ..plan.serving_answer import PERCENTILE, SURE, Planned, ServingPlans
 from .parts import headline, plain_table, print_notes
+
+if TYPE_CHECKING:
+    from ..cluster.serving_fleet import FleetPrediction
 
 _NAMES = {
     "ttft": "time to first token",
