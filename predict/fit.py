@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, exp
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,8 @@ from ..common.interval import Interval
 if TYPE_CHECKING:
     from ..features.devices.device import DeviceSpec
     from ..features.ir.program import Program
+    from ..features.ir.reader import SourceProgram
+    from ..simulate.clusters.topology import Cluster
     from ..simulate.step.workload import Workload
     from .cluster.step_case import PlannedStep
     from .operator.torch_framework import TorchPredictor
@@ -29,6 +30,8 @@ _COMPILED = (-0.02, 0.05)
 #: whose layouts pad. Peaks of 10 programs of the zoo by lowering ``xla`` were 0.86 to 1.09
 #: times these on an H100 and 0.86 to 1.96 times on a v5e.
 _LIFETIMES = {"gpu": (-0.15, 0.12), "": (-0.2, 0.5)}
+#: Share of a peak that donated arguments leave at most, or they are not named.
+_SAVING = 0.99
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,10 @@ def program_fit(case: ProgramCase, risk: float, subject: str) -> MemoryFit:
     # Arguments are there, whatever is between them.
     floor = min(parts["arguments"], peak)
     needed = Interval(peak, max(floor, peak * exp(low)), peak * exp(high))
-    change = _program_change(source.program, needed, parts, (capacity, most), risk)
+    change = ""
+    if needed.value > allowed(needed, capacity, risk):
+        donated = _donated_peak(case, source, peak)
+        change = _program_change(needed, donated, parts, (capacity, most), risk)
     return MemoryFit(
         subject, spec.name, needed, capacity, parts, risk, change, lowered.memory_source,
         tuple(lowered.notes),
@@ -166,47 +172,80 @@ def program_parts(program: Program, peak: float) -> dict[str, float]:
     return {"arguments": arguments, "results": results, "temporaries": rest}
 
 
-def donatable(program: Program) -> float:
-    """Bytes of results that could take the place of arguments of their type, and do not yet."""
+def donatable(program: Program) -> list[tuple[int, int]]:
+    """Results that could take the place of arguments of their type and do not, with these."""
     entry = program.entry_computation
     outputs, parameters = zip(*program.aliases, strict=True) if program.aliases else ((), ())
     donated = {*parameters, *program.donors}
-    free = Counter(p.type[:2] for p in entry.parameters if int(p.attrs["index"]) not in donated)
-    found = 0.0
-    for number, kind in enumerate(entry.root_op.results):
-        if number not in outputs and free[kind[:2]]:
-            free[kind[:2]] -= 1
-            found += kind.nbytes
-    return found
+    free: dict[tuple[object, ...], list[int]] = {}
+    for own in entry.parameters:
+        if (number := int(own.attrs["index"])) not in donated:
+            free.setdefault(own.type[:2], []).append(number)
+    return [
+        (number, free[kind[:2]].pop(0))
+        for number, kind in enumerate(entry.root_op.results)
+        if number not in outputs and free.get(kind[:2])
+    ]
+
+
+def _donated_peak(case: ProgramCase, source: SourceProgram, peak: float) -> float:
+    """Peak if results took the place of arguments, of HLO as much less as they are large.
+
+    Else the program is lowered again: compilers put temporaries where a result will be.
+    """
+    from .program.predictor import roofline_predictor
+
+    pairs = donatable(source.program)
+    if not pairs:
+        return peak
+    if source.kind == "hlo":
+        results = source.program.entry_computation.root_op.results
+        return peak - sum(results[output].nbytes for output, _ in pairs)
+    from ..features.ir.mlir.shardings import with_donations
+
+    module = with_donations(source.module, pairs, ())
+    again = replace(case, program=module, arguments=(), keywords={})
+    return min(peak, again.lower(roofline_predictor()).lowered.peak_memory_bytes)
 
 
 def _program_change(
-    program: Program,
     needed: Interval,
+    donated: float,
     parts: dict[str, float],
     room: tuple[float, float],
     risk: float,
 ) -> str:
-    """The smallest change with which a program would fit; empty if it does."""
-    capacity, most = room
-    if needed.value <= allowed(needed, capacity, risk):
-        return ""
-    limit = allowed(needed, most, risk)
-    if needed.value <= limit:
-        share = ceil(100 * needed.quantile(1.0 - risk) / most) / 100
-        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:g} (JAX takes {JAX_SHARE:g} by default)"
-    saved = donatable(program)
-    if saved and needed.value - saved <= limit:
-        return "donated arguments (donate_argnums): results then take their place"
-    fixed = parts["arguments"] + parts["results"] - saved
-    donated = " and donated arguments" if saved else ""
-    if fixed < limit and parts["temporaries"] > 0.0:
-        share = (limit - fixed) / parts["temporaries"]
-        return (
-            f"{share:.0%} of the temporaries{donated}: a batch smaller by as much, or "
-            "jax.checkpoint"
-        )
-    return f"sharding over {ceil(fixed / limit)} devices or more: arguments alone are too large"
+    """The smallest change with which a program that does not fit would.
+
+    Args:
+        needed: What it needs.
+        donated: What it would need with donated arguments.
+        parts: What its peak is made of.
+        room: What JAX takes by default, and all that it can have.
+        risk: Largest probability of running out that is accepted.
+    """
+    limits = [allowed(needed, own, risk) for own in room]
+
+    def share(peak: float) -> str:
+        part = ceil(100 * peak * needed.quantile(1.0 - risk) / needed.value / room[1]) / 100
+        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={part:g} (JAX takes {JAX_SHARE:g} by default)"
+
+    if needed.value <= limits[1]:
+        return share(needed.value)
+    if donated > needed.value * _SAVING:
+        donated = needed.value
+    first = ["donated arguments (donate_argnums)"] if donated < needed.value else []
+    if donated <= limits[0]:
+        return f"{first[0]}: results then take their place"
+    if donated <= limits[1]:
+        return " and ".join((*first, share(donated)))
+    fixed = min(donated, parts["arguments"] + parts["results"] - (needed.value - donated))
+    for limit, more in zip(limits, ([], [share(limits[1])]), strict=True):
+        left = int(100 * (limit - fixed) / (donated - fixed)) if donated > fixed else 0
+        if left > 0:
+            smaller = f"{left}% of the temporaries (a smaller batch, jax.checkpoint)"
+            return " and ".join((*first, *more, smaller))
+    return " and ".join((*first, f"sharding over {ceil(donated / limits[0])} devices or more"))
 
 
 def torch_fit(
@@ -248,11 +287,14 @@ def torch_fit(
     )  # fmt: skip
 
 
-def step_fit(case: PlannedStep, workload: Workload, risk: float, subject: str) -> MemoryFit:
+def step_fit(
+    case: PlannedStep, cluster: str | Cluster, workload: Workload, risk: float, subject: str
+) -> MemoryFit:
     """Find out whether a training step fits the devices of a cluster.
 
     Args:
-        case: Plan, cluster and framework.
+        case: Plan and framework.
+        cluster: Where.
         workload: The model.
         risk: Largest probability of running out that is accepted.
         subject: Name of the model.
@@ -265,15 +307,15 @@ def step_fit(case: PlannedStep, workload: Workload, risk: float, subject: str) -
     from .cluster.step import StepPredictor
     from .operator.step_operators import load_step_model
 
-    usual = case.predictor(case.cluster, load_step_model(OPERATOR_MODEL))
-    spec, cluster, framework = usual.spec, usual.cluster, usual.framework
+    usual = case.predictor(cluster, load_step_model(OPERATOR_MODEL))
+    spec, framework = usual.spec, usual.framework
     capacity = _capacity(spec)
     plan, other, why = case.taken(usual, workload)
     # Of a plan that fits as likely as is wanted, the peak is at most this.
     unit = interval_of(usual.learned.memory, framework, 1.0)
     margin = spec.with_usable(allowed(unit, capacity, risk))
     predictor = StepPredictor(
-        cluster, None, margin, framework, learned=usual.learned, latency=usual.latency
+        usual.cluster, None, margin, framework, learned=usual.learned, latency=usual.latency
     )
     found = predictor.predict(workload, plan)
     worst = found.fit.worst
@@ -283,8 +325,9 @@ def step_fit(case: PlannedStep, workload: Workload, risk: float, subject: str) -
     if other is not None:
         least = usual.fit(workload, other).worst.total
         notes = (f"{why} it needs {least / 2**30:.2f} GiB",)
+    name = f"{subject} with {found.plan.text()} on {usual.cluster.name}"
     return MemoryFit(
-        f"{subject} with {found.plan.text()} on {cluster.name}", spec.name, needed, capacity, parts,
+        name, spec.name, needed, capacity, parts,
         risk, found.fit.change or "", f"counted, by {framework or 'an average framework'}",
         notes, beside="" if found.fit.host_fits else found.fit.reason(),
     )  # fmt: skip

@@ -55,7 +55,7 @@ class StepsBy:
 
     def predictor(
         self,
-        cluster: str,
+        cluster: str | Cluster,
         operators: OpModel | None,
         source: str = "own",
         power_cap_w: float | None = None,

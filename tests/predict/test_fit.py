@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
-from math import log
+from math import log, sqrt
 
 import pytest
 
@@ -47,12 +48,12 @@ def test_parts_and_donation_are_those_of_the_arguments():
     program = read_program(BIG.format(alias="")).program
     parts = program_parts(program, 4.5 * GIB)
     assert parts == {"arguments": 2 * GIB, "results": GIB, "temporaries": 1.5 * GIB}
-    assert donatable(program) == GIB
+    assert donatable(program) == [(0, 0)]
     donated = read_program(BIG.format(alias=ALIAS)).program
     assert program_parts(donated, 3 * GIB) == {
         "arguments": 2 * GIB, "results": 0.0, "temporaries": GIB,
     }  # fmt: skip
-    assert donatable(donated) == 0.0
+    assert donatable(donated) == []
 
 
 def fit_of(tmp_path, usable_gb: float, alias: str = "", *words: str) -> tuple[int, dict]:
@@ -84,12 +85,79 @@ def test_a_program_fits_or_says_what_would(tmp_path):
     assert status == 1 and found["out_of_memory"] > 0.5
     assert found["change_to_fit"].startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 ")
     # Without a GiB of the result it would fit.
+    status, found = fit_of(tmp_path, 2.01 / 0.75)
+    assert status == 1
+    assert found["change_to_fit"].startswith("donated arguments (donate_argnums): results")
+    assert fit_of(tmp_path, 2.01 / 0.75, ALIAS)[0] == 0
+    # It would still be more than JAX takes of the memory.
     status, found = fit_of(tmp_path, gb - 0.8)
-    assert status == 1 and found["change_to_fit"].startswith("donated arguments")
+    named = "donated arguments (donate_argnums) and XLA_PYTHON_CLIENT_MEM_FRACTION=0.91 "
+    assert status == 1 and found["change_to_fit"].startswith(named)
     status, found = fit_of(tmp_path, gb - 0.8, ALIAS)
     assert status == 1 and "donated" not in found["change_to_fit"]
+    # Of 2 GiB that are left with donation, a device has room for 0.74.
     status, found = fit_of(tmp_path, 0.98)
-    assert status == 1 and found["change_to_fit"].startswith("sharding over 3 devices")
+    named = "donated arguments (donate_argnums) and sharding over 3 devices or more"
+    assert status == 1 and found["change_to_fit"] == named
+
+
+#: The peak is in the middle; the result, of an argument's type, is made after it.
+LATE = """
+import jax, jax.numpy as jnp
+
+def step(w, x):
+    scores = jnp.exp(x @ x.T)
+    return w * (scores / scores.sum()).max()
+
+def {name}(w, x):
+    return step(w, x)
+
+{name} = jax.jit({name}{donated})
+{name}.example_args = (
+    jax.ShapeDtypeStruct(({gib}, 512, 512, 1024), jnp.float32),
+    jax.ShapeDtypeStruct(({rows}, 64), jnp.float32),
+)
+"""
+
+
+def change_of(tmp_path, rows: int, donated: str = "") -> tuple[int, str]:
+    """Status and change for scores of so many rows beside an argument of 8 GiB, on an L4."""
+    text = LATE.format(name="late", donated=donated, gib=8, rows=rows)
+    (tmp_path / "late.py").write_text(text)
+    words = ("--device", "l4", "--lowering", "fused", "--json")
+    done = opcast("fit", "late.py:late", *words, cwd=tmp_path)
+    assert done.returncode in (0, 1) and done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["results"][0]["change_to_fit"]
+
+
+def test_what_a_program_is_told_to_change_is_enough(tmp_path):
+    # 8 GiB each of the argument and the result, and 7 between them; JAX has 16.6 of an L4's 22.1.
+    status, change = change_of(tmp_path, 21 * 2**11)
+    assert status == 1
+    assert change == "donated arguments (donate_argnums): results then take their place"
+    assert change_of(tmp_path, 21 * 2**11, ", donate_argnums=0") == (0, "")
+    # 16 between them.
+    status, change = change_of(tmp_path, 2**16)
+    found = re.fullmatch(
+        r"donated arguments \(donate_argnums\) and (\d+)% of the temporaries "
+        r"\(a smaller batch, jax.checkpoint\)",
+        change,
+    )
+    assert status == 1 and found, change
+    share = int(found[1]) / 100
+    assert change_of(tmp_path, int(2**16 * sqrt(share)), ", donate_argnums=0") == (0, "")
+    status, change = change_of(tmp_path, int(2**16 * sqrt(share + 0.01)), ", donate_argnums=0")
+    assert status == 1 and change
+
+
+def test_steps_fit_a_device_of_a_file(tmp_path):
+    (tmp_path / "big.yaml").write_text("name: big\nbase: h100-sxm\nmemory_gb: 200\n")
+    words = ("--workload", "llama-3-8b", "--set", "batch=1,seq=1024", "--json")
+    done = opcast("fit", *words, "--device", "big.yaml,h100-sxm", cwd=tmp_path)
+    big, usual = json.loads(done.stdout)["results"]
+    assert done.returncode == 1 and big["fits"] and not usual["fits"]
+    assert (big["device"], usual["device"]) == ("big", "h100-sxm")
+    assert big["needed_bytes"] == usual["needed_bytes"]
 
 
 def test_less_risk_needs_more_room(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from ...simulate.step.settings import SizesOpt
 
 if TYPE_CHECKING:
     from ...predict.fit import MemoryFit
+    from ...simulate.clusters.topology import Cluster
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,14 @@ def step_fits(settings: FitSettings, workload: str) -> list[MemoryFit]:
 
     own = settings
     work = read_workload(workload, own.settings)
-    names = [own.cluster] if own.cluster else [f"{name}-x1" for name in own.device.split(",")]
-    cases = (PlannedStep(cluster=n, plan=own.plan, framework=own.framework) for n in names)
-    return [step_fit(case, work, own.risk, Path(workload).stem) for case in cases]
+    case = PlannedStep(cluster=own.cluster, plan=own.plan, framework=own.framework)
+    places = [own.cluster] if own.cluster else map(_alone, own.device.split(","))
+    return [step_fit(case, place, work, own.risk, Path(workload).stem) for place in places]
+
+
+def _alone(device: str) -> Cluster:
+    """A cluster of one device by its name or file."""
+    from ...predict.devices import resolve_device
+    from ...simulate.clusters.catalogue import joined
+
+    return replace(joined(resolve_device(device, {}), 1), device=device)
