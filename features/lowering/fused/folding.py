@@ -41,6 +41,8 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "EQ": operator.eq,
     "NE": operator.ne,
 }
+#: Ops that may stand for one value, or for repeated ones (:func:`fold`).
+_REPEATING = frozenset(("constant", "broadcast", "reshape", "iota"))
 
 
 def is_elementwise(node: Node) -> bool:
@@ -86,6 +88,9 @@ def fold(node: Node) -> Node | None:
         value = node.attrs.get("value")
         known = value is not None and not isinstance(value, list) and node.type.shape
         return splat_node(value, node.type) if known else None
+    for operand in node.operands:
+        if operand.opcode not in _REPEATING:
+            return None
     if not node.operands or not is_elementwise(node) or node.called:
         return None
     values = [splat(operand) for operand in node.operands]

@@ -91,27 +91,24 @@ Structure = int | list["Structure"]
 
 def topological(roots: Iterable[Node], first: Sequence[Node] = ()) -> list[Node]:
     """Order the nodes that ``roots`` depend on, operands before users, ``first`` at the front."""
-    order: list[Node] = list(first)
-    done = {id(node) for node in first}
-    begun: set[int] = set()
+    order = dict.fromkeys(first)
+    begun: set[Node] = set()
     for root in roots:
         # With an explicit stack: chains of ops are longer than Python's recursion limit.
         stack = [root]
         while stack:
             node = stack[-1]
-            key = id(node)
-            if key not in done:
-                if key not in begun:
-                    begun.add(key)
-                    missing = [operand for operand in node.operands if id(operand) not in done]
+            if node not in order:
+                if node not in begun:
+                    missing = [operand for operand in node.operands if operand not in order]
                     if missing:
+                        begun.add(node)
                         stack += missing[::-1]
                         continue
                 # What was missing stood above it on the stack.
-                done.add(key)
-                order.append(node)
+                order[node] = None
             stack.pop()
-    return order
+    return list(order)
 
 
 def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
@@ -126,14 +123,14 @@ def users_of(nodes: Iterable[Node]) -> dict[int, list[Node]]:
 
 def rewrite(graph: Graph, rule: Callable[[Node], Node | None]) -> None:
     """Replace nodes, operands first, by what a rule makes of them; ``None`` keeps a node."""
-    # By id(): what is replaced stays alive in the list of nodes, what replaces it in this table.
-    replaced: dict[int, Node] = {}
+    replaced: dict[Node, Node] = {}
     for node in graph.nodes():
-        node.operands = [replaced.get(id(o), o) for o in node.operands]
+        if replaced:
+            node.operands = [replaced.get(o, o) for o in node.operands]
         made = rule(node)
         if made is not None:
-            replaced[id(node)] = made
-    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+            replaced[node] = made
+    graph.outputs = [replaced.get(node, node) for node in graph.outputs]
 
 
 def build_graph(program: Program) -> Graph:

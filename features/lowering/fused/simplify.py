@@ -42,52 +42,45 @@ def simplify(graph: Graph, program: Program) -> None:
 
 def _round(graph: Graph, program: Program) -> tuple[bool, bool]:
     """Simplify each node once; returns whether any changed, and whether any has graphs."""
-    replaced: dict[int, Node] = {}
+    replaced: dict[Node, Node] = {}
     known: dict[Hashable, Node] = {}
-    # Nodes are told apart by id(): those that were replaced must stay alive, or a new node could
-    # get the id of a collected one.
-    keep: list[Node] = []
     # Nodes that stand for all equal ones.
-    settled: set[int] = set()
+    settled: set[Node] = set()
     changed = nested = False
     for node in graph.nodes():
         nested = nested or bool(node.graphs)
-        for i, operand in enumerate(node.operands):
-            new = replaced.get(id(operand))
-            if new is not None:
-                node.operands[i] = new
-        keep.append(node)
+        if replaced:
+            for i, operand in enumerate(node.operands):
+                new = replaced.get(operand)
+                if new is not None:
+                    node.operands[i] = new
         rewritten = _rewrite(node, program)
-        target = node if rewritten is None else rewritten
-        keep += _fresh(target, known, settled)
-        keep.append(target)
+        target = node
+        if rewritten is not None:
+            target = rewritten
+            _fresh(target, known, settled)
         # Common subexpressions, as HloCSE: ops come in topological order, so operands are merged
         # already.
         same = target
         if _pure(target):
             same = known.setdefault(_key(target), target)
-            settled.add(id(same))
+            settled.add(same)
         if same is not node:
-            replaced[id(node)] = same
+            replaced[node] = same
             changed = True
-    graph.outputs = [replaced.get(id(node), node) for node in graph.outputs]
+    graph.outputs = [replaced.get(node, node) for node in graph.outputs]
     return changed, nested
 
 
-def _fresh(node: Node, known: dict[Hashable, Node], settled: set[int]) -> list[Node]:
+def _fresh(node: Node, known: dict[Hashable, Node], settled: set[Node]) -> None:
     """Replace a rewrite's new operands by equal nodes that are there already."""
-    made: list[Node] = []
     for i, operand in enumerate(node.operands):
-        if id(operand) in settled or operand.opcode not in ("constant", "broadcast", "reshape"):
+        if operand in settled or operand.opcode not in ("constant", "broadcast", "reshape"):
             continue
         if operand.opcode != "constant":
-            made += _fresh(operand, known, settled)
-        same = known.setdefault(_key(operand), operand)
-        settled.add(id(same))
-        if same is not operand:
-            node.operands[i] = same
-        made.append(operand)
-    return made
+            _fresh(operand, known, settled)
+        node.operands[i] = same = known.setdefault(_key(operand), operand)
+        settled.add(same)
 
 
 def _pure(node: Node) -> bool:
@@ -100,8 +93,8 @@ _IMPURE = IMPURE | PURE_COLLECTIVES
 
 
 def _key(node: Node) -> Hashable:
-    attrs = tuple(sorted((k, repr(v)) for k, v in node.attrs.items())) if node.attrs else ()
-    return node.opcode, tuple([id(o) for o in node.operands]), node.results, node.called, attrs
+    attrs = tuple(sorted([(k, repr(v)) for k, v in node.attrs.items()])) if node.attrs else ()
+    return node.opcode, tuple(node.operands), node.results, node.called, attrs
 
 
 def _rewrite(node: Node, program: Program) -> Node | None:
