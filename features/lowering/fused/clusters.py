@@ -17,6 +17,7 @@ from .layouts import MOVES
 PRODUCTS = frozenset(("dot", "convolution"))
 #: Ops that need no kernel.
 FREE = named("no_fused_kernel")
+_VIEWS = frozenset(("reshape", "bitcast"))
 #: Threads of a warp, and shortest column that XLA's column emitter takes; both limits are those of
 #: IsUnnestedReductionFasterThanElemental in XLA's reduction_utils.cc (which also keeps columns of
 #: up to 256 elements in loops where very few of them lie side by side).
@@ -117,14 +118,14 @@ def written(node: Node) -> range:
 
 def source_of(node: Node) -> Node:
     """Look through reshapes to the node whose memory a value is."""
-    while is_view(node):
+    while node.opcode in _VIEWS and MOVES not in node.attrs:
         node = node.operands[0]
     return node
 
 
 def is_view(node: Node) -> bool:
     """Return whether a value is the memory of its operand by another name."""
-    return node.opcode in ("reshape", "bitcast") and MOVES not in node.attrs
+    return node.opcode in _VIEWS and MOVES not in node.attrs
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +137,10 @@ class Cluster:
         members: All nodes that it computes, by position in the graph's order.
         library: Whether a library or another fixed kernel runs it, so that nothing more fits in.
         rows: Whether it normalises rows in one pass: it takes producers in, but cannot be one.
+        nodes: Its members, operands first.
+        opcodes: Those of its members.
         inputs: Nodes outside whose values it reads, constants left out.
+        reads: Their positions.
         makers: Nodes whose kernels make the inputs.
         last: Position of the last root.
         loops: Whether every member can be computed inside of another kernel.
@@ -148,7 +152,10 @@ class Cluster:
     members: dict[float, Node] = field(default_factory=dict)
     library: bool = False
     rows: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    opcodes: frozenset[str] = frozenset()
     inputs: list[Node] = field(default_factory=list)
+    reads: frozenset[float] = frozenset()
     makers: list[Node] = field(default_factory=list)
     last: float = 0.0
     loops: bool = False
@@ -163,7 +170,7 @@ class Cluster:
     @property
     def multiplies(self) -> bool:
         """Whether it computes a product."""
-        return any(node.opcode in PRODUCTS for node in self.members.values())
+        return not PRODUCTS.isdisjoint(self.opcodes)
 
 
 class Clusters:
@@ -198,10 +205,6 @@ class Clusters:
         distinct = {id(c): c for c in self.by_root.values()}
         return sorted(distinct.values(), key=lambda c: c.last)
 
-    def members(self, cluster: Cluster) -> list[Node]:
-        """Return a cluster's nodes, operands first."""
-        return [cluster.members[i] for i in sorted(cluster.members)]
-
     def insert(self, node: Node, before: Node) -> Cluster:
         """Make a cluster for a new node that stands just before another one in the order."""
         self.position[id(node)] = self.position[id(before)] - 0.5
@@ -219,23 +222,26 @@ class Clusters:
             self.readers.setdefault(id(node), {})[id(cluster)] = cluster
 
     def _describe(self, cluster: Cluster) -> None:
-        nodes = cluster.members.values()
-        inside = {id(node) for node in nodes}
-        inputs: dict[int, Node] = {}
+        nodes, position = cluster.members.values(), self.position
+        cluster.nodes = [cluster.members[i] for i in sorted(cluster.members)]
+        cluster.opcodes = frozenset([node.opcode for node in nodes])
+        inside = set(nodes)
+        inputs: dict[Node, None] = {}
         for node in nodes:
             for operand in node.operands:
                 source = source_of(operand)
                 # Constants are written into each kernel that needs them.
-                if id(source) not in inside and source.opcode != "constant":
-                    inputs[id(source)] = source
-        cluster.inputs = list(inputs.values())
+                if source not in inside and source.opcode != "constant":
+                    inputs[source] = None
+        cluster.inputs = list(inputs)
+        cluster.reads = frozenset([position[id(node)] for node in inputs])
         makers = {id(maker): maker for maker in map(owner, cluster.inputs)}
         cluster.makers = [maker for maker in makers.values() if not is_free(maker)]
         # Clusters are ordered by their last root: nothing that reads them can stand before it.
-        cluster.last = max(self.position[id(root)] for root in cluster.roots)
+        cluster.last = max([position[id(root)] for root in cluster.roots])
         cluster.loops = not (cluster.library or cluster.rows) and all(map(is_loop, nodes))
         # A TPU's compiler computes windows once.
-        if self.fused_products and any(node.opcode == "reduce-window" for node in nodes):
+        if self.fused_products and "reduce-window" in cluster.opcodes:
             cluster.loops = False
         cluster.consumes = cluster.loops or (not cluster.library and all(map(self._takes, nodes)))
         cluster.version += 1
@@ -252,9 +258,12 @@ class Clusters:
 
     def users(self, cluster: Cluster) -> list[Cluster]:
         """Return the clusters that read any of a cluster's results."""
+        read_by = self.readers
+        if len(cluster.roots) == 1:
+            return list(read_by.get(id(cluster.root), {}).values())
         readers: dict[int, Cluster] = {}
         for root in cluster.roots:
-            readers.update(self.readers.get(id(root), {}))
+            readers.update(read_by.get(id(root), {}))
         return list(readers.values())
 
     def producers(self, cluster: Cluster) -> list[Cluster]:
@@ -273,11 +282,8 @@ class Clusters:
             node = producer.members[place]
             if node.opcode != "broadcast" or source_of(node.operands[0]).opcode != "constant":
                 return False
-        position = self.position
-        read = inside & {position[id(node)] for node in consumer.inputs}
-        if not read <= {position[id(root)] for root in producer.roots}:
-            return False
-        return not any(position[id(node)] in outside for node in producer.inputs)
+        made = {self.position[id(root)] for root in producer.roots}
+        return inside & consumer.reads <= made and outside.isdisjoint(producer.reads)
 
     def merge(self, first: Cluster, second: Cluster) -> Cluster:
         """Merge two clusters into one with the members and roots of both."""

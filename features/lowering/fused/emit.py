@@ -190,7 +190,7 @@ class ComputationWriter(_Writer):
         return self._put(node, op)
 
     def _cluster(self, cluster: Cluster) -> None:
-        members = self.clusters.members(cluster)
+        members = cluster.nodes
         if len(members) == 1 and not (self.wrapped and is_consumer(members[0])):
             self._single(members[0])
             return

@@ -155,7 +155,7 @@ class _Generated:
         call.roots = [root]
         clusters.add(call)
         # Readers first, so that what only they read goes, too.
-        for own in reversed(clusters.members(call)):
+        for own in reversed(call.nodes):
             kernel = clusters.by_root.get(id(own), call)
             if kernel is call or id(own) in clusters.kept or clusters.readers.get(id(own)):
                 continue

@@ -94,8 +94,7 @@ class MultiOutputFusion:
 
     def _pays(self, producer: Cluster, consumer: Cluster) -> bool:
         apart = sum(
-            Work(self.clusters.members(c), c.roots).seconds(self.machine) + LAUNCH_S
-            for c in (producer, consumer)
+            Work(c.nodes, c.roots).seconds(self.machine) + LAUNCH_S for c in (producer, consumer)
         )
         both = {**producer.members, **consumer.members}
         members = [both[i] for i in sorted(both)]

@@ -23,6 +23,8 @@ _NOT_BY_ROWS = frozenset(
 #: Ops that are expanded to dozens of others, many of which read the operand: a producer that is
 #: fused into them would be computed that often.
 _MANY_READS = frozenset(("chlo.erfc", "chlo.lgamma", "chlo.digamma", "chlo.erf_inv"))
+#: Those, and what would compute an expensive producer again for each window.
+_READ_AGAIN = _MANY_READS | {"reduce-window"}
 
 
 def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
@@ -30,7 +32,7 @@ def narrow_reduction(cluster: Cluster, machine: Machine) -> Node | None:
 
     The compiler gives such a reduction no second large array to read.
     """
-    for root in cluster.roots:
+    for root in cluster.roots if "reduce" in cluster.opcodes else ():
         if root.opcode == "reduce" and not root.is_tuple and not is_loop_reduction(root):
             column = reduction(root).shape is Shape.COLUMN
             if column and blocks_of(root) < machine.cores:
@@ -45,6 +47,20 @@ class _Priced(NamedTuple):
     seconds: float
 
 
+class _Pair(NamedTuple):
+    """A reader, and the same with a producer inside.
+
+    Attributes:
+        version: The reader's when they were priced.
+        apart: Seconds of the reader as it is.
+        joined: Both in one kernel; ``None`` if that cannot be.
+    """
+
+    version: int
+    apart: float
+    joined: _Priced | None
+
+
 class PriorityFusion:
     """Fuses until no fusion saves time.
 
@@ -57,12 +73,11 @@ class PriorityFusion:
         self.clusters = clusters
         self.machine = machine
         self._each: dict[int, Each] = {}
-        self._priced: dict[int, tuple[int, _Priced]] = {}
-        # Pairs are kept by the versions of both clusters, so that only changed ones are evaluated
-        # again.
-        self._pairs: dict[tuple[int, int], tuple[int, int, _Priced | None]] = {}
-        self._queue: list[tuple[float, int, int, Cluster]] = []
-        self._version: dict[int, int] = {}
+        self._priced: dict[Cluster, tuple[int, _Priced]] = {}
+        # Pairs are kept by producer and its version, so that only changed ones are priced again.
+        self._pairs: dict[Cluster, tuple[int, dict[Cluster, _Pair]]] = {}
+        self._queue: list[tuple[float, int, Cluster]] = []
+        self._latest: dict[Cluster, int] = {}
         self._count = 0
 
     def run(self) -> None:
@@ -70,27 +85,25 @@ class PriorityFusion:
         for cluster in self.clusters.all():
             self._push(cluster)
         while self._queue:
-            # Entries cannot be removed from a heap: one whose cluster has changed since is skipped
-            # by version.
-            _, _, version, cluster = heapq.heappop(self._queue)
-            if self._version.get(id(cluster)) != version:
+            # Entries cannot be removed from a heap: those that a later one replaced are skipped.
+            _, count, cluster = heapq.heappop(self._queue)
+            if self._latest.get(cluster) != count:
                 continue
             consumers = self.clusters.users(cluster)
             # Gains depend on a cluster's own time and on its readers': neighbours on both sides
             # change, and so do other producers of the consumers.
-            touched = {id(c): c for c in (*consumers, *self.clusters.producers(cluster))}
-            joined = [self._joined(cluster, consumer) for consumer in consumers]
+            touched = dict.fromkeys((*consumers, *self.clusters.producers(cluster)))
+            joined = [self._paired(cluster, consumer).joined for consumer in consumers]
             for consumer in consumers:
                 consumer.rows |= cluster.rows
             self.clusters.absorb(cluster, consumers)
             for consumer, own in zip(consumers, joined, strict=True):
                 if own is not None:
-                    self._priced[id(consumer)] = (consumer.version, own)
-            self._version.pop(id(cluster), None)
+                    self._priced[consumer] = (consumer.version, own)
+            del self._latest[cluster]
             for consumer in consumers:
-                for producer in self.clusters.producers(consumer):
-                    touched[id(producer)] = producer
-            for other in touched.values():
+                touched.update(dict.fromkeys(self.clusters.producers(consumer)))
+            for other in touched:
                 self._push(other)
         for cluster in self.clusters.all():
             if cluster.rows and id(cluster.root) in self.clusters.by_root:
@@ -140,10 +153,10 @@ class PriorityFusion:
     def _push(self, cluster: Cluster) -> None:
         """Queue a producer if fusing it pays."""
         self._count += 1
-        self._version[id(cluster)] = self._count
+        self._latest[cluster] = self._count
         gain = self._gain(cluster)
         if gain is not None and gain > 0.0:
-            heapq.heappush(self._queue, (-gain, self._count, self._count, cluster))
+            heapq.heappush(self._queue, (-gain, self._count, cluster))
 
     def _gain(self, producer: Cluster) -> float | None:
         """Estimate the seconds that fusing into all readers saves; ``None`` if impossible."""
@@ -157,49 +170,58 @@ class PriorityFusion:
         if not consumers or not (producer.loops or rows or self._followed(producer, consumers)):
             return None
         # All consumers or none, as in XLA: one that keeps reading the array would keep the kernel.
-        if not all(consumer.consumes for consumer in consumers):
-            return None
+        for consumer in consumers:
+            if not consumer.consumes:
+                return None
         apart = self._alone(producer).seconds + LAUNCH_S * (1 + len(consumers))
         together = LAUNCH_S * len(consumers)
         for consumer in consumers:
-            joined = self._joined(producer, consumer)
-            if joined is None:
+            pair = self._paired(producer, consumer)
+            if pair.joined is None:
                 return None
-            apart += self._alone(consumer).seconds
-            together += joined.seconds
+            apart += pair.apart
+            together += pair.joined.seconds
         return apart - together
 
     def _alone(self, cluster: Cluster) -> _Priced:
         """A cluster as it is, kept until it changes."""
-        stored = self._priced.get(id(cluster))
-        if stored is None or stored[0] != cluster.version:
+        version, priced = self._priced.get(cluster, (-1, None))
+        if priced is None or version != cluster.version:
             work = self._evaluate(cluster.members, cluster.roots, cluster.rows)
-            stored = (cluster.version, _Priced(work, work.seconds(self.machine)))
-            self._priced[id(cluster)] = stored
-        return stored[1]
+            priced = _Priced(work, work.seconds(self.machine))
+            self._priced[cluster] = (cluster.version, priced)
+        return priced
 
     def _evaluate(self, members: dict[float, Node], roots: list[Node], rows: bool) -> Work:
         return Work([members[i] for i in sorted(members)], roots, rows, self._each)
 
+    def _paired(self, producer: Cluster, consumer: Cluster) -> _Pair:
+        """The consumer alone and with the producer inside, kept until one of them changes."""
+        version, pairs = self._pairs.get(producer, (-1, {}))
+        if version != producer.version:
+            pairs = {}
+            self._pairs[producer] = (producer.version, pairs)
+        pair = pairs.get(consumer)
+        if pair is None or pair.version != consumer.version:
+            alone = self._alone(consumer).seconds
+            pair = _Pair(consumer.version, alone, self._joined(producer, consumer))
+            pairs[consumer] = pair
+        return pair
+
     def _joined(self, producer: Cluster, consumer: Cluster) -> _Priced | None:
         """The consumer with the producer inside; ``None`` if it cannot be."""
-        key = (id(producer), id(consumer))
-        stored = self._pairs.get(key)
-        if stored is not None and stored[:2] == (producer.version, consumer.version):
-            return stored[2]
-        joined = None
-        if self._fits(producer, consumer):
-            work = self._both(producer, consumer)
-            if work.branches <= MAX_BRANCHES:
-                joined = _Priced(work, work.seconds(self.machine))
-        self._pairs[key] = (producer.version, consumer.version, joined)
-        return joined
+        if not self._fits(producer, consumer):
+            return None
+        work = self._both(producer, consumer)
+        if work.branches > MAX_BRANCHES:
+            return None
+        return _Priced(work, work.seconds(self.machine))
 
     def _both(self, producer: Cluster, consumer: Cluster) -> Work:
         """Work of the consumer with the producer inside."""
         rows = consumer.rows or producer.rows
         if rows == consumer.rows and self.clusters.are_chained(producer, consumer):
-            work = self._alone(consumer).work.with_producer(self.clusters.members(producer))
+            work = self._alone(consumer).work.with_producer(producer.nodes)
             if not work.is_ordered:
                 return work
         return self._evaluate({**producer.members, **consumer.members}, consumer.roots, rows)
@@ -222,7 +244,7 @@ class PriorityFusion:
             return False
         # Nothing on the way from the product to the result may read its elements more than once.
         way = {id(producer.root)}
-        for node in self.clusters.members(reader):
+        for node in reader.nodes:
             if any(id(source_of(o)) in way for o in node.operands):
                 if node.is_tuple or node.size > size or not _keeps(node):
                     return False
@@ -232,20 +254,19 @@ class PriorityFusion:
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
-        if consumer.rows and any(n.opcode in _NOT_BY_ROWS for n in producer.members.values()):
+        if consumer.rows and not _NOT_BY_ROWS.isdisjoint(producer.opcodes):
             return False
-        heavy = any(node.opcode in _EXPENSIVE for node in producer.members.values())
         # The array that an update writes to has to exist in memory before.
         for node in consumer.roots:
-            if any(source_of(node.operands[i]) is root for i in written(node)):
-                return False
-        for node in consumer.members.values():
-            if node.opcode in _MANY_READS and source_of(node.operands[0]) is root:
-                return False
-            if heavy and node.opcode == "reduce-window" and source_of(node.operands[0]) is root:
-                return False
-        inputs = {id(n): n for c in (producer, consumer) for n in c.inputs}
-        inputs.pop(id(root), None)
+            for i in written(node):
+                if source_of(node.operands[i]) is root:
+                    return False
+        apart = _MANY_READS if _EXPENSIVE.isdisjoint(producer.opcodes) else _READ_AGAIN
+        if not apart.isdisjoint(consumer.opcodes):
+            for node in consumer.members.values():
+                if node.opcode in apart and source_of(node.operands[0]) is root:
+                    return False
+        inputs = {*producer.inputs, *consumer.inputs} - {root}
         if len(inputs) > MAX_OPERANDS:
             return False
         # One input of half the size of the reduced array, or more, is allowed: the array itself.
@@ -253,7 +274,7 @@ class PriorityFusion:
         if narrow is None:
             return True
         size = narrow.operands[0].size
-        return sum(2 * node.size >= size for node in inputs.values()) <= 1
+        return sum(2 * node.size >= size for node in inputs) <= 1
 
 
 def _keeps(node: Node) -> bool:

@@ -216,10 +216,10 @@ def _needed(node: Node, position: int) -> tuple[float, float, float]:
     return 1.0, 1.0, 0.0
 
 
-#: Places in what a kernel needs of a value: elements as loads of an array outside, elements that
-#: readers need in the same order, elements that they need one by one, and paths that lead there;
-#: then elements of the value, and bytes of each.
-_LOADS, _WHOLE, _PARTS, _PATHS = range(4)
+#: What a kernel needs of a value: elements as loads of an array outside, elements that readers
+#: need in the same order, elements that they need one by one, and paths that lead there; then
+#: elements of the value, and bytes of each.
+_Need = tuple[float, float, float, float, float, float]
 
 
 class Work:
@@ -237,7 +237,7 @@ class Work:
         cycles: Cycles of all its arithmetic.
         written: Bytes that it writes.
         branches: Branches in the code of one element; code that is emitted twice counts twice.
-        needs: What it needs of nodes outside, by their ``id``; by place as named above.
+        needs: What it needs of nodes outside, by their ``id``.
     """
 
     __slots__ = (
@@ -260,7 +260,9 @@ class Work:
         self.cycles = self.branches = 0.0
         self._shared, self._known = shared, {} if known is None else known
         self._members, self._roots, self._turns = members, roots, False
-        self.needs = {id(root): [0.0, float(root.size), 0.0, 0.0, 0.0, 0.0] for root in roots}
+        self.needs: dict[int, _Need] = {
+            id(root): (0.0, float(root.size), 0.0, 0.0, 0.0, 0.0) for root in roots
+        }
         self._add(members, frozenset(self.needs))
 
     def with_producer(self, members: Iterable[Node]) -> Work:
@@ -277,7 +279,7 @@ class Work:
         joined._turns = self._turns
         joined.blocks, joined.written = self.blocks, self.written
         joined.cycles, joined.branches = self.cycles, self.branches
-        joined.needs = {key: need.copy() for key, need in self.needs.items()}
+        joined.needs = self.needs.copy()
         joined._add(members, frozenset())
         return joined
 
@@ -287,17 +289,18 @@ class Work:
 
         So they do of an array of which some readers share loads and others read their own.
         """
-        return any(need[_WHOLE] and need[_PARTS] for need in self.needs.values())
+        return any(whole and parts for _, whole, parts, _, _, _ in self.needs.values())
 
-    def _add(self, members: Iterable[Node], roots: frozenset[int]) -> None:
+    def _add(self, members: Sequence[Node], roots: frozenset[int]) -> None:
         """Add the work of nodes, and need what they read instead of them."""
         needs, known = self.needs, self._known
         # Users before operands: when a node is visited, everything wanted of it has been added.
-        for node in reversed(list(members)):
+        for node in reversed(members):
             need = needs.pop(id(node), None)
             if need is None:
                 continue
-            count = need[_WHOLE] + need[_PARTS]
+            _, whole, parts, paths, _, _ = need
+            count = whole + parts
             # A softmax kernel keeps rows on the chip: nothing is computed twice.
             if self._shared:
                 count = min(count, float(node.size))
@@ -310,7 +313,7 @@ class Work:
             if in_place and id(node) in roots:
                 reads = reads[in_place:]
             # A node that is computed along several paths has its code emitted once for each.
-            paths = need[_PATHS] or 1.0
+            paths = paths or 1.0
             if branches:
                 self.branches += paths
             self.cycles += cycles * count * factor
@@ -320,18 +323,18 @@ class Work:
                 if not wanted:
                     continue
                 before = needs.get(key)
-                if before is None:
-                    before = needs[key] = [0.0, 0.0, 0.0, 0.0, size, width]
                 # Readers that walk elements in the same order share loads, so the largest need
                 # counts; those that move elements read their own.
+                if before is None:
+                    shared, own = (0.0, wanted) if moves else (wanted, 0.0)
+                    needs[key] = (wanted, shared, own, paths, size, width)
+                    continue
+                loads, shared, own, ways, size, width = before
                 if moves:
-                    before[_LOADS] += wanted
-                    before[_PARTS] += wanted
-                    before[_PATHS] += paths
+                    needs[key] = (loads + wanted, shared, own + wanted, ways + paths, size, width)
                 else:
-                    before[_LOADS] = max(before[_LOADS], wanted)
-                    before[_WHOLE] = max(before[_WHOLE], wanted)
-                    before[_PATHS] = max(before[_PATHS], paths)
+                    most = (max(loads, wanted), max(shared, wanted), own, max(ways, paths))
+                    needs[key] = (*most, size, width)
 
     def seconds(self, machine: Machine) -> float:
         """Estimate the time of one execution without its launch."""
@@ -345,7 +348,11 @@ class Work:
             total = elements * width
             # The first read of each element comes from main memory, repeated ones from a cache if
             # the array fits.
-            net = min(total, size * width)
+            whole = size * width
+            if total <= whole and not apart:
+                memory += total / bandwidth
+                continue
+            net = min(total, whole)
             # What exceeds the cache is read from memory again.
             speed = _CACHE_SPEED_UP if net < machine.cache else 1.0
             if net < _L1_BYTES * machine.cores:
