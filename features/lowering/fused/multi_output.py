@@ -34,6 +34,8 @@ class MultiOutputFusion:
         self.clusters = clusters
         self.machine = machine
         self.needs = Dependences(clusters)
+        # Clusters are merged into new ones here, never changed.
+        self._frames: dict[Cluster, Frame | None] = {}
 
     def run(self) -> None:
         """Go through the graph from its results to its arguments."""
@@ -57,8 +59,8 @@ class MultiOutputFusion:
             j = i + 1
             while j < len(readers):
                 first, second = readers[i], readers[j]
-                fits = self._alike(first, second) and _shares(node, first, second)
-                if fits and self._apart(first, second):
+                fits = self._alike(first, second) and self._apart(first, second)
+                if fits and _shares(node, first, second):
                     readers[i] = self.needs.merge(first, second)
                     del readers[j]
                 else:
@@ -67,7 +69,7 @@ class MultiOutputFusion:
 
     def _with_consumer(self, producer: Cluster) -> None:
         """Join a producer with one that reads it, though others read it too."""
-        frame = frame_of(producer)
+        frame = self._frame(producer)
         if not _joins(producer) or frame is None or frame.kind != "loop":
             return
         consumers = sorted(
@@ -85,9 +87,14 @@ class MultiOutputFusion:
             self.needs.merge(producer, consumer)
             return
 
+    def _frame(self, cluster: Cluster) -> Frame | None:
+        if cluster not in self._frames:
+            self._frames[cluster] = frame_of(cluster)
+        return self._frames[cluster]
+
     def _alike(self, first: Cluster, second: Cluster) -> bool:
         """Return whether both run over the same elements in the same way."""
-        if first is second or not _fit(frame_of(first), frame_of(second)):
+        if first is second or not _fit(self._frame(first), self._frame(second)):
             return False
         inputs = {id(n) for c in (first, second) for n in c.inputs}
         return len(inputs) + len(first.roots) + len(second.roots) <= MAX_OPERANDS
