@@ -16,7 +16,6 @@ from math import exp, hypot, log, sqrt
 from pathlib import Path
 
 import numpy as np
-from scipy.special import ndtr
 
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel, LoweredProgram
@@ -109,6 +108,9 @@ def fit(
 
 def _beyond(scores: np.ndarray, ends: np.ndarray) -> float:
     """What is missing to the 95 % quantile of both errors together, in quadrature."""
+    # Only fitting asks for it, and it takes longer to load than most programs to predict.
+    from scipy.special import ndtr
+
     deviation = np.maximum(ends, 1e-3) / NORMAL_90
     low, high = 0.0, float(np.maximum(scores.max(), 0.0) + 4.0 * deviation.max())
     for _ in range(40):  # bisection, to a millionth of a millionth

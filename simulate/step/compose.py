@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.special import ndtri
 
 from ...common.errors import PlanError
 from .blocks import Stage, step_stages
@@ -308,6 +307,9 @@ def sample_steps(
 
 def slowest(rng: np.random.Generator, count: int, draws: int) -> np.ndarray:
     """Draw the largest of ``count`` standard normals, ``draws`` times, shape ``(draws,)``."""
+    # Predictions of programs load this module for its classes alone, and SciPy takes long.
+    from scipy.special import ndtri
+
     # Both guards keep ``ndtri`` finite: a level of 0 is minus infinity, a level that rounds to 1
     # (likely for large counts) is plus infinity.
     level = rng.uniform(1e-12, 1.0, draws) ** (1.0 / count)
