@@ -373,7 +373,7 @@ def write_program(program: object, path: Path, platform: Platform) -> str:
         ProgramError: The function cannot be lowered.
     """
     from ..common.files import write_bytes
-    from ..features.ir.jax_compat import write_bytecode
+    from ..features.ir.mlir.bindings import write_bytecode
     from ..features.ir.platforms import say_platform
     from ..features.ir.reader import read_program
 

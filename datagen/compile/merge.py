@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...features.ir.jax_compat import parse_module, tag_locations, walk_ops, write_bytecode
+from ...features.ir.mlir.bindings import parse_module, tag_locations, walk_ops, write_bytecode
 from ...features.kernels.extract import tagged_ops
 from ...features.kernels.kernel import Kernel
 

@@ -133,8 +133,8 @@ def partition_program(
 
 def _calls_cut(module: ir.Module, sizes: Mapping[str, int]) -> ir.Module:
     """Cut calls of attention along the batch, as all axes do, where it can be divided."""
-    from ...features.ir.jax_compat import walk_ops
     from ...features.ir.mlir.attention_calls import call_axes
+    from ...features.ir.mlir.bindings import walk_ops
     from ...features.ir.mlir.shardings import constrained
 
     calls = {}
@@ -216,7 +216,7 @@ def _run(
     shardings: Mapping[str, object] | None = None,
 ) -> bytes:
     """Return what the partitioner makes of a module, with its own shardings or given ones."""
-    from ...features.ir.jax_compat import write_bytecode
+    from ...features.ir.mlir.bindings import write_bytecode
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -65,7 +65,8 @@ def partition_program(job: JsonMapping) -> None:
             ``arguments`` and ``outputs``, the shardings of its arguments and of some of its results
             by number. Without them the module brings its own.
     """
-    from ...features.ir.jax_compat import compile_module, parse_module
+    from ...features.ir.jax_compat import compile_module
+    from ...features.ir.mlir.bindings import parse_module
     from ...features.ir.mlir.shardings import with_shardings
     from .workload import partitioner_dumps
 

@@ -140,7 +140,8 @@ def to_stablehlo(text: str, devices: int, format: str = "text") -> bytes:
     Raises:
         LoweringError: The converter refuses it.
     """
-    from ...features.ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
+    from ...features.ir.jax_compat import hlo_to_stablehlo
+    from ...features.ir.mlir.bindings import with_partitions, write_bytecode
     from ...features.ir.mlir.shardings import with_donations
 
     header = Program()

@@ -27,7 +27,7 @@ def header_counts(source: SourceProgram) -> tuple[int, int]:
     """Return the replicas and partitions that a program's header sets, each 1 by default."""
     if source.kind == "hlo":
         return source.program.num_replicas, source.program.num_partitions
-    from .jax_compat import module_counts
+    from .mlir.bindings import module_counts
 
     return module_counts(source.module)
 
@@ -47,7 +47,7 @@ def annotated_devices(source: SourceProgram) -> int:
 
 
 def _annotated_in(module: ir.Module) -> int:
-    from .jax_compat import walk_ops
+    from .mlir.bindings import walk_ops
     from .mlir.shardings import mesh_size
 
     sizes = [1]
@@ -194,7 +194,7 @@ def partitions_as_replicas(module: ir.Module, count: int) -> ir.Module:
     """
     from jaxlib.mlir import ir
 
-    from .jax_compat import copy_module, set_counts, walk_ops
+    from .mlir.bindings import copy_module, set_counts, walk_ops
 
     copy = copy_module(module)
     with module.context, ir.Location.unknown():

@@ -90,7 +90,7 @@ def evident_platform(source: SourceProgram) -> str:
     # Most programs need not be walked.
     if source.kind != "stablehlo" or not _TRACES.search(raw):
         return ""
-    from .jax_compat import walk_ops
+    from .mlir.bindings import walk_ops
 
     found = set()
     for op in walk_ops(source.module):
@@ -147,7 +147,7 @@ def for_platform(module: ir.Module, number: int) -> ir.Module:
     """
     from jaxlib.mlir import ir
 
-    from .jax_compat import copy_module, functions_of
+    from .mlir.bindings import copy_module, functions_of
 
     copy = copy_module(module)
     with copy.context, ir.Location.unknown():
@@ -291,7 +291,7 @@ def say_platform(module: ir.Module, platforms: Sequence[str]) -> ir.Module:
     """Copy a module with an attribute that names the platforms it was lowered for."""
     from jaxlib.mlir import ir
 
-    from .jax_compat import copy_module
+    from .mlir.bindings import copy_module
 
     copy = copy_module(module)
     with copy.context:

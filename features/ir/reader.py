@@ -39,7 +39,7 @@ TORCH_NOTE = (
 RECOMPUTES_NOTE = (
     "; activation checkpointing is not translated: memory is that of a step that keeps everything"
 )
-#: As BYTECODE_MAGIC in jax_compat.py, which imports JAX.
+#: As BYTECODE_MAGIC in mlir/bindings.py, which imports jaxlib.
 _BYTECODE = b"ML\xefR"
 # Comments of both languages before the program; ``#map = …`` is an alias of MLIR, no comment.
 _COMMENT = re.compile(r"(?:\s*(?://|#(?!\w+\s*=))[^\n]*(?:\n|$))*\s*")
@@ -251,7 +251,7 @@ def _from_text(text: str, origin: str, trip_counts: TripCounts) -> SourceProgram
 
 
 def _stablehlo(data: str | bytes, origin: str, trip_counts: TripCounts) -> SourceProgram:
-    from .jax_compat import module_counts, with_partitions, write_bytecode
+    from .mlir.bindings import module_counts, with_partitions, write_bytecode
     from .mlir.shardings import manual_devices
     from .stablehlo_reader import parse
 
@@ -384,7 +384,7 @@ def _compiled_platforms(compiled: Any) -> tuple[str, ...]:
 
 
 def _from_module(module: Any, origin: str, trip_counts: TripCounts) -> SourceProgram:
-    from .jax_compat import write_bytecode
+    from .mlir.bindings import write_bytecode
 
     return _stablehlo(write_bytecode(module), origin, trip_counts)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...common.collection import paused_collection
 from ...common.errors import ProgramError
-from .jax_compat import parse_module
+from .mlir.bindings import parse_module
 from .mlir.opcodes import is_quantised, with_storage_types
 from .mlir.reader import ModuleReader
 from .program import Program

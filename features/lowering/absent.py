@@ -13,12 +13,7 @@ from ...common.errors import CompilerError, LoweringError
 from ...common.types import JsonMapping
 from ..devices.device import DeviceSpec
 from ..ir.hlo_reader import parse_hlo
-from ..ir.jax_compat import (
-    module_counts,
-    tag_locations,
-    walk_ops,
-    write_bytecode,
-)
+from ..ir.mlir.bindings import module_counts, tag_locations, walk_ops, write_bytecode
 from ..ir.mlir.locations import SourceOps
 from ..ir.mlir.opcodes import hlo_opcode
 from ..ir.partitioning import partitions_as_replicas

@@ -106,9 +106,10 @@ def compile_native(
         LoweringError: The backend does not compile it, or there are too few devices.
     """
     from ..ir import jax_compat as _jax_compat
+    from ..ir.mlir import bindings as _bindings
 
     stablehlo = _as_stablehlo(source)
-    replicas, partitions = _jax_compat.module_counts(stablehlo.module)
+    replicas, partitions = _bindings.module_counts(stablehlo.module)
     target = local_target()
     count = replicas * partitions
     # Checked here, since XLA's own message names neither the program nor the remedy.
@@ -122,9 +123,9 @@ def compile_native(
         )
     # Tags become metadata of instructions, from which kernels are traced back
     # (kernels/extract.py).
-    module = _jax_compat.tag_locations(stablehlo.module)
+    module = _bindings.tag_locations(stablehlo.module)
     if name:
-        _jax_compat.rename_module(module, name)
+        _bindings.rename_module(module, name)
     try:
         executable = _jax_compat.compile_module(module, replicas, partitions, flags)
     except Exception as error:  # backends raise several unrelated classes
@@ -275,7 +276,8 @@ def _as_stablehlo(source: SourceProgram) -> SourceProgram:
     """Convert to StableHLO, which compilers take."""
     if source.kind == "stablehlo":
         return source
-    from ..ir.jax_compat import hlo_to_stablehlo, with_partitions, write_bytecode
+    from ..ir.jax_compat import hlo_to_stablehlo
+    from ..ir.mlir.bindings import with_partitions, write_bytecode
 
     text, counts = source.compile_input, header_counts(source)
     try:

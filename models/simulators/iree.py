@@ -18,7 +18,8 @@ from ...features.devices.device import DeviceSpec, local_device_name
 from ...features.devices.identity import base_name
 from ...features.ir.hlo_printer import print_hlo
 from ...features.ir.hlo_reader import parse_hlo
-from ...features.ir.jax_compat import hlo_to_stablehlo, parse_module
+from ...features.ir.jax_compat import hlo_to_stablehlo
+from ...features.ir.mlir.bindings import parse_module
 from ...features.ir.program import Computation, Op, Program, TensorType
 from ...features.kernels.kernel import Kernel
 from .base import Job, Reply, SimulatorEstimator

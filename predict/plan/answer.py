@@ -77,7 +77,7 @@ class PlanAnswer:
         Returns:
             The file, of a pipeline that of its first stage.
         """
-        from ...features.ir.jax_compat import parse_module
+        from ...features.ir.mlir.bindings import parse_module
 
         target = Path(path)
         named = [(target, self.program)]

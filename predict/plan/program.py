@@ -66,7 +66,7 @@ class PlannedProgram:
     @property
     def plain(self) -> bytes:
         """The program without shardings, as MLIR bytecode."""
-        from ...features.ir.jax_compat import write_bytecode
+        from ...features.ir.mlir.bindings import write_bytecode
 
         return write_bytecode(self.source.module)
 
@@ -220,7 +220,7 @@ class PlannedProgram:
         that ``fsdp`` cuts are gathered where they are used, and results of products with the batch
         keep their cuts, since XLA's partitioner otherwise chooses by operand sizes.
         """
-        from ...features.ir.jax_compat import write_bytecode
+        from ...features.ir.mlir.bindings import write_bytecode
         from ...features.ir.mlir.shardings import constrained, with_shardings
 
         sizes = plan.sizes
@@ -390,7 +390,7 @@ def _planned(
     batch: Mapping[str, int] | None,
     change: Change = UNCHANGED,
 ) -> PlannedProgram:
-    from ...features.ir.jax_compat import write_bytecode
+    from ...features.ir.mlir.bindings import write_bytecode
 
     plain = read_program(write_bytecode(module))
     plain.origin, plain.platforms = origin.origin, origin.platforms

@@ -121,7 +121,7 @@ class StagedProgram:
         Args:
             plan: The plan, with its pipeline.
         """
-        from ...features.ir.jax_compat import write_bytecode
+        from ...features.ir.mlir.bindings import write_bytecode
         from ...features.ir.mlir.shardings import constrained, with_shardings
 
         inside, made = plan.inside, []
@@ -163,7 +163,7 @@ class StagedProgram:
 
     def _renumbered(self, stage: Stage, module: ir.Module) -> dict[int, int]:
         """Numbers of a stage's ops, those of regions included, by those in the whole step."""
-        from ...features.ir.jax_compat import walk_ops
+        from ...features.ir.mlir.bindings import walk_ops
         from ...features.lowering.repeated_layers.mlir_excise import main_function
 
         main = main_function(module)

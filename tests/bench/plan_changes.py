@@ -23,7 +23,7 @@ from opcast.datagen.zoo import programs
 from opcast.datagen.zoo.families import encoders
 from opcast.datagen.zoo.registry import build
 from opcast.datagen.zoo.workload import PyTree
-from opcast.features.ir.jax_compat import write_bytecode
+from opcast.features.ir.mlir.bindings import write_bytecode
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.space import Change
 

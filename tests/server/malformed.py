@@ -41,7 +41,7 @@ ENTRY e {
 
 def bytecode() -> bytes:
     """:data:`TEXT` as MLIR bytecode."""
-    from opcast.features.ir.jax_compat import parse_module, write_bytecode
+    from opcast.features.ir.mlir.bindings import parse_module, write_bytecode
 
     return bytes(write_bytecode(parse_module(TEXT)))
 

@@ -345,11 +345,11 @@ def _texts(*texts: str) -> Callable[[], list[bytes]]:
 
 @cache
 def _bytecode() -> list[bytes]:
-    from opcast.features.ir import jax_compat as _jax_compat
+    from opcast.features.ir.mlir.bindings import write_bytecode
     from opcast.features.ir.reader import read_program
 
     sources = [read_program(DATA / name) for name in ("all_ops.mlir", "quantised.mlir")]
-    found = [_jax_compat.write_bytecode(source.module) for source in sources]
+    found = [write_bytecode(source.module) for source in sources]
     return [*found, *_exports()[1:]]
 
 

@@ -85,7 +85,7 @@ class SourceOps(Sequence[Source]):
     """
 
     def __init__(self, module: Module, origin: str) -> None:
-        from ..jax_compat import walk_ops
+        from .bindings import walk_ops
 
         # Operations live as long as their module.
         self._module = module

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo as hlo
 
-from ..jax_compat import copy_module, functions_of, walk_ops
 from .attention_calls import Value, call_axes, divided_call
+from .bindings import copy_module, functions_of, walk_ops
 from .shardings import substitute
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....common.errors import DynamicShapeError, ProgramError
-from ..jax_compat import attribute_text, walk_ops
 from ..program import MAX_CONSTANT_SIZE, Computation, Op, Program, Source, TensorType
 from ..replica_groups import Groups, expand_lists, parse_replica_groups
 from .attributes import ALWAYS_NORMALISED, Attrs, normalise
+from .bindings import attribute_text, walk_ops
 from .locations import Line, user_line
 from .opcodes import OpKind, op_kind
 from .values import DynamicDimensionError, Raw, Symbol, read_literal, read_types, read_value

@@ -18,9 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 from ....common.types import JsonObject
-from ..jax_compat import copy_module, functions_of, set_counts, walk_ops
 from ..op_table import named
 from .attention_calls import CallSplit, Value, sharded, split_call
+from .bindings import copy_module, functions_of, set_counts, walk_ops
 from .locations import function_of
 
 #: Ops that only turn a parameter into another form of itself, in which it may be gathered.
@@ -103,7 +103,7 @@ def constrained(
     """Copy a module and annotate values with how they are cut.
 
     Args:
-        module: StableHLO; ops are numbered as :func:`~opcast.features.ir.jax_compat.walk_ops`
+        module: StableHLO; ops are numbered as :func:`~opcast.features.ir.mlir.bindings.walk_ops`
             counts.
         operands: Shardings of operands, by the number of the op and the number of the operand.
         results: Shardings of ops' first results, by the number of the op.

@@ -11,29 +11,13 @@ from __future__ import annotations
 import contextlib
 
 from jaxlib.mlir import ir
-from jaxlib.mlir._mlir_libs import _jax_mlir_ext
-from jaxlib.mlir.dialects import chlo, mhlo, mpmd, sdy, stablehlo
+from jaxlib.mlir.dialects import stablehlo
 
 from ....common.child_process import Channel
+from .bindings import is_portable_artifact, make_context
 
 #: Messages to the parent, see the module.
 READY, READ, REFUSED = b"ready", b"read", b"refused"
-
-
-def make_context() -> ir.Context:
-    """Make a context as :func:`opcast.features.ir.jax_compat.make_context` does."""
-    context = ir.Context()
-    registry = ir.DialectRegistry()
-    _jax_mlir_ext.register_dialects(registry)
-    context.append_dialect_registry(registry)
-    context.load_all_available_dialects()
-    sdy.register_dialect(context)
-    mpmd.register_dialect(context)
-    mhlo.register_mhlo_dialect(context)
-    chlo.register_dialect(context)
-    stablehlo.register_dialect(context)
-    context.allow_unregistered_dialects = True
-    return context
 
 
 def check(data: bytes) -> bytes:
@@ -50,7 +34,7 @@ def check(data: bytes) -> bytes:
     context.attach_diagnostic_handler(note)
     try:
         with context:
-            if data.startswith(b"ML\xefR") and b"StableHLO_v" in data[:64]:
+            if is_portable_artifact(data):
                 module = stablehlo.deserialize_portable_artifact(context, data)
             else:
                 module = ir.Module.parse(data)

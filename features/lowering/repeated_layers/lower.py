@@ -54,7 +54,7 @@ def shorten(module: ir.Module, tagged: ir.Module, least: int) -> ShortPrograms |
     Returns:
         The two short programs; ``None`` if the program has no such structure.
     """
-    from ...ir.jax_compat import copy_module
+    from ...ir.mlir.bindings import copy_module
     from .mlir_excise import main_function, read_table, write_excised
     from .runs import excise
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ....common.types import MlirObject
-from ...ir.jax_compat import attribute_text
+from ...ir.mlir.bindings import attribute_text
 from .runs import Excision, OpTable, Read
 
 if TYPE_CHECKING:

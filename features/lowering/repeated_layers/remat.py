@@ -256,7 +256,7 @@ def rematerialised(module: ir.Module, layers: Layers, count: int) -> ir.Module:
         layers: The layers of its ``main``.
         count: How many of them are computed again.
     """
-    from ...ir.jax_compat import copy_module
+    from ...ir.mlir.bindings import copy_module
     from .mlir_excise import clone_ops, main_function, read_table
 
     copy = copy_module(module)

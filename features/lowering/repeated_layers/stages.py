@@ -299,7 +299,7 @@ def step_values(
     Returns:
         The step, and the position of each op in ``main`` by its number, as ``walk_ops`` counts.
     """
-    from ...ir.jax_compat import walk_ops
+    from ...ir.mlir.bindings import walk_ops
     from ...ir.mlir.values import read_types
     from .mlir_excise import main_function, read_table
 
@@ -337,7 +337,7 @@ def stage_module(module: ir.Module, stage: Stage) -> ir.Module:
     """
     from jaxlib.mlir import ir
 
-    from ...ir.jax_compat import copy_module
+    from ...ir.mlir.bindings import copy_module
     from .mlir_excise import main_function, retype, write_return
 
     copy = copy_module(module)

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jaxlib import _jax, lapack
 
 from ....common.types import JaxObject, JsonMapping
-from ...ir.jax_compat import make_context, parse_module
+from ...ir.mlir.bindings import make_context, parse_module
 
 #: Figures of the compiler's memory statistics that are kept.
 _MEMORY = (

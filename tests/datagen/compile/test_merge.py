@@ -9,7 +9,8 @@ import pytest
 
 from opcast.datagen.compile.merge import merge_programs
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.ir.jax_compat import compile_module, execute, parse_module, walk_ops
+from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.mlir.bindings import parse_module, walk_ops
 from opcast.features.kernels.extract import extract_kernels
 
 

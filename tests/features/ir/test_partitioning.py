@@ -8,7 +8,7 @@ import pytest
 
 from opcast.common.errors import CompilerError, ProgramError
 from opcast.features.devices.catalogue import find_device
-from opcast.features.ir.jax_compat import parse_module, write_bytecode
+from opcast.features.ir.mlir.bindings import parse_module, write_bytecode
 from opcast.features.ir.partitioning import (
     annotated_devices,
     check_one_device,

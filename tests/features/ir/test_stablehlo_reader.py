@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from opcast.common.errors import DynamicShapeError, ProgramError
-from opcast.features.ir.jax_compat import walk_ops
+from opcast.features.ir.mlir.bindings import walk_ops
 from opcast.features.ir.program import Op, Program, TensorType, WindowDim
 from opcast.features.ir.stablehlo_reader import parse, read_mlir
 

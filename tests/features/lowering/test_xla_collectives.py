@@ -9,7 +9,7 @@ import pytest
 from opcast.common.errors import CompilerError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.hlo_reader import parse_hlo
-from opcast.features.ir.jax_compat import module_counts, walk_ops
+from opcast.features.ir.mlir.bindings import module_counts, walk_ops
 from opcast.features.ir.partitioning import partitions_as_replicas
 from opcast.features.ir.program import Program
 from opcast.features.ir.reader import read_program

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import PlanError
-from opcast.features.ir.jax_compat import compile_module, execute, module_counts, parse_module
+from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.mlir.bindings import module_counts, parse_module
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.case import PlanCase

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from opcast.common.errors import DatasetError, FileError, LoweringError, PlanError, ProgramError
-from opcast.features.ir.jax_compat import parse_module, walk_ops
+from opcast.features.ir.mlir.bindings import parse_module, walk_ops
 from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.arguments import parse_batch_dims

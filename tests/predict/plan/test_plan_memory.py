@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from opcast.cli import app
 from opcast.common.errors import PlanError
-from opcast.features.ir.jax_compat import parse_module, walk_ops
+from opcast.features.ir.mlir.bindings import parse_module, walk_ops
 from opcast.predict.plan.answer import plan
 from opcast.tests.support.plans import BATCH, LAYERS, WIDTH, compiled, judge_by, layered, lowered_of
 

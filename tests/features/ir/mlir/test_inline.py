@@ -6,13 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opcast.features.ir.jax_compat import (
-    compile_module,
-    execute,
-    parse_module,
-    walk_ops,
-    write_bytecode,
-)
+from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.mlir.bindings import parse_module, walk_ops, write_bytecode
 from opcast.features.ir.mlir.shardings import inline_calls
 from opcast.features.ir.reader import read_program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opcast.common.errors import DynamicShapeError, ProgramError
-from opcast.features.ir.jax_compat import parse_module
+from opcast.features.ir.mlir.bindings import parse_module
 from opcast.features.ir.mlir.reader import ModuleReader
 from opcast.features.ir.program import Program
 

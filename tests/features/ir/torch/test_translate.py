@@ -316,7 +316,7 @@ def test_forms_that_xla_knows_are_kept():
 
 
 def targets(source):
-    from opcast.features.ir.jax_compat import walk_ops
+    from opcast.features.ir.mlir.bindings import walk_ops
 
     calls = [op for op in walk_ops(source.module) if op.name == "stablehlo.custom_call"]
     return [str(op.attributes["call_target_name"]).strip('"') for op in calls]

@@ -11,7 +11,7 @@ import pytest
 from opcast.common.errors import CompilerError
 from opcast.datagen.zoo.registry import build
 from opcast.features.devices.catalogue import find_device
-from opcast.features.ir.jax_compat import tag_locations, write_bytecode
+from opcast.features.ir.mlir.bindings import tag_locations, write_bytecode
 from opcast.features.ir.reader import SourceProgram, read_program
 from opcast.features.kernels.kernel import LoweredProgram
 from opcast.features.lowering.lower import lower

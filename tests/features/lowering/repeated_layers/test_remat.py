@@ -7,13 +7,8 @@ import pytest
 
 from opcast.datagen.zoo.registry import build
 from opcast.features.devices.catalogue import find_device
-from opcast.features.ir.jax_compat import (
-    compile_module,
-    execute,
-    parse_module,
-    walk_ops,
-    write_bytecode,
-)
+from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.mlir.bindings import parse_module, walk_ops, write_bytecode
 from opcast.features.ir.mlir.shardings import inline_calls
 from opcast.features.ir.reader import read_program
 from opcast.features.kernels.memory import peak_memory

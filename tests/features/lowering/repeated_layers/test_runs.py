@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opcast.features.ir.jax_compat import parse_module
+from opcast.features.ir.mlir.bindings import parse_module
 from opcast.features.lowering.repeated_layers.lower import find_repeats
 from opcast.features.lowering.repeated_layers.mlir_excise import main_function, read_table
 from opcast.features.lowering.repeated_layers.runs import (

@@ -7,7 +7,8 @@ import pytest
 
 from opcast.datagen.zoo.registry import build
 from opcast.features.cost.flops import op_cost
-from opcast.features.ir.jax_compat import compile_module, execute, parse_module, write_bytecode
+from opcast.features.ir.jax_compat import compile_module, execute
+from opcast.features.ir.mlir.bindings import parse_module, write_bytecode
 from opcast.features.ir.mlir.shardings import inline_calls
 from opcast.features.ir.reader import read_program
 from opcast.features.lowering.repeated_layers.remat import layers_of, rematerialised
