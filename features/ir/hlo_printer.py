@@ -34,7 +34,7 @@ _IMPLIED: dict[str, object] = {
     "use_global_device_ids": False,
 }
 # Printed elsewhere on the line, or implied by it.
-_HIDDEN = frozenset(("index", "value", "nesting"))
+_HIDDEN = frozenset(("index", "value", "nesting", "number"))
 
 
 def print_hlo(program: Program) -> str:

@@ -63,7 +63,7 @@ class ModuleReader:
         self.device_ids: dict[str, tuple[int, ...]] = {}
         self.types: dict[object, Types] = {}
         self.attributes: dict[object, Any] = {}
-        self.literals: dict[object, Any] = {}
+        self.literals: dict[object, Attrs] = {}
         self.normalised: dict[object, Attrs] = {}
         self.lines: dict[object, Line] = {}
         self.callers: list[Line] = []
@@ -332,7 +332,7 @@ class ModuleReader:
         self, op: ir.Operation, attributes: ir.OpAttributeMap, own: Op, scope: _Scope
     ) -> Attrs:
         if own.opcode == "constant":
-            return {"value": self._literal(op, attributes, own)}
+            return dict(self._literal(op, attributes, own))
         if not len(attributes) and own.opcode not in ALWAYS_NORMALISED:
             return {}
         ops = scope.computation.ops
@@ -358,17 +358,21 @@ class ModuleReader:
             ) from error
         return attrs
 
-    def _literal(self, op: ir.Operation, attributes: ir.OpAttributeMap, own: Op) -> Any:
+    def _literal(self, op: ir.Operation, attributes: ir.OpAttributeMap, own: Op) -> Attrs:
         try:
             attribute = attributes["value"]
         except KeyError:
-            return None
+            return {"value": None}
         except TypeError:  # the bindings have no class for complex elements
-            return read_literal(attribute_text(op, "value", MAX_CONSTANT_SIZE), own.type)
+            text = attribute_text(op, "value", MAX_CONSTANT_SIZE)
+            return {"value": read_literal(text, own.type)}
         if attribute not in self.literals:
-            # Printing a large constant would cost more than the whole conversion.
+            # Printing a large constant would cost more than the whole conversion: a number tells
+            # it from others.
             small = own.type.size <= MAX_CONSTANT_SIZE or getattr(attribute, "is_splat", False)
-            self.literals[attribute] = read_literal(str(attribute), own.type) if small else None
+            value = read_literal(str(attribute), own.type) if small else None
+            number = {} if small else {"number": len(self.literals)}
+            self.literals[attribute] = {"value": value, **number}
         return self.literals[attribute]
 
     def _groups(self, value: Any) -> Groups:

@@ -84,6 +84,9 @@ def _fresh(node: Node, known: dict[Hashable, Node], settled: set[Node]) -> None:
 
 
 def _pure(node: Node) -> bool:
+    if node.opcode == "constant":
+        # Of several of one type whose values are not kept, numbers alone tell which are equal.
+        return node.attrs.get("value") is not None or "number" in node.attrs
     return not node.graphs and node.opcode not in _IMPURE
 
 

@@ -190,6 +190,16 @@ def test_constants_are_computed_beforehand():
     assert constant.attrs["value"] == 9.0
 
 
+def test_constants_are_one_only_where_their_values_are():
+    tables = [np.arange(128, dtype=np.float32) + i for i in (0, 1)]
+
+    def of(first, second):
+        return opcodes(graph_of(lambda x: jnp.exp(x + first) * jnp.exp(x + second), (128,)))
+
+    assert of(tables[0], tables[0].copy()).count("exponential") == 1
+    assert of(*tables).count("exponential") == 2
+
+
 def test_what_is_scattered_into_zeros_is_scattered_into_the_sum():
     def both(x, i, y):
         return x + jnp.zeros_like(x).at[i.astype(jnp.int32)].add(y)
