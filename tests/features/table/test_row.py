@@ -118,7 +118,7 @@ def test_reduction():
     assert own["root"] == CODE["root"]["reduce"] and own["flops"] == 8 * 63
 
 
-def test_gather_and_sort():
+def test_gather():
     own = row(
         "p0 = f32[100,32] parameter(0)",
         "p1 = s32[7] parameter(1)",
@@ -127,6 +127,51 @@ def test_gather_and_sort():
     )
     assert (own["gather_rows"], own["gather_length"], own["gather_run"]) == (7, 32, 32)
     assert own["moved_gathered"] == 7 * 32
+
+
+@pytest.mark.parametrize(("columns", "run"), [(256, 32 / 4), (1 << 15, 1.0)])
+def test_elements_that_a_cache_holds_are_gathered_by_sectors(columns, run):
+    """Each result is one of a row's elements: rows of 1 KiB stay in a cache, of 128 KiB not."""
+    own = row(
+        f"p0 = f32[64,{columns}] parameter(0)",
+        "p1 = s32[7,1] parameter(1)",
+        "ROOT r = f32[64,7] gather(p0, p1), offset_dims={0}, collapsed_slice_dims={1}, "
+        "start_index_map={1}, index_vector_dim=1, slice_sizes={64,1}",
+    )
+    assert (own["gather_run"], own["moved_gathered"]) == (run, 64 * 7)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_runs_of_several_gathers_add_up(order):
+    whole = "offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, slice_sizes={1,64}"
+    single = "offset_dims={0}, collapsed_slice_dims={1}, start_index_map={1}, slice_sizes={1024,1}"
+    gathers = [
+        f"  v2 = f32[64,64] gather(v0, v1), index_vector_dim=1, {whole}",
+        f"  v3 = f32[1024,64] gather(v0, v1), index_vector_dim=1, {single}",
+    ]
+    body = "\n".join(
+        [
+            "c0 {",
+            "  v0 = f32[1024,65536] parameter(0)",
+            "  v1 = s32[64,1] parameter(1)",
+            *(gathers[i] for i in order),
+            "  ROOT v4 = (f32[64,64], f32[1024,64]) tuple(v2, v3)",
+            "}\n\n",
+        ]
+    )
+    own = row(
+        "p0 = f32[1024,65536] parameter(0)",
+        "p1 = s32[64,1] parameter(1)",
+        "ROOT r = (f32[64,64], f32[1024,64]) fusion(p0, p1), kind=kLoop, calls=c0",
+        called=body,
+    )
+    elements = 64 * 64 + 1024 * 64
+    # 64 runs of 64 elements, and one for each of the others.
+    assert own["moved_gathered"] == elements
+    assert own["gather_run"] == pytest.approx(elements / (64 + 1024 * 64))
+
+
+def test_sort():
     own = row(
         "p0 = f32[4,16] parameter(0)",
         "ROOT r = f32[4,16] sort(p0), dimensions={1}, is_stable=true, to_apply=c0",
