@@ -142,6 +142,8 @@ _BINARY: dict[str, Callable[..., jax.Array]] = {
     "mul": jnp.multiply,
     "pow": jnp.power,
     "atan2": jnp.arctan2,
+    # Operators of Python that some decompositions leave.
+    **{f"__{name}__": getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "xor")},
     "bitwise_left_shift": jnp.left_shift,
     "bitwise_right_shift": jnp.right_shift,
 }
@@ -201,6 +203,11 @@ enter(_BINARY, _binary)
 enter({"add": jnp.add, "sub": jnp.subtract}, _scaled)
 enter(_PLAIN, plain)
 TABLE["opcast.stop_gradient.default"] = plain(lax.stop_gradient)
+
+
+@aten("rsub")
+def _rsub(call: Call, x: Operand, y: Operand, alpha: float = 1) -> jax.Array:
+    return jnp.subtract(_typed(call, y), jnp.multiply(_typed(call, x), alpha))
 
 
 @aten("div")

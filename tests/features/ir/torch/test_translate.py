@@ -200,6 +200,9 @@ FUNCTIONS = {
     "border": lambda x: F.grid_sample(
         x, x[:, :2].permute(0, 2, 3, 1), padding_mode="border", align_corners=True
     ),
+    "reflection": lambda x: F.grid_sample(
+        x, x[:, :2].permute(0, 2, 3, 1), padding_mode="reflection", align_corners=True
+    ),
 }
 ROW_FUNCTIONS = {
     "topk": lambda x: x.topk(3, dim=0),
