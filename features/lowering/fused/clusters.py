@@ -213,6 +213,12 @@ class Clusters:
         self.add(made)
         return made
 
+    def append(self, node: Node) -> None:
+        """Make a cluster for a new node that stands behind all others."""
+        self.position[id(node)] = place = float(len(self.nodes) + len(self.inserted))
+        self.inserted.append(node)
+        self.add(Cluster([node], {place: node}))
+
     def add(self, cluster: Cluster) -> None:
         """Register a cluster."""
         self._describe(cluster)
@@ -348,6 +354,15 @@ class Dependences:
     def reaches(self, start: Cluster, target: Cluster) -> bool:
         """Return whether ``start`` needs a result of ``target``, directly or not."""
         return bool(self._needed[id(start)] & self._own[id(target)])
+
+    def put_before(self, first: Cluster, second: Cluster) -> None:
+        """Let one cluster, and all that need it, wait for another one."""
+        own, more = self._own[id(second)], self._own[id(first)] | self._needed[id(first)]
+        if self._needed[id(second)] & more == more:
+            return
+        for key, known in self._needed.items():
+            if known & own or key == id(second):
+                self._needed[key] = known | more
 
     def merge(self, first: Cluster, second: Cluster) -> Cluster:
         """Merge two clusters, whose readers then need what both needed."""

@@ -12,6 +12,7 @@ from .convolutions import REVERSED
 from .generated import WIDENED
 from .graph import Graph, Node
 from .layouts import MOVES
+from .loops import copy_carried
 
 
 class Emitter:
@@ -231,8 +232,10 @@ def bodies_of(
     bodies = {}
     for node in graph.nodes():
         names = []
-        for inner in node.graphs:
+        for place, inner in enumerate(node.graphs):
             body, one = writer(inner, emitter), node.opcode == "conditional"
+            if node.opcode == "while" and place:
+                copy_carried(body.clusters)
             names.append(emitter.add(body.write(emitter.name("body"), one_parameter=one)))
         if names:
             bodies[id(node)] = tuple(names)

@@ -18,11 +18,12 @@ from .graph import Node
 _GELU = frozenset(("multiply", "add", "tanh", "power"))
 
 
-def fuse_epilogues(clusters: Clusters) -> None:
+def fuse_epilogues(clusters: Clusters, *, is_entry: bool = True) -> None:
     """Make each product or convolution one cluster with the epilogue that its library has.
 
     Args:
         clusters: One op each; changed in place.
+        is_entry: Whether parameters are arguments; those of a loop are elements of its state.
     """
     for node in clusters.nodes:
         call = clusters.by_root.get(id(node))
@@ -30,7 +31,7 @@ def fuse_epilogues(clusters: Clusters) -> None:
         if call is None or call.library:
             continue
         if node.opcode in PRODUCTS and not clusters.fused_products:
-            _Epilogue(clusters, call).run()
+            _Epilogue(clusters, call, is_entry=is_entry).run()
         elif node.opcode == "sort":
             _take_positions(clusters, call)
 
@@ -45,9 +46,10 @@ def _take_positions(clusters: Clusters, call: Cluster) -> None:
 
 
 class _Epilogue:
-    def __init__(self, clusters: Clusters, call: Cluster) -> None:
+    def __init__(self, clusters: Clusters, call: Cluster, *, is_entry: bool) -> None:
         self.clusters = clusters
         self.call = call
+        self.is_entry = is_entry
         self.is_dot = call.root.opcode == "dot"
         self.call.library = True
 
@@ -147,12 +149,21 @@ class _Epilogue:
     def _read_later(self, source: Node) -> bool:
         """Whether the library, which adds in place, would destroy a value that is still read."""
         clusters = self.clusters
-        if source.opcode in ("parameter", "constant") or id(source) in clusters.kept:
+        given = source.opcode in ("parameter", "constant") and not self._is_next(source)
+        if given or id(source) in clusters.kept:
             return True
         # Readers that come later in the order would find the sum instead of the residual.
         start = clusters.position[id(self.call.root)]
         readers = clusters.readers.get(id(source), {}).values()
         return any(clusters.position[id(c.roots[-1])] > start for c in readers)
+
+    def _is_next(self, source: Node) -> bool:
+        """Whether the result takes the place of an element of a loop's state."""
+        if self.is_entry or source.opcode != "parameter":
+            return False
+        graph = self.clusters.graph
+        place = graph.parameters.index(source)
+        return place < len(graph.outputs) and source_of(graph.outputs[place]) is self.call.root
 
     def _copy(self, add: Node, source: Node) -> None:
         """Give the library a copy of the residual to add to."""

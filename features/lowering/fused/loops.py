@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from ...ir.op_table import UPDATES, ops_with
 from ...ir.program import TensorType
-from .clusters import FREE, Clusters, source_of, written
+from .clusters import FREE, PRODUCTS, Cluster, Clusters, Dependences, owner, source_of, written
 from .folding import is_elementwise, splat, splat_node, spread
 from .graph import Graph, Node, rewrite, topological
 
@@ -203,6 +204,63 @@ def _cycles(moves: dict[int, int]) -> list[list[int]]:
         if place in path:
             cycles.append(path[path.index(place) :])
     return cycles
+
+
+def copy_carried(clusters: Clusters) -> None:
+    """Add the copies of what a loop's body cannot write over its own state.
+
+    As XLA's CopyInsertion leaves them: an element's next value takes the place of the last one
+    unless its kernel reads other elements of that, or must run before another reader of it.
+
+    Args:
+        clusters: Kernels of the body.
+    """
+    graph = clusters.graph
+    order = Dependences(clusters)
+    taken: set[int] = set()
+    for i, (parameter, output) in enumerate(zip(graph.parameters, graph.outputs, strict=False)):
+        maker = clusters.by_root.get(id(owner(output)))
+        if maker is None:  # handed on
+            continue
+        readers = list(clusters.readers.get(id(parameter), {}).values())
+        others = [reader for reader in readers if reader is not maker]
+        if (
+            id(source_of(output)) in taken
+            or (len(others) < len(readers) and not _overwrites(maker, parameter))
+            or any(order.reaches(reader, maker) for reader in others)
+        ):
+            graph.outputs[i] = Node("copy", [output], output.results, source=output.source)
+            clusters.append(graph.outputs[i])
+            continue
+        taken.add(id(source_of(output)))
+        for reader in others:
+            order.put_before(reader, maker)
+
+
+#: Ops that read other elements than those that they write.
+_ELSEWHERE = ops_with(lambda spec: spec.placed and spec.operands > 0) | PRODUCTS | {"reduce"}
+
+
+def _overwrites(kernel: Cluster, value: Node) -> bool:
+    """Return whether a kernel may write over a value: it reads the element that it writes."""
+    reached, slices = {id(value)}, list[Node]()
+    for node in kernel.nodes:
+        read = [k for k, operand in enumerate(node.operands) if id(source_of(operand)) in reached]
+        if not read:
+            continue
+        if node.opcode == "dynamic-slice":
+            slices.append(node)
+        elif node.opcode in UPDATES:
+            # What is read of the array is what it writes to.
+            slices = [s for s in slices if s.operands[1:] != node.operands[2:]]
+            reached.add(id(node))
+        elif node.opcode in _ELSEWHERE:
+            # A sum beside what is written takes each element once.
+            if node.opcode != "reduce" or node not in kernel.roots:
+                return False
+        else:
+            reached.add(id(node))
+    return not slices
 
 
 _CHEAP = FREE | {"broadcast", "reshape", "slice", "transpose", "iota"}

@@ -166,7 +166,7 @@ def _fused(
     if machine.converted:
         fuse_generated(clusters, machine.converted, is_entry=is_entry)
     if not machine.host:
-        fuse_epilogues(clusters)
+        fuse_epilogues(clusters, is_entry=is_entry)
     if machine.tensor_fusion and not (machine.fused_products or machine.host):
         fuse_softmax(clusters)
     # The order is XLA's: library epilogues and softmax kernels are fixed before loops are fused,

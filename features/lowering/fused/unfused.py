@@ -17,7 +17,7 @@ EXPANDED = frozenset(("ragged-dot", "topk"))
 
 
 def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[str]]:
-    """The program with such ops spelled out, and with copies of arguments that it overwrites.
+    """The program with such ops spelled out, and with copies of what it and its loops overwrite.
 
     Args:
         source: StableHLO or HLO.
@@ -28,7 +28,7 @@ def as_run(source: SourceProgram, platform: str) -> tuple[SourceProgram, list[st
     """
     program = source.program
     opcodes = [op.opcode for own in program.computations.values() for op in own.ops]
-    if program.is_scheduled or not (EXPANDED | UPDATES).intersection(opcodes):
+    if program.is_scheduled or not (EXPANDED | UPDATES | {"while"}).intersection(opcodes):
         return source, []
     graph, emitter = build_graph(program), Emitter(program)
     expand_ops(graph, program, platform, EXPANDED)
