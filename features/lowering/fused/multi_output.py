@@ -11,7 +11,7 @@ kernels. Compilers before them run them by default, so they stand behind their o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...ir.op_table import UPDATES
@@ -20,6 +20,9 @@ from .graph import Node
 from .heroes import hero_of, turn_of
 from .priority import MAX_OPERANDS, narrow_reduction
 from .work import LAUNCH_S, Machine, Work
+
+#: Start, limit and stride of a slice along each dimension.
+Limits = Sequence[tuple[int, int, int]]
 
 
 class MultiOutputFusion:
@@ -164,7 +167,7 @@ def frame_of(cluster: Cluster) -> Frame | None:
 
 
 def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
-    """Return whether two clusters read the same part of a value, not one slice each.
+    """Return whether two clusters read common parts of a value, not one slice each.
 
     The compiler sees this only while each has a single result; so does this.
     """
@@ -181,8 +184,12 @@ def _shares(node: Node, first: Cluster, second: Cluster) -> bool:
         ]
         if any(reader.opcode != "slice" for reader in readers):
             return True
-        parts.append({reader.attrs["slice"] for reader in readers})
-    return bool(parts[0] & parts[1])
+        parts.append([reader.attrs["slice"] for reader in readers])
+    return any(_overlap(one, other) for one in parts[0] for other in parts[1])
+
+
+def _overlap(one: Limits, other: Limits) -> bool:
+    return all(a < d and c < b for (a, b, _), (c, d, _) in zip(one, other, strict=True))
 
 
 def _through_view(node: Node, cluster: Cluster) -> bool:

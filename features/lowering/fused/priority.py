@@ -254,7 +254,7 @@ class PriorityFusion:
     def _fits(self, producer: Cluster, consumer: Cluster) -> bool:
         """Return whether the consumer's kernel can compute the producer."""
         root = producer.root
-        if consumer.rows and not _NOT_BY_ROWS.isdisjoint(producer.opcodes):
+        if consumer.rows and not all(map(_read_by_rows, producer.members.values())):
             return False
         # The array that an update writes to has to exist in memory before.
         for node in consumer.roots:
@@ -277,6 +277,11 @@ class PriorityFusion:
         return sum(2 * node.size >= size for node in inputs) <= 1
 
 
+def _read_by_rows(node: Node) -> bool:
+    """Return whether Triton computes an op: it has no unsigned integers, as random bits are."""
+    return node.opcode not in _NOT_BY_ROWS and not node.type.dtype.startswith("u")
+
+
 def _keeps(node: Node) -> bool:
     """Return whether an op reads each element once."""
     return is_elementwise(node) or node.opcode in ("transpose", "slice")
@@ -297,7 +302,7 @@ def _by_rows(node: Node, count: int) -> bool:
         along = tuple(node.attrs["dimensions"]) == (len(node.operands[0].type.shape) - 1,)
         return not node.is_tuple and along and node.size == count
     if node.opcode == "broadcast" or is_elementwise(node):
-        return not node.is_tuple
+        return not node.is_tuple and _read_by_rows(node)
     return False
 
 

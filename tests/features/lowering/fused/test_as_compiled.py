@@ -90,6 +90,25 @@ def test_a_kernel_of_rows_does_not_sum_over_the_rows():
     assert rest[-1].bytes_out == 4
 
 
+def test_random_bits_are_no_part_of_a_softmax():
+    def sampled(key, x):
+        return jax.nn.softmax(x + jax.random.uniform(jax.random.wrap_key_data(key), x.shape))
+
+    *_, bits, softmax = kernels(sampled, spec(2, dtype=jnp.uint32), spec(8192, 1024))
+    size = 8192 * 1024 * 4
+    assert (bits.bytes_out, softmax.bytes_in, softmax.bytes_out) == (size, 2 * size, size)
+
+
+@pytest.mark.parametrize(
+    ("parts", "large"), [(((1, 4096), (0, 4095)), 1), (((0, 2048), (2048, 4096)), 2)]
+)
+def test_kernels_of_parts_that_overlap_are_one(parts, large):
+    def sums(x):
+        return [jnp.exp(x[a:b]) for a, b in parts]
+
+    assert len(kernels(sums, spec(4096, 1024))) == large
+
+
 @pytest.mark.parametrize("device", ["h100-sxm", "a100-sxm-80gb"])
 def test_all_that_works_on_one_softmax_is_one_kernel(device):
     gradient = jax.grad(lambda x: jnp.sum(jnp.square(jax.nn.softmax(x))))
