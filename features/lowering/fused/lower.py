@@ -35,11 +35,11 @@ from .merging import merge_dots
 from .multi_output import HorizontalFusion, MultiOutputFusion
 from .on_chip import on_chip_of, place_on_chip, prefetch
 from .priority import PriorityFusion, join_fills, own_fills
-from .products import canonical_dots, convolved_products, widen_products
+from .products import canonical_dots, convolved_products, host_products, widen_products
 from .reductions import pad_products, split_products, split_reductions
 from .simplify import simplify
 from .transposes import move_transposes, sink_transposes
-from .vector_products import reduce_vector_products, sum_vector_products
+from .vector_products import SMALL_PRODUCT, reduce_vector_products, sum_vector_products
 from .work import Machine, machine_of
 
 
@@ -104,7 +104,7 @@ def lower_fused(
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
-        rules = "a CPU's rules for library calls alone, and no layouts but GPUs'"
+        rules = "a CPU's rules for products, bf16 and library calls alone, GPUs' for the rest"
         if machine.fused_products:
             rules = "a TPU's rules for layouts, products and windows alone, GPUs' for the rest"
         notes.append(f"{device.name} is a {device.platform}, but lowering fused has {rules}")
@@ -132,13 +132,16 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
             prepare(inner, machine, program)
     if machine.tensor_fusion and not machine.host:
         sum_vector_products(graph, program, batches=2)
+    if machine.host:
+        host_products(graph)
     move_transposes(graph)
     simplify(graph, program)
     widen_products(graph, machine.narrow)
     canonical_dots(graph, any_order=machine.tensor_fusion)
     canonical_convs(graph, machine)
     simplify(graph, program)
-    reduce_vector_products(graph, program)
+    # A CPU's compiler leaves matrices to its library, whatever their size.
+    reduce_vector_products(graph, program, 0 if machine.host else SMALL_PRODUCT)
     sink_transposes(graph)
     simplify(graph, program)
     merge_dots(graph)
@@ -185,7 +188,7 @@ def _fused(
 # FloatNormalization does by its GpuFloatSupport: moves, comparisons, choices, signs, ``exp`` and
 # ``log`` stay in bf16, sums and products from compute capability 9.0 on, all other element-wise
 # ops, and reductions by them, become f32. f16 is left alone. The sets agree with the opcodes of 800
-# programs that were compiled for an H100 and an A100 (JAX 0.10).
+# programs that were compiled for an H100 and an A100 (JAX 0.10). A CPU computes f32 alone.
 _NARROW, _WIDE = "bf16", "f32"
 #: Element-wise ops on bf16 that every GPU keeps.
 _KEPT = frozenset(
@@ -193,6 +196,8 @@ _KEPT = frozenset(
 ) | {"reduce-precision", "select", "bitcast-convert"}
 #: Those that it keeps from compute capability 9.0 on.
 _ARITHMETIC = frozenset(("add", "multiply", "subtract"))
+#: Those that a CPU keeps; reducers it has as every GPU.
+_HOST_KEPT = frozenset(("convert", "bitcast-convert"))
 #: Ops whose computation combines two elements, given with an initial value.
 _FOLDS = ("reduce", "reduce-window")
 
@@ -205,7 +210,8 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
         machine: Tells whether sums and products of bf16 are native.
         program: Takes in reducers on f32.
     """
-    kept = _KEPT | _ARITHMETIC if machine.bf16_arithmetic else _KEPT
+    kept = _KEPT | _ARITHMETIC if machine.bf16_arithmetic and not machine.host else _KEPT
+    alone = _HOST_KEPT if machine.host else kept
 
     def rule(node: Node) -> Node | None:
         for inner in node.graphs:
@@ -217,7 +223,7 @@ def widen(graph: Graph, machine: Machine, program: Program) -> None:
             native = all(op.opcode == "parameter" or op.opcode in kept for op in inside)
             return None if native else _wide(node, tuple(_reducer(n, program) for n in node.called))
         # What CHLO spells out is one op here, which converts inside.
-        own = node.opcode in ELEMENTWISE and node.opcode not in kept
+        own = node.opcode in ELEMENTWISE and node.opcode not in alone
         return _wide(node, ()) if own else None
 
     rewrite(graph, rule)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...ir.precision import widened
 from ...ir.program import TensorType, WindowDim
+from .clusters import PRODUCTS
 from .folding import converted, reshape, transposed
 from .graph import Graph, Node, rewrite, users_of
 
@@ -212,6 +213,30 @@ def widen_products(graph: Graph, narrow: frozenset[str] | None) -> None:
             for o in node.operands
         ]
         return replace(node, operands=operands)
+
+    rewrite(graph, rule)
+
+
+#: Floats of 16 bits, of which a CPU's compiler has no products but of bf16 with f32 results.
+_HALVES = frozenset(("bf16", "f16"))
+
+
+def host_products(graph: Graph) -> None:
+    """Compute products and convolutions of 16 bits in f32, as a CPU's compiler does.
+
+    Args:
+        graph: Changed in place; loops and branches are not entered.
+    """
+
+    def rule(node: Node) -> Node | None:
+        kinds = {o.type.dtype for o in node.operands}
+        if node.opcode not in PRODUCTS or not kinds & _HALVES:
+            return None
+        if node.opcode == "dot" and kinds == {"bf16"} and node.type.dtype == "f32":
+            return None
+        operands = [converted(o, "f32") if o.type.dtype in _HALVES else o for o in node.operands]
+        wide = replace(node, operands=operands, results=(node.type._replace(dtype="f32"),))
+        return converted(wide, node.type.dtype)
 
     rewrite(graph, rule)
 

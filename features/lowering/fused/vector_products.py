@@ -15,15 +15,23 @@ from .reductions import product_sizes, summed
 SMALL_PRODUCT = 10_000_000
 
 
-def reduce_vector_products(graph: Graph, program: Program) -> None:
+def reduce_vector_products(
+    graph: Graph, program: Program, smaller_than: int = SMALL_PRODUCT
+) -> None:
     """Replace small products with a vector by a multiply and a sum, outer ones by a multiply.
 
     Args:
         graph: Products are canonical
             (:func:`opcast.features.lowering.fused.products.canonical_dots`).
         program: Takes in the computation that adds two scalars.
+        smaller_than: Elements of the operands of a matrix with a vector, in a batch, from which on
+            it stays a product; of two vectors any size becomes a sum.
     """
-    rewrite(graph, lambda node: _as_reduction(node, program) if node.opcode == "dot" else None)
+
+    def rule(node: Node) -> Node | None:
+        return _as_reduction(node, program, smaller_than) if node.opcode == "dot" else None
+
+    rewrite(graph, rule)
 
 
 def sum_vector_products(graph: Graph, program: Program, batches: int = 0) -> None:
@@ -104,13 +112,13 @@ def _vector_sum(dot: Node, program: Program, *, ones: bool = True) -> Node | Non
     return transposed(reshape(total, (*total.type.shape, *(1 for _ in dropped))), order, dot.source)
 
 
-def _as_reduction(dot: Node, program: Program) -> Node | None:
+def _as_reduction(dot: Node, program: Program, smaller_than: int) -> Node | None:
     _, rows, columns, depth = product_sizes(dot)
     if depth == 1:
         lhs, rhs = (_spread(dot, side) for side in (0, 1))
         return Node("multiply", [lhs, rhs], dot.results, source=dot.source)
     # A vector has one row or one column; of outer products (depth 1) any size becomes a loop.
-    small = (rows + columns) * depth < SMALL_PRODUCT
+    small = (rows + columns) * depth < smaller_than
     if min(rows, columns) > 1 or (max(rows, columns) > 1 and not small):
         return None
     return _vector_sum(dot, program)

@@ -509,3 +509,22 @@ def test_a_cpu_finds_the_largest_in_one_call():
     (kernel,) = working(found)
     assert (kernel.opcode, kernel.kind) == ("custom-call", "sort")
     assert kernel.bytes == 16 * 1000 * 4 + 16 * 8 * (4 + 4)
+
+
+@pytest.mark.parametrize("columns", [(), (32,)])
+def test_a_cpu_multiplies_by_vectors_and_bf16_in_its_library(columns):
+    """Both as XLA:CPU compiles them (JAX 0.10.2): converted to f32 by kernels of their own."""
+    m, k = 256, 512
+    n = columns[0] if columns else 1
+    found = fused(jnp.matmul, spec(m, k), spec(k, *columns), device=HOST)
+    assert kinds(found) == ["gemm"]
+    halves = fused(jnp.matmul, spec(m, k, dtype=BF16), spec(k, *columns, dtype=BF16), device=HOST)
+    product = next(kernel for kernel in working(halves) if kernel.kind == "gemm")
+    assert (product.dtype, product.bytes) == ("f32", 4 * (m * k + k * n + m * n))
+    passes = sorted(kernel.bytes for kernel in working(halves) if kernel.kind != "gemm")
+    assert passes == sorted((2 + 4) * size for size in (m * k, k * n, m * n))
+
+
+def test_a_cpu_computes_elements_of_bf16_in_f32():
+    (kernel,) = working(fused(jnp.exp, spec(64, 256, dtype=BF16), device=HOST))
+    assert opcodes(kernel)[-3:] == ["convert", "exponential", "convert"]
