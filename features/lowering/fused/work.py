@@ -195,11 +195,22 @@ def _done_by(node: Node) -> Each:
             width = DTYPE_BITS[source.type.dtype] / 8
             needed = _needed(node, position)
             reads.append(_Read(id(source), *needed, float(source.size), width))
-    cycles, branches = OPS.get(opcode, _OTHER).cycles, opcode in _BRANCHING
+    cycles, branches = (
+        OPS.get(opcode, _OTHER).cycles,
+        opcode in _BRANCHING and not _joins_positions(node),
+    )
     updates = opcode == "dynamic-update-slice" and source_of(node.operands[0]).opcode != "constant"
     return Each(
         cycles, factor, branches, turns_minor(node), opcode in _MOVING, tuple(reads), int(updates)
     )
+
+
+def _joins_positions(node: Node) -> bool:
+    """Return whether a concatenation makes the indices of a gather: it is known which is read."""
+    if node.opcode != "concatenate" or not node.type.dtype.startswith("s"):
+        return False
+    along = node.attrs["dimensions"][0]
+    return all(operand.type.shape[along] == 1 for operand in node.operands)
 
 
 def _needed(node: Node, position: int) -> tuple[float, float, float]:

@@ -99,6 +99,15 @@ def test_random_bits_are_no_part_of_a_softmax():
     assert (bits.bytes_out, softmax.bytes_in, softmax.bytes_out) == (size, 2 * size, size)
 
 
+def test_positions_that_are_joined_for_gathers_are_computed_where_they_are_read():
+    def corners(x):
+        i = jnp.arange(64, dtype=S32)
+        pairs = [(a, b) for a in range(4) for b in range(4)]
+        return sum(x[i[:, None] + a, i[None] + b] for a, b in pairs)
+
+    assert len(kernels(corners, spec(128, 128, 64))) == 1
+
+
 @pytest.mark.parametrize(
     ("parts", "large"), [(((1, 4096), (0, 4095)), 1), (((0, 2048), (2048, 4096)), 2)]
 )
