@@ -263,6 +263,8 @@ def lowering_note(
             f"lowering op: a TPU runs no program op by op; its compiler's kernels may take "
             f"{exp(low):.2f} to {exp(high):.2f} times as long as these: --lowering fused is closer",
         )
+    if lowered.lowering == "op":
+        return _op_note(lowered, latency_s)
     known = shipped(device.platform)
     if lowered.lowering != "fused" or not known:
         return ()
@@ -276,4 +278,18 @@ def lowering_note(
         f"lowering fused: the compiler's kernels may take {exp(low):.2f} to {exp(high):.2f} times "
         f"as long as these, mostly for {_WORDS.get(worst, worst)} ({parts[worst]:.0%} of the time)",
         *counted,
+    )
+
+
+def _op_note(lowered: LoweredProgram, latency_s: np.ndarray) -> tuple[str, ...]:
+    """Say what share is left where a compiler joins kernels: the interval is that of ops alone."""
+    left = left_joined(lowered, shares(lowered.kernels, latency_s))
+    # A compiler's own kernels are joined already.
+    if -log(left) < _TELLING or any(k.opcode == "fusion" for k in lowered.kernels):
+        return ()
+    least = " or less" if left == LEAST_LEFT else ""
+    return (
+        "lowering op: every op is a kernel of its own, as without jax.jit, and the interval is "
+        "that of such kernels; a compiler that joins them may take "
+        f"{left:.2f} times as long{least}: --lowering fused is closer",
     )

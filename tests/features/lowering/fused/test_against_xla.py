@@ -18,6 +18,7 @@ from opcast.models.program.fused_error import (
     count_note,
     ends_of,
     fit,
+    lowering_note,
     shipped,
     shipped_counts,
 )
@@ -155,3 +156,17 @@ def test_an_answer_says_which_counts_rest_on_how_kernels_are_formed():
     assert "bytes" in said and "FLOPs" in said
     for low, high in shipped_counts("gpu").values():
         assert 0.3 < low <= 1.0 <= high < 3.0
+
+
+def test_an_answer_op_by_op_says_what_is_left_where_kernels_are_joined():
+    device = find_device("h100-sxm")
+
+    def notes(function):
+        text = jax.jit(function).lower(jax.ShapeDtypeStruct((1024, 1024), jnp.float32)).as_text()
+        lowered = lower(text, "op", device=device)
+        return lowering_note(lowered, np.full(len(lowered.kernels), 1e-5), device)
+
+    assert notes(jnp.tanh) == ()
+    # Three passes of 8 MiB each, of which a compiler keeps one.
+    (note,) = notes(lambda x: jnp.tanh(jnp.exp(-x)))
+    assert "may take 0.33 times as long: --lowering fused" in note
