@@ -288,9 +288,12 @@ def base_of(design: DeviceSpec) -> DeviceSpec | None:
     that no rate of a design makes it start from another one; of an unknown architecture, from the
     reference of its maker.
     """
+    # A file may repeat a device of the catalogue under its name, naming it as the base, too.
+    if in_catalogue(design.name):
+        return None
     if design.base and in_catalogue(design.base):
         return find_device(design.base)
-    if design.platform != "gpu" or in_catalogue(design.name):
+    if design.platform != "gpu":
         return None
     same = [chip for chip in _gpus() if chip.architecture == design.architecture]
     if not same:

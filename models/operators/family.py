@@ -172,7 +172,9 @@ class FamilyModel:
         features = self.features(rows, devices)
         if learned is not rows:
             found = self.predict(learned, known, corrected)
-            ratio = features.base_s / self.features(learned, known).base_s
+            base = self.features(learned, known)
+            # Of whole calls: times are the mean of their kernels, and a design may split otherwise.
+            ratio = features.base_s * features.kernels / (base.base_s * base.kernels)
             self.designs.move(found, features, ratio, likeness(rows, devices, learned, known))
             found.hold_above(least_s(self.family, rows, features, devices))
             return found

@@ -88,6 +88,28 @@ def test_designs_beside_their_base(own):
     assert [one.efficient for one in rest] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("base", ["b200", "l4", "tpu-v5e"])
+def test_designs_of_chips_that_the_family_was_not_measured_on(own, base):
+    """The base beside them, named as its own base, is the chip of the catalogue."""
+    op = "linear m=512 n=4096 k=4096 dtype=f16"
+    path = own(f"name: big\nbase: {base}\nmemory_gb: [500, 600]\n")
+    _, price = operator_prices(OperatorCase(op, base))
+    found = compare_designs(price, unchanged(path), load_designs(path), op)
+    assert {one.latency_us for one in found.designs} == {price(find_device(base)).latency_us}
+    assert {(one.ratio, one.ratio_lo, one.ratio_hi) for one in found.designs} == {(1.0, 1.0, 1.0)}
+    same = own(f"name: {base}\nbase: {base}\n")
+    assert predict_op(OperatorCase(op, same)).latency_us == price(find_device(base)).latency_us
+
+
+def test_a_product_that_splits_no_more_is_no_slower(own):
+    """XLA's times are the mean of a call's kernels: with one instead of two they would double."""
+    op = "xla/linear m=1 n=4096 k=4096 dtype=bf16"
+    path = own("name: quick\nbase: mi300x\nboost_mhz: [2100, 3000, 4000, 4200]\n")
+    _, price = operator_prices(OperatorCase(op, "mi300x"))
+    times = [price(device).latency_us for _, device in load_designs(path)]
+    assert times == sorted(times, reverse=True)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [("volume: {fixed: 1}", "unknown model 'volume'"),
