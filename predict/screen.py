@@ -115,9 +115,9 @@ def screen(candidates: Sequence[JsonMapping], device: str = "") -> list[Screened
     asked: dict[Answering, list[int]] = {}
     given = [_given(candidate, device) for candidate in candidates]
     for number, own in enumerate(given):
-        kind: Answering = _operators
-        if "plan" in own or "implementation" in own:
-            kind = _plans if "plan" in own else _tiles
+        kind: Answering = _tiles if "implementation" in own else _operators
+        if "plan" in own or "workload" in own:
+            kind = _plans
         wrong = _unknown(candidates[number], kind) or _lacking(own, kind)
         if wrong is not None:
             found[number] = wrong
@@ -176,7 +176,8 @@ def _read(line: str) -> JsonObject:
     try:
         found = parse_json(line)
     except ValueError as error:
-        return {"error": f"not JSON: {error}"}
+        how = 'an operator is {"op": "…"}, or its text in quotation marks'
+        return {"error": f"not JSON: {error} ({how})"}
     if isinstance(found, str):
         return {"op": found}
     return found if isinstance(found, dict) else {"error": "not a JSON object"}
@@ -212,6 +213,8 @@ def _unknown(candidate: JsonMapping, kind: Answering) -> ProgramError | None:
         if key not in own:
             what = f"unknown key {key!r} of {_NAMED[kind]}"
             return ProgramError(what, hint=meant(key, tuple(dict.fromkeys(own))))
+        if key in _TEXTS and not isinstance(candidate[key], str | None):
+            return ProgramError(f"{key} is text in quotation marks, not {candidate[key]!r}")
     return None
 
 
@@ -331,7 +334,7 @@ def _plan(own: JsonObject) -> Screened:
         cluster=str(own["cluster"]),
         workload=str(own["workload"]),
         framework=str(own.get("framework", "")),
-        plan=str(own["plan"]),
+        plan=str(own.get("plan", "")),
     )
     predictor = _step_predictor(case.cluster, case.framework)
     said = case.by(predictor, _workload(own))
@@ -354,6 +357,8 @@ _OPTIONAL: dict[Answering, tuple[str, ...]] = {
 }
 #: What every candidate may have.
 _OF_ALL = ("device", "group", "id")
+#: Keys whose values are text, of every kind.
+_TEXTS = ("op", "implementation", "workload", "cluster", "framework", "device")
 #: What a candidate of each kind is called.
 _NAMED: dict[Answering, str] = {
     _operators: "an operator",

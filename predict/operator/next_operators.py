@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import pandas as pd
 
 from ...common.interval import Interval
@@ -47,6 +48,15 @@ def next_operators(case: OperatorCase, count: int, price: float | None = None) -
     rows = pd.concat([asked, others, asked], ignore_index=True)
     rows = pd.concat([rows.iloc[:-1].drop_duplicates(), rows.iloc[-1:]], ignore_index=True)
     features = model.features(rows, specs)
+    # What the device has no room for cannot be measured there; the question stands at the end.
+    held = features.moved <= (spec.usable_bytes or np.inf)
+    held[-1] = True
+    asked_about = Interval(
+        *(float(x[0]) for x in (prediction.latency, prediction.lo, prediction.hi))
+    )
+    if held.sum() == 1:
+        return NextRuns(asked_about, (), (), ("the device has no room for operators such as this",))
+    rows, features = rows[held].reset_index(drop=True), model.features(rows[held], specs)
     sites = model.fitted.errors.sites(OpRows.of(rows), features, specs)
     library = str(named.get("backend") or row.get("backend") or "")
     corrections = model.corrections
@@ -54,11 +64,11 @@ def next_operators(case: OperatorCase, count: int, price: float | None = None) -
     errors = errors_at(sites, model.fitted.errors.params, known.sites if known else None)
     seconds = model.predict(rows, specs).latency
     runs = [
-        Run(_text(case.op, own, named), _command(own), float(s))
+        Run(_text(case.op, own, named), _command(own) if spec.platform == "gpu" else "", float(s))
         for own, s in zip(rows.to_dict("records")[:-1], seconds[:-1], strict=True)
     ]
     return next_runs(
-        Interval(*(float(x[0]) for x in (prediction.latency, prediction.lo, prediction.hi))),
+        asked_about,
         runs,
         errors,
         count,

@@ -68,6 +68,20 @@ def test_an_operator_itself_tells_most_of_it() -> None:
         assert lo < inner_lo < now.seconds < inner_hi < hi
 
 
+def test_operators_that_a_device_has_no_room_for_are_not_named() -> None:
+    # Each matrix has 8 GiB, of an L4's 22; others of these sizes have up to four times as much.
+    case = OperatorCase("linear m=65536 n=65536 k=65536 dtype=bf16", "l4")
+    for run in next_operators(case, 5).runs:
+        size = {k: int(v) for k, v in (pair.split("=") for pair in run.what.split()[1:4])}
+        m, n, k = size["m"], size["n"], size["k"]
+        assert 2 * (m * n + m * k + n * k) < 22.2 * 2**30
+    huge = next_operators(OperatorCase("linear m=1099511627776 n=4096 k=4096 dtype=bf16", "l4"), 2)
+    assert huge.runs == () and "no room" in huge.notes[0]
+    # PyTorch's command is of a GPU.
+    tpu = next_operators(OperatorCase("linear m=64 n=4096 k=4096 dtype=bf16", "tpu-v5e"), 1)
+    assert [run.command for run in tpu.runs] == [""]
+
+
 def test_kernels_of_a_program_by_command(tmp_path: Path) -> None:
     file = tmp_path / "step.mlir"
     opcast("zoo", "export", "mlp", "--out", file)

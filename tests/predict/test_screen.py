@@ -123,6 +123,11 @@ def test_a_problem_is_what_is_solved_however_it_is_written():
     [
         ({"op": "linear m=64 n=64 k=64 dtype=bf16"}, "give device or --device"),
         ({"plan": "tp=8"}, "give workload, cluster"),
+        ({"workload": "llama-3-8b"}, "give cluster"),
+        (
+            {"op": "linear m=64 n=64 k=64 dtype=bf16", "device": ["l4"]},
+            "device is text in quotation marks, not ['l4']",
+        ),
         ({"implementation": "x", "device": "tpu-v6e"}, "give op, args"),
         ({}, "give op, device or --device"),
     ],
