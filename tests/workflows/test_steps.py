@@ -206,6 +206,20 @@ def test_steps_that_teach_nothing_of_each_other_are_not_saved(tmp_path: Path) ->
     assert "error on 2 steps, each left out of what is learned: 100.0% before" in run(*words)
 
 
+def test_steps_whose_times_follow_nothing_are_not_saved(tmp_path: Path) -> None:
+    """All are slower, so that learning helps a little, but by nothing that the rows say."""
+    base, asked = StepModel.find(), table().assign(step_s=1.0)
+    runs = StepRuns([row for row in read_rows(asked, step_row)[0] if row], load_step_model())
+    times = [found.step.total for found in runs.predict(base)]
+    factors = [25.0, 1.5, 1.2, 28.0, 1.1, 22.0]
+    asked["step_s"] = [own * factor for own, factor in zip(times, factors, strict=True)]
+    asked.to_csv(tmp_path / "runs.csv", index=False)
+    words = ["calibrate", "--steps", str(tmp_path / "runs.csv"), "--out", str(tmp_path / "m.json")]
+    with pytest.raises(WorseModelError, match=r"of no use on .* error .*% before, .*% after"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+    assert not (tmp_path / "m.json").exists()
+
+
 @pytest.mark.parametrize("seconds", [-7.6, 0.0, np.inf])
 def test_steps_that_are_no_measurement_teach_nothing(tmp_path: Path, seconds: float) -> None:
     asked = table(step_s=1.5)

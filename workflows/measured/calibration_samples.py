@@ -29,12 +29,19 @@ MAX_KERNELS = 40
 #: Share of the time by which an adapted model may err more than before without counting as worse:
 #: half of the last digit in which errors are printed, twice over.
 _SAME = 0.001
+#: Relative error beyond which a model is of little use: the worst published source of steps,
+#: adapted to twenty of its own, errs by 0.67 on the others. And the share of the logarithm of an
+#: error before that such a model has to gain. Engineering estimates.
+_USELESS, _GAIN = 1.0, 0.2
 
 
 def check_unseen(
     console: Console, what: str, before: float, after: float, *, keep: bool = True
 ) -> None:
-    """Print an adapted model's error on what it did not learn from; refuse one that is worse.
+    """Print an adapted model's error on what it did not learn from; refuse one that is no better.
+
+    Where measurements do not follow what is measured, as random times, errors stay beyond
+    :data:`_USELESS`, somewhat less or more than before.
 
     Args:
         console: Console to print to.
@@ -44,7 +51,7 @@ def check_unseen(
         keep: Whether it is to be saved.
 
     Raises:
-        WorseModelError: It is worse than before, and was to be saved.
+        WorseModelError: It is worse than before or still of no use, and was to be saved.
     """
     errors = f"{before:.1%} before, {after:.1%} after"
     told = f"error on {what}, each left out of what is learned: {errors}"
@@ -56,6 +63,20 @@ def check_unseen(
             f"error {errors}",
             hint="measure more, on a quiet machine; or keep the model as it is",
         )
+    if after <= _USELESS:
+        return
+    if np.log1p(after) > (1.0 - _GAIN) * np.log1p(before) and keep:
+        raise WorseModelError(
+            f"the adapted model is of no use on {what} that it did not learn from, so it is not "
+            f"saved: error {errors}",
+            hint="the times do not follow what was run: are they of these rows, and in the unit "
+            "that the column names?",
+        )
+    console.print(
+        f"WARNING: an error of {after:.0%} is of little use: the times hardly follow what was run",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 #: Factor from a prediction at which a measurement is taken for another unit or another run than its
