@@ -32,7 +32,7 @@ _SAME = 0.001
 #: Relative error beyond which a model is of little use: the worst published source of steps,
 #: adapted to twenty of its own, errs by 0.67 on the others. And the share of the logarithm of an
 #: error before that such a model has to gain. Engineering estimates.
-_USELESS, _GAIN = 1.0, 0.2
+_USELESS, _GAIN = 1.0, 0.1
 
 
 def check_unseen(
