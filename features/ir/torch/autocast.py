@@ -51,6 +51,10 @@ def autocast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
     return Autocast()
 
 
+#: Devices whose autocast is taken to be CUDA's: models ask their tensors, which lie on ``meta``.
+_WIDE = ("cuda", "meta")
+
+
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Let ``torch.autocast("cuda")`` cast as it does on a GPU, where there may be none."""
@@ -58,6 +62,7 @@ def cuda_autocast() -> Iterator[None]:
 
     own = torch.autocast
     known = own.__init__, own.__enter__, own.__exit__
+    asked = torch.is_autocast_enabled, torch.get_autocast_dtype
     modes: dict[int, list[ExitStack]] = {}
 
     def init(
@@ -67,9 +72,9 @@ def cuda_autocast() -> Iterator[None]:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        wide = device_type == "cuda"
+        wide = device_type in _WIDE
         if wide:
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+            device_type, dtype = "cpu", dtype or asked[1]("cuda")
         known[0](self, device_type, dtype, enabled, cache_enabled)
         if wide:
             modes[id(self)] = []
@@ -86,11 +91,21 @@ def cuda_autocast() -> Iterator[None]:
             modes[id(self)].pop().close()
         return known[2](self, *error)
 
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return bool(asked[0]("cpu" if device_type in _WIDE else device_type))
+
+    def dtype_of(device_type: str) -> torch.dtype:
+        if device_type in _WIDE:
+            device_type = "cpu" if is_enabled() else "cuda"
+        return asked[1](device_type)
+
     own.__init__, own.__enter__, own.__exit__ = init, enter, leave
+    torch.is_autocast_enabled, torch.get_autocast_dtype = is_enabled, dtype_of
     try:
         yield
     finally:
         own.__init__, own.__enter__, own.__exit__ = known
+        torch.is_autocast_enabled, torch.get_autocast_dtype = asked
 
 
 def _widening() -> AbstractContextManager[object]:

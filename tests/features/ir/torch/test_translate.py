@@ -470,6 +470,36 @@ def test_autocast_of_cuda_casts_where_there_is_none():
         assert CastForCuda()(torch.ones(4, 8)).dtype == torch.float32
 
 
+class NormAsAutocast(torch.nn.Module):
+    """Keeps a norm out of autocast, in its format, whatever device its input is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.norm = torch.nn.Linear(8, 16), torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        kind = x.device.type
+        with torch.autocast("cuda"):
+            x = self.own(x)
+            assert torch.is_autocast_enabled(kind)
+            dtype = torch.get_autocast_dtype(kind)
+            weight, bias = self.norm.weight.to(dtype), self.norm.bias.to(dtype)
+            with torch.autocast(kind, enabled=False):
+                assert not torch.is_autocast_enabled(kind)
+                return torch.nn.functional.layer_norm(x.to(dtype), (16,), weight, bias)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_models_ask_the_device_of_their_input_about_autocast(kind):
+    with torch.device(kind):
+        program = TorchProgram(NormAsAutocast(), (torch.ones(4, 8),))
+    before = torch.is_autocast_enabled, torch.get_autocast_dtype
+    kinds = {call.name: call.outputs[0].dtype for call in record(program).calls}
+    # CUDA's format, where none is named.
+    assert kinds["aten.addmm"] == kinds["aten.native_layer_norm"] == "float16"
+    assert (torch.is_autocast_enabled, torch.get_autocast_dtype) == before
+
+
 def test_lines_of_regions_are_the_users():
     module = Mixed()
     program = torch.export.export(module, (torch.ones(4, 8),))
