@@ -318,6 +318,34 @@ def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> N
             )
 
 
+def laid_out(operator: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[object, ...]:
+    """Operands of an operator in the layout that GPUs want, which tensors without memory keep.
+
+    Convolutions have their images as their filters (``cudnn_conv_suggest_memory_format`` of
+    PyTorch's ConvUtils.h), group norms theirs with the channels first (group_norm.cpp).
+    """
+    import torch
+
+    name = str(operator).removesuffix(".default")
+    count = _IMAGES.get(name, 0)
+    tensors = [a for a in args[: count + 1] if isinstance(a, torch.Tensor)]
+    if not count or len(tensors) <= count:
+        return args
+    layout = torch.contiguous_format
+    if "convolution" in name:
+        layout = torch._prims_common.suggest_memory_format(tensors[count])
+        if layout != torch.channels_last:
+            return args
+    # `contiguous` itself is no call here, but part of one.
+    laid = (
+        image
+        if image.is_contiguous(memory_format=layout)
+        else torch.clone(image, memory_format=layout)
+        for image in tensors[:count]
+    )
+    return *laid, *args[count:]
+
+
 def watching(recorder: Recorder) -> AbstractContextManager[object]:
     """A mode of PyTorch in which a recorder sees each call; made late, as PyTorch is imported."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -338,6 +366,8 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
                 with self:
                     return operator.decompose(*args, **(kwargs or {}))
             _check_formats(operator, args)
+            with self:
+                args = laid_out(operator, args)
             found = operator(*args, **(kwargs or {}))
             recorder.write(operator, args, kwargs or {}, found)
             return found
@@ -345,6 +375,12 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
     return Mode()
 
 
+#: Images that operators take first, and want in a layout.
+_IMAGES = {
+    "aten.convolution": 1,
+    "aten.convolution_backward": 2,
+    "aten.native_group_norm": 1,
+}
 #: Operators that PyTorch runs on operands of one format alone.
 _ALIKE = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution")
 #: Operators whose numbers matter for their time.
