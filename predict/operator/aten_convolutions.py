@@ -82,18 +82,19 @@ def cudnn_seconds(work: AtenKernel, spec: DeviceSpec, release: str = "") -> floa
     return (seconds + turned * _FIT.turn * memory + spec.floor) * work.op.scale
 
 
-def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
+def depthwise_times(work: AtenKernel, spec: DeviceSpec, release: str = "") -> np.ndarray:
     """Seconds and both ends of the interval, a wide one, of a depthwise convolution.
 
     Args:
         work: The convolution.
         spec: The device.
+        release: Of PyTorch; empty for a recent one.
     """
     assert work.conv is not None
     width = 4.0 if work.dtype == "f32" else 2.0
     multiplied = float(prod(work.shape))
     filters = work.conv["op"] == "bwd_weights"
-    own = spec.runs_cuda and filters and _runs_own_kernel(work)
+    own = spec.runs_cuda and _runs_own_kernel(work)
     again = _FIT.filters_again if spec.runs_cuda and filters and not own else 1.0
     memory = shipped_constants().memory
     seconds = depthwise_seconds(
@@ -105,7 +106,11 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
         memory,
     )
     slow = 0.0
-    if own:
+    if own and not filters:
+        # Filters of one, three and five rows have kernels whose loops are unrolled.
+        if work.taps not in _CUDNN_TAPS and spec.clock_hz:
+            slow = multiplied / (_FIT.looped_taps * spec.core_count * spec.clock_hz)
+    elif own:
         # PyTorch's kernel has a block for each tap of a channel (DepthwiseConv2d.cu), so both
         # tensors are read from L2 once for each tap, and few channels leave the chip idle.
         cache = spec.levels[0].bandwidth * memory.cache
@@ -113,7 +118,8 @@ def depthwise_times(work: AtenKernel, spec: DeviceSpec) -> np.ndarray:
         steps = multiplied / busy * _FIT.step_cycles / spec.clock_hz if spec.clock_hz else 0.0
         slow = max(2.0 * width * multiplied / cache, steps)
     elif spec.runs_cuda and work.channels_last and work.taps not in _LAST_TAPS:
-        slow = 2.0 * multiplied / (_FIT.taps * spec.vector_peak("f32"))
+        share = _FIT.taps_before if is_older(release, _SERVES_MORE) else _FIT.taps
+        slow = 2.0 * multiplied / (share * spec.vector_peak("f32"))
     middle = float(soft_maximum(seconds, np.array([slow]))[0]) if slow else float(seconds[0])
     middle = (middle + spec.floor) * work.op.scale
     return np.array([middle, middle * exp(-LOWER), middle * exp(UPPER)])

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from ...features.devices.device import DeviceSpec
-from ...features.ir.torch.record import AttentionUse
 from ...features.operators.op import Op, least_seconds
 from ...features.operators.physics import fitted, resident_share
 from ...features.operators.query import TABLE_NAMES
@@ -26,19 +25,16 @@ from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of
 from .step_operators import FAMILIES as STEP_FAMILIES
-from .step_operators import FLASH2, TABLE_DTYPE, stand_in_factor, step_reach, step_row
-from .torch_choices import CUDNN, EFFICIENT, MATH, attention_backend
+from .step_operators import TABLE_DTYPE, stand_in_factor, step_reach, step_row
+from .torch_choices import libraries
 
 #: Families of calls timed alone, for f32.
 _ALONE = ("eager/linear", "eager/bmm", "eager/elementwise", "eager/softmax", "eager/ln")
 #: Families of convolutions: cuDNN's in f32, timed alone, and MIOpen's fastest.
 _CONVOLUTIONS = ("eager/conv", "tuned/conv")
-#: Time of FlashAttention 1 and of memory-efficient attention over FlashAttention 2's, which is 1.7
-#: to 3 times as fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to
-#: 6). So slow, they save of Stable Diffusion's U-Net what was measured on A100 and V100.
-_SLOWER = 2.0
-#: First release of PyTorch whose flash kernel is FlashAttention 2 (its release notes).
-_SECOND = (2, 2)
+#: First release whose layer norms read several elements at a time, in one kernel (pytorch/pytorch
+#: #67977).
+_VECTORIZED = (1, 11)
 #: Factor on the ends of the interval of a gradient of weights that is taken for the forward pass of
 #: the same products, which libraries run by other kernels. Engineering estimate.
 _OTHER_KERNEL = 1.4
@@ -117,7 +113,8 @@ class AtenPrices:
         times, sources = each[at], [said[i] for i in at]
         self._place(times, found, kept)
         few = np.array([_few_blocks(work, self._spec) for work in found])
-        times *= (np.maximum(times[:, 0], few) / times[:, 0])[:, None]
+        alone = np.array([self._row_by_row(work) for work in found])
+        times *= ((np.maximum(times[:, 0], few) + alone) / times[:, 0])[:, None]
         chains = np.array([_chained(work, self._spec) for work in found])
         times = np.maximum(times, np.outer(chains, _LOADS))
         return np.maximum(times, least_times(found, self._spec)[:, None]), sources
@@ -138,6 +135,15 @@ class AtenPrices:
                 # What a norm takes beyond a pass of its traffic stays.
                 own = np.maximum(times[at, 0] / scale - alone + placed, placed) * scale
                 times[at] *= (own / times[at, 0])[:, None]
+
+    def _row_by_row(self, work: AtenKernel) -> float:
+        """Seconds that layer norms of old releases take beyond their traffic, by their rows."""
+        spec = self._spec
+        old = spec.runs_cuda and work.kind == NORM and is_older(self._release, _VECTORIZED)
+        if not old:
+            return 0.0
+        cycles = work.shape[0] * work.op.scale * fitted("norms").row_cycles
+        return float(cycles / (spec.core_count * (spec.clock_hz or _CLOCK)))
 
     @cached_property
     def _cache(self) -> float:
@@ -173,7 +179,7 @@ class AtenPrices:
         for i, work in enumerate(found):
             times[i] *= self._factor(work, keys[i])
             if keys[i] == ROOFLINE and work.is_depthwise:
-                times[i] = depthwise_times(work, self._spec)
+                times[i] = depthwise_times(work, self._spec, self._release)
             elif keys[i] == ROOFLINE and self._multiplies_last(work):
                 multiplied = work.but(dtype=ops[i].dtype)
                 times[i] *= cudnn_seconds(multiplied, self._spec, self._release) / times[i, 0]
@@ -185,7 +191,7 @@ class AtenPrices:
         at = [i for i, w in enumerate(found) if self._calls_library(w)]
         if at:
             answer = attention_answer([_attention_call(found[i]) for i in at], self, self._spec)
-            both = np.array([_libraries(self._spec, found[i], self._release) for i in at])
+            both = np.array([libraries(self._spec, found[i], self._release) for i in at])
             answered = np.stack([answer.latency, answer.lo, answer.hi], axis=1)
             times[at] = answered * both[:, :1]
             times[at, 2] = np.maximum(times[at, 2], answer.latency * both[:, 1])
@@ -348,33 +354,6 @@ def _source(work: AtenKernel, key: str) -> str:
     if key == ROOFLINE:
         return key
     return f"learned:{key if key.startswith(ALONE) else _stand_in(work).family}"
-
-
-def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
-    """Whose fused attention a kernel is; as :func:`~.torch_choices.attention_backend`."""
-    batch, heads, groups, size, queries, keys, causal = work.shape
-    query, key = (batch, heads, queries, size), (batch, groups, keys, size)
-    use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)
-    found = attention_backend(spec, use, cudnn=cudnn)
-    # What was recorded as one kernel is one.
-    return EFFICIENT if found == MATH else found
-
-
-def _libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
-    """Time of attention by PyTorch's library over the published kernels', and by an older one.
-
-    One query is bound by memory in all of them.
-    """
-    if work.shape[4] == 1:
-        return 1.0, 1.0
-    old = is_older(release, _SECOND)
-    factors = []
-    for cudnn in (not old, False):
-        library = attention_library(spec, work, cudnn=cudnn)
-        slower = _SLOWER if library == EFFICIENT or old else 1.0
-        second = 1.0 if library == CUDNN else FLASH2.get(spec.architecture, 1.0)
-        factors.append(slower * second)
-    return factors[0], factors[1]
 
 
 def _attention_call(work: AtenKernel) -> dict[str, int]:

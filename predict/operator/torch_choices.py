@@ -12,6 +12,8 @@ from ...features.ir.torch.record import AttentionUse, FunctionUse
 from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import lacks_bf16
 from ...models.pytorch.model import is_older
+from .aten_work import AtenKernel
+from .step_operators import FLASH2
 
 CUDNN, FLASH, EFFICIENT, MATH = "cuDNN", "FlashAttention 2", "memory-efficient", "math"
 #: Widest heads of cuDNN's attention (its releases above 9.22 take 256, with recent PyTorch) and of
@@ -23,6 +25,12 @@ _ALIGNED = {16: 8, 32: 4}
 #: First release whose ``F.rms_norm`` is one kernel on GPUs, ``_fused_rms_norm`` (pytorch/pytorch
 #: #153666).
 _FUSED_NORM = (2, 9)
+#: Time of FlashAttention 1 and of memory-efficient attention over FlashAttention 2's, which is 1.7
+#: to 3 times as fast as FlashAttention and xFormers (Dao, FlashAttention-2, ICLR 2024, figures 4 to
+#: 6). So slow, they save of Stable Diffusion's U-Net what was measured on A100 and V100.
+_SLOWER = 2.0
+#: First release of PyTorch whose flash kernel is FlashAttention 2 (its release notes).
+_SECOND = (2, 2)
 _NARROW = ("float16", "bfloat16", "f16", "bf16")
 
 
@@ -46,6 +54,33 @@ def attention_backend(spec: DeviceSpec, use: AttentionUse, *, cudnn: bool = True
     else:
         return MATH
     return found if spec.runs_cuda else ""
+
+
+def attention_library(spec: DeviceSpec, work: AtenKernel, *, cudnn: bool = True) -> str:
+    """Whose fused attention a kernel is; as :func:`attention_backend`."""
+    batch, heads, groups, size, queries, keys, causal = work.shape
+    query, key = (batch, heads, queries, size), (batch, groups, keys, size)
+    use = AttentionUse(query, key, key, work.dtype, work.masked, bool(causal), heads != groups)
+    found = attention_backend(spec, use, cudnn=cudnn)
+    # What was recorded as one kernel is one.
+    return EFFICIENT if found == MATH else found
+
+
+def libraries(spec: DeviceSpec, work: AtenKernel, release: str) -> tuple[float, float]:
+    """Time of attention by PyTorch's library over the published kernels', and by an older one.
+
+    One query is bound by memory in all of them.
+    """
+    if work.shape[4] == 1:
+        return 1.0, 1.0
+    old = is_older(release, _SECOND)
+    factors = []
+    for cudnn in (not old, False):
+        library = attention_library(spec, work, cudnn=cudnn)
+        slower = _SLOWER if library == EFFICIENT or old else 1.0
+        second = 1.0 if library == CUDNN else FLASH2.get(spec.architecture, 1.0)
+        factors.append(slower * second)
+    return factors[0], factors[1]
 
 
 def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = "") -> bool:

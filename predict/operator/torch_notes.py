@@ -10,12 +10,11 @@ import numpy as np
 from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
 from ...models.pytorch.model import CpuTorchModel
-from .aten_prices import attention_library
 from .aten_traffic import SORTS
 from .aten_work import ATTENTION, PRODUCT, AtenKernel
 from .cpu_prices import cpu_notes
 from .step_operators import FLASH2
-from .torch_choices import CUDNN
+from .torch_choices import CUDNN, attention_library
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording

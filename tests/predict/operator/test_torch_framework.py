@@ -78,6 +78,18 @@ def test_convolutions_are_the_products_that_they_compute():
     assert found[1].bytes == tensors - 4 * 4 * 16 * 16 * 16 + 4
 
 
+def test_layer_norms_of_old_releases_took_a_block_for_each_row():
+    spec = find_device("rtx-3090")
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+    recording = record(meta(layers, (64, 1024, 64), train="sgd", loss="sum"))
+    norms = [w for w in works(recording.calls) if w.kind == "norm"]
+    old, new = (AtenPrices(spec, None, 1.0, 1.0, r)(norms)[0][:, 0] for r in ("1.10", "1.11"))
+    # 1,400 cycles of one of 82 multiprocessors at 1,695 MHz: 10 ns a row, and twice that for the
+    # gradients of input and weights (features/operators/fitted.yaml).
+    row = 1400 / (82 * 1.695e9)
+    assert old - new == pytest.approx([65536 * row, 2 * 65536 * row])
+
+
 @pytest.mark.parametrize(
     ("device", "rate"), [("h100-sxm", "tf32"), ("v100-sxm", "f32"), ("mi300x", "f32")]
 )
