@@ -229,8 +229,10 @@ def test_chips_with_leading_products_have_effects_and_ends_of_their_own() -> Non
     # Learned from the other such chip: without it, the A100 would be off by 0.4.
     a100 = left["chip"][chips == names[2], 0]
     assert abs(np.median(a100)) < 0.15
-    # A new chip may be like any of the four, which count the same.
-    assert model.ends["new"][1] == pytest.approx(np.quantile(left["chip"][:, 0], 0.95), abs=0.01)
+    # A new chip may be like any of the four, which count the same, and differs from their mean by
+    # the deviation of one and by that of the mean of four.
+    expected = (1.0 + 1.0 / 4.0) ** 0.5 * np.quantile(left["chip"][:, 0], 0.95)
+    assert model.ends["new"][1] == pytest.approx(expected, abs=0.01)
     assert model.ends["known"][1] < 0.15
     # Where the V100 runs one family alone, it is new without that, and its errors are not those of
     # known chips. The A100 alone says nothing of how other such chips differ.
@@ -404,13 +406,29 @@ def test_a_release_is_a_part_of_the_framework() -> None:
 
 def test_a_name_that_now_builds_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(999, 1000)
-    layers = SimpleNamespace(set_fused_attn=lambda on: None)
+    set_to = dict[str, bool]()
+    layers = SimpleNamespace(
+        set_fused_attn=lambda on: None,
+        is_fast_norm=lambda: False,
+        set_fast_norm=lambda on: set_to.update(fast=set_to.get("fast", False) or on),
+    )
     utils = SimpleNamespace(reparameterize_model=lambda model: model)
     timm = SimpleNamespace(create_model=lambda *_, **__: layer, layers=layers, utils=utils)
     monkeypatch.setitem(sys.modules, "timm", timm)
     assert build(ModelCase("timm", "own", parameters_m=1.02)).source is layer
     with pytest.raises(ProgramError, match=r"has 1 million parameters here, not 8\.8"):
         build(ModelCase("timm", "own", parameters_m=8.8))
+    assert not set_to["fast"]
+    build(ModelCase("timm", "own", fast_norm=True))
+    assert set_to["fast"]
+
+
+def test_norms_of_timm_s_later_benchmarks_run_in_the_format_of_autocast() -> None:
+    base = {"library": "timm", "model": "own", "device": "rtx-3090", "mode": "infer"}
+    rows = [{"timm_version": "0.8.9dev0"}, {"timm_version": "1.0.24"}, {"fast_norm": "true"}]
+    assert all(model_row({**base, **row}).case.fast_norm for row in rows)
+    rows = [{"timm_version": "0.6.6"}, {}, {"timm_version": "1.0.24", "mode": "train"}]
+    assert not any(model_row({**base, **row}).case.fast_norm for row in rows)
 
 
 def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ...common.ray_tasks import run_tasks
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram
-from ...features.ir.torch.record import FunctionUse, Recording
+from ...features.ir.torch.record import Recording
 from ...predict.cluster.case_table import FAULTS, Cells, reason_of
 from ...predict.operator.aten_costs import cost_class, seconds_by_class
 from ...predict.operator.torch_framework import TorchPredictor
@@ -102,6 +102,7 @@ def model_row(record: Mapping[str, object]) -> ModelRow:
         torch=cells.text("torch"),
         attention=cells.text("attention"),
         parameters_m=cells.number("param_m", 0.0),
+        fast_norm=cells.flag("fast_norm", False),
     )
     measured = _seconds_of(cells, case.batch)
     framework = cells.text("framework") or "torch-eager"
@@ -232,17 +233,13 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
-    known: dict[tuple[str, ...], Answer] = {}
+    known: dict[tuple[str, str], Answer] = {}
     answers: list[Answer] = []
     for row, own in zip(rows, _recorded(model, rows, times_alone=True), strict=True):
         if isinstance(own, str):
             answers.append(own)
             continue
-        # Releases differ by their kernels of attention, of RMS norms and of gradients alone.
-        uses = [pair for r in own.recordings for pair in r.uses.items()]
-        differ = any(one or isinstance(use, FunctionUse) for use, one in uses)
-        differ |= any(case.mode == "train" for case, _ in row.runs)
-        key = row.device, own.predictor.framework, own.predictor.release if differ else ""
+        key = row.device, row.framework
         if key not in known:
             known[key] = _tried(_seconds, row, own)
         answers.append(known[key])

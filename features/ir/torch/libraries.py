@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....common.errors import ProgramError
 from ....common.versions import version_numbers
-from .autocast import autocast_module, function_mode
+from .autocast import autocast_module, cuda_autocast, function_mode
 from .export import shortened
 from .presets import presets
 from .program import TorchProgram
@@ -66,6 +66,8 @@ class ModelCase:
         attention: One of :data:`ATTENTION`.
         parameters_m: Its parameters in millions, which tell whether branches were merged for
             inference (``timm.utils.reparameterize_model``); 0 if they are not known.
+        fast_norm: Whether timm's layer and group norms run in the format of autocast
+            (``timm.layers.set_fast_norm``), which has them in f32 otherwise.
     """
 
     library: str
@@ -78,6 +80,7 @@ class ModelCase:
     torch: str = ""
     attention: str = ""
     parameters_m: float = 0.0
+    fast_norm: bool = False
 
     def __post_init__(self) -> None:
         """Check the words of the case.
@@ -128,7 +131,7 @@ def build(case: ModelCase, device: str = "meta") -> TorchProgram:
     train = case.mode == "train"
     try:
         filling = _unfilled() if device == "meta" else nullcontext()
-        with warnings.catch_warnings(), torch.device(device), filling:
+        with warnings.catch_warnings(), torch.device(device), filling, cuda_autocast():
             warnings.simplefilter("ignore")
             module, inputs, named = _BUILDERS.get(case.library, _imported)(case)
     except ProgramError:
@@ -215,7 +218,7 @@ _Built: TypeAlias = "tuple[object, tuple[torch.Tensor, ...], Mapping[str, Inputs
 def _timm(case: ModelCase) -> _Built:
     package = _package("timm", "a model of timm")
     create = _call(package, "create_model")
-    with _attention(package, case):
+    with _settings(package, case):
         try:
             model = create(case.model, **({"img_size": case.img_size} if case.img_size else {}))
         except TypeError:
@@ -252,14 +255,16 @@ def _millions(model: object) -> float:
 
 
 @contextmanager
-def _attention(package: object, case: ModelCase) -> Iterator[None]:
-    """Let timm write attention out for releases of PyTorch that have no fused one."""
-    chosen = _call(package, "layers.set_fused_attn")
-    chosen(case.fused_attention)
+def _settings(package: object, case: ModelCase) -> Iterator[None]:
+    """Let timm write attention out and run norms as the case does."""
+    before = _call(package, "layers.is_fast_norm")()
+    _call(package, "layers.set_fused_attn")(case.fused_attention)
+    _call(package, "layers.set_fast_norm")(case.fast_norm)
     try:
         yield
     finally:
-        chosen(True)
+        _call(package, "layers.set_fused_attn")(True)
+        _call(package, "layers.set_fast_norm")(before)
 
 
 def _torchvision(case: ModelCase) -> _Built:
