@@ -286,6 +286,11 @@ def _ends(
             found.widen(own, own.replace("/leading", ""))
         # Who knows less is not surer.
         found.widen(new, key)
+    # One chip more differs from the mean of n by its own deviation and by that of the mean.
+    count = len(set(chips[learn]))
+    more = (1.0 + 1.0 / count) ** 0.5 if count > 1 else 1.0
+    for key in [k for k in found.ends if k.startswith("new")]:
+        found.ends[key] = (more * found.ends[key][0], more * found.ends[key][1])
     leads = np.array([_is_leading(key) for key in keys["new"][:, 0]])
     for kind, alike in (("new", np.full(len(leads), True)), ("new/leading", leads)):
         if len(set(chips[learn & alike])) == 1:
