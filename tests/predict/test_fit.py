@@ -123,9 +123,11 @@ def {name}(w, x):
 def change_of(tmp_path, rows: int, donated: str = "") -> tuple[int, str]:
     """Status and change for scores of so many rows beside an argument of 8 GiB, on an L4."""
     text = LATE.format(name="late", donated=donated, gib=8, rows=rows)
-    (tmp_path / "late.py").write_text(text)
+    # A name of its own: Python takes a file of one size and second for the one that it compiled.
+    file = f"late{rows}{'d' if donated else ''}.py"
+    (tmp_path / file).write_text(text)
     words = ("--device", "l4", "--lowering", "fused", "--json")
-    done = opcast("fit", "late.py:late", *words, cwd=tmp_path)
+    done = opcast("fit", f"{file}:late", *words, cwd=tmp_path)
     assert done.returncode in (0, 1) and done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)["results"][0]["change_to_fit"]
 
