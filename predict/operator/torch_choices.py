@@ -87,8 +87,8 @@ def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = ""
     """Whether one kernel does a function, else a pass for each of its steps.
 
     It is one of the cell of an LSTM behind its two products, in eager and in compiled programs
-    (RNN.cpp); of an RMS norm (layer_norm.cpp) generated code makes a kernel of the passes, with
-    what else fits into it.
+    (RNN.cpp); of a group norm of channels that lie last on CPUs alone (group_norm.cpp). Of an RMS
+    norm (layer_norm.cpp) generated code makes a kernel of the passes, with what else fits into it.
 
     Args:
         spec: A GPU or CPU.
@@ -96,8 +96,8 @@ def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = ""
         framework: ``torch-eager`` or ``torch-compiled``.
         release: Of PyTorch; empty for a recent one.
     """
-    if use.function == "lstm_cell":
-        return spec.platform == "gpu"
+    if use.function in ("lstm_cell", "group_norm"):
+        return spec.platform == ("gpu" if use.function == "lstm_cell" else "cpu")
     eager = spec.platform == "gpu" and framework == "torch-eager"
     alike = use.weight in ("", use.dtype) and not use.dtype.startswith("complex")
     return eager and alike and not use.channels_last and not is_older(release, _FUSED_NORM)

@@ -112,10 +112,10 @@ class AttentionUse:
 
 @dataclass(frozen=True, slots=True)
 class FunctionUse:
-    """A call of a function that is one kernel of GPUs where PyTorch chooses it.
+    """A call of a function that is one kernel where PyTorch chooses it.
 
     Attributes:
-        function: ``rms_norm`` or ``lstm_cell``.
+        function: ``rms_norm``, ``lstm_cell`` or ``group_norm`` of an image that lies otherwise.
         dtype: Element type of its input by PyTorch's name.
         weight: Of its weight; empty if it has none.
         channels_last: Whether it is an image that lies with the channels last.
@@ -318,30 +318,36 @@ def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> N
             )
 
 
-def laid_out(operator: torch._ops.OpOverload, args: tuple[object, ...]) -> tuple[object, ...]:
-    """Operands of an operator in the layout that GPUs want, which tensors without memory keep.
+def laid_out(
+    recorder: Recorder, operator: torch._ops.OpOverload, args: tuple[object, ...]
+) -> tuple[object, ...]:
+    """Operands of an operator in the layout that devices want, which tensors without memory keep.
 
     Convolutions have their images as their filters (``cudnn_conv_suggest_memory_format`` of
-    PyTorch's ConvUtils.h), group norms theirs with the channels first (group_norm.cpp).
+    PyTorch's ConvUtils.h), group norms on GPUs theirs with the channels first (group_norm.cpp).
     """
     import torch
 
     name = str(operator).removesuffix(".default")
     count = _IMAGES.get(name, 0)
-    tensors = [a for a in args[: count + 1] if isinstance(a, torch.Tensor)]
-    if not count or len(tensors) <= count:
+    images = [a for a in args[:count] if isinstance(a, torch.Tensor)]
+    if not images:
         return args
-    layout = torch.contiguous_format
-    if "convolution" in name:
-        layout = torch._prims_common.suggest_memory_format(tensors[count])
+    layout, filters = torch.contiguous_format, args[count]
+    if "convolution" in name and isinstance(filters, torch.Tensor):
+        layout = torch._prims_common.suggest_memory_format(filters)
         if layout != torch.channels_last:
             return args
+    elif not lies_last(images[0]) or recorder.chooses(
+        FunctionUse("group_norm", dtype_name(images[0]), channels_last=True)
+    ):
+        return args
     # `contiguous` itself is no call here, but part of one.
     laid = (
         image
         if image.is_contiguous(memory_format=layout)
         else torch.clone(image, memory_format=layout)
-        for image in tensors[:count]
+        for image in images
     )
     return *laid, *args[count:]
 
@@ -367,7 +373,7 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
                     return operator.decompose(*args, **(kwargs or {}))
             _check_formats(operator, args)
             with self:
-                args = laid_out(operator, args)
+                args = laid_out(recorder, operator, args)
             found = operator(*args, **(kwargs or {}))
             recorder.write(operator, args, kwargs or {}, found)
             return found

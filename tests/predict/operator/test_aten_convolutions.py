@@ -1,6 +1,7 @@
 """Times of cuDNN's convolutions against figures by hand, and Inductor's choice of a layout."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from opcast.features.ir.torch.runs import record  # noqa: E402
 from opcast.predict.operator.aten_convolutions import depthwise_times  # noqa: E402
 from opcast.predict.operator.aten_fusion import lays_channels_last  # noqa: E402
 from opcast.predict.operator.aten_prices import AtenPrices, bound_of  # noqa: E402
+from opcast.predict.operator.torch_choices import is_one  # noqa: E402
 from opcast.predict.operator.torch_price import works_of  # noqa: E402
 
 BATCH, SIDE = 64, 56
@@ -193,15 +195,23 @@ def test_images_are_laid_as_the_filters_of_convolutions_and_group_norms_want_the
         x = torch.empty(2, 8, 16, 16)
         layers = torch.nn.Sequential(conv(8, 3), torch.nn.GroupNorm(2, 8), conv(8, 3))
     layers.to(memory_format=torch.channels_last)
+    specs = SPEC, find_device("cpu-i9-10940x")
+    one_of = {s.platform: partial(is_one, s, framework="torch-eager") for s in specs}
     for last in (True, False):
         own = x.to(memory_format=torch.channels_last) if last else x
-        found = record(TorchProgram(layers, (own,))).calls
+        program = TorchProgram(layers, (own,))
+        found = record(program, one_of["gpu"]).calls
         laid = {c.name: c.inputs[0].channels_last for c in found}
         # A group norm's are turned before it and after (group_norm.cpp), as is an image in NCHW.
         names = ["convolution", "clone", "native_group_norm", "clone", "convolution"]
         expected = names if last else ["clone", *names]
         assert [c.name.removeprefix("aten.") for c in found] == expected
         assert laid["aten.convolution"] and not laid["aten.native_group_norm"]
+        # A CPU's takes them as they lie.
+        found = record(program, one_of["cpu"]).calls
+        names = ["convolution", "native_group_norm", "convolution"]
+        expected = names if last else ["clone", *names]
+        assert [c.name.removeprefix("aten.") for c in found] == expected
 
 
 @pytest.mark.parametrize(
