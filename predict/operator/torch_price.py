@@ -236,7 +236,7 @@ def price_works(
     if bundle is not None and (cpu or narrow):
         learned = (CpuTorchModel if cpu else TorchModel).find()
         context = torch_context(spec, framework, release)
-        costs = [cost_class(w, compiled) for w in found]
+        costs = [cost_class(w, compiled, spec.platform) for w in found]
         factors = learned.factors(costs, context)
         if context["leading"] == "yes" or not learned.effects.knows("device", spec.name):
             own = measured_costs(spec, bundle)

@@ -326,7 +326,8 @@ def _seconds(row: ModelRow, own: _Recorded) -> Answer:
         times, _, host = unlearned(
             found, own.spec, asked.framework, asked.bundle, recording.kept, asked.release
         )
-        costs = [cost_class(work, asked.framework == "torch-compiled") for work in found]
+        compiled = asked.framework == "torch-compiled"
+        costs = [cost_class(work, compiled, own.spec.platform) for work in found]
         sums["host"] += count * host
         for cost, seconds in seconds_by_class(costs, times[:, 0]).items():
             sums[cost] = sums.get(cost, 0.0) + count * seconds
