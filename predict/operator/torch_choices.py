@@ -31,6 +31,8 @@ _FUSED_NORM = (2, 9)
 _SLOWER = 2.0
 #: First release of PyTorch whose flash kernel is FlashAttention 2 (its release notes).
 _SECOND = (2, 2)
+#: Functions that are one kernel on all devices of a platform, and on no others.
+_ONE_ON = {"lstm_cell": "gpu", "group_norm": "cpu"}
 _NARROW = ("float16", "bfloat16", "f16", "bf16")
 
 
@@ -96,8 +98,8 @@ def is_one(spec: DeviceSpec, use: FunctionUse, framework: str, release: str = ""
         framework: ``torch-eager`` or ``torch-compiled``.
         release: Of PyTorch; empty for a recent one.
     """
-    if use.function in ("lstm_cell", "group_norm"):
-        return spec.platform == ("gpu" if use.function == "lstm_cell" else "cpu")
+    if use.function in _ONE_ON:
+        return spec.platform == _ONE_ON[use.function]
     eager = spec.platform == "gpu" and framework == "torch-eager"
     alike = use.weight in ("", use.dtype) and not use.dtype.startswith("complex")
     return eager and alike and not use.channels_last and not is_older(release, _FUSED_NORM)

@@ -300,7 +300,7 @@ def _changed(operator: torch._ops.OpOverload, args: Sequence[object]) -> list[to
     return tensors_of(changed)
 
 
-def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> None:
+def _check_formats(name: str, args: Sequence[object]) -> None:
     """Refuse products of operands of unlike formats, as devices do and tensors without memory not.
 
     Raises:
@@ -308,7 +308,6 @@ def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> N
     """
     import torch
 
-    name = str(operator).removesuffix(".default")
     if name in _ALIKE:
         kinds = {dtype_name(t) for t in args if isinstance(t, torch.Tensor)}
         if len(kinds) > 1:
@@ -318,21 +317,21 @@ def _check_formats(operator: torch._ops.OpOverload, args: Sequence[object]) -> N
             )
 
 
-def laid_out(
-    recorder: Recorder, operator: torch._ops.OpOverload, args: tuple[object, ...]
-) -> tuple[object, ...]:
-    """Operands of an operator in the layout that devices want, which tensors without memory keep.
+def laid_out(recorder: Recorder, name: str, args: tuple[object, ...]) -> tuple[object, ...]:
+    """Operands in the layout that devices want, which tensors without memory keep.
 
     Convolutions have their images as their filters (``cudnn_conv_suggest_memory_format`` of
     PyTorch's ConvUtils.h), group norms on GPUs theirs with the channels first (group_norm.cpp).
+
+    Args:
+        recorder: Asked whether a group norm takes images as they lie.
+        name: An operator of :data:`_IMAGES`.
+        args: Its operands.
     """
     import torch
 
-    name = str(operator).removesuffix(".default")
-    count = _IMAGES.get(name, 0)
+    count = _IMAGES[name]
     images = [a for a in args[:count] if isinstance(a, torch.Tensor)]
-    if not images:
-        return args
     layout, filters = torch.contiguous_format, args[count]
     if "convolution" in name and isinstance(filters, torch.Tensor):
         layout = torch._prims_common.suggest_memory_format(filters)
@@ -371,9 +370,11 @@ def watching(recorder: Recorder) -> AbstractContextManager[object]:
                 # Quantised weights cast by it; it is a view by its schema, and may copy.
                 with self:
                     return operator.decompose(*args, **(kwargs or {}))
-            _check_formats(operator, args)
-            with self:
-                args = laid_out(recorder, operator, args)
+            name = str(operator).removesuffix(".default")
+            _check_formats(name, args)
+            if name in _IMAGES:
+                with self:
+                    args = laid_out(recorder, name, args)
             found = operator(*args, **(kwargs or {}))
             recorder.write(operator, args, kwargs or {}, found)
             return found
