@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -222,8 +222,7 @@ def answers_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
-    found = zip(rows, _recorded(model, rows), strict=True)
-    return [own if isinstance(own, str) else _tried(_answer, row, own) for row, own in found]
+    return _asked(_answer, rows, _recorded(model, rows))
 
 
 def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
@@ -233,17 +232,7 @@ def seconds_of(model: str, rows: Sequence[ModelRow]) -> list[Answer]:
         model: Name or folder of the model of operators.
         rows: Rows whose cases are recorded alike.
     """
-    known: dict[tuple[str, str], Answer] = {}
-    answers: list[Answer] = []
-    for row, own in zip(rows, _recorded(model, rows, times_alone=True), strict=True):
-        if isinstance(own, str):
-            answers.append(own)
-            continue
-        key = row.device, row.framework
-        if key not in known:
-            known[key] = _tried(_seconds, row, own)
-        answers.append(known[key])
-    return answers
+    return _asked(_seconds, rows, _recorded(model, rows, times_alone=True))
 
 
 @dataclass(frozen=True)
@@ -281,13 +270,19 @@ def _recorded(
             yield reason_of(error)
 
 
-def _tried(
-    ask: Callable[[ModelRow, _Recorded], Answer], row: ModelRow, recorded: _Recorded
-) -> Answer:
-    try:
-        return ask(row, recorded)
-    except (OpcastError, *FAULTS) as error:
-        return reason_of(error)
+def _asked(
+    ask: Callable[[ModelRow, _Recorded], Answer],
+    rows: Sequence[ModelRow],
+    recorded: Iterable[_Recorded | str],
+) -> list[Answer]:
+    """What is said of each row, or why nothing is."""
+    answers: list[Answer] = []
+    for row, own in zip(rows, recorded, strict=True):
+        try:
+            answers.append(own if isinstance(own, str) else ask(row, own))
+        except (OpcastError, *FAULTS) as error:
+            answers.append(reason_of(error))
+    return answers
 
 
 def _answer(row: ModelRow, own: _Recorded) -> Answer:
