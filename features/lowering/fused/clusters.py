@@ -125,7 +125,7 @@ def source_of(node: Node) -> Node:
 
 def is_view(node: Node) -> bool:
     """Return whether a value is the memory of its operand by another name."""
-    return node.opcode in _VIEWS and MOVES not in node.attrs
+    return source_of(node) is not node
 
 
 @dataclass(slots=True, eq=False)
