@@ -331,7 +331,7 @@ def simulate(
         spare = {"timeline", "html", "explain", "jitter", "speed", "power_cap_w", "seed", "run"}
         refuse(context, "--next", spare)
         from ..predict.cluster.next_run import next_steps
-        from ..predict.render.next_runs import print_next_runs
+        from ..predict.render.parts import print_next_runs
 
         chosen = next_steps(
             replace(case, workload=str(named)), work, load_step_model(case.model), next_count

@@ -50,7 +50,7 @@ def explain(
         if next_count:
             refuse(context, "--next", {"neighbours", "data", "power_cap_w"})
             from ..predict.operator.next_operators import next_operators
-            from ..predict.render.next_runs import print_next_runs
+            from ..predict.render.parts import print_next_runs
 
             chosen = next_operators(operator, next_count, price)
             print_answer(json_output, chosen, print_next_runs)
@@ -90,7 +90,7 @@ def explain(
     place = measured_device(asked.device, predictor.model.devices)
     if next_count:
         from ..predict.program.next_kernels import next_kernels
-        from ..predict.render.next_runs import print_next_runs
+        from ..predict.render.parts import print_next_runs
 
         case = ProgramCase(asked.opened(programs[0]), asked.options(place))
         print_answer(json_output, next_kernels(predictor, case, next_count, price), print_next_runs)

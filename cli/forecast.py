@@ -207,7 +207,7 @@ def _scored(path: Path, measured: Path) -> pd.DataFrame:
 
     from ..common.errors import DatasetError
     from ..common.files import read_json
-    from ..common.measured import check_measured
+    from ..common.parquet import check_measured
 
     try:
         answers = read_json(path)["answers"]

@@ -113,7 +113,7 @@ def devices(settings: DeviceReportSettings) -> None:
 
 def support(settings: SupportReportSettings) -> None:
     """Print what was measured of which device, and the errors there."""
-    from ..workflows.reports.support import run_support_report
+    from ..workflows.reports.accuracy import run_support_report
 
     # Wide enough for its thirteen columns.
     run_support_report(make_console(160), settings)

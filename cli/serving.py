@@ -106,7 +106,7 @@ def simulate_serving(
     if next_count:
         refuse(context, "--next", {"timeline", "html", "slo"})
         from ..predict.cluster.next_serving import next_serving
-        from ..predict.render.next_runs import print_next_runs
+        from ..predict.render.parts import print_next_runs
         from ..simulate.serving.checkpoints import find_checkpoint
 
         checkpoint = find_checkpoint(str(named))

@@ -109,7 +109,7 @@ def tune(settings: TuneSettings) -> None:
 
     It can be stopped at any time, and resumes.
     """
-    from ..workflows.tune import run_tune
+    from ..workflows.train_kernels import run_tune
 
     run_tune(make_console(), settings)
 

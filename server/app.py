@@ -31,8 +31,7 @@ from .errors import RequestError, error_response, json_response, page_response
 from .explorer import explorer_page
 from .fork_server import Reply
 from .guard import Direct, Guard
-from .log import write_json_lines
-from .metrics import CONTENT_TYPE
+from .metrics import CONTENT_TYPE, write_json_lines
 from .service import Service
 from .settings import ServeError, ServerSettings
 

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..common.errors import OpcastError
 from .errors import RequestError, error_response
-from .log import REQUEST_ID
-from .metrics import Metrics
+from .metrics import REQUEST_ID, Metrics
 from .sandbox import out_of_time
 from .settings import ServerSettings
 

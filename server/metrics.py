@@ -1,9 +1,17 @@
-"""Metrics of a server in Prometheus' format."""
+"""What a server tells those who run it: metrics in Prometheus' format, and lines of JSON.
+
+A line says what happened to a request, with its id.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,12 +25,14 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "REQUEST_ID", "JsonLines", "Metrics", "write_json_lines"]
 
 # Bucket bounds: cached answers take well under 10 ms, programs and compilations up to the time
 # limit (docs/server.md, "Performance").
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
 _ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384, 65536)
+#: Id of the request that is answered: the header ``X-Request-ID`` of its client, or one made here.
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class Metrics:
@@ -77,3 +87,29 @@ class _Kept(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(self.name, self.about, value=self.read())
+
+
+class JsonLines(logging.Formatter):
+    """Formats records as JSON objects of one line; ``facts`` of a record are keys of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if name := REQUEST_ID.get():
+            line["request"] = name
+        line |= getattr(record, "facts", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def write_json_lines() -> None:
+    """Send what this process logs, from ``info`` on, to standard error as lines of JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -16,7 +16,7 @@ from ..common.worker_process import THREAD_VARIABLES, WorkerProcess, module_comm
 from .cache import LruCache
 from .errors import RequestError
 from .fork_server import READY, REPLY, TASK, Reply, ended
-from .log import REQUEST_ID
+from .metrics import REQUEST_ID
 from .settings import ServeError, ServerSettings
 
 #: Seconds that loading the models may take on a busy machine with cold disks. Engineering estimate.

@@ -13,11 +13,11 @@ from typing import Any, TypedDict
 from ..common.errors import OpcastError, ProgramError
 from ..common.interval import latency_fields
 from ..datagen.zoo import Setting, build, parse_settings
-from ..features.devices.rates import changed_device
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.ir.torch.program import TorchProgram
 from ..features.lowering.options import LoweringOptions
 from ..features.lowering.target_compiler.process import CompileSettings
+from ..predict.designs import changed_device
 from ..predict.program.case import ProgramCase
 from ..predict.program.predictor import Predictor
 from .errors import RequestError, error_data

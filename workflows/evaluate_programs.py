@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..common.errors import DatasetError, OpcastError
-from ..common.measured import check_measured
+from ..common.parquet import check_measured
 from ..common.progress import counting, wrote
 from ..common.tables_text import in_percent, print_frame
 from ..features.devices.catalogue import in_catalogue

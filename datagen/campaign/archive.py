@@ -21,9 +21,8 @@ from ...common.errors import DatasetError
 from ...common.files import gunzip, write_bytes
 from ...common.types import JsonMapping, JsonObject
 from .journal import Journal
+from .machine import COLUMNS, scrubbed
 from .plan import REPLICATE, Plan
-from .record import scrubbed
-from .telemetry import COLUMNS
 
 #: Version of what an archive holds.
 SCHEMA = 1

@@ -17,9 +17,8 @@ from ...common.types import JsonObject
 from .archive import pack
 from .client import WORKERS, Workers
 from .journal import Journal
+from .machine import Telemetry, host_record, scrubbed_text
 from .plan import DEVICES, TURN_PART, CampaignSettings, Case, Plan, load_plan
-from .record import host_record, scrubbed_text
-from .telemetry import Telemetry
 
 #: Exit status: all is measured or the budget used up; nothing could be measured, or the
 #: accelerator is lost; the slice has ended and the same command goes on.

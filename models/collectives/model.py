@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.measured import check_measured
+from ...common.parquet import check_measured
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import Ends

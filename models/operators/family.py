@@ -21,9 +21,8 @@ from ..core.registry import estimator_class
 from .designs import Designs, likeness, why_outside
 from .device_errors import OF_LIBRARY
 from .devices import KnownDevices
-from .family_fit import GROUP, FamilyFit
+from .family_fit import GROUP, FamilyFit, Fitted
 from .family_tables import FamilySettings, constants, latency_s
-from .fitted import Fitted
 from .mixture import Member, Menu, foreign, members_of, mixed
 from .prediction import UNSEEN, DeviceIntervals, FamilyPrediction, joined, least_s
 from .rows import among, dispatch, group_names, libraries, named_columns, unnamed

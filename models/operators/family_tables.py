@@ -12,7 +12,7 @@ import numpy as np
 
 from ...common.errors import ModelError
 from ...common.files import own_data
-from ...common.measured import check_measured
+from ...common.parquet import check_measured
 from ...features.operators import FAMILIES, OpFeatures
 from ...features.operators.columns import distinct
 from ...features.operators.features import ops_schema_hash

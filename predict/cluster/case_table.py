@@ -17,7 +17,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.files import own_data
-from ...common.measured import check_measured
+from ...common.parquet import check_measured
 from ...simulate.step.workload import Workload
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ import numpy as np
 from ...common.interval import Interval
 from ...features.ir.untrusted import well_formed
 from ..cluster.spread import combined_spread
-from .pieces import MovedLines, Piece, linked, match, pieces_of
-from .reasons import kernel_reasons, program_reasons
+from .pieces import MovedLines, Piece, kernel_reasons, linked, match, pieces_of, program_reasons
 
 if TYPE_CHECKING:
     from ...common.errors import OpcastError

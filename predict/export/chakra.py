@@ -15,9 +15,8 @@ from ...features.devices.device import DeviceSpec
 from ...simulate.chakra.folder import write_folder
 from ...simulate.chakra.messages import EtNode, NodeType
 from ...simulate.chakra.ranks import Work, comm_type, least_bytes, process_groups, rank_trace
-from ...simulate.chakra.step_blocks import StageBlocks, stage_blocks
 from ...simulate.chakra.step_network import Axes, fitted_network, network_seconds, own_bytes
-from ...simulate.chakra.step_ranks import Ranks, StageTrace, stage_trace
+from ...simulate.chakra.step_ranks import Ranks, StageBlocks, StageTrace, stage_blocks, stage_trace
 from ...simulate.clusters.topology import Cluster, Topology
 from ...simulate.collectives.choose import COLLECTIVES
 from ...simulate.program.nodes import Collective, Node

@@ -30,7 +30,7 @@ from ...models.gpu.memory_passes import (
     shipped_constants,
     soft_maximum,
 )
-from ...models.pytorch.model import is_older
+from ...models.program.pytorch import is_older
 from .aten_costs import IMAGE
 from .aten_work import AtenKernel
 from .prices import MEMORY_SHARE

@@ -22,7 +22,7 @@ _MEASURED_BY = {
 
 
 def cost_class(work: AtenKernel, compiled: bool, platform: str) -> str:
-    """Class of a kernel's cost, one of :data:`opcast.models.pytorch.model.COSTS`.
+    """Class of a kernel's cost, one of :data:`opcast.models.program.pytorch.COSTS`.
 
     Args:
         work: The kernel.

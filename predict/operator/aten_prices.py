@@ -18,9 +18,9 @@ from ...models.gpu.attention import attention_answer
 from ...models.operators import OpModel
 from ...models.operators.prediction import FamilyPrediction
 from ...models.power.energy import starved
-from ...models.pytorch.model import is_older
+from ...models.program.pytorch import is_older
 from .aten_convolutions import cudnn_seconds, depthwise_times
-from .aten_recurrent import STEPS
+from .aten_launches import STEPS
 from .aten_traffic import Stream, streams
 from .aten_work import ATTENTION, CONVOLUTION, NORM, PASS, PRODUCT, SOFTMAX, AtenKernel, moving
 from .prices import KERNEL_US, ROOFLINE, Row, eager_row, matrix_rate, price, work_of

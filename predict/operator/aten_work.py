@@ -21,9 +21,8 @@ from ...features.ir.torch.record import AtenCall
 from ...features.ir.torch.table import is_solver
 from ...features.operators.op import QUANTIZED, Op
 from ...models.gpu.attention import backward_ratio
-from .aten_lists import is_over_lists, list_launches
+from .aten_launches import is_over_lists, is_recurrent, list_launches, recurrent_ops
 from .aten_products import check_formats, product_of
-from .aten_recurrent import is_recurrent, recurrent_ops
 from .aten_traffic import (
     LOOKUPS,
     NAMES,

@@ -11,7 +11,7 @@ from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.record import AttentionUse, FunctionUse
 from ...features.operators.attention_kernels import MADE_FOR
 from ...models.gpu.attention import lacks_bf16
-from ...models.pytorch.model import is_older
+from ...models.program.pytorch import is_older
 from .aten_work import AtenKernel
 from .step_operators import FLASH2
 

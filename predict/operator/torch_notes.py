@@ -9,7 +9,7 @@ import numpy as np
 
 from ...common.versions import is_newer
 from ...features.devices.device import DeviceSpec
-from ...models.pytorch.model import CpuTorchModel
+from ...models.program.pytorch import CpuTorchModel
 from .aten_traffic import SORTS
 from .aten_work import ATTENTION, PRODUCT, AtenKernel
 from .cpu_prices import cpu_notes

@@ -20,7 +20,7 @@ from ...common.interval import LEAST_SHARE, InSeconds, latency_fields
 from ...features.devices.device import DeviceSpec
 from ...features.operators.physics import fitted
 from ...models.operators import OpModel
-from ...models.pytorch.model import (
+from ...models.program.pytorch import (
     UNLIKE,
     UNLIKE_WIDE,
     CpuTorchModel,
@@ -45,9 +45,8 @@ from .aten_work import (
     check_priced,
     works,
 )
-from .compiled_storages import compiled_storages
 from .cpu_prices import CpuPrices
-from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, torch_memory
+from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
 from .torch_notes import RECURRENT, attention_notes, kernel_name, kernel_notes, release_notes
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.measured import check_measured
-from ...common.parquet import read_table
+from ...common.parquet import check_measured, read_table
 from ...datagen.published.packs import BLOCK_TABLES, PRODUCTS, files_of, kind_of, kinds
 from ...features.devices.catalogue import find_device
 from ...features.operators.schema import families_told, sources

@@ -18,6 +18,7 @@ from ...common.interval import HasLatency, Interval
 from ...common.units import duration, plain
 from ...models.power.energy import cost_of
 from ..groups import Group, K, Timed, grouped
+from ..next_runs import NextRuns
 
 T = TypeVar("T")
 
@@ -319,8 +320,12 @@ def compared_total(total: Compared, observed: str, span: str = "") -> Text:
 
 #: A figure, which is no part of a name such as ``a100-sxm-80gb``.
 _NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.-]*\w)")
+
+
 #: Stands for the device of a row while notes are compared.
 _DEVICE = "\N{REPLACEMENT CHARACTER}"
+
+
 #: Most rows that a note names.
 _NAMED = 6
 
@@ -372,3 +377,24 @@ def _span(texts: Sequence[str]) -> str:
     """Figures as one, or as the least and the largest."""
     ordered = sorted(set(texts), key=lambda text: float(text.replace(",", "")))
     return ordered[0] if len(ordered) == 1 else f"{ordered[0]}\N{EN DASH}{ordered[-1]}"
+
+
+def print_next_runs(console: Console, found: NextRuns) -> None:
+    """Print each run with the interval that is expected after it and those before it."""
+    now = found.asked
+    ends = f"{duration(now.lo * 1e6)} to {duration(now.hi * 1e6)}"
+    if found.runs:
+        console.print(f"measure next; the interval is {ends} now, and expected after each:")
+    for number, run in enumerate(found.runs, 1):
+        cost = "" if run.cost is None else f", costs {run.cost:.2g}"
+        console.print(
+            f"  {number}. {duration(run.lo * 1e6)} to {duration(run.hi * 1e6)} after {run.what}"
+            f" ({run.hours:.2g} device hours{cost})",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if run.command:
+            console.print(f"     {run.command}", highlight=False, soft_wrap=True, markup=False)
+    for command in found.then:
+        console.print(f"  then {command}", highlight=False, soft_wrap=True, markup=False)
+    print_notes(console, found.notes)

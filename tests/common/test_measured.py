@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from opcast.common.errors import DatasetError
-from opcast.common.measured import check_measured
+from opcast.common.parquet import check_measured
 
 
 @pytest.mark.parametrize("wrong", [-7.6, 0, "inf", "abc", float("-inf")])

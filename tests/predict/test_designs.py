@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from opcast.cli import app
 from opcast.common.errors import DeviceError
 from opcast.features.devices.catalogue import find_device, load_designs, unchanged
-from opcast.features.devices.rates import rates_of
 from opcast.features.lowering.lower import lower
-from opcast.predict.designs import compare_designs, sensitivity
+from opcast.predict.designs import compare_designs, rates_of, sensitivity
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import operator_prices, predict_op
 from opcast.predict.program.predictor import load

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from opcast.common.errors import DeviceError, InternalError, OpcastError
 from opcast.server.app import create_app
-from opcast.server.log import JsonLines
+from opcast.server.metrics import JsonLines
 from opcast.server.settings import ServerSettings
 
 PROGRAM = {"device": "h100-sxm", "program": "module {}"}

@@ -10,8 +10,8 @@ import pandas as pd
 
 from opcast.features.devices.catalogue import find_device
 from opcast.features.devices.device import DeviceSpec
-from opcast.features.devices.rates import RATES
 from opcast.features.operators.schema import DTYPES, FAMILIES, FLAGS
+from opcast.predict.designs import RATES
 
 #: Chips that designs start from: all generations of tensor cores, another maker's, none.
 BASES = ("v100-sxm", "a100-sxm-80gb", "l40s", "h100-sxm", "h200-sxm", "b200", "mi300x")

@@ -19,7 +19,7 @@ from opcast.common.errors import ProgramError
 from opcast.features.devices.catalogue import find_device
 from opcast.features.ir.torch.libraries import ModelCase, build
 from opcast.features.ir.torch.presets import presets
-from opcast.models.pytorch.model import (
+from opcast.models.program.pytorch import (
     COSTS,
     UNSEEN,
     CpuTorchModel,

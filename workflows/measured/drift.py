@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from ...common.errors import DatasetError
-from ...common.measured import check_measured
-from ...common.parquet import read_table
+from ...common.parquet import check_measured, read_table
 from ...common.progress import stages, wrote
 from ...common.tables_text import in_percent, print_frame
 from ...datagen.published.clones import version_numbers

@@ -17,7 +17,7 @@ from ...common.errors import DatasetError, DeviceError
 from ...common.progress import counting
 from ...common.tables_text import in_percent, print_frame
 from ...features.operators.physics import fitted
-from ...models.pytorch.model import (
+from ...models.program.pytorch import (
     COSTS,
     UNSEEN,
     CpuTorchModel,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.datagen.campaign.record import host_record, scrubbed, scrubbed_text
+from opcast.datagen.campaign.machine import host_record, scrubbed, scrubbed_text
 
 #: Answers of nvidia-smi as its versions print them; an old one refuses a field.
 SMI = """#!/bin/sh

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from opcast.features.devices.catalogue import find_device
-from opcast.features.devices.rates import RATES
 from opcast.features.operators import FAMILIES, op_features
+from opcast.predict.designs import RATES
 
 from ...support.cases import later
 from ...support.designs import designs, linked, operators

@@ -17,10 +17,10 @@ from opcast.features.devices.catalogue import (
     load_device_file,
 )
 from opcast.features.devices.device import DeviceSpec
-from opcast.features.devices.rates import RATES
 from opcast.features.lowering.lower import lower
 from opcast.models.gpu.operator_library import Operators
 from opcast.models.trust.designs import FAR, OUTSIDE, SAME, SIBLING, drift
+from opcast.predict.designs import RATES
 from opcast.predict.operator.case import OperatorCase
 from opcast.predict.operator.predict import explain_operator, predict_op
 from opcast.predict.program.predictor import load

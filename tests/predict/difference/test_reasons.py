@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opcast.features.ir.reader import read_program
-from opcast.predict.difference.reasons import kernel_reasons, program_reasons
+from opcast.predict.difference.pieces import kernel_reasons, program_reasons
 
 from .test_pieces import piece
 

@@ -22,9 +22,11 @@ from opcast.features.ir.torch.storages import (  # noqa: E402
     log_storages,
 )
 from opcast.predict.api import predict  # noqa: E402
-from opcast.predict.operator.compiled_storages import compiled_storages  # noqa: E402
 from opcast.predict.operator.torch_framework import TorchPredictor  # noqa: E402
-from opcast.predict.operator.torch_memory import torch_memory  # noqa: E402
+from opcast.predict.operator.torch_memory import (  # noqa: E402
+    compiled_storages,
+    torch_memory,
+)
 
 from ...support.cases import later  # noqa: E402
 from ...support.torch_sam import ImageEncoder  # noqa: E402

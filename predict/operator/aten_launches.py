@@ -1,4 +1,6 @@
-"""Recurrent layers as cuDNN runs them: one call, few kernels.
+"""What calls launch that are no kernel each: recurrent layers, and operators over lists of tensors.
+
+cuDNN runs recurrent layers by one call and few kernels.
 
     forward:  inputs · weights over the whole sequence; for each step states · weights and the cell
     backward: for each step the cell and its gradient · weights; three products over the sequence
@@ -6,11 +8,16 @@
 (Appleyard, Kocisky and Blunsom, Optimizing Performance of Recurrent Neural Networks on GPUs,
 arXiv:1604.01946, 2016, sections 3 and 4.) The steps follow one another; layers may overlap, and
 persistent kernels keep the weights on the chip, which the lower end of the interval allows for.
+
+Optimisers call operators over lists. A launch of ``multi_tensor_apply`` takes so many tensors, by
+the lists that it reads and writes, and so many blocks of one chunk each (MultiTensorApply.cuh:
+``depth_to_max_tensors``, ``depth_to_max_blocks``, ``kChunkSize``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil, prod
 
 from ...features.cost.formats import ALIASES, FORMATS
 from ...features.ir.torch.record import AtenCall
@@ -23,6 +30,9 @@ from ...features.operators.op import Op, product_bytes
 _STATES = {RNN: 3, RNN_BACKWARD: 5}
 #: Names of what follows step by step.
 STEPS = ("cudnn_rnn steps", "cudnn_rnn cells")
+#: What a launch over lists takes: tensors by the number of lists, blocks, and values of a block.
+_TENSORS = (110, 64, 48, 36, 30)
+_BLOCKS, _CHUNK = 320, 65536
 
 
 def is_recurrent(name: str) -> bool:
@@ -66,3 +76,25 @@ def _products(sizes: Sizes, backward: bool) -> Iterator[tuple[int, int, int, int
         yield wide, shown, all_steps, each
     if shown != hidden:
         yield batch, shown, hidden, steps * each
+
+
+def is_over_lists(name: str) -> bool:
+    """Whether an operator goes over lists of tensors."""
+    return name.startswith(("aten._foreach", "aten._fused_adam", "aten._fused_sgd"))
+
+
+def list_launches(call: AtenCall) -> int:
+    """Launches of an operator over lists."""
+    given, written = len(call.inputs), len(call.outputs)
+    if call.name.startswith("aten._fused_adam"):
+        # Parameters, gradients, two moments and the numbers of steps, of which three are written.
+        each, lists = max((given - written) // 2, 1), 4
+    elif call.name.startswith("aten._fused"):
+        # Gradients are read alone.
+        each = max(given - written, 1)
+        lists = given // each
+    else:
+        each = max(written, 1)
+        lists = max((given if call.name.endswith("_") else given + written) // each, 1)
+    chunks = sum(ceil(prod(t.shape) / _CHUNK) for t in call.outputs[:each])
+    return max(1, ceil(each / _TENSORS[min(lists, 5) - 1]), ceil(chunks / _BLOCKS))

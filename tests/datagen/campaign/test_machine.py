@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opcast.datagen.campaign.telemetry import (
+from opcast.datagen.campaign.machine import (
     COLUMNS,
     Telemetry,
     amd_reading,

@@ -1,1 +1,0 @@
-"""What measured whole models teach of PyTorch's kernels: factors by class of cost, and ends."""
