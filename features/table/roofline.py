@@ -18,9 +18,6 @@ TRANSCENDENTAL_FLOPS = 16.0
 #: Largest window of a reduction that a TPU goes through element by element; wider ones are made in
 #: passes. Engineering estimate.
 WINDOW = 16.0
-#: Cycles that an addition waits for the one before it: 3 on AMD's Zen 3 and 4, 3 to 4 on Intel's
-#: server cores (Fog, Instruction tables, ADDSS).
-_ADD_CYCLES = 3.0
 #: Octaves around a level's capacity over which its hit rate falls from one to zero: from half to
 #: twice the capacity. Engineering estimate; a step would make the time jump at the capacity.
 _SPILL_OCTAVES = 2.0
@@ -99,25 +96,6 @@ def least_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
     # Unlike the estimate, a bound may assume perfect overlap of the units.
     products, other = unit_seconds(row, device, transcendental=0.0)
     return np.asarray(np.maximum(np.maximum(products, other), memory))
-
-
-def scalar_convolution_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
-    """Return the least time of convolutions that XLA's CPU backend makes as scalar loops, ``(n,)``.
-
-    A convolution whose layout is not ``NHWC`` by ``HWIO`` goes to no library: each output is one
-    chain of multiply-adds, each waiting for the one before, ``MACs · cycles / clock / parts``
-    (gradients with respect to the input of small images, at a hundredth of the peak). Dilated
-    windows skip terms and get no bound here; zero for all other kernels and devices.
-    """
-    if device.platform != "cpu" or not device.clock_hz:
-        return np.zeros(len(kernels))
-    row = rows(kernels)
-    scalar = (row[:, INDEX["kind"]] == CODE["kind"]["conv"]) & (row[:, INDEX["library"]] == 0)
-    for flag in ("conv_canonical", "conv_dilates_window", "conv_dilates_input"):
-        scalar &= row[:, INDEX[flag]] == 0
-    parts = np.clip(row[:, INDEX["partitions"]], 1, max(device.core_count, 1))
-    seconds = row[:, INDEX["matmul_flops"]] / 2 * _ADD_CYCLES / device.clock_hz / parts
-    return np.where(scalar, seconds, 0.0)
 
 
 def main_bytes(row: np.ndarray, device: DeviceSpec) -> np.ndarray:

@@ -20,7 +20,7 @@ from ...common.types import JsonMapping
 from ...features.dataset import Dataset
 from ...features.devices.device import DeviceSpec
 from ...features.kernels.kernel import Kernel
-from ...features.table.roofline import scalar_convolution_seconds
+from ...features.table.scalar_loops import scalar_seconds
 from ..core.base import KernelPrediction, Params, distinct
 from ..core.kernel_table import CELLS, KernelTable, kernel_table
 from ..core.store import (
@@ -236,7 +236,7 @@ class TabularEstimator(ABC):
         # A program repeats its layers: most of its kernels are equal.
         unique, index = distinct(kernels)
         prediction = self.predict_table(kernel_table(unique, device, graphs=self.needs_graphs))
-        least = scalar_convolution_seconds(unique, device)
+        least = scalar_seconds(unique, device)
         return _at_least(prediction, least).take(index)
 
     def save(self, path: Path) -> None:

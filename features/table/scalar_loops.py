@@ -1,0 +1,171 @@
+"""Least times of kernels that XLA's CPU backend runs element by element, far below the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, lgamma, log, prod
+
+import numpy as np
+
+from ..devices.device import DeviceSpec
+from ..ir.program import FLOAT, HALF, Computation, Op, Program
+from ..kernels.kernel import Kernel
+from .columns import CODE, INDEX, type_facts
+from .row import rows
+
+#: Cycles that an addition waits for the one before it: 3 on AMD's Zen 3 and 4, 3 to 4 on Intel's
+#: server cores (Fog, Instruction tables, ADDSS). A comparison and the choice by it take as many.
+_ADD_CYCLES = 3.0
+#: Elements of one reduction that run beside those of the next: a core holds some 300 instructions
+#: (Zen 4: 320, Golden Cove: 512), an element takes about ten.
+_OVERLAPPED = 32
+#: Bytes between lines of one set of a core's first cache (64 sets where pages have 4 KiB); bytes of
+#: its second one (1 MiB on Zen 4, 2 on Golden Cove); and cycles of an element from beyond, where
+#: both hold too few lines of a column: measured, 8 to 23.
+_SET_BYTES, _CORE_BYTES, _FAR_CYCLES = 4096, 1 << 20, 8.0
+#: Cycles of a comparison of keys in no order: half of the branches are mispredicted, and the
+#: comparator is called through a pointer. Of 64 sorts in ``datagen/datasets/cpu`` all but one take
+#: longer, 1.5 times in the median.
+_COMPARE_CYCLES = 30.0
+#: Columns up to which the library of XLA:CPU sums rows in registers; beyond, each element is added
+#: to a sum in memory, beyond twice as many in two passes. Cycles of a core an element there, of
+#: sums and of other reductions, measured: 0.15 ns on two cores become 2.2, and 4.4.
+_WIDE_COLUMNS, _WIDE_SUM, _WIDE_OTHER = 16384, 11.0, 4.5
+
+
+def scalar_seconds(kernels: Sequence[Kernel], device: DeviceSpec) -> np.ndarray:
+    """Return the least time of what a CPU computes element by element, ``(n,)``; zero for the rest.
+
+    - A convolution whose layout is not ``NHWC`` by ``HWIO`` goes to no library: each output is one
+      chain of multiply-adds, ``MACs · cycles / clock / parts``. Dilated windows skip terms and get
+      no bound.
+    - A reduction of several arrays together (``argmax``) is a chain, too, unless the compiler may
+      reorder it along rows. Down columns each element may be in a line that no core's cache holds.
+    - A transposition of what its kernel computes goes down columns, too.
+    - A reduction of rows by the library, where they are wider than its registers reach.
+    - A sort compares keys ``log2(n!)`` times, one by one.
+    """
+    if device.platform != "cpu" or not device.clock_hz:
+        return np.zeros(len(kernels))
+    row = rows(kernels)
+    seconds = _convolutions(row, device)
+    library = row[:, INDEX["library"]] == CODE["library"]["ynn"]
+    # What has any such op: the reducer of several arrays has a step for each.
+    ordered = (row[:, INDEX["n_sort"]] > 0) | (row[:, INDEX["reducer_ops"]] > 1)
+    ordered |= library & (row[:, INDEX["reduce_run"]] > _WIDE_COLUMNS)
+    loops = row[:, INDEX["fusion"]] == CODE["fusion"]["kLoop"]
+    ordered |= loops & (row[:, INDEX["transposing"]] > 0)
+    for i in np.flatnonzero(ordered).tolist():
+        body, inner = kernels[i].body, kernels[i].inner
+        for op in inner.ops:
+            own = 0.0
+            if op.opcode == "sort" and op.called:
+                own = _sort(op, inner, body, device)
+            elif op.opcode == "reduce" and len(op.operands) > 2:
+                own = _joint_reduction(op, inner, body, device, row[i, INDEX["partitions"]])
+            elif op.opcode == "reduce" and library[i]:
+                own = _wide_reduction(op, inner, body, device)
+            elif op.opcode in ("copy", "transpose") and loops[i]:
+                own = _transposition(op, inner, device)
+            seconds[i] = max(seconds[i], own)
+    return seconds
+
+
+def _convolutions(row: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    scalar = (row[:, INDEX["kind"]] == CODE["kind"]["conv"]) & (row[:, INDEX["library"]] == 0)
+    for flag in ("conv_canonical", "conv_dilates_window", "conv_dilates_input"):
+        scalar &= row[:, INDEX[flag]] == 0
+    parts = np.clip(row[:, INDEX["partitions"]], 1, max(device.core_count, 1))
+    seconds = row[:, INDEX["matmul_flops"]] / 2 * _ADD_CYCLES / device.clock_hz / parts
+    return np.where(scalar, seconds, 0.0)
+
+
+def _sort(op: Op, inner: Computation, body: Program, device: DeviceSpec) -> float:
+    source = inner.ops[op.operands[0]].type
+    # Keys that are compared as they are, and move nothing with them, have a sort of their own.
+    if len(op.operands) == 1 and body.computations[op.called[0]].only_op is not None:
+        return 0.0
+    length = source.shape[op.attrs.get("dimension", -1)] if source.shape else 1
+    comparisons = source.size / max(length, 1) * lgamma(length + 1) / log(2)
+    return float(comparisons * _COMPARE_CYCLES / device.clock_hz)
+
+
+def _wide_reduction(op: Op, inner: Computation, body: Program, device: DeviceSpec) -> float:
+    source, dims = inner.ops[op.operands[0]].type, op.attrs.get("dimensions", ())
+    order = type_facts(source).order  # without dimensions of one element, the minor one first
+    columns = prod(source.shape[d] for d in order[:-1])
+    if columns <= _WIDE_COLUMNS or set(order).intersection(dims) != {order[-1]}:
+        return 0.0
+    sums = body.computations[op.called[0]].root_op.opcode == "add"
+    passes = 2 if columns > 2 * _WIDE_COLUMNS else 1
+    cycles = source.size * passes * (_WIDE_SUM if sums else _WIDE_OTHER)
+    return float(cycles / device.clock_hz / max(device.core_count, 1))
+
+
+def _joint_reduction(
+    op: Op, inner: Computation, body: Program, device: DeviceSpec, told: float
+) -> float:
+    source, dims = inner.ops[op.operands[0]].type, op.attrs.get("dimensions", ())
+    facts, reducer = type_facts(source), body.computations[op.called[0]]
+    length = max(prod(source.shape[d] for d in dims), 1)
+    along_rows = facts.minor in dims
+    if along_rows and _reorders(reducer):
+        return 0.0
+    chained = facts.size * max(length - _OVERLAPPED, 0) / length
+    cycles = chained * _cycles(reducer)
+    if not along_rows:
+        stride = prod(source.shape[d] for d in facts.order if d not in dims) * facts.bits // 8
+        cycles = max(cycles, facts.size * _far_cycles(stride, length))
+    # Where the compiler tells no parts, each core may take some of the results.
+    parts = min(told or facts.size / length, max(device.core_count, 1))
+    return float(cycles / device.clock_hz / max(parts, 1.0))
+
+
+def _transposition(op: Op, inner: Computation, device: DeviceSpec) -> float:
+    made = inner.ops[op.operands[0]]
+    source, out = type_facts(made.type), type_facts(op.type)
+    if op.opcode == "transpose":
+        read = op.attrs["dimensions"][out.minor] if out.minor >= 0 else -1
+    else:
+        read = out.minor
+    if read in (-1, source.minor):
+        return 0.0
+    while made.opcode in ("bitcast", "reshape", "transpose", "convert"):
+        made = inner.ops[made.operands[0]]
+    # An array that is read as it lies, or by indices, is not slower than others.
+    if made.opcode in ("parameter", "gather"):
+        return 0.0
+    shape = inner.ops[op.operands[0]].type.shape
+    inside = source.order[: source.order.index(read)]
+    stride = prod(shape[d] for d in inside) * source.bits // 8
+    cycles = source.size * _far_cycles(stride, shape[read])
+    return float(cycles / device.clock_hz / max(device.core_count, 1))
+
+
+def _far_cycles(stride: int, lines: int) -> float:
+    """Cycles of a core for each element of a column, whose ``lines`` are ``stride`` bytes apart."""
+    # Lines a power of two apart share the same sets of a cache: each takes that much of it.
+    far = stride % _SET_BYTES == 0 and lines * (stride & -stride) > _CORE_BYTES
+    return _FAR_CYCLES if far else 0.0
+
+
+def _reorders(reducer: Computation) -> bool:
+    """Whether elements come in any order: integers alone, or extremes each for themselves."""
+    floats = [p for p in reducer.parameters if type_facts(p.type).family in (FLOAT, HALF)]
+    results = [reducer.ops[i].opcode for i in reducer.root_op.operands]
+    return not floats or all(opcode in ("minimum", "maximum") for opcode in results)
+
+
+def _cycles(reducer: Computation) -> float:
+    """Cycles from one element to the next: the longest way from a value back to itself."""
+    longest = 0.0
+    for number, result in enumerate(reducer.root_op.operands):
+        steps: list[float] = []
+        for op in reducer.ops:
+            before = max((steps[o] for o in op.operands), default=-inf)
+            own = op.opcode == "parameter" and int(op.attrs["index"]) == number
+            steps.append(0.0 if own else before + 1.0)
+        # A step of a chain of integers takes one cycle.
+        floats = type_facts(reducer.ops[result].type).family in (FLOAT, HALF)
+        longest = max(longest, steps[result] * (_ADD_CYCLES if floats else 1.0))
+    return longest
