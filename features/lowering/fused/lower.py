@@ -22,6 +22,7 @@ from .expansions import expand_ops
 from .folding import converted
 from .generated import WIDENED, fuse_generated
 from .graph import Graph, Node, build_graph, rewrite
+from .host import as_on_host
 from .layouts import assign_layouts
 from .loops import (
     copy_loop_state,
@@ -98,13 +99,15 @@ def lower_fused(
     if memory is not None:
         prefetch(emitter.program, memory)
         place_on_chip(emitter.program, memory)
+    if machine.host:
+        as_on_host(emitter.program, device.core_count if device is not None else 1)
     module = as_computed(emitter.program, platform)
     kernels, notes = extract_kernels(module)
     notes += [*whole_notes(program, kernels), *uncosted_notes(kernels)]
     opcodes = [op.opcode for c in program.computations.values() for op in c.ops]
     notes += ragged_notes(opcodes, kernels)
     if device is not None and device.platform != "gpu":
-        rules = "a CPU's rules for products, bf16 and library calls alone, GPUs' for the rest"
+        rules = "a CPU's rules for products, sums, bf16 and library calls alone, GPUs' for the rest"
         if machine.fused_products:
             rules = "a TPU's rules for layouts, products and windows alone, GPUs' for the rest"
         notes.append(f"{device.name} is a {device.platform}, but lowering fused has {rules}")
@@ -151,7 +154,8 @@ def prepare(graph: Graph, machine: Machine, program: Program) -> None:
         split_products(graph, machine, program)
     if not machine.tensor_fusion:
         pad_products(graph)
-    split_reductions(graph)
+    if not machine.host:
+        split_reductions(graph)
 
 
 def _fused(
@@ -178,7 +182,8 @@ def _fused(
     # CopyFusion runs on the entry computation only (priority.py).
     if is_entry:
         join_fills(clusters)
-    MultiOutputFusion(clusters, machine).run()
+    if not machine.host:
+        MultiOutputFusion(clusters, machine).run()
     if horizontal and is_entry:
         HorizontalFusion(clusters).run()
     return ComputationWriter(emitter, clusters, bodies)

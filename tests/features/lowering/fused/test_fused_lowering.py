@@ -528,3 +528,32 @@ def test_a_cpu_multiplies_by_vectors_and_bf16_in_its_library(columns):
 def test_a_cpu_computes_elements_of_bf16_in_f32():
     (kernel,) = working(fused(jnp.exp, spec(64, 256, dtype=BF16), device=HOST))
     assert opcodes(kernel)[-3:] == ["convert", "exponential", "convert"]
+
+
+def test_a_cpu_reduces_in_its_library_each_result_alone():
+    """As XLA:CPU compiles them (JAX 0.10.2) for two cores: nothing is split, and nothing shared."""
+
+    def reduced(x):
+        return x.min(0), jnp.exp(x).sum(0), jnp.argmax(x, 0), x * 2
+
+    found = fused(reduced, spec(8192, 2048), device=replace(HOST, core_count=2))
+    library = {"fusion_config": {"kind": "__ynn_fusion"}}
+    halves = {"outer_dimension_partitions": ["2"]}
+    ways = [(k.op.attrs["kind"], k.op.config()) for k in working(found) if k.bytes > 1 << 20]
+    assert ways == [("kCustom", library)] * 2 + [("kLoop", halves)] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "least"),
+    [
+        (lambda x: x + 1, 1024),
+        (jnp.exp, 1024),
+        (lambda x: x.T, 1024),
+    ],
+)
+def test_a_cpu_splits_loops_from_two_parts_on(function, least):
+    """Rows of 64 from which XLA:CPU (JAX 0.10.2) splits for two cores."""
+    host = replace(HOST, core_count=2)
+    for rows, parts in ((least - 1, {}), (least, {"outer_dimension_partitions": ["2"]})):
+        (kernel,) = working(fused(function, spec(rows, 64), device=host))
+        assert kernel.op.config() == parts
