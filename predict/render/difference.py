@@ -22,6 +22,8 @@ _TELLING = 0.01
 _SHOWN = 0.0005
 #: Lines of the source that a change names.
 _LINES = 3
+#: Least share of the peak of a part that is told.
+_LEAST = 0.001
 
 
 def print_difference(console: Console, judged: Judged, top: int) -> None:
@@ -235,10 +237,6 @@ def print_comparison(console: Console, found: Comparison) -> None:
 
 def _modelled(name: str, design: Compared) -> str:
     return f"{design.modelled[name]:.4g}"
-
-
-#: Least share of the peak of a part that is told.
-_LEAST = 0.001
 
 
 def print_fit(console: Console, found: MemoryFit) -> None:

@@ -21,6 +21,10 @@ from ..groups import Group, K, Timed, grouped
 from ..next_runs import NextRuns
 
 T = TypeVar("T")
+#: Stands for the device of a row while notes are compared.
+_DEVICE = "\N{REPLACEMENT CHARACTER}"
+#: Most rows that a note names.
+_NAMED = 6
 
 
 def headline(figure: str, rest: str) -> Text:
@@ -320,14 +324,6 @@ def compared_total(total: Compared, observed: str, span: str = "") -> Text:
 
 #: A figure, which is no part of a name such as ``a100-sxm-80gb``.
 _NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w.-]*\w)")
-
-
-#: Stands for the device of a row while notes are compared.
-_DEVICE = "\N{REPLACEMENT CHARACTER}"
-
-
-#: Most rows that a note names.
-_NAMED = 6
 
 
 class Noted(NamedTuple):

@@ -39,6 +39,14 @@ from .parts import (
 
 #: Share of the time below which the kernels' sum is told beside it.
 _MOSTLY = 0.9
+#: Rows that are printed; the file has all.
+MOST = 60
+#: Marks a kernel's time that was taken from the roofline because the estimator has none.
+_BORROWED = "*"
+#: Number of contributions to print; the others are summed into one row.
+_SHOWN = 6
+#: A factor this close to one would print as 1.00 or 1.01, so it is left out.
+_SAME = 0.005
 
 
 def print_prediction(
@@ -164,8 +172,6 @@ def _total(kernels: Sequence[KernelEstimate]) -> float:
 
 #: Figures of a design in its name.
 _FIGURES = re.compile(r"\((?:[\w.]+=[^(),]*,?)+\)")
-#: Rows that are printed; the file has all.
-MOST = 60
 
 
 def print_many(console: Console, frame: pd.DataFrame) -> None:
@@ -228,10 +234,6 @@ def _memory(peak: object, fits: object) -> Text:
     return Text(f"{size(peak)}{' fits' if fits is True else ''}")
 
 
-#: Marks a kernel's time that was taken from the roofline because the estimator has none.
-_BORROWED = "*"
-
-
 def print_comparison(console: Console, comparison: Comparison, top: int = 10) -> None:
     """Print times of the program and of the kernels that the estimators disagree on most."""
     count = len(comparison.fidelities[0].own)
@@ -273,12 +275,6 @@ def _table(comparison: Comparison, top: int) -> Table:
 def _ratio(times: list[float]) -> str:
     # A kernel that one estimator takes to be free has no ratio.
     return f"{max(times) / min(times):.2f}" if min(times) > 0 else "–"
-
-
-#: Number of contributions to print; the others are summed into one row.
-_SHOWN = 6
-#: A factor this close to one would print as 1.00 or 1.01, so it is left out.
-_SAME = 0.005
 
 
 def print_explanation(console: Console, explanation: ProgramExplanation) -> None:

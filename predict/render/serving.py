@@ -49,6 +49,8 @@ _OF = {
     "output_token": "an output token",
     "million_tokens": "a million output tokens",
 }
+#: Hours that are printed at most; --json has all.
+_HOURS = 24
 
 
 def print_serving(console: Console, prediction: ServingPrediction, price: float = 0.0) -> None:
@@ -284,10 +286,6 @@ def _span(interval: Interval) -> str:
 def _table(*names: str, numbers: bool = True) -> Table:
     """A table whose first column, and others without numbers, stand on the left."""
     return plain_table(*names, right=names[1:] if numbers else (), fold=names)
-
-
-#: Hours that are printed at most; --json has all.
-_HOURS = 24
 
 
 def print_fleet(console: Console, prediction: FleetPrediction) -> None:
