@@ -25,6 +25,7 @@ from .schemas import (
     Name,
     NameOrNone,
     Settings,
+    example_of,
 )
 
 B = TypeVar("B", bound=BaseModel)
@@ -118,18 +119,7 @@ class StepBody(ModelBody):
     """A training step on a cluster, as ``opcast simulate`` takes it."""
 
     cluster: Name = Field(description="Such as dgx-h100-x128.")
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "workload": "llama",
-                    "cluster": "dgx-h100-x16",
-                    "plan": "tp=8,dp=2",
-                    "settings": {"layers": 4, "batch": 16},
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("StepBody"))
 
 
 # The models of steps that a command takes are files.
@@ -150,18 +140,7 @@ class SweepQuery(ModelBody):
     power_cap_w: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="Sustained power of a device in watts."
     )
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "workload": "llama",
-                    "cluster": "dgx-h100-x16",
-                    "grid": "tp=4/8,pp=1,data=dp,recompute=none,schedule=1f1b,split=1",
-                    "settings": {"layers": 4, "batch": 16},
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("SweepQuery"))
 
 
 #: Texts are names, never files; and what would take a server long is refused.
@@ -196,20 +175,7 @@ class ServingBody(ModelBody):
         description="Instead of all others: the text of a fleet's YAML file, answered as "
         "`opcast simulate-serving --fleet --json` does.",
     )
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "workload": "llama-3.1-8b",
-                    "device": "h100-sxm",
-                    "plan": "tp=1",
-                    "concurrency": 8,
-                    "count": 16,
-                    "model": "roofline",
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("ServingBody"))
 
 
 SimulateServingQuery = body_of(
@@ -237,19 +203,7 @@ class SearchBody(ModelBody):
         description="concurrency=64 or rate=4, with prompt=1024,output=256,count=500."
     )
     together: bool = Field(False, description="Try no workers that run prompts alone.")
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "workload": "llama-3.1-8b",
-                    "device": "h100-sxm",
-                    "gpus": 1,
-                    "load": "concurrency=8,count=16",
-                    "slo": "tpot=50ms",
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("SearchBody"))
 
 
 PlanServingQuery = body_of("PlanServingQuery", SearchCase, SearchBody, _SERVING, "hf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -12,6 +13,9 @@ from pydantic import (
     Tag,
     TypeAdapter,
 )
+
+from ..common.files import own_data
+from ..common.types import JsonObject
 
 #: Names of devices, models, clusters and workloads: without a slash they cannot leave the working
 #: folder; names that end like files are refused where they are used.
@@ -28,27 +32,18 @@ TOKENS = r"^[a-z0-9.:]+$"
 RANK = r"^[0-9]{1,6}$"
 AXES = r"^[A-Za-z0-9_=,/ -]*$"
 LOAD = r"^[a-z0-9_=,.: -]*$"
+_DATA = own_data("server/schemas.yaml")
 #: What each pattern allows, in words for answers.
 ALLOWED = {
-    NAME: "a name: letters and digits, then also spaces and ( ) + . _ -, at most 80 characters; no "
-    "path of a file",
-    NAME_OR_NONE: "a name, or nothing: letters and digits, then also spaces and ( ) + . _ -, at "
-    "most 80 characters; no path of a file",
-    CHECKPOINT: "a model's name, or owner/name: letters, digits, spaces and ( ) + . _ -; no path",
-    CHECKPOINT_OR_NONE: "a model's name, or owner/name, or nothing; no path",
-    FORMAT: "a format such as fp8: letters, digits, _ and -, at most 20 characters",
-    PLAN_SETTINGS: "settings such as tp=8,dp=2: letters, digits, _ = - and commas; no file",
-    TOKENS: "numbers of tokens such as 1024, or a distribution such as lognormal:800:0.6",
-    AXES: "values of axes such as tp=4/8,pp=1/2; no file",
-    LOAD: "a load such as rate=4,prompt=1024,output=256,count=200; no file",
-    RANK: "a rank: a whole number of at most six digits",
+    own: _DATA["allowed"][name]
+    for name, own in (
+        *(("name", NAME), ("name_or_none", NAME_OR_NONE), ("checkpoint", CHECKPOINT)),
+        *(("checkpoint_or_none", CHECKPOINT_OR_NONE), ("format", FORMAT), ("load", LOAD)),
+        *(("plan_settings", PLAN_SETTINGS), ("tokens", TOKENS), ("axes", AXES), ("rank", RANK)),
+    )
 }
 #: Values of fields that are no plain text or number, for answers.
-EXAMPLES = {
-    "settings": '{"batch": 16, "seq": 4096}',
-    "design": '{"hbm_bandwidth_gbps": 4000}',
-    "speed": '{"0": 0.9}',
-}
+EXAMPLES: Mapping[str, str] = _DATA["fields"]
 # Largest trip count: beyond any real program, and its products with times stay finite.
 LARGEST = 2**40
 
@@ -60,16 +55,13 @@ Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Lowering = Literal["auto", "xla", "fused", "op"]
 Fallback = Literal["", "fused", "op"]
 
-# Examples of the OpenAPI document, from which the fuzzing benchmark draws its requests.
-OPERATOR = "linear m=64 n=4096 k=4096 dtype=bf16 backend=vllm"
-KERNEL = (
-    "HloModule k\nENTRY e {\n  a = f32[64,256]{1,0} parameter(0)\n"
-    "  ROOT r = f32[64,256]{1,0} tanh(a)\n}\n"
-)
-PROGRAM = (
-    "module {\n  func.func public @main(%a: tensor<64x256xf32>) -> tensor<64x256xf32> {\n"
-    "    %0 = stablehlo.tanh %a : tensor<64x256xf32>\n    return %0 : tensor<64x256xf32>\n  }\n}\n"
-)
+#: A small program in StableHLO.
+PROGRAM: str = _DATA["requests"]["ProgramQuery"]["program"]
+
+
+def example_of(body: str) -> JsonObject:
+    """What the OpenAPI document shows as a request of a body."""
+    return {"examples": [_DATA["requests"][body]]}
 
 
 class Body(BaseModel):
@@ -93,9 +85,7 @@ class OpsQuery(_Kernels):
 
     # A text of parameters has some hundred characters; the number of rows has a limit of its own.
     ops: list[Annotated[str, Field(max_length=1000)]] = Field(min_length=1)
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"device": "h100-sxm", "ops": [OPERATOR]}]}
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("OpsQuery"))
 
 
 class ColumnsQuery(_Kernels):
@@ -105,33 +95,14 @@ class ColumnsQuery(_Kernels):
         description="Family, or method/family, as the first word of an operator's text."
     )
     columns: dict[str, int | Annotated[str, Field(max_length=200)] | list[int]]
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "device": "h100-sxm",
-                    "operator": "linear",
-                    "fields": ["latency_us"],
-                    "columns": {
-                        "m": [1, 64, 4096],
-                        "n": 4096,
-                        "k": 4096,
-                        "dtype": "bf16",
-                        "backend": "vllm",
-                    },
-                }
-            ]
-        }
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("ColumnsQuery"))
 
 
 class KernelsQuery(_Kernels):
     """Kernels as one-instruction HLO modules: the column ``kernel_ir`` of datasets."""
 
     kernels: list[str] = Field(min_length=1)
-    model_config = ConfigDict(
-        json_schema_extra={"examples": [{"device": "a100-sxm-80gb", "kernels": [KERNEL]}]}
-    )
+    model_config = ConfigDict(json_schema_extra=example_of("KernelsQuery"))
 
 
 def _form(value: object) -> str:
@@ -177,12 +148,7 @@ class ProgramQuery(ProgramOptions):
     encoding: Literal["text", "base64"] = "text"
     workload: NameOrNone = Field("", description="Of the zoo, as `opcast zoo list` has it.")
     settings: Settings = Field({}, description="Of the workload, such as batch and dtype.")
-    model_config = ConfigDict(
-        strict=True,
-        json_schema_extra={
-            "examples": [{"device": "h100-sxm", "lowering": "fused", "program": PROGRAM}]
-        },
-    )
+    model_config = ConfigDict(strict=True, json_schema_extra=example_of("ProgramQuery"))
 
 
 class Point(Body):
@@ -201,15 +167,4 @@ class WhatIfQuery(ProgramQuery):
     """A program, and what would change its time."""
 
     points: list[Point] = Field(min_length=1, max_length=64)
-    model_config = ConfigDict(
-        strict=True,
-        json_schema_extra={
-            "examples": [
-                {
-                    "device": "h100-sxm",
-                    "workload": "mlp",
-                    "points": [{"design": {"hbm_bandwidth_gbps": 4000}}, {"power_cap_w": 400}],
-                }
-            ]
-        },
-    )
+    model_config = ConfigDict(strict=True, json_schema_extra=example_of("WhatIfQuery"))
