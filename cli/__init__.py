@@ -1,4 +1,4 @@
-"""The command line: ``opcast``, ``python -m opcast`` and ``python -m opcast.cli``.
+"""The command line: ``opcast``, or ``python -m opcast``.
 
 ``main`` holds the table of commands; each group of commands has a module of its own.
 """

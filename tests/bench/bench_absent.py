@@ -58,7 +58,7 @@ def _seconds(run: Run) -> float:
 def _opcast(cache: str, command: str, program: str) -> Run:
     before, start = _child_cpu(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "opcast.cli", command, program, "--device", DEVICE, "--json"],
+        [sys.executable, "-m", "opcast", command, program, "--device", DEVICE, "--json"],
         env=_environment(cache), check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     return Run(done.stdout, time.perf_counter() - start, _child_cpu() - before)

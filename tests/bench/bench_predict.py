@@ -52,7 +52,7 @@ def warm_command(device: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = resnet50(Path(scratch), data_parallel=1)
         env = os.environ | {"OPCAST_CACHE": scratch}
-        command = [sys.executable, "-m", "opcast.cli", "predict", str(path), "--device", device]
+        command = [sys.executable, "-m", "opcast", "predict", str(path), "--device", device]
         times = []
         for _ in range(3):
             start = time.perf_counter()

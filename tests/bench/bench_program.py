@@ -68,7 +68,7 @@ def timed(predictor: Predictor, path: Path, device: str) -> None:
     kernels = len(predictor.predict(path, device=name, lowering="fused").kernels)
     warm = least(lambda: predictor.predict(path, device=name, lowering="fused"), own_seconds)
     show(f"{path.name} on {device}, warm", warm, WARM_S, f"{kernels} kernels")
-    command = [sys.executable, "-m", "opcast.cli", "predict", str(path)]
+    command = [sys.executable, "-m", "opcast", "predict", str(path)]
     command += ["--device", name, "--lowering", "fused"]
 
     def run() -> None:

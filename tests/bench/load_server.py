@@ -37,7 +37,7 @@ QUERIES_PER_S, P99_MS, KERNELS_PER_S = 3000, 20, 150_000
 def server(*options: str) -> Iterator[tuple[int, int]]:
     """A server; gives its port and process id. Unexpected errors that it logs are printed."""
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options]
+        command = [sys.executable, "-m", "opcast", "serve", "--port", "0", *options]
         process = subprocess.Popen(command, stderr=log)
         try:
             yield _port(process, log), process.pid

@@ -78,7 +78,7 @@ def example_args():
 
 def test_functions_of_a_file_on_the_command_line(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
-    command = [sys.executable, "-m", "opcast.cli", "predict", "mine.py:step", "--json"]
+    command = [sys.executable, "-m", "opcast", "predict", "mine.py:step", "--json"]
     rest = ["--device", "h100-sxm", "--lowering", "op", "--model", "roofline"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
     done = subprocess.run([*command, *rest], **options)

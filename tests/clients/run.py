@@ -138,7 +138,7 @@ def server(folder: Path) -> Iterator[str]:
     log = folder / "server.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "opcast.cli", "serve", "--port", "0"], stderr=errors
+            [sys.executable, "-m", "opcast", "serve", "--port", "0"], stderr=errors
         )
         try:
             for _ in range(10 * START_S):
@@ -214,7 +214,7 @@ def perfetto(folder: Path) -> str:
     programs = installed(folder / "venv", "perfetto")
     program, trace = folder / "step.mlir", folder / "trace.json"
     program.write_text(PROGRAM)
-    run([sys.executable, "-m", "opcast.cli", "predict", str(program), "--device", "h100-sxm",
+    run([sys.executable, "-m", "opcast", "predict", str(program), "--device", "h100-sxm",
          "--lowering", "op", "--timeline", str(trace)])  # fmt: skip
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     query = (
@@ -255,14 +255,14 @@ def astra_sim(folder: Path) -> str:
         tests(str(TESTS / "predict" / "export" / "test_step_traces.py"))
         raise Missing("built from source only (ASTRA_SIM names it); by its rules the tests pass")
     program, out = folder / "step.mlir", folder / "traces"
-    run([sys.executable, "-m", "opcast.cli", "zoo", "export", "llama", "--set", "layers=1",
+    run([sys.executable, "-m", "opcast", "zoo", "export", "llama", "--set", "layers=1",
          "--set", "mode=train", "--mesh", "fsdp=4", "--out", str(program)])  # fmt: skip
-    run([sys.executable, "-m", "opcast.cli", "export", "chakra", str(program), "--cluster",
+    run([sys.executable, "-m", "opcast", "export", "chakra", str(program), "--cluster",
          "h100-sxm-x4", "--lowering", "fused", "--out", str(out)])  # fmt: skip
     _finished(binary, out)
     for number, (model, plan) in enumerate(STEPS):
         out = folder / f"step{number}"
-        said = run([sys.executable, "-m", "opcast.cli", "export", "chakra", "--workload", model,
+        said = run([sys.executable, "-m", "opcast", "export", "chakra", "--workload", model,
                     "--set", "layers=4,batch=64", "--cluster", "dgx-h100-x16", "--plan", plan,
                     "--out", str(out), "--json"])  # fmt: skip
         ours, theirs = json.loads(said)["step_us"], _finished(binary, out) / 1000

@@ -150,7 +150,7 @@ def published_tables(folder: Path, op_rows: Callable[..., pd.DataFrame]) -> None
 
 def serves_the_runs(cwd: Path, env: dict[str, str]) -> None:
     """``opcast ui`` answers on its port."""
-    command = [sys.executable, "-m", "opcast.cli", "ui", "--port", "5077"]
+    command = [sys.executable, "-m", "opcast", "ui", "--port", "5077"]
     server = subprocess.Popen(
         command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,

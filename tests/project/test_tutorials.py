@@ -194,7 +194,7 @@ def execute(command: list[str], folder: Path, env: dict[str, str]) -> str:
     if command[0] == "opcast" and command[1] != "hespas" and not (folder / "site").exists():
         return run(command, folder, env)
     if command[0] == "opcast":
-        command = ["python", "-m", "opcast.cli", *command[1:]]
+        command = ["python", "-m", "opcast", *command[1:]]
     if command[:2] == ["pip", "install"]:
         pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
         command = ["python", *pip, "--no-build-isolation", "--target", "site", *command[2:]]

@@ -25,7 +25,7 @@ def running(*options: str, **environment: str) -> Iterator[tuple[str, subprocess
     """A server process and its address, once it answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "opcast.cli", "serve", "--port", "0", *options],
+            [sys.executable, "-m", "opcast", "serve", "--port", "0", *options],
             stderr=log, env={**os.environ, **environment},
         )  # fmt: skip
         try:

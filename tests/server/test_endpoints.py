@@ -181,7 +181,7 @@ def test_steps_are_simulated_as_on_the_command_line(ask, workload, options, word
         **options,
     })  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "opcast.cli", "simulate", "--workload", workload, "--cluster",
+        [sys.executable, "-m", "opcast", "simulate", "--workload", workload, "--cluster",
          "dgx-h100-x16", "--plan", "tp=8,dp=2", "--set", "layers=2,batch=16", "--json", *words],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -202,7 +202,7 @@ def test_serving_is_simulated_as_on_the_command_line(ask):
     }  # fmt: skip
     status, found = ask(SERVING, body)
     done = subprocess.run(
-        [sys.executable, "-m", "opcast.cli", "simulate-serving", "--workload", "llama-3.1-8b",
+        [sys.executable, "-m", "opcast", "simulate-serving", "--workload", "llama-3.1-8b",
          "--device", "h100-sxm", "--plan", "tp=1", "--concurrency", "4", "--count", "8",
          "--output", "16", "--model", "roofline", "--price", "2", "--slo", "ttft=1s",
          "--prefill", "tp=1", "--transfer", "2", "--block", "128", "--watermark", "0.05",
@@ -323,7 +323,7 @@ def test_what_cannot_be_started_says_why():
             (("--port", port), "cannot listen"),
         ):
             done = subprocess.run(
-                [sys.executable, "-m", "opcast.cli", "serve", *options],
+                [sys.executable, "-m", "opcast", "serve", *options],
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             assert done.returncode == 1 and why in done.stderr, done.stderr

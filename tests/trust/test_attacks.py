@@ -456,7 +456,7 @@ def test_a_kernel_and_a_file_with_odd_names_are_printed_as_text(tmp_path):
     )
     for path in (program, tmp_path / f"{name.replace('/', '')}.mlir"):
         done = subprocess.run(
-            [sys.executable, "-m", "opcast.cli", "predict", path, "--device", "cpu-amd-epyc-2c"],
+            [sys.executable, "-m", "opcast", "predict", path, "--device", "cpu-amd-epyc-2c"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert "\x1b" not in done.stdout + done.stderr

@@ -49,7 +49,7 @@ def outcome(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 def opcast(*args: object, **env: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "opcast.cli", *map(str, args)]
+    command = [sys.executable, "-m", "opcast", *map(str, args)]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, **{k: str(v) for k, v in env.items()}},
@@ -145,7 +145,7 @@ def test_a_model_that_is_replaced_is_the_old_or_the_new_one(tmp_path):
 @pytest.mark.exhaustive
 def test_kill_9_during_a_real_profile(tmp_path):
     """As ``test_kill_and_resume`` of the profiler, by the command and at its own pace."""
-    command = [sys.executable, "-m", "opcast.cli", "profile", "--out", tmp_path / "data",
+    command = [sys.executable, "-m", "opcast", "profile", "--out", tmp_path / "data",
                "--budget", "60s", "--suite", "quick", "--quiet"]  # fmt: skip
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
     try:

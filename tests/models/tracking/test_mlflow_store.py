@@ -129,7 +129,7 @@ def test_the_ui_names_the_experiment_and_ends_its_workers(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "OPCAST_MLRUNS": str(tmp_path / "mlruns"), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "opcast.cli", "ui", "--port", str(port)]
+    command = [sys.executable, "-m", "opcast", "ui", "--port", str(port)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as ui:

@@ -98,7 +98,7 @@ def command_of(folder, program, *more):
     """A search of three plans whose results are in a folder."""
     (folder / "step.mlir").write_text(program)
     return [
-        sys.executable, "-m", "opcast.cli", "plan", str(folder / "step.mlir"), "--json",
+        sys.executable, "-m", "opcast", "plan", str(folder / "step.mlir"), "--json",
         "--cluster", "h100-sxm-x4", "--lowering", "fused", "--model", "roofline",
         "--axes", "data,fsdp,tensor", "--compiles", "3", "--out", str(folder / "plans"), *more,
     ]  # fmt: skip
