@@ -50,12 +50,15 @@ def is_portable_artifact(data: bytes) -> bool:
     return data.startswith(BYTECODE_MAGIC) and PORTABLE_PRODUCER in data[:64]
 
 
-def parse_module(data: str | bytes, context: ir.Context | None = None) -> ir.Module:
+def parse_module(
+    data: str | bytes, context: ir.Context | None = None, *, verify: bool = False
+) -> ir.Module:
     """Parse StableHLO text, MLIR bytecode or a portable artifact into an MLIR module.
 
     Args:
         data: The program.
         context: Context to parse into; a new one if not given.
+        verify: Whether to verify it, too: bytecode is parsed without that.
 
     Raises:
         ValueError: The data is not a module; the message holds the diagnostics with their places.
@@ -76,8 +79,12 @@ def parse_module(data: str | bytes, context: ir.Context | None = None) -> ir.Mod
     try:
         with context:
             if isinstance(data, bytes) and is_portable_artifact(data):
-                return stablehlo.deserialize_portable_artifact(context, data)
-            return ir.Module.parse(data)
+                module = stablehlo.deserialize_portable_artifact(context, data)
+            else:
+                module = ir.Module.parse(data)
+            if verify:
+                module.operation.verify()
+            return module
     except Exception as error:  # the bindings raise several unrelated classes
         raise ValueError("\n".join(messages) or str(error)) from None
     finally:

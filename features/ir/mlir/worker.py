@@ -8,13 +8,10 @@ takes.
 
 from __future__ import annotations
 
-import contextlib
-
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
 
 from ....common.child_process import Channel
-from .bindings import is_portable_artifact, make_context
+from .bindings import parse_module
 
 #: Messages to the parent, see the module.
 READY, READ, REFUSED = b"ready", b"read", b"refused"
@@ -22,28 +19,11 @@ READY, READ, REFUSED = b"ready", b"read", b"refused"
 
 def check(data: bytes) -> bytes:
     """Do everything that the reader does in native code."""
-    context = make_context()
-    said: list[str] = []
-
-    def note(diagnostic: ir.Diagnostic) -> bool:
-        # Diagnostics of damaged text may not be UTF-8, which would abort while printing them.
-        with contextlib.suppress(Exception):
-            said.append(f"{diagnostic.location}: {diagnostic.message}")
-        return True
-
-    context.attach_diagnostic_handler(note)
     try:
-        with context:
-            if is_portable_artifact(data):
-                module = stablehlo.deserialize_portable_artifact(context, data)
-            else:
-                module = ir.Module.parse(data)
-            module.operation.verify()
-    except Exception as error:  # the bindings raise several unrelated classes
-        return REFUSED + ("\n".join(said) or str(error) or "the data is damaged").encode(
-            "utf-8", "replace"
-        )
-    with context:
+        module = parse_module(data, verify=True)
+    except ValueError as error:
+        return REFUSED + (str(error) or "the data is damaged").encode("utf-8", "replace")
+    with module.context:
         # Damage may show only here: bytecode is read lazily, and printing follows every attribute.
         module.operation.walk(_names_read)
         module.operation.get_asm(enable_debug_info=True, large_elements_limit=16)
