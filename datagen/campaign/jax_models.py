@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ...common.errors import ProfileError
 from ...common.types import JsonMapping
+from .jax_ops import convolve, cross_entropy, rms_norm, rope
 
 if TYPE_CHECKING:
     import jax
@@ -88,16 +90,11 @@ def llama(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]]
             f"{i}.norm2": (width,),
         }
 
-    def norm(x: jax.Array, g: jax.Array) -> jax.Array:
-        f = x.astype(jnp.float32)
-        return (f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * g
+    norm = partial(rms_norm, epsilon=1e-5)
 
     def rotate(x: jax.Array, at: jax.Array) -> jax.Array:
         rates = 500000.0 ** (-jnp.arange(0, head, 2) / head)
-        angle = (at[:, None] * rates)[None, :, None, :]
-        low, high = jnp.split(x, 2, axis=-1)
-        cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+        return rope(x, (at[:, None] * rates)[None, :, None, :])
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, masked: bool) -> jax.Array:
         q = q.reshape(*q.shape[:2], kv, heads // kv, head)
@@ -131,8 +128,7 @@ def llama(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]]
         return norm(x, w["norm"]) @ w["embed"].T, kept
 
     def loss(w: Tree, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        logs = jax.nn.log_softmax(logits(w, tokens, [])[0].astype(jnp.float32))
-        return -jnp.take_along_axis(logs, targets[..., None], -1).mean()
+        return cross_entropy(logits(w, tokens, [])[0], targets)
 
     def one(w: Tree, tokens: jax.Array, cache: list[jax.Array]) -> tuple[object, ...]:
         found, kept = logits(w, tokens, cache)
@@ -180,9 +176,7 @@ def resnet(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]
     shapes["head"] = (cin, 1000)
 
     def conv(w: Tree, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
-        y = jax.lax.conv_general_dilated(
-            x, w[name], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        y = convolve(x, w[name], stride)
         f = y.astype(jnp.float32)
         mean = f.mean((0, 1, 2))
         centred = f - mean
@@ -198,8 +192,7 @@ def resnet(spec: JsonMapping) -> tuple[Callable[..., object], tuple[object, ...]
             y = conv(w, f"{name}.c", jax.nn.relu(conv(w, f"{name}.b", y, stride)))
             skip = conv(w, f"{name}.skip", x, stride) if f"{name}.skip" in w else x
             x = jax.nn.relu(y + skip)
-        logs = jax.nn.log_softmax((x.mean((1, 2)) @ w["head"]).astype(jnp.float32))
-        return -jnp.take_along_axis(logs, labels[:, None], -1).mean()
+        return cross_entropy(x.mean((1, 2)) @ w["head"], labels)
 
     train = spec["mode"] == "train"
     images = _struct((spec["batch"], spec["image"], spec["image"], 3), spec["dtype"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ...common.errors import ProfileError
@@ -40,17 +41,53 @@ def _gradient(function: Callable[..., Array], wrt: Sequence[int]) -> Callable[..
     return gradient
 
 
+def rope(a: Array, angle: Array) -> Array:
+    """Rotate the pairs of halves of the last dimension."""
+    import jax.numpy as jnp
+
+    low, high = jnp.split(a, 2, axis=-1)
+    cos, sin = jnp.cos(angle).astype(a.dtype), jnp.sin(angle).astype(a.dtype)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def rms_norm(a: Array, g: Array, epsilon: float = 1e-6) -> Array:
+    """RMS norm over the last dimension, in f32."""
+    import jax
+    import jax.numpy as jnp
+
+    f = a.astype(jnp.float32)
+    return (f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + epsilon)).astype(a.dtype) * g
+
+
+def cross_entropy(a: Array, labels: Array) -> Array:
+    """Mean cross-entropy of logits, in f32."""
+    import jax
+    import jax.numpy as jnp
+
+    logs = jax.nn.log_softmax(a.astype(jnp.float32))
+    return -jnp.take_along_axis(logs, labels[..., None], -1).mean()
+
+
+def convolve(a: Array, w: Array, stride: int = 1, groups: int = 1) -> Array:
+    """Convolve images whose channels are last."""
+    import jax
+
+    return jax.lax.conv_general_dilated(
+        a,
+        w,
+        (stride, stride),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+
+
 def _elementwise(shape: Sequence[int], dtype: str) -> dict[str, Op]:
     import jax
     import jax.numpy as jnp
 
     x: Arg = (tuple(shape), dtype, 0)
     row: Arg = (tuple(shape[-1:]), dtype, 0)
-
-    def rope(a: Array, angle: Array) -> Array:
-        low, high = jnp.split(a, 2, axis=-1)
-        cos, sin = jnp.cos(angle).astype(a.dtype), jnp.sin(angle).astype(a.dtype)
-        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
 
     def adamw(w: Array, g: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
         g32 = g.astype(jnp.float32)
@@ -93,14 +130,6 @@ def _rows(shape: Sequence[int], dtype: str) -> dict[str, Op]:
         centred = f - f.mean(-1, keepdims=True)
         scale = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
         return (centred * scale).astype(a.dtype) * g + b
-
-    def rms_norm(a: Array, g: Array) -> Array:
-        f = a.astype(jnp.float32)
-        return (f * jax.lax.rsqrt((f * f).mean(-1, keepdims=True) + 1e-6)).astype(a.dtype) * g
-
-    def cross_entropy(a: Array, labels: Array) -> Array:
-        logs = jax.nn.log_softmax(a.astype(jnp.float32))
-        return -jnp.take_along_axis(logs, labels[..., None], -1).mean()
 
     labels: Arg = (tuple(shape[:-1]), "int32", shape[-1])
     softmax = jax.nn.softmax
@@ -182,23 +211,12 @@ def _attention(shape: Sequence[int], dtype: str) -> dict[str, Op]:
 
 def _convolution(shape: Sequence[int], dtype: str) -> dict[str, Op]:
     """Shape: batch, size, channels in, channels out, kernel, stride, groups."""
-    import jax
-
     batch, size, cin, cout, kernel, stride, groups = shape
     image: Arg = ((batch, size, size, cin), dtype, 0)
     weight: Arg = ((kernel, kernel, cin // groups, cout), dtype, 0)
     out: Arg = ((batch, -(-size // stride), -(-size // stride), cout), dtype, 0)
 
-    def conv(a: Array, w: Array) -> Array:
-        return jax.lax.conv_general_dilated(
-            a,
-            w,
-            (stride, stride),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups,
-        )
-
+    conv = partial(convolve, stride=stride, groups=groups)
     return {
         "conv": (conv, [image, weight]),
         "conv_data_grad": (_gradient(conv, (0,)), [image, weight, out]),
