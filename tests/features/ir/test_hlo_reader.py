@@ -332,8 +332,8 @@ def test_async_pairs() -> None:
     assert (op.attrs["dimension"], op.attrs["replica_groups"]) == (0, ((0, 1),))
 
 
-def test_called_computations_are_ordered_by_role() -> None:
-    before = """cond {
+#: Computations of a loop.
+LOOP = """cond {
   p = f32[8,4] parameter(0)
   ROOT t = pred[] constant(false)
 }
@@ -341,23 +341,18 @@ def test_called_computations_are_ordered_by_role() -> None:
 body {
   ROOT p.1 = f32[8,4] parameter(0)
 }"""
-    op = _one("r = f32[8,4] while(a), body=body, condition=cond", before)
+
+
+def test_called_computations_are_ordered_by_role() -> None:
+    op = _one("r = f32[8,4] while(a), body=body, condition=cond", LOOP)
     assert op.called == ("cond", "body")
     line = "r = f32[8,4] conditional(i, a, a), false_computation=cond, true_computation=body"
-    assert _one(line, before).called == ("body", "cond")
+    assert _one(line, LOOP).called == ("body", "cond")
 
 
 def test_stated_trip_count_wins() -> None:
-    before = """cond {
-  p = f32[8,4] parameter(0)
-  ROOT t = pred[] constant(false)
-}
-
-body {
-  ROOT p.1 = f32[8,4] parameter(0)
-}"""
     config = 'backend_config={"known_trip_count":{"n":"6"},"x":1}'
-    op = _one(f"r = f32[8,4] while(a), condition=cond, body=body, {config}", before)
+    op = _one(f"r = f32[8,4] while(a), condition=cond, body=body, {config}", LOOP)
     assert op.attrs["trip_count"] == 6
     assert op.attrs["backend_config"] == {"x": 1}
 

@@ -86,15 +86,16 @@ def test_trip_count_of_loop_with_its_bound_in_the_state() -> None:
     assert trips(lowered(f, X)) == [6]
 
 
+@jax.jit
+def repeated_sine(x: jax.Array, n: jax.Array) -> Any:
+    def body(state: Any) -> Any:
+        return state[0] + 1, jnp.sin(state[1])
+
+    return jax.lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
+
+
 def test_trip_count_of_loop_with_captured_bound_in_a_jitted_function() -> None:
-    @jax.jit
-    def inner(x: jax.Array, n: jax.Array) -> Any:
-        def body(state: Any) -> Any:
-            return state[0] + 1, jnp.sin(state[1])
-
-        return jax.lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
-
-    program = lowered(lambda x: inner(x, 6) + inner(x * 2, 6), X)
+    program = lowered(lambda x: repeated_sine(x, 6) + repeated_sine(x * 2, 6), X)
     assert trips(program) == [6]
 
 
@@ -151,14 +152,7 @@ def test_branches_of_hlo_know_their_own_operand() -> None:
 
 
 def test_no_trip_count_where_call_sites_disagree_or_data_decides() -> None:
-    @jax.jit
-    def inner(x: jax.Array, n: jax.Array) -> Any:
-        def body(state: Any) -> Any:
-            return state[0] + 1, jnp.sin(state[1])
-
-        return jax.lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
-
-    assert trips(lowered(lambda x: inner(x, 6) + inner(x, 7), X)) == [None]
+    assert trips(lowered(lambda x: repeated_sine(x, 6) + repeated_sine(x, 7), X)) == [None]
 
     def until(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c * 2, x)
