@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ..common.options import flat_options
+from ..common.types import JsonMapping, JsonObject
 from ..predict.cluster.serving_case import EngineOptions, JudgedBy, ModelCase, ServingCase
 from ..predict.cluster.step_case import StepCase
 from .schemas import (
@@ -31,9 +31,7 @@ from .schemas import (
 B = TypeVar("B", bound=BaseModel)
 
 
-def body_of(
-    name: str, case: type, base: type[B], narrower: Mapping[str, Any], *left_out: str
-) -> type[B]:
+def body_of(name: str, case: type, base: type[B], narrower: JsonMapping, *left_out: str) -> type[B]:
     """Make the schema of a request.
 
     Args:
@@ -43,12 +41,12 @@ def body_of(
         narrower: Types of fields of which a server takes less than a command line, by name.
         left_out: Names of fields that requests do not have.
     """
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     for field, hint, option in flat_options(case):
         if field.name in base.model_fields or field.name in left_out:
             continue
         known = {"ge": option.least, "le": option.most}
-        limits: dict[str, Any] = {k: v for k, v in known.items() if v is not None}
+        limits: JsonObject = {k: v for k, v in known.items() if v is not None}
         if option.unit is not None or hint is float:
             limits["allow_inf_nan"] = False
         if option.choices:
@@ -85,7 +83,7 @@ _Lengths = Annotated[
 
 
 #: Texts are names, never files; NumPy's generators take no negative seeds.
-_STEP: dict[str, Any] = {
+_STEP: JsonObject = {
     "plan": _Plan,
     "settings": Settings,
     "run": Settings,
@@ -144,7 +142,7 @@ class SweepQuery(ModelBody):
 
 
 #: Texts are names, never files; and what would take a server long is refused.
-_SERVING: dict[str, Any] = {
+_SERVING: JsonObject = {
     **dict.fromkeys(("weights", "experts", "activations", "kv_cache"), _Format),
     **dict.fromkeys(("plan", "prefill"), _Plan),
     **dict.fromkeys(("prompt", "output"), _Lengths),

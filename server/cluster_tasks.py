@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..common.errors import PlanError
 from ..common.options import made
+from ..common.types import JsonMapping
 from .cluster_schemas import (
     PlanServingQuery,
     SearchCase,
@@ -145,7 +146,7 @@ def plan_serving(predictors: Predictors, task: Task, payload: bytes) -> dict[str
     return found.to_dict(checkpoint, case.judged.price)
 
 
-def _trained(given: Mapping[str, Any]) -> Workload:
+def _trained(given: JsonMapping) -> Workload:
     """The workload of a step: by name, as no file of the server is read, or of a configuration.
 
     Raises:
@@ -160,14 +161,14 @@ def _trained(given: Mapping[str, Any]) -> Workload:
 
 
 @contextmanager
-def _served(given: Mapping[str, Any], model: ModelCase) -> Iterator[ModelCase]:
+def _served(given: JsonMapping, model: ModelCase) -> Iterator[ModelCase]:
     """The model that is served, by name or of a configuration."""
     with _configured(given) as path:
         yield replace(model, hf=path) if path is not None else model
 
 
 @contextmanager
-def _configured(given: Mapping[str, Any]) -> Iterator[Path | None]:
+def _configured(given: JsonMapping) -> Iterator[Path | None]:
     """The file of the configuration of a request, if it has one.
 
     Raises:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from ..common.errors import OpcastError, ProgramError
 from ..common.interval import latency_fields
+from ..common.types import JsonMapping
 from ..datagen.zoo import Setting, build, parse_settings
 from ..features.ir.reader import SourceProgram, read_program
 from ..features.ir.torch.program import TorchProgram
@@ -52,7 +53,7 @@ class Task(TypedDict, total=False):
     strict: bool
     workload: str
     settings: Mapping[str, Setting]
-    points: Sequence[Mapping[str, Any]]
+    points: Sequence[JsonMapping]
 
 
 def predict_program(predictors: Predictors, task: Task, payload: bytes) -> dict[str, object]:
@@ -92,7 +93,7 @@ def what_if(predictors: Predictors, task: Task, payload: bytes) -> dict[str, obj
     predictor = predictors[task["model"]]
     read: dict[str, tuple[SourceProgram, LoweringOptions]] = {}
 
-    def one(point: Mapping[str, Any]) -> dict[str, object]:
+    def one(point: JsonMapping) -> dict[str, object]:
         key = json.dumps(point["settings"], sort_keys=True)
         if key not in read:
             own: Task = {**task, "settings": {**task.get("settings", {}), **point["settings"]}}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,6 +26,7 @@ from ...common.errors import (
     LoweringError,
 )
 from ...common.progress import Progress
+from ...common.types import JsonObject
 from ...features.dataset import Dataset, write_record
 from ...features.devices.catalogue import find_device, in_catalogue
 from ...features.devices.device import DeviceSpec
@@ -144,7 +144,7 @@ def merge_dataset(folder: Path | str) -> Dataset:
     return merged
 
 
-def _described_anew(record: dict[str, Any]) -> dict[str, object]:
+def _described_anew(record: JsonObject) -> dict[str, object]:
     known = record["device"]
     if not in_catalogue(known["name"]):
         return record
@@ -228,7 +228,7 @@ class _DeviceRun:
     def _compile(self, groups: Sequence[Sequence[CompileItem]]) -> list[dict[str, object]]:
         """Rows of groups of programs, each group in a separate module."""
         merged = [merge_programs([item.mlir for item in group]) for group in groups]
-        rows: list[dict[str, Any]] = []
+        rows: list[JsonObject] = []
         results = self._results(merged)
         for group, module, result in zip(groups, merged, results, strict=True):
             if isinstance(result, CompiledModule):

@@ -6,11 +6,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import OpcastError, ProfileError
+from ...common.types import JsonObject
 from ...features.ir.program import Program
 from ...features.kernels.kernel import Kernel, LoweredProgram
 from ..dataset_folder import sample_rows
@@ -328,7 +329,7 @@ def median_width(samples: Sequence[float]) -> float:
     return float((ordered[high] - ordered[low]) / max(float(np.median(ordered)), 1e-12))
 
 
-def rows_of(program: Prepared) -> tuple[list[dict[str, Any]], int]:
+def rows_of(program: Prepared) -> tuple[list[JsonObject], int]:
     """Make the rows of the measured kernels and the program; count the kernels without a label."""
     rows = sample_rows(
         program.lowered,

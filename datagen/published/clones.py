@@ -22,6 +22,7 @@ import pandas as pd
 
 from ...common.errors import DatasetError
 from ...common.parquet import read_table
+from ...common.types import JsonMapping
 from ...features.operators.schema import sources
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 #: How a source's clone is read: what ``clone`` of its entry holds.
-Layout = Mapping[str, Any]
+Layout = JsonMapping
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from ...common import plugins
 from ...common.errors import OpcastError
 from ...common.files import own_data, write_bytes
+from ...common.types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     from .workload import Workload
@@ -63,9 +64,9 @@ class Family:
     choices: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
     headline: tuple[str, ...] = ("batch",)
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    variants: Mapping[str, Mapping[Setting, Mapping[str, Any]]] = field(default_factory=dict)
+    variants: Mapping[str, Mapping[Setting, JsonMapping]] = field(default_factory=dict)
 
-    def variant(self, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    def variant(self, settings: Mapping[str, Setting]) -> JsonObject:
         """The sizes that stand for a value of a parameter."""
         return {
             name: tuple(value) if isinstance(value, list) else value

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ...common.types import JsonObject
 from .mlir.locations import FRAMEWORK, STARTS
 from .program import DTYPE_BITS, Program, Source, TensorType, WindowDim, constant_value
 
@@ -150,7 +151,7 @@ def read_window(text: str) -> tuple[WindowDim, ...]:
     return tuple(dims)
 
 
-def read_backend_config(text: str) -> dict[str, Any] | str:
+def read_backend_config(text: str) -> JsonObject | str:
     """Read a dictionary if the (quoted or plain) text is a JSON object, otherwise the text."""
     plain = unquote(text) if text.startswith('"') else text
     if plain.startswith("{"):

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.files import own_data
+from ...common.types import JsonMapping
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +46,7 @@ class Source:
     rotates: bool = False
     watts: bool = False
     faults: tuple[Fault, ...] = ()
-    clone: Mapping[str, Any] = field(default_factory=dict)
+    clone: JsonMapping = field(default_factory=dict)
 
 
 @cache

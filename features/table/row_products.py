@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
+from ...common.types import JsonObject
 from ..cost.convolution import read_dim_labels
 from ..cost.library_calls import told_by_target
 from ..ir.precision import Arithmetic, arithmetic
@@ -151,7 +151,7 @@ def convolution_row(row: Row, op: Op, ops: list[Op], program: Program) -> float:
 
 
 def _convolution(
-    row: Row, attrs: dict[str, Any], data: TensorType, kernel: TensorType, out: TensorType
+    row: Row, attrs: JsonObject, data: TensorType, kernel: TensorType, out: TensorType
 ) -> None:
     at = read_dim_labels(attrs["dim_labels"])
     window: tuple[WindowDim, ...] = attrs.get("window", ())
@@ -306,7 +306,7 @@ def _all_dense(row: Row, operands: list[TensorType]) -> None:
         row.setdefault("gemm_k", 0.0)
 
 
-def _numbers(numbers: dict[str, Any]) -> tuple[Dims, Dims, Dims, Dims]:
+def _numbers(numbers: JsonObject) -> tuple[Dims, Dims, Dims, Dims]:
     """Return contracted and batched dimensions of both sides, from a backend's configuration."""
     keys = ("lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch")
     a, b, c, d = (tuple(int(d) for d in numbers.get(f"{key}_dimensions", ())) for key in keys)

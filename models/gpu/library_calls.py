@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ...common.files import own_data
+from ...common.types import JsonMapping
 from ...features.cost.library_calls import routine_of
 from ...features.devices.device import DeviceSpec
 from ...features.ir.program import PARTS
@@ -146,7 +147,7 @@ def _tables() -> _Tables:
     return _Tables(entries, Transforms(**data["fft"]), data["together"], clock)
 
 
-def _routine(entry: Mapping[str, Any]) -> Routine:
+def _routine(entry: JsonMapping) -> Routine:
     at_once = Together(**entry["together"]) if "together" in entry else None
     return Routine(**{**entry, "routines": tuple(entry["routines"]), "together": at_once})
 

@@ -6,11 +6,12 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...common.errors import ModelError
+from ...common.types import JsonMapping
 from ...features.devices.device import DeviceSpec
 from ...features.operators import OpFeatures, op_features
 from ...features.operators.columns import OpRows
@@ -370,7 +371,7 @@ class FamilyModel:
         }
 
     @classmethod
-    def load(cls, family: str, path: Path, manifest: Mapping[str, Any]) -> FamilyModel:
+    def load(cls, family: str, path: Path, manifest: JsonMapping) -> FamilyModel:
         """Read what :meth:`save` wrote.
 
         Raises:

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...common.errors import ModelError
 from ...common.files import own_data
+from ...common.types import JsonMapping
 from ...features.devices.catalogue import find_described, find_device, in_catalogue
 from ...features.devices.device import DeviceSpec, usable_cores
 from ...features.operators.columns import OpRows
@@ -306,7 +307,7 @@ class OpModel:
     def _read(
         cls,
         path: Path,
-        manifest: Mapping[str, Any],
+        manifest: JsonMapping,
         files: Mapping[str, bytes],
         only: Sequence[str] | None,
     ) -> OpModel:

@@ -13,7 +13,7 @@ import numpy as np
 from ...common.errors import PlanError, meant
 from ...common.files import parse_yaml
 from ...common.options import flat_options, made
-from ...common.types import typed
+from ...common.types import JsonMapping, JsonObject, typed
 from ...simulate.serving.latencies import FREE, Slo
 from ...simulate.serving.load import Load
 from ...simulate.serving.pools import SCALED_BY, Scaling, Spot
@@ -95,7 +95,7 @@ class ModelLoad:
     """
 
     name: str
-    case: Mapping[str, Any]
+    case: JsonMapping
     slo: Slo
     rates: tuple[float, ...] = ()
     prompt: str = "1024"
@@ -230,7 +230,7 @@ def parse_fleet(text: str, where: str = "fleet", folder: Path | None = None) -> 
 
 def _mapping(
     value: object, where: str, keys: Collection[str] = (), *, empty: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     if not isinstance(value, dict) or not (value or empty):
         raise PlanError("here is a mapping needed", where=where, hint="write key: value")
     for key in value:
@@ -252,14 +252,14 @@ def _no_files(given: object, where: str) -> None:
         raise PlanError("files of the server are not read", where=f"{where}: {given}")
 
 
-def _counts(devices: Mapping[str, Any], where: str) -> dict[str, int]:
+def _counts(devices: JsonMapping, where: str) -> dict[str, int]:
     for name, count in devices.items():
         if type(count) is not int or count < 1:
             raise PlanError(f"{count!r} {name}", where=f"{where}: devices", hint="a whole number")
     return dict(devices)
 
 
-def _traces(top: Mapping[str, Any], where: str, folder: Path | None) -> dict[str, Load]:
+def _traces(top: JsonMapping, where: str, folder: Path | None) -> dict[str, Load]:
     if "requests" not in top:
         return {}
     if folder is None:
@@ -271,8 +271,8 @@ def _traces(top: Mapping[str, Any], where: str, folder: Path | None) -> dict[str
 
 def _model(
     name: str,
-    own: dict[str, Any],
-    top: Mapping[str, Any],
+    own: JsonObject,
+    top: JsonMapping,
     traces: Mapping[str, Load],
     where: str,
 ) -> ModelLoad:
@@ -308,7 +308,7 @@ _POOL = ("model", "replicas", "initial", "price", "scaling", "startup", "spot")
 _NOT_OF_POOL = {"replicas", "hf"}
 
 
-def _fields(given: Mapping[str, Any], where: str, kind: type, more: Collection[str]) -> None:
+def _fields(given: JsonMapping, where: str, kind: type, more: Collection[str]) -> None:
     """Check fields of a case that are given by name.
 
     Raises:
@@ -340,13 +340,13 @@ class _Replica:
     options: EngineOptions
 
 
-def _part(kind: type[T], own: Mapping[str, Any], name: str, where: str, **known: object) -> T:
+def _part(kind: type[T], own: JsonMapping, name: str, where: str, **known: object) -> T:
     """A part of a pool; what has no default has to say something."""
     at = f"{where}: {name}"
     return build(kind, _mapping(own.get(name, {}), at, empty=not known), at, **known)
 
 
-def _pool(name: str, own: dict[str, Any], models: tuple[ModelLoad, ...], where: str) -> PoolCase:
+def _pool(name: str, own: JsonObject, models: tuple[ModelLoad, ...], where: str) -> PoolCase:
     where = f"{where}: pools: {name}"
     model = next((m for m in models if m.name == own.get("model")), None)
     if model is None:
