@@ -17,7 +17,7 @@ from pathlib import Path
 from ...common.errors import ProfileError
 from ...common.files import write_bytes
 from ...common.progress import Progress
-from ...common.ray_tasks import Host, hosts_of, run_on_hosts
+from ...common.tasks import Host, hosts_of, run_on_hosts
 from ...features.dataset import read_record, write_record
 from ...features.devices.device import DeviceSpec
 from ..dataset_folder import FAILURES, add_failures, read_failures, run_records

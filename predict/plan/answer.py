@@ -16,7 +16,7 @@ from ...common.units import duration, size
 from ...features.ir.platforms import platform_of
 from ...simulate.clusters.catalogue import find_cluster
 from ..devices import cluster_device
-from ..sweep.workers import undominated
+from ..sweep.space import undominated
 from .case import PlanCase
 from .code import code_of, pipeline_code
 from .judge import CompiledPlan, PlanRow

@@ -17,11 +17,11 @@ from math import inf, prod
 
 from ...common.errors import DatasetError, PlanError
 from ...common.files import read_json, write_text
+from ...common.tasks import run_pieces
 from ...features.ir.partitioning import header_counts
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..api import loaded
-from ..sweep.workers import run_pieces
 from .case import PlanCase
 from .choice import axes_of, chosen
 from .cost import Screened, Sheet

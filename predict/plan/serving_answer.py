@@ -17,7 +17,7 @@ from ..cluster.serving_launch import Launch, launches
 from ..cluster.serving_load import RATE_TIE
 from ..cluster.serving_prediction import ServingPrediction
 from ..cluster.serving_run import Simulated
-from ..sweep.workers import undominated
+from ..sweep.space import undominated
 
 #: Percentile of the latencies that has to keep the SLO.
 PERCENTILE = 90

@@ -19,7 +19,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.files import parse_json, write_text
 from ...common.parquet import read_table, write_table
-from ...common.ray_tasks import run_tasks
+from ...common.tasks import run_tasks
 from ...models.operators import OpModel
 from ...models.operators.report import only_or_mixed
 from .answers import TIMES

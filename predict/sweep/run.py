@@ -19,6 +19,7 @@ import pandas as pd
 from ...common.errors import DatasetError
 from ...common.files import read_json, write_text
 from ...common.parquet import read_table, write_table
+from ...common.tasks import run_pieces
 from ...common.types import JsonObject
 from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
@@ -32,9 +33,9 @@ from .space import (
     chunks,
     make_plan,
     no_candidates,
+    undominated,
     why_none,
 )
-from .workers import Rows, run_pieces, undominated
 
 #: Candidates of a piece: what an interrupted sweep loses at most, and what a worker gets at a time.
 #: Engineering estimate.
@@ -48,6 +49,7 @@ _PARTS, _SETTINGS, _RESULT = "parts", "sweep.json", "sweep.parquet"
 #: Key of the settings under which digests of what results follow from are, by what it is.
 _RESTS_ON = "rests_on"
 
+Rows = list[dict[str, object]]
 Progress = Callable[[int, int], None]
 
 

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from ...common.errors import PlanError
 from ...common.types import JsonObject
 from ...simulate.clusters.topology import Cluster
@@ -202,3 +205,18 @@ def chunks(items: Sequence[Candidate], size: int) -> Iterator[list[Candidate]]:
     ordered = sorted(items, key=lambda c: c.cluster)
     for start in range(0, len(ordered), size):
         yield list(ordered[start : start + size])
+
+
+def undominated(points: ArrayLike) -> np.ndarray:
+    """Whether each point is on the Pareto front: no other is as small in all and smaller in some.
+
+    Args:
+        points: What is minimised, of shape (number of points, number of objectives).
+
+    Returns:
+        Of shape (number of points,).
+    """
+    values = np.asarray(points, float)
+    # Quadratic in the number of points, yet negligible beside evaluating them.
+    beaten = [((values <= own).all(axis=1) & (values < own).any(axis=1)).any() for own in values]
+    return ~np.array(beaten, bool)

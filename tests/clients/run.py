@@ -331,7 +331,7 @@ def ray(folder: Path) -> str:
     """A Ray cluster of two nodes gives the same results, though a worker and a node die."""
     python = beside(folder, "ray", "ray>=2.40")
     files = ("predict/sweep/test_run.py", "predict/plan/test_plan_workers.py",
-             "datagen/profile/test_fleet.py", "common/test_ray_tasks.py")  # fmt: skip
+             "datagen/profile/test_fleet.py", "common/test_tasks.py")  # fmt: skip
     for file in files:  # each with its own limit of time
         said = run([python, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
                     str(TESTS / file), "-k", "ray or fleet"])  # fmt: skip

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from opcast.predict.sweep.job import SweepJob
 from opcast.predict.sweep.job import judge as judge_plans
+from opcast.predict.sweep.run import Rows
 from opcast.predict.sweep.space import Candidate
-from opcast.predict.sweep.workers import Rows
 
 #: Environment variable with the path of a file that is there once a process was killed.
 FLAG = "OPCAST_TEST_KILLED"

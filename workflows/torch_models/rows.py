@@ -14,7 +14,7 @@ import numpy as np
 
 from ...common.errors import DatasetError, OpcastError
 from ...common.interval import LATENCY_KEYS
-from ...common.ray_tasks import run_tasks
+from ...common.tasks import run_tasks
 from ...features.devices.device import DeviceSpec
 from ...features.ir.torch.libraries import ModelCase, build
 from ...features.ir.torch.program import TorchProgram

@@ -15,14 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from opcast.cli import app
+from opcast.common import tasks
 from opcast.common.errors import DatasetError, OpcastError
-from opcast.common.ray_tasks import run_tasks
+from opcast.common.tasks import run_tasks
 from opcast.models.operators import OpModel
 from opcast.predict.locate import OPERATOR_MODEL, find_model
 from opcast.predict.published import judged, tables
 from opcast.predict.published.judged import Pieces
 from opcast.predict.sweep import run as sweep_run
-from opcast.predict.sweep import workers as sweep_workers
 
 ITEMS = list(range(12))
 
@@ -175,7 +175,7 @@ def test_a_sweep_goes_on_after_its_process_died(tmp_path, ray_cluster, monkeypat
     ran(*command, here)
     killed_after(2, *command, there, "--ray", ray_cluster.address)
     assert len(list((there / "parts").iterdir())) == 2
-    sent = counting_tasks(monkeypatch, sweep_workers)
+    sent = counting_tasks(monkeypatch, tasks)
     ran(*command, there, "--ray", ray_cluster.address)
     # Twenty-four plans in pieces of four.
     assert len(sent) == 4

@@ -1,31 +1,42 @@
-"""Tasks on a Ray cluster; the tasks of workers and nodes that die run again.
+"""Tasks in processes of this machine or on a Ray cluster; those of workers that die run again.
 
-Tasks run anywhere (:func:`run_tasks`), or one after the other on each host, which has its devices
-to itself (:func:`run_on_hosts`).
+Pieces of work run here or there (:func:`run_pieces`), with the same results; tasks on a cluster
+anywhere (:func:`run_tasks`), or one after the other on each host, which has its devices to itself
+(:func:`run_on_hosts`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from math import inf
+from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from .child_process import die_with_parent
 from .errors import OpcastError
 from .plugins import extra_hint
 
 #: Times that a task is run again if its worker dies. Single deaths (memory, preemption) are
 #: retried; a task that kills every worker must not retry forever. Engineering estimate.
 MOST_LOSSES = 20
-
 #: Seconds between two progress reports while waiting for hosts.
 _TICK_S = 1.0
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+J = TypeVar("J")
+C = TypeVar("C")
+R = TypeVar("R")
+#: Evaluates the candidates of a piece under the settings that all share; one row for each. It must
+#: be a function of a module, so that it can be sent to another process.
+Judge = Callable[[J, Sequence[C]], list[R]]
 
 
 @dataclass(frozen=True)
@@ -196,3 +207,75 @@ def run_on_hosts(
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
+
+
+def run_pieces(
+    judge: Judge[J, C, R],
+    job: J,
+    pieces: Sequence[list[C]],
+    workers: int = 1,
+    ray: str = "",
+    limit_s: float = float("inf"),
+) -> Iterator[list[R]]:
+    """Run pieces; yields results in order of completion, without workers in that of the pieces.
+
+    Args:
+        judge: Evaluates a piece.
+        job: Settings that all candidates share.
+        pieces: Pieces of candidates.
+        workers: Processes; 1 for this one.
+        ray: Address of a Ray cluster instead, such as ``auto`` or ``ray://host:10001``; ``local``
+            starts one.
+        limit_s: Seconds after which a Ray cluster gives up pieces that have not ended.
+
+    Raises:
+        OpcastError: Workers die again and again; or Ray is not installed, or the cluster cannot be
+            reached.
+    """
+    if ray:
+        for _, rows in run_tasks(judge, job, pieces, ray, limit_s):
+            yield rows
+    elif workers > 1 and len(pieces) > 1:
+        yield from _in_processes(judge, job, pieces, min(workers, len(pieces)))
+    else:
+        for piece in pieces:
+            yield judge(job, piece)
+
+
+def _in_processes(
+    judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]], workers: int
+) -> Iterator[list[R]]:
+    """Run pieces on processes; if the caller stops iterating, no more pieces are started."""
+    left = dict(enumerate(pieces))
+    losses = 0
+    while left:
+        # A broken pool cannot be used again, so each round starts a new one. Processes are spawned:
+        # a fork would copy locks that threads of native libraries may hold.
+        with ProcessPoolExecutor(
+            workers, get_context("spawn"), die_with_parent, (os.getpid(),)
+        ) as pool:
+            # All at once: the pool hands out the next piece as soon as a worker is free.
+            running = {pool.submit(judge, job, piece): n for n, piece in left.items()}
+            try:
+                for number, rows in _finished(running):
+                    del left[number]
+                    yield rows
+            except BrokenProcessPool:
+                losses += 1
+                logger.warning("a worker died; %d pieces are left and run again", len(left))
+                if losses > MOST_LOSSES:
+                    raise OpcastError(
+                        f"workers died {losses} times",
+                        where="sweep",
+                        hint="fewer workers may leave each enough memory",
+                    ) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _finished(running: dict[Future[list[R]], int]) -> Iterator[tuple[int, list[R]]]:
+    waiting = set(running)
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield running[future], future.result()
