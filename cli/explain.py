@@ -49,7 +49,7 @@ def explain(
     if is_operator(context, operator, programs, *own):
         if next_count:
             refuse(context, "--next", {"neighbours", "data", "power_cap_w"})
-            from ..predict.operator.next_operators import next_operators
+            from ..predict.next_samples import next_operators
             from ..predict.render.parts import print_next_runs
 
             chosen = next_operators(operator, next_count, price)
@@ -89,7 +89,7 @@ def explain(
     predictor = load_for_programs(asked.model)
     place = measured_device(asked.device, predictor.model.devices)
     if next_count:
-        from ..predict.program.next_kernels import next_kernels
+        from ..predict.next_samples import next_kernels
         from ..predict.render.parts import print_next_runs
 
         case = ProgramCase(asked.opened(programs[0]), asked.options(place))

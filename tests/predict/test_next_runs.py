@@ -14,8 +14,8 @@ from opcast.common.interval import Interval
 from opcast.models.adapt.active import Errors
 from opcast.models.trust.calibrator import NORMAL_90
 from opcast.predict.next_runs import Run, next_runs
+from opcast.predict.next_samples import next_operators
 from opcast.predict.operator.case import OperatorCase
-from opcast.predict.operator.next_operators import next_operators
 from opcast.predict.operator.predict import predict_op
 
 from ..support.commands import opcast
