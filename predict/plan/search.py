@@ -23,9 +23,18 @@ from ...simulate.clusters.catalogue import find_cluster
 from ...simulate.clusters.topology import Cluster
 from ..api import loaded
 from .case import PlanCase
-from .choice import axes_of, chosen
 from .cost import Screened, Sheet
-from .judge import Annotated, CompiledPlan, PlanJob, PlanRow, alone, judge_alone, judge_plans
+from .judge import (
+    Annotated,
+    CompiledPlan,
+    PlanJob,
+    PlanRow,
+    alone,
+    axes_of,
+    chosen,
+    judge_alone,
+    judge_plans,
+)
 from .pipeline import Pipelines, pipeline_row
 from .program import PlannedProgram
 from .space import Change, Plan

@@ -18,9 +18,8 @@ from opcast.predict.api import loaded
 from opcast.predict.plan.answer import plan
 from opcast.predict.plan.arguments import parse_batch_dims
 from opcast.predict.plan.case import PlanCase
-from opcast.predict.plan.choice import chosen
 from opcast.predict.plan.cost import Screened
-from opcast.predict.plan.judge import CompiledPlan, PlanRow, Wait
+from opcast.predict.plan.judge import CompiledPlan, PlanRow, Wait, chosen
 from opcast.predict.plan.program import read_planned
 from opcast.predict.plan.search import PlanSearch
 from opcast.predict.plan.space import Plan, assign
