@@ -83,7 +83,7 @@ class Engines:
         policy = engine_policy(own, workers, float(load.prompts.mean()))
         policy = replace(policy, block=max(policy.block, cache.block))
         width = own.options.drafts + 1
-        batch = min(policy.max_batch, load.concurrency or len(load.prompts))
+        batch = min(policy.max_batch, load.largest_batch)
         costs = self._table(own, own.model, workers.plan, policy, batch * width, longest)
         small, draft = own.draft, None
         if small is not None:

@@ -242,8 +242,8 @@ def capacity(load: Load, station: Station, prefill: Station | None = None) -> fl
 def _of_one(load: Load, station: Station) -> float:
     """Requests a second of one engine that has them all at once."""
     asked = len(load.prompts)
-    # Costs are known for batches of at most all requests.
-    batch = min(station.policy.max_batch, asked)
+    # Costs are known for batches of at most so many.
+    batch = min(station.policy.max_batch, load.largest_batch)
     count = _FILLS * batch
     if load.blocks:
         # The more requests, the more of them find what others left: none is dropped.

@@ -67,10 +67,21 @@ def test_what_engines_serve_at_most_by_hand() -> None:
     assert capacity(once, behind, ahead) == pytest.approx(4 / 5.0)
 
 
+def test_few_requests_with_arrivals_fill_the_batches_of_many() -> None:
+    # One request or two a minute apart say nothing of what engines can serve: prompts of 100 in
+    # passes of eight, each 1 + 8 s, then ten passes of 1.08 s for eight sequences.
+    wave = 9.0 + 10 * 1.08
+    for count in (1, 2, 40):
+        apart = load([100] * count, [11] * count, [60.0 * at + 60.0 for at in range(count)])
+        assert capacity(apart, station(max_batch=8)) == pytest.approx(8 / wave)
+    # Those that are sent at once are all that there is.
+    assert capacity(load([100], [11], [0.0]), station(max_batch=8)) == pytest.approx(1 / 12.1)
+
+
 def test_what_engines_serve_at_most_of_prompts_with_blocks() -> None:
     # Blocks that differ change nothing: a load is served in waves as one without blocks, although
     # as many requests as it has fit into one batch.
-    plain = load([100] * 4, [11] * 4, [0.0, 1.0, 2.0, 3.0])
+    plain = load([100] * 4, [11] * 4, [0.0] * 4)
     apart = replace(plain, blocks=[(9,), (2,), (3,), (4,)], block_tokens=100)
     assert capacity(apart, station(2)) == pytest.approx(8 / (5.0 + 10 * 1.04))
     assert capacity(apart, station(2)) == pytest.approx(capacity(plain, station(2)))
