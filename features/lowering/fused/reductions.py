@@ -155,6 +155,9 @@ def _depth_parts(dot: Node, machine: Machine) -> int:
     weights = next(w for least, w in _SPLIT_COSTS.items() if machine.capability >= least)
     batch, rows, columns, depth = product_sizes(dot)
     left, right = (DTYPE_BITS[_stored(o).type.dtype] / 8 for o in dot.operands)
+    if not batch * rows * columns:
+        # XLA leaves no product of an empty result.
+        return 1
     result = DTYPE_BITS[dot.type.dtype] / 8
     wide = DTYPE_BITS[_accumulated(dot.type.dtype)] / 8
     tile = min(rows, _TILE) * min(columns, _TILE)

@@ -276,6 +276,13 @@ def test_products_that_leave_cores_idle_are_split(device, dtype, sizes, parts, d
         assert [k.bytes_in for k in found if k.kind == "reduce"] == [4 * parts * rows * columns]
 
 
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_products_of_nothing_take_nothing(sizes):
+    rows, length, columns = sizes
+    found = kernels(jnp.matmul, spec(rows, length), spec(length, columns), device=H100)
+    assert sum(k.flops for k in found) == 0
+
+
 @pytest.mark.parametrize(("algorithm", "parts"), [("DEFAULT", 1), ("BF16_BF16_F32_X6", 4)])
 def test_products_of_passes_are_split_more(algorithm, parts):
     """As compiled for an H100 and an A100 (JAX 0.10)."""
