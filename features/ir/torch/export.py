@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING
@@ -72,7 +75,7 @@ def export(given: TorchProgram) -> Exported:
         raise ProgramError("this is a class of modules", where=name, hint="give an instance of it")
     try:
         module = source if isinstance(source, torch.nn.Module) else _as_module(source, name)
-        with warnings.catch_warnings(), cuda_autocast():
+        with warnings.catch_warnings(), quiet(), cuda_autocast():
             warnings.simplefilter("ignore")
             program = torch.export.export(module, *_beside(module, args, kwargs))
     except ProgramError:
@@ -86,6 +89,19 @@ def export(given: TorchProgram) -> Exported:
             "shapes that depend on data; try torch.export.export(module, inputs) alone",
         ) from error
     return _checked(Exported(program, name))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep PyTorch from showing graphs and tracebacks of errors that are told in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        # The graph as far as an export came is printed, not logged.
+        with redirect_stderr(StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _beside(
@@ -163,7 +179,8 @@ def _sized(
     import torch
 
     try:
-        return torch.export.export(program.module(), args, dict(kwargs))
+        with quiet():
+            return torch.export.export(program.module(), args, dict(kwargs))
     except Exception as error:
         raise ProgramError(
             f"the export does not take these inputs: {shortened(error).partition(' While ')[0]}",

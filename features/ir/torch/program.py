@@ -81,12 +81,7 @@ class TorchProgram:
         for value in (*self.args, *self.kwargs.values()):
             layout = str(getattr(value, "layout", ""))
             if layout.startswith("torch.sparse"):
-                raise ProgramError(
-                    f"an input is a sparse matrix ({layout}), whose products are not predicted: "
-                    "their time follows from which values there are",
-                    where=self.name,
-                    hint="write them by their indices, such as torch.index_add of x[columns]",
-                )
+                raise sparse_refusal(f"an input is a sparse matrix ({layout})", self.name)
 
     @property
     def name(self) -> str:
@@ -95,6 +90,20 @@ class TorchProgram:
             return self.origin or str(self.source)
         own = getattr(self.source, "__name__", "")
         return str(own or type(self.source).__name__)
+
+
+def sparse_refusal(what: str, where: str) -> ProgramError:
+    """The error of a program with a sparse matrix.
+
+    Args:
+        what: What is one.
+        where: Line or name of the program.
+    """
+    return ProgramError(
+        f"{what}, whose products are not predicted: their time follows from which values there are",
+        where=where,
+        hint="write them by their indices, such as torch.index_add of x[columns]",
+    )
 
 
 def as_torch_program(

@@ -7,12 +7,10 @@ optimiser's update, so that the backward pass is autograd's own, not a rule abou
 
 from __future__ import annotations
 
-import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,8 +30,8 @@ from .eager import (
     tensors_in,
     without_memory,
 )
-from .export import export, shortened
-from .program import TorchProgram, torch_loss, torch_optimizer
+from .export import export, quiet, shortened
+from .program import TorchProgram, sparse_refusal, torch_loss, torch_optimizer
 from .record import (
     BACKWARD,
     FORWARD,
@@ -73,13 +71,17 @@ def record(program: TorchProgram, fused: Fused = lambda _: True) -> Recording:
         ProgramError: The program cannot be exported or run without data, or has nothing to train.
     """
     try:
-        with warnings.catch_warnings(), _quiet(), paused_collection():
+        with warnings.catch_warnings(), quiet(), paused_collection():
             # About tensors without data, which nobody asked for.
             warnings.simplefilter("ignore")
             return _recorded(program, fused)
     except ProgramError:
         raise
     except Exception as error:
+        # Tensors without memory have none of the classes that PyTorch keeps sparse values in.
+        if re.search(r"Sparse\w*TensorImpl", str(error)):
+            made = "the program makes a sparse matrix"
+            raise sparse_refusal(made, _line(error) or program.name) from error
         raise ProgramError(
             f"the operators cannot be recorded: {type(error).__name__}: {shortened(error)}",
             where=program.name,
@@ -121,17 +123,6 @@ def _recorded(program: TorchProgram, fused: Fused) -> Recording:
             f"since it does not run without data: {type(error).__name__}: {shortened(error)[:200]}"
         )
         return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep PyTorch from logging the tracebacks of errors that are told in a line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def _needs_values(error: Exception) -> bool:

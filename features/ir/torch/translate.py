@@ -19,6 +19,7 @@ from . import products, reductions, shapes
 from .decomposition import WRAPPERS, decomposed
 from .eager import Place, is_users
 from .export import Exported, jax_dtype
+from .program import sparse_refusal
 from .table import Call, Result, find, is_solver
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 # The translations stand where the model's own lines are wanted.
 for _own in ("features/ir", "predict", "cli", "__main__.py"):
     source_info_util.register_exclusion(str(Path(__file__).parents[3] / _own))
+#: Operators on sparse matrices; those of two values in four are products of libraries.
+_SPARSE = re.compile(r"aten\._?(to_sparse|sparse_(?!semi))")
 _MODULES = (products, reductions, shapes)
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 #: Matches the line of a user's model that calls ``torch.utils.checkpoint`` or a wrapper of it. An
@@ -228,6 +231,9 @@ class Forward:
         for spec in self._specs:
             if spec.kind.name in ("CUSTOM_OBJ", "TOKEN"):
                 unknown.setdefault(f"input {spec.arg} of a custom class", "")
+        if sparse := next(filter(_SPARSE.match, unknown), None):
+            made = f"the program makes a sparse matrix ({sparse})"
+            raise sparse_refusal(made, unknown[sparse] or self.exported.name)
         if unknown:
             raise ProgramError(
                 "operators have no translation to JAX: "

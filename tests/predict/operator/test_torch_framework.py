@@ -221,6 +221,26 @@ def test_products_of_sparse_matrices_are_refused():
         predict(exported, device="l4", framework="torch-eager")
 
 
+class Scattered(torch.nn.Module):
+    def forward(self, at, values, x):
+        return torch.sparse.mm(torch.sparse_coo_tensor(at, values, (64, 64)), x)
+
+
+def test_sparse_matrices_that_a_program_makes_are_refused():
+    given = torch.zeros(2, 9, dtype=torch.int64), torch.ones(9), torch.ones(64, 8)
+    for framework in ("torch-eager", "xla"):
+        with pytest.raises(ProgramError, match="the program makes a sparse matrix"):
+            predict(Scattered(), *given, device="l4", framework=framework)
+
+
+def test_failed_exports_are_told_without_graphs(capfd):
+    deciding = Called(lambda x: x * 2.0 if x.sum() > 0 else x)
+    for framework in ("torch-eager", "xla"):
+        with pytest.raises(ProgramError, match="cannot export"):
+            predict(deciding, torch.ones(4, 4), device="l4", framework=framework)
+    assert "def forward" not in capfd.readouterr().err
+
+
 def test_operators_that_take_functions_are_refused_by_name():
     from torch.nn.attention.flex_attention import flex_attention
 
