@@ -49,6 +49,21 @@ def kernel_name(work: AtenKernel, spec: DeviceSpec) -> str:
     return f"{work.name} ({library})" if library else work.name
 
 
+def compiled_notes(parts: Sequence[str]) -> tuple[str, ...]:
+    """What an eager reading does with parts that the model itself compiles.
+
+    Args:
+        parts: Their names.
+    """
+    if not parts:
+        return ()
+    named = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+    return (
+        f"the model gives {named} to torch.compile, which is priced operator by operator here; the "
+        "lower end of the interval has the whole model compiled: --framework torch-compiled",
+    )
+
+
 def attention_notes(
     recording: Recording,
     spec: DeviceSpec,

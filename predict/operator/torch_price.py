@@ -47,7 +47,14 @@ from .aten_work import (
 )
 from .cpu_prices import CpuPrices
 from .torch_memory import COMPILED_ERROR, ERROR, TorchMemory, compiled_storages, torch_memory
-from .torch_notes import RECURRENT, attention_notes, kernel_name, kernel_notes, release_notes
+from .torch_notes import (
+    RECURRENT,
+    attention_notes,
+    compiled_notes,
+    kernel_name,
+    kernel_notes,
+    release_notes,
+)
 
 if TYPE_CHECKING:
     from ...features.ir.torch.record import Recording
@@ -343,6 +350,8 @@ def price(
     forward = sum(c.phase == "forward" for c in recording.calls)
     lo = priced.lo * (1.0 - (1.0 - 1.0 / _CUDNN_STEPS) * recording.recurrent / max(forward, 1))
     compiled = framework == "torch-compiled"
+    if recording.compiled and not compiled:
+        lo = min(lo, price(recording, spec, "torch-compiled", bundle, release).lo_us * 1e-6)
     storages = compiled_storages(recording) if compiled else recording.storages
     error = COMPILED_ERROR if compiled else ERROR
     memory = torch_memory(storages, spec, error) if storages else None
@@ -377,6 +386,7 @@ def price(
             *attention_notes(recording, spec, found, older.latency_us if older else None),
             *((RECURRENT,) if recording.recurrent else ()),
             *recording.notes,
+            *(() if compiled else compiled_notes(recording.compiled)),
             *release_notes(release),
             *generation_note(spec),
         ),

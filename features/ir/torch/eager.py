@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache, wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, TypeVar
 
 from ..mlir.locations import FRAMEWORK
 from .autocast import cuda_autocast, function_mode
@@ -33,6 +33,8 @@ _LAYERS = ("cli", "common", "features", "models", "predict", "server", "workflow
 _OWN = tuple(f"{Path(__file__).parents[3] / layer}{os.sep}" for layer in _LAYERS)
 #: Depth to which objects of the user's own are searched for tensors, as caches hold them.
 _DEPTH = 5
+#: Attribute in which a compiled function keeps the one that it was made of.
+_ORIGINAL = "_torchdynamo_orig_callable"
 Result = TypeVar("Result")
 #: What stands for a function of PyTorch: it gets the function itself before its arguments.
 Stand: TypeAlias = Callable[..., object]
@@ -131,6 +133,45 @@ def sized_by_data(error: Exception) -> str:
 def run(steps: Callable[[], Result]) -> Result:
     """Call a function, below which all callers are the user's or PyTorch's."""
     return steps()
+
+
+@contextlib.contextmanager
+def noting_compiled(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Note what a model gives to ``torch.compile``, which runs here as it is written.
+
+    Yields:
+        Names of its modules, and of functions as they are called.
+    """
+    found = list[str]()
+    replaced: list[tuple[dict[str, object], str, Callable[..., object]]] = []
+
+    def noting(function: Callable[..., object]) -> Callable[..., object]:
+        @wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            found.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, own in module.named_modules():
+        inner = getattr(own, "_orig_mod", own)
+        if inner is not own or own._compiled_call_impl or _is_compiled(own.forward):
+            found.append(name or type(inner).__name__)
+        around = getattr(own.forward, "__globals__", {})
+        called = getattr(getattr(own.forward, "__code__", None), "co_names", ())
+        held = {known: around.get(known) for known in called}
+        replaced += [(around, known, f) for known, f in held.items() if _is_compiled(f)]
+    try:
+        for around, known, function in replaced:
+            around[known] = noting(function)
+        yield found
+    finally:
+        for around, known, function in replaced:
+            around[known] = function
+
+
+def _is_compiled(value: object) -> TypeGuard[Callable[..., object]]:
+    return _ORIGINAL in getattr(value, "__dict__", {})
 
 
 def tensors_in(value: object, depth: int = _DEPTH) -> list[torch.Tensor]:

@@ -152,6 +152,7 @@ class Recording:
         otherwise: What it launches under releases of PyTorch that choose other kernels of
             attention, where these are written out.
         storages: What it makes and frees in memory; ``None`` where that cannot be followed.
+        compiled: Names of modules and functions that the model itself gives to ``torch.compile``.
     """
 
     calls: list[AtenCall] = field(default_factory=list)
@@ -162,6 +163,7 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     otherwise: Recording | None = None
     storages: StorageLog | None = None
+    compiled: tuple[str, ...] = ()
 
     @property
     def attention(self) -> dict[AttentionUse, bool]:

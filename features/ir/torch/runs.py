@@ -24,6 +24,7 @@ from .eager import (
     deciding_without_values,
     given_to,
     is_users,
+    noting_compiled,
     run,
     scoped,
     standing_in,
@@ -155,12 +156,13 @@ def _as_eager(program: TorchProgram, fused: Fused) -> Recording:
     )
     fakes = Fakes.of_a_run()
     inputs = Fakes(fakes.mode)
-    with without_memory(source, fakes):
+    with without_memory(source, fakes), noting_compiled(source) as compiled:
         args, kwargs = given_to(program.args, program.kwargs, inputs)
         with standing_in(stands(log)), scoped(scopes), deciding_without_values(program.kwargs):
             found = run(
                 lambda: _steps(program, source, log, fakes, lambda: source(*args, **kwargs))
             )
+    found.compiled = tuple(dict.fromkeys(compiled))
     given = program.kwargs.get("attention_mask") is not None
     if given and any(use.masked for use in found.attention):
         found.notes.append(

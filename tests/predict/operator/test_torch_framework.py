@@ -233,6 +233,43 @@ def test_sparse_matrices_that_a_program_makes_are_refused():
             predict(Scattered(), *given, device="l4", framework=framework)
 
 
+# The name of a backend spares importing Inductor.
+@torch.compile(backend="eager")
+def _compiled_chain(x):
+    return torch.sigmoid(torch.tanh(x) * 2.0)
+
+
+class Chained(torch.nn.Module):
+    """Three passes, or one where they are compiled."""
+
+    def __init__(self, how=""):
+        super().__init__()
+        chain = Called(lambda x: torch.sigmoid(torch.tanh(x) * 2.0))
+        self.chain = torch.compile(chain, backend="eager") if how == "module" else chain
+        self.function = how == "function"
+        if how == "in place":
+            self.chain.compile(backend="eager")
+
+    def forward(self, x):
+        return _compiled_chain(x) if self.function else self.chain(x)
+
+
+@pytest.mark.parametrize("how", ["module", "in place", "function"])
+def test_what_a_model_compiles_itself_is_in_the_interval_of_eager_pytorch(how):
+    # Larger than the cache, so that each pass reads memory.
+    x = torch.zeros(8192, 8192, device="meta")
+    plain, own = (
+        predict(Chained(given), x, device="h100-sxm", framework="torch-eager")
+        for given in ("", how)
+    )
+    one = predict(Chained(how), x, device="h100-sxm", framework="torch-compiled")
+    assert len(plain.operators) == len(own.operators) == 3 and len(one.operators) == 1
+    assert own.latency_us == plain.latency_us > plain.lo_us > one.latency_us
+    assert own.lo_us == one.lo_us
+    assert any("to torch.compile" in note for note in own.notes)
+    assert not any("to torch.compile" in note for note in (*plain.notes, *one.notes))
+
+
 def test_failed_exports_are_told_without_graphs(capfd):
     deciding = Called(lambda x: x * 2.0 if x.sum() > 0 else x)
     for framework in ("torch-eager", "xla"):
