@@ -31,6 +31,12 @@ _MOST = {
     "mhz": 1e5, "gbps": 1e9, "kb": 1e9, "mb": 1e9, "gb": 1e7, "us": 1e6, "w": 1e6, "tflops": 1e8
 }  # fmt: skip
 _MOST_COUNT = 1e8
+#: Least clock of a device: below it, it was given in GHz. Other figures have no least that no
+#: device has; those of a design are compared with its base's.
+_LEAST_MHZ = 10.0
+#: By how much a rate of a design may be below its base's. Units are a thousandfold apart (TB/s for
+#: GB/s), and no design is that slow; one that is not bound by a rate may be as fast as anyone asks.
+_SLIP = 300.0
 _FIGURES = """
     core_count cores_per_die lanes_per_core boost_mhz shared_kb_per_core l2_mb l2_bandwidth_gbps
     hbm_bandwidth_gbps memory_gb power_w link_gbps pair_link_gbps inter_node_gbps pcie_gbps
@@ -52,6 +58,8 @@ def _by_unit(key: str, values: dict[str, float], count: float) -> float:
 NUMBERS: dict[str, float] = {key: _by_unit(key, _UNITS, 1.0) for key in _FIGURES.split()}
 #: Figures by dtype: the types that may be listed.
 RATES: dict[str, tuple[str, ...]] = {"peak_tflops": MATRIX_TYPES, "vector_tflops": VECTOR_TYPES}
+#: Rates of a design that are compared with its base's. Links are not: a design may have none.
+_COMPARED = {*RATES, "hbm_bandwidth_gbps", "l2_bandwidth_gbps", "power_w"}
 #: FLOP/s in one unit of a rate.
 TERA = 1e12
 TEXTS = ("name", "base", "platform", "vendor", "architecture", "compiler_target", "notes")
@@ -254,7 +262,19 @@ def overlay(base: Sheet, own: Sheet) -> Sheet:
     alike: FLOP/s of the matrix unit by cores × clock, of the vector unit by lanes × cores × clock.
     If it gives no power, the base's power grows with the rate of f32: the limit of the base itself
     would be another chip's.
+
+    Raises:
+        DeviceError: A rate is so far below the base's that it must be of another unit.
     """
+    for key, value in own.values.items():
+        known = base.values.get(key, 0.0)
+        # Of f64 chips for inference have next to nothing.
+        compared = key.partition(".")[0] in _COMPARED and not key.endswith(".f64")
+        if compared and value * _SLIP < known:
+            what = (
+                f"{key!r} is {value:g}, {known / value:,.0f} times below {known:g} of {base.name}"
+            )
+            raise DeviceError(what, where=own.where, hint="see its unit")
     values, sources = dict(base.values), {k: f"{s} ({base.name})" for k, s in base.sources.items()}
     for table in RATES:
         # The matrix unit's rate does not depend on the vector lanes.
@@ -359,6 +379,9 @@ def _number(value: object, keys: tuple[str, ...], wrong: _Wrong) -> float:
         raise wrong(f"{name!r} must be above zero, not {value!r}", *keys)
     if value > (most := _by_unit(keys[0], _MOST, _MOST_COUNT)):
         raise wrong(f"{name!r} must be at most {most:g}, not {value!r}", *keys, hint="see its unit")
+    if name in NUMBERS and name.endswith("mhz") and value < _LEAST_MHZ:
+        what = f"{name!r} must be at least {_LEAST_MHZ:g}, not {value!r}"
+        raise wrong(what, *keys, hint="see its unit")
     if name in _WHOLE and value != int(value):
         raise wrong(f"{name!r} must be a whole number, not {value!r}", *keys)
     return float(value)

@@ -517,6 +517,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         (BARE + "power_w: -3\n", r"'power_w' must be above zero"),
         (BARE + "power_w: .nan\n", r"'power_w' must be above zero"),
         # A clock in hertz, and bytes where gigabytes are asked for.
+        (BARE + "boost_mhz: 1.98\n", r"6: 'boost_mhz' must be at least 10, not 1[.]98 .see its"),
         (BARE + "boost_mhz: 1.7e+9\n", r"'boost_mhz' must be at most 100000, not 1700000000"),
         (BARE + "l2_bandwidth_gbps: 5.5e+12\n", r"'l2_bandwidth_gbps' must be at most 1e\+09"),
         (BARE + "core_count: 1.5\n", r"'core_count' must be a whole number"),
@@ -539,6 +540,14 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("name: chip\nbase: [h100\n", r"chip.yaml: not YAML"),
         ("- name", r"a device file is a mapping"),
         ("", r"a device file is a mapping"),
+        (
+            "name: chip\nbase: h100-sxm\nhbm_bandwidth_gbps: 3.35\n",
+            r"'hbm_bandwidth_gbps' is 3.35, 1,000 times below 3350 of h100-sxm .see its unit",
+        ),
+        (
+            "name: chip\nbase: h100-sxm\npeak_tflops: {bf16: 0.989}\n",
+            r"'peak_tflops.bf16' is 0.989, 1,000 times below 989.4 of h100-sxm",
+        ),
         (
             "name: chip\nbase: h100\n",
             r"chip.yaml: base: 'h100' may be any of 3 devices \(name one: .*h100-sxm",
