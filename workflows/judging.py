@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from ..common.errors import DatasetError
 from ..common.files import write_text
 from ..common.parquet import write_table
 from ..common.progress import wrote
@@ -187,9 +188,19 @@ def predicted_frame(
 
 
 def write_predictions(console: Console, frame: pd.DataFrame, out: Path, what: str) -> None:
-    """Write predictions, and print why some rows have none."""
+    """Write predictions, and print why some rows have none.
+
+    Raises:
+        DatasetError: None has one.
+    """
     write_table(frame, out)
     print_reasons(console, frame.loc[frame["reason"] != "", "reason"], f"{what} not predicted")
+    if len(frame) and (frame["reason"] != "").all():
+        raise DatasetError(
+            f"none of the {what} could be predicted",
+            where=str(out),
+            hint="its column 'reason' says why",
+        )
 
 
 def print_reasons(console: Console, reasons: Iterable[str], what: str) -> None:

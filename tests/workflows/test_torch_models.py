@@ -114,6 +114,16 @@ def test_rows_are_predicted_as_the_module_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("library")
+def test_a_table_of_which_no_row_is_predicted_fails(tmp_path: Path) -> None:
+    table, out = written(tmp_path / "models.parquet", {"model": "none"}), tmp_path / "out.parquet"
+    command = ["evaluate", "--models", str(table), "--no-track", "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "1 rows not predicted" in done.output
+    assert "none of the rows could be predicted" in str(done.exception or done.output)
+    assert "has no attribute" in pd.read_parquet(out)["reason"][0]
+
+
+@pytest.mark.usefixtures("library")
 def test_a_stopped_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table, out = written(tmp_path / "models.parquet", {}, {"model": "wide"}), tmp_path / "o.csv"
     import opcast.workflows.torch_models.rows as rows
