@@ -111,8 +111,8 @@ def test_several_boxes_of_any_device():
     assert find_cluster("hgx-h100-x16") == find_cluster("dgx-h100-x16")
     assert find_cluster("h100-sxm-x16").topology == find_cluster("dgx-h100-x16").topology
     assert find_cluster("gb200-x144").devices_per_node == 72
-    # Superchips of one device each have no links but the network.
-    assert [d.size for d in find_cluster("gh200-x4").topology.dims] == [4]
+    # Superchips of one device each are joined by fours, and those by the network.
+    assert [d.size for d in find_cluster("gh200-x8").topology.dims] == [4, 2]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,9 @@ def test_devices_that_are_not_listed_are_joined_as_their_make():
         joined(other, 2)
 
 
-def test_superchips_of_one_device_are_joined_by_the_network():
+def test_superchips_of_one_device_are_joined_by_fours():
     assert joined("gh200", 1).size == 1
-    four = joined("gh200", 4)
-    assert (four.size, four.devices_per_node) == (4, 1)
-    assert four.topology.dims[0].bandwidth == find_device("gh200").inter_node_bandwidth
+    spec, eight = find_device("gh200"), joined("gh200", 8)
+    assert (eight.size, eight.devices_per_node) == (8, 4)
+    inside, between = (dim.bandwidth for dim in eight.topology.dims)
+    assert (inside, between) == (spec.link_bandwidth, spec.inter_node_bandwidth)
