@@ -103,7 +103,8 @@ report: $(VENV)/.installed $(VENV)/.compilers
 	&& $(BIN)/opcast evaluate --programs '$(PUBLISHED)/published-programs' --lowering fused --out report-out/programs.parquet \
 	&& $(BIN)/opcast evaluate --regions '$(PUBLISHED)/published-regions' --lowering fused --out report-out/regions.parquet; fi
 	@if [ -d '$(PUBLISHED)/published-serving' ]; then \
-	$(BIN)/opcast train --serving '$(PUBLISHED)/published-serving/serving.csv.gz' --from default --out report-out/serving.json \
+	$(BIN)/opcast train --serving '$(PUBLISHED)/published-serving/serving.csv.gz' \
+	--serving '$(PUBLISHED)/published-energy/mlenergy-llm.parquet' --from default --out report-out/serving.json \
 	&& $(BIN)/opcast evaluate --serving '$(PUBLISHED)/published-serving/serving.csv.gz' --out report-out/serving.parquet; fi
 	$(BIN)/python tests/bench/bench_serving.py
 	@if [ -d '$(PUBLISHED)/published-jax-steps' ]; then \

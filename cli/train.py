@@ -33,7 +33,8 @@ class Learned:
         Option("Instead of --data: table of measured training steps; may be given again."),
     ] = None
     serving: Annotated[
-        Path | None, Option("Instead of --data: a table of measured serving to learn from.")
+        list[Path] | None,
+        Option("Instead of --data: table of measured serving; may be given again."),
     ] = None
     models: Annotated[
         list[Path] | None,

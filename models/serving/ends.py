@@ -34,6 +34,11 @@ BOUNDED = 0.95
 LEAST = 20
 
 
+#: Where intervals are: of models that nobody measured with their engine on their chip, on machines
+#: that somebody did; where nobody measured the machines, by their source and device, or the engine.
+NEW, ELSEWHERE = "new", "elsewhere"
+
+
 class EndKey(NamedTuple):
     """What the ends of an interval are of.
 
@@ -46,19 +51,24 @@ class EndKey(NamedTuple):
             empty.
         apart: Whether prompts run on workers of their own.
         models: ``dense`` or ``experts``; empty for all.
-        elsewhere: Whether nobody measured the machines, by their source and device, or the engine.
+        place: :data:`NEW`, :data:`ELSEWHERE`, or empty where all of it was measured.
     """
 
     metric: str
     queued: str = ""
     apart: bool = False
     models: str = ""
-    elsewhere: bool = False
+    place: str = ""
 
     def __str__(self) -> str:
         """As in files, such as ``ttft-queued-apart/elsewhere`` and ``tpot-dense``."""
         kind = (self.metric, self.queued, "apart" * self.apart, self.models)
-        return "/".join(filter(None, ("-".join(filter(None, kind)), "elsewhere" * self.elsewhere)))
+        return "/".join(filter(None, ("-".join(filter(None, kind)), self.place)))
+
+    @property
+    def surer(self) -> tuple[str, ...]:
+        """Places that more is known of, the nearest first."""
+        return {ELSEWHERE: (NEW, ""), NEW: ("",)}.get(self.place, ())
 
     @property
     def shared(self) -> EndKey:
@@ -67,23 +77,24 @@ class EndKey(NamedTuple):
 
     def fallbacks(self) -> Iterator[EndKey]:
         """The key and those that stand in for it, the most special one first."""
-        for elsewhere in dict.fromkeys((self.elsewhere, False)):
-            key = self._replace(elsewhere=elsewhere)
+        for place in (self.place, *self.surer):
+            key = self._replace(place=place)
             yield from (key, key.shared, key.shared._replace(apart=False))
             if self.queued:
                 yield key._replace(queued="queued", apart=False)
+                yield key._replace(queued="", models="", apart=False)
 
 
 def kind_of(metric: str, queued: float, context: Context) -> EndKey:
     """Key of what an interval is of, without what is known of the row.
 
-    Waiting makes times to the first token another one, and so do workers that run prompts alone;
-    a further token is what it is elsewhere. Which kernels an engine has for experts differs by
-    factors, those of dense layers are much alike.
+    Waiting makes a time another one: how long a queue gets, and what runs beside it, follows from
+    limits that are not said. So do workers that run prompts alone of first tokens; a further token
+    is what it is elsewhere. Which kernels an engine has for experts differs by factors, those of
+    dense layers are much alike.
     """
-    first = metric == "ttft"
-    apart = first and context.get("spread") == APART
-    waiting = ("full" if queued > FULL else "queued") if first and queued > SATURATED else ""
+    apart = metric == "ttft" and context.get("spread") == APART
+    waiting = ("full" if queued > FULL else "queued") if queued > SATURATED else ""
     models = "experts" if context.get("expert_format") else "dense"
     if apart or waiting or metric == "per_token":
         # What passes take is a part of these, beside what waits and what a whole run holds.
@@ -123,8 +134,8 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
 
     Beside them, under :func:`bound_of`, logarithms that they do not reach beyond.
 
-    Who knows less is not surer: ends of machines and engines that nobody measured reach no less far
-    than those of measured ones.
+    Who knows less is not surer: ends of models, machines and engines that nobody measured reach no
+    less far than those of measured ones.
     """
     parts: dict[EndKey, list[Score]] = {}
     for score in scores:
@@ -142,10 +153,11 @@ def serving_ends(scores: Iterable[Score]) -> dict[str, Ends]:
             )
             bounds.ends[key] = (min(least, 0.0), max(most, 0.0))
     for kind in (found, bounds):
-        for key in [key for key in kind.ends if key.elsewhere]:
-            kind.widen(key, key._replace(elsewhere=False))
+        for key in sorted(kind.ends, key=lambda key: len(key.surer)):
+            for place in key.surer:
+                kind.widen(key, key._replace(place=place))
         for key, (low, high) in kind.ends.items():
-            if key.elsewhere:
+            if key.place == ELSEWHERE:
                 # How far off the next machines may be is told by those of all models.
                 least, most = kind.ends.get(key.shared, (low, high))
                 kind.ends[key] = (max(low, least), min(high, most))
@@ -161,7 +173,7 @@ def _errors(key: EndKey, scores: Sequence[Score]) -> tuple[np.ndarray, np.ndarra
     values = np.array([score.error / score.spread for score in scores]) / units
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
     weight = counts[index] ** -0.5
-    if key.elsewhere:
+    if key.place == ELSEWHERE:
         # The next machines are further off than any of n with a probability of about 1 / n.
         clusters = [score.context.get("cluster", "") for score in scores]
         values = values * (1.0 + 1.0 / _number(clusters, weight))

@@ -12,7 +12,16 @@ from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
-from .ends import FOREIGN, REGIMES, UNCALIBRATED, bound_of, kind_of
+from .ends import (
+    ELSEWHERE,
+    FOREIGN,
+    NEW,
+    REGIMES,
+    TIERS,
+    UNCALIBRATED,
+    bound_of,
+    kind_of,
+)
 
 #: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
 METRICS = ("ttft", "tpot", "per_token")
@@ -96,10 +105,12 @@ class ServingModel(JsonModel):
         known = vendors is None or context.get("vendor", "") in vendors
         return "new" if known else "vendor"
 
-    def measured_on(self, context: Context) -> bool:
-        """Whether there are runs of a row's engine, and of its source's on its device."""
+    def place(self, context: Context) -> str:
+        """Which intervals a row has, the last part of an :class:`~.ends.EndKey`."""
         known = context.get("cluster", "") in self.provenance.clusters
-        return known and self.effects.knows("engine", context.get("engine", ""))
+        if not (known and self.effects.knows("engine", context.get("engine", ""))):
+            return ELSEWHERE
+        return "" if self.tier(context) == TIERS[0] else NEW
 
     def source_note(self, source: str, device: str) -> tuple[str, ...]:
         """A note where no run on a named owner's machines was learned from: the name is idle."""
@@ -142,7 +153,7 @@ class ServingModel(JsonModel):
         queued: float,
         context: Context,
         spread: float,
-        measured_on: bool | None = None,
+        place: str | None = None,
     ) -> tuple[float, float]:
         """Ends of the 90 % interval as factors on an estimate.
 
@@ -155,16 +166,16 @@ class ServingModel(JsonModel):
             queued: Share of the time to the first token that is waiting.
             context: Of the row.
             spread: Deviation of the logarithm (:meth:`~.effects.ServingEffects.spread`).
-            measured_on: Whether runs of its machines were measured; ``None`` to look it up.
+            place: As of :meth:`place`; ``None`` to look it up.
         """
         own = self._own(context).ends
-        here = self.measured_on(context) if measured_on is None else measured_on
+        where = self.place(context) if place is None else place
         foreign = FOREIGN if tier == "vendor" else 1.0
         unit = spread * foreign
 
         def factors(share: float) -> np.ndarray:
             kind = kind_of(metric, share, context)
-            keys = [*kind._replace(elsewhere=not here).fallbacks()]
+            keys = [*kind._replace(place=where).fallbacks()]
             ends = Calibrator(self.ends).of(map(str, keys), UNCALIBRATED)
             bound = Calibrator(self.ends).of(map(bound_of, keys), (-np.inf, np.inf))
             reach = unit * np.array(own.get(str(kind.shared), ends))
@@ -265,7 +276,7 @@ def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict
     cases = product((*METRICS, REQUEST_TIME), REGIMES, ("", APART))
     for kind in {kind_of(name, queued, {"spread": how}).shared for name, queued, how in cases}:
         left = errors.get(str(kind), ())
-        keys = map(str, kind._replace(elsewhere=not left).fallbacks())
+        keys = map(str, kind._replace(place="" if left else ELSEWHERE).fallbacks())
         low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)
         if left:
             # The outer ones, since a few runs do not show how far others lie.

@@ -326,7 +326,8 @@ def levels(own: Deployment, model: ServingModel) -> dict[str, str]:
         "architecture": spec.architecture.removesuffix("-ultra"),
         "framework": own.framework,
         "engine": engine,
-        "era": era,
+        # Whose hosts prepare passes ahead of the device, and whose sequences it waits for.
+        "era": "ahead" if runs_ahead(own.framework, own.version) else era,
         "host": host_kind(own.framework, era, spec.platform, eager=own.options.eager),
         "format": served.weights,
         "expert_format": experts,

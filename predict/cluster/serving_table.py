@@ -210,11 +210,8 @@ _OF_EXPERTS = ("top_k", "shared_experts", "dense_layers", "dense_ff")
 def _version(cell: Cells, spec: LoadSpec) -> str:
     """Version of the engine; empty for the newest.
 
-    What tables give of a server may be the version of a router before it, such as Dynamo's. Whole
-    batches without a version are of engines before they were rewritten.
+    Whole batches without a version are of engines before they were rewritten.
     """
-    if spec.kind not in ("static-batch", "offline"):
-        return ""
     said = cell.text("framework_version")
     return said if said[:1].isdigit() else "0" if spec.batch else ""
 
@@ -352,16 +349,19 @@ def _load(cell: Cells, folder: Path, engines: int) -> LoadSpec:
     if kind == "single-stream" or (kind == "offline" and 0 < concurrency < count):
         # All requests at hand, but so many in flight at a time.
         kind, concurrency = "closed", max(concurrency, 1)
-    spread = _spread(cell.text("length_dist"))
-    prompt, output = (_lengths(mean, spread) for mean in _means(cell))
+    words, means = cell.text("length_dist"), _means(cell)
+    spread = _spread(words)
+    prompt, output = (_lengths(mean, spread) for mean in means)
+    if found := re.search(r"outputs (geometric|lognormal)(?: ([\d.]+))?", words):
+        output = ":".join(filter(None, (found[1], f"{means[1]:g}", found[2])))
     own = LoadSpec(prompt=prompt, output=output)
     most = MOST_REQUESTS * engines
     if kind == "static-batch":
         return replace(own, batch=concurrency)
     if kind == "closed":
         # Longer loops are as those of the default length, but for a start that counts less.
-        few = 0 < count < WAVES * concurrency
-        return replace(own, concurrency=concurrency, count=max(concurrency, count) if few else 0)
+        count = max(concurrency, min(count, WAVES * concurrency)) if count else 0
+        return replace(own, concurrency=concurrency, count=count)
     rate = cell.number("request_rate", 0.0) if kind.startswith("open") else 0.0
     count = min(most, count or most)
     return replace(own, rate=rate if 0.0 < rate < UNLIMITED else 0.0, count=count)

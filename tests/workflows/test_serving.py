@@ -193,14 +193,17 @@ def test_training_finds_a_slow_host(plain: pd.DataFrame) -> None:
     other = table(framework="sglang", tpot_ms=plain["tpot_ms"], id=[f"s{i}" for i in range(6)])
     slow = table(tpot_ms=plain["tpot_ms"] + 2.0)
     asked = pd.concat([slow, other], ignore_index=True)
-    model, left = train_serving(asked, None, lambda _: None, Path())
-    logs = [model.effects.values.get(f"host/engine/{name} now", 0.0) for name in ("vllm", "sglang")]
+    model, left = train_serving({Path(): asked}, None, lambda _: None)
+    predictor = ServingPredictor(None, model)
+    rows = [row for row in read_rows(asked, serving_row)[0] if row is not None]
+    contexts = [predictor.context(rows[at].deployment) for at in (0, -1)]
+    logs = [model.effects.log_factors(context)["host"] for context in contexts]
     assert logs[0] > logs[1] + 0.2
     before = np.log((plain["tpot_ms"] + 2.0) / plain["tpot_ms"]).to_numpy(float)
     assert np.abs(left["fit"][:6]).mean() < 0.6 * before.mean()
     figures = left_out_serving(left)
     # All rows are of one device, source and model: without those, there are none to learn from.
-    assert set(figures["left_out"]) == {"fit", "row", "framework"}
+    assert set(figures["left_out"]) == {"fit", "row", "set", "framework"}
     assert figures.loc[figures["left_out"] == "row", "coverage"].between(0.0, 1.0).all()
 
 
@@ -215,6 +218,11 @@ def test_what_is_left_out_in_turn() -> None:
     assert both.judge.tolist() == [False, False, False, False, True, False]
     assert both.learn.tolist() == [False, True, False, True, False, False]
     assert ("device and source", "h100-sxm mine") in parts
+    # The runs of a model under one framework on one device are judged together.
+    sets = [part.judge for (name, _), part in parts.items() if name == "set"]
+    assert sum(sets).tolist() == [1] * 6 and all(
+        own[0] == own[2] and own[1] == own[3] for own in sets
+    )
     device = parts["device", "h200-sxm"]
     assert (device.judge == ~device.learn).all() and device.judge.sum() == 2
 
@@ -241,7 +249,7 @@ def test_first_tokens_with_set_up_are_not_learned_from() -> None:
 
 def test_faulty_rows_are_not_learned_from(plain: pd.DataFrame) -> None:
     asked = table(tpot_ms=plain["tpot_ms"], flags=["impossible: x"] * 2 + [None] * 4)
-    _, left = train_serving(asked, None, lambda _: None, Path())
+    _, left = train_serving({Path(): asked}, None, lambda _: None)
     assert set(left["id"]) == {"r2", "r3", "r4", "r5"}
 
 
@@ -260,7 +268,7 @@ def test_runs_that_no_device_can_have_done_are_not_learned_from(plain: pd.DataFr
     )
     other = mixed.iloc[1:].assign(source="other", id=[f"o{i}" for i in range(5)])
     said: list[str] = []
-    _, left = train_serving(pd.concat([mixed, other]), None, said.append, Path())
+    _, left = train_serving({Path("mixed.csv"): mixed, Path("other.csv"): other}, None, said.append)
     assert set(left["id"]) == {f"o{i}" for i in range(5)}
     assert any("mine, small, vllm, h100-sxm" in line for line in said)
 
@@ -313,9 +321,10 @@ def test_commands(tmp_path: Path, plain: pd.DataFrame) -> None:
     assert said.exit_code == 0, said.output
     assert "100.0 % of 6 rows expressed" in said.output
     assert len(pd.read_parquet(out)) == 6
-    adapted = tmp_path / "own.json"
+    adapted, slow = tmp_path / "own.json", tmp_path / "slow.csv"
+    table(tpot_ms=plain["tpot_ms"] * 2.0).to_csv(slow, index=False)
     said = runner.invoke(
-        app, ["calibrate", "--serving", str(asked), "--out", str(adapted)], catch_exceptions=False
+        app, ["calibrate", "--serving", str(slow), "--out", str(adapted)], catch_exceptions=False
     )
     assert "median errors" in said.output and ServingModel.load(adapted).own_stack("h100-sxm")[0]
     page = runner.invoke(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,25 +72,26 @@ TOGETHER = (
     ("source", "model_group"),
 )
 
+#: Levels that the runs of a set have in common.
+SET = ("source", "device", "framework", "group")
 #: Begins columns that say whether a latency lies inside its interval.
 INSIDE = "inside "
 
 
 def train_serving(
-    table: pd.DataFrame,
+    tables: Mapping[Path, pd.DataFrame],
     operators: OpModel | None,
     tell: Tell,
-    folder: Path,
     seed: int = 0,
     start: ServingModel | None = None,
 ) -> tuple[ServingModel, pd.DataFrame]:
     """Learn a model of serving, with errors of what was left out.
 
     Args:
-        table: As :func:`~opcast.predict.cluster.case_table.read_cases` gives.
+        tables: As :func:`~opcast.predict.cluster.case_table.read_cases` gives, by their files,
+            beside which their traces are.
         operators: Model of library operators; ``None`` for rooflines.
         tell: Told of progress.
-        folder: That the table's traces are in.
         seed: Of the folds.
         start: Model whose effects the fit starts from; ``None`` for no effects.
 
@@ -103,10 +104,7 @@ def train_serving(
     Raises:
         DatasetError: No row has an answer and can be expressed.
     """
-    flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
-    good = table[~flags.str.contains(FAULTY)]
-    read, _ = serving_rows(good, folder)
-    rows = [row for row in read if row is not None and row.measured]
+    rows = [row for file, table in tables.items() for row in _good_rows(table, file.parent)]
     if not rows:
         raise DatasetError(
             "no row with an answer can be expressed", hint="ttft_ms, tpot_ms or out_tok_s"
@@ -170,6 +168,13 @@ def train_serving(
     return model, frame
 
 
+def _good_rows(table: pd.DataFrame, folder: Path) -> list[ServingRow]:
+    """Rows of a table that measured something and that neither source nor physics contradicts."""
+    flags = table.get("flags", pd.Series("", index=table.index)).fillna("")
+    read, _ = serving_rows(table[~flags.str.contains(FAULTY)], folder)
+    return [row for row in read if row is not None and row.measured]
+
+
 def _score(
     seen: Observed,
     contexts: Sequence[Context],
@@ -183,7 +188,7 @@ def _score(
     row = seen.rows[at]
     context, metric = contexts[row], metric or str(seen.metrics[at])
     key = kind_of(metric, float(seen.queued[at]), context)
-    key = key._replace(elsewhere=not known.measured_on(context))
+    key = key._replace(place=known.place(context))
     spread = known.effects.spread(context, metric, seen.shares[at])
     return Score(key, known.tier(context), context, str(groups[row]), at, error, spread)
 
@@ -209,8 +214,8 @@ def _inside(
         column = found.setdefault(f"{INSIDE}{name}", np.full(len(seen.rows), np.nan))
         for place, score in zip(at, own, strict=True):
             metric, queued = str(seen.metrics[place]), float(seen.queued[place])
-            here, known = not score.key.elsewhere, (score.tier, queued, score.context)
-            low, high = ends.interval(metric, *known, score.spread, here)
+            known = score.tier, queued, score.context
+            low, high = ends.interval(metric, *known, score.spread, score.key.place)
             column[place] = low <= np.exp(score.error) <= high
     return found
 
@@ -271,16 +276,18 @@ class LeftOut(NamedTuple):
 def left_outs(contexts: Sequence[Context], seed: int = 0) -> Iterator[LeftOut]:
     """What is left out in turn.
 
-    A fifth of the rows, model groups, frameworks, devices, generations, sources; devices together
-    with all of a framework, a source or a model group.
+    A fifth of the rows; a fifth of the sets of a source's runs of a model and framework on a
+    device; model groups, frameworks, devices, generations, sources; devices together with all of a
+    framework, a source or a model group.
 
     Args:
         contexts: Of the rows.
         seed: Of the fifths.
     """
-    keys = {"row": named_folds(len(contexts), seed)} | {
-        name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT
-    }
+    sets = ["|".join(context[level] for level in SET) for context in contexts]
+    names, of_set = np.unique(sets, return_inverse=True)
+    keys = {"row": named_folds(len(contexts), seed), "set": named_folds(len(names), seed)[of_set]}
+    keys |= {name: np.array([context[level] for context in contexts]) for name, level in LEFT_OUT}
     for name, key in keys.items():
         for value in np.unique(key):
             yield LeftOut(name, str(value), key == value, key != value)
@@ -330,13 +337,11 @@ def left_out_serving(left: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_train_serving(console: Console, settings: TableSettings) -> ServingModel:
-    """Learn from a table of serving, print errors of what was left out, save and track."""
-    table = read_cases(settings.table, "serving")
+    """Learn from tables of serving, print errors of what was left out, save and track."""
+    tables = {file: read_cases(file, "serving") for file in settings.tables}
     tell = partial(console.print, highlight=False)
     start = ServingModel.find(settings.start) if settings.start else None
-    model, left = train_serving(
-        table, load_serving_operators(), tell, settings.table.parent, settings.seed, start
-    )
+    model, left = train_serving(tables, load_serving_operators(), tell, settings.seed, start)
     figures = left_out_serving(left)
     print_frame(console, in_percent(figures), "measured serving that was left out, errors in %")
     errors = figures[["left_out", "metric", "median_ape"]]

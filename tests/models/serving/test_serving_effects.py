@@ -168,9 +168,9 @@ def test_a_few_runs_of_one_cluster_move_that_cluster_alone() -> None:
 
 
 def scores(
-    kind: str, errors: np.ndarray, new: str = "", tier: str = "model", here: bool = True
+    kind: str, errors: np.ndarray, new: str = "", tier: str = "model", place: str = ""
 ) -> list[Score]:
-    key = EndKey(kind, elsewhere=not here)
+    key = EndKey(kind, place=place)
     context = {"cluster": new}
     return [
         Score(key, tier, context, "g", at, float(error), 0.1) for at, error in enumerate(errors)
@@ -186,10 +186,10 @@ def test_ends_are_in_deviations() -> None:
         "tpot/bound": pytest.approx((-0.0974, 0.0974), abs=1e-4),
     }
     model = ServingModel(ends=ends)
-    assert model.interval("tpot", "model", 0.0, {}, 0.05, True) == pytest.approx(
+    assert model.interval("tpot", "model", 0.0, {}, 0.05, "") == pytest.approx(
         tuple(np.exp(0.05 * np.array(ends["tpot"])))
     )
-    assert model.interval("tpot", "model", 0.0, {}, 3.0, True) == pytest.approx(
+    assert model.interval("tpot", "model", 0.0, {}, 3.0, "") == pytest.approx(
         tuple(np.exp(ends["tpot/bound"]))
     )
     # On chips of a vendor without runs, half as far again is expected.
@@ -199,11 +199,11 @@ def test_ends_are_in_deviations() -> None:
 
 def test_intervals_on_machines_that_nobody_measured() -> None:
     here = scores("tpot", np.linspace(-0.1, 0.1, 41))
-    there = scores("tpot", np.linspace(0.0, 0.4, 41), "device h100", here=False)
+    there = scores("tpot", np.linspace(0.0, 0.4, 41), "device h100", place="elsewhere")
     model = ServingModel(
         ServingEffects({"host/engine/vllm now": 0.0}),
         serving_ends(here + there),
-        Known(clusters=("a|hopper",)),
+        Known(clusters=("a|hopper",), chips=("|vllm now|bf16||llama",)),
     )
     known = model.interval("tpot", "model", 0.0, context("vllm"), 0.1)
     assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
@@ -217,9 +217,28 @@ def test_intervals_on_machines_that_nobody_measured() -> None:
     assert np.log(wide) == pytest.approx(1.5 * np.log([low, high]))
 
 
+def test_intervals_of_models_that_nobody_measured_on_known_machines() -> None:
+    model = ServingModel(
+        ServingEffects({"host/engine/vllm now": 0.0}),
+        serving_ends(
+            scores("tpot", np.linspace(-0.1, 0.1, 41))
+            + scores("tpot", np.linspace(-0.05, 0.3, 41), place="new")
+        ),
+        Known(clusters=("a|hopper",), chips=("|vllm now|bf16||llama",)),
+    )
+    own = context("vllm")
+    known = model.interval("tpot", "model", 0.0, own, 0.1)
+    assert known == pytest.approx(np.exp([-0.09, 0.09]), abs=0.01)
+    low, high = model.interval("tpot", "framework", 0.0, {**own, "group": "qwen"}, 0.1)
+    # No surer below than what was measured; other machines are no surer than these.
+    assert (low, high) == pytest.approx((known[0], np.exp(0.28)), rel=0.02)
+    elsewhere = model.interval("tpot", "new", 0.0, context("vllm", source="b"), 0.1)
+    assert elsewhere == pytest.approx((low, high))
+
+
 def test_the_fewer_the_machines_the_wider_the_interval() -> None:
     errors = np.linspace(-0.4, 0.4, 401)
-    both = [scores("tpot", errors, name, here=False) for name in ("a", "b")]
+    both = [scores("tpot", errors, name, place="elsewhere") for name in ("a", "b")]
     # Of one machine, of two that weigh the same, and of two of which one has next to no runs, by
     # 1 + 1 / n: n is 1, 2, and (401 + 4)^2 / (401^2 + 4^2).
     parts = {"one": both[0], "two": both[0] + both[1], "few": both[0] + both[1][:4]}
@@ -257,7 +276,9 @@ def test_first_tokens_of_workers_that_run_prompts_alone_have_intervals_of_their_
     assert str(kind_of("ttft", 0.95, {})) == "ttft-full"
     assert str(kind_of("ttft", 0.9, apart)) == "ttft-queued-apart"
     # A further token is what it is elsewhere: of engines with experts another one than without.
-    assert str(kind_of("tpot", 0.9, apart)) == "tpot-dense"
+    assert str(kind_of("tpot", 0.4, apart)) == "tpot-dense"
+    # Of engines that requests wait for, limits decide how many run beside each other.
+    assert str(kind_of("tpot", 0.9, apart)) == "tpot-queued"
     assert str(kind_of("tpot", 0.0, {"expert_format": "fp8"})) == "tpot-experts"
     assert str(kind_of("per_token", 0.0, {"expert_format": "fp8"})) == "per_token"
     model = ServingModel(ends={"ttft": (-0.1, 0.1), "ttft-apart": (-0.4, 0.3)})

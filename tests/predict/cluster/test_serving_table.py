@@ -192,9 +192,34 @@ def test_a_table_in_the_words_of_its_source(tmp_path: Path) -> None:
     assert rows[1] is None and "lengths of prompts" in reasons[1]
     read = rows[0]
     assert read is not None and (read.deployment.framework, read.spec.concurrency) == ("vllm", 16)
-    assert (read.spec.prompt, read.spec.output) == ("250", "700")
+    assert (read.spec.prompt, read.spec.output) == ("250", "lognormal:700:0.55")
     assert read.deployment.engine.plan.tp == 2 and read.deployment.model.weights == "bf16"
-    assert read.measured == {"out_tok_s": 900.0, "j_per_tok": 1.1, "power_w": 1000.0}
+    assert read.measured == {
+        "out_tok_s": 900.0,
+        "j_per_tok": 1.1,
+        "power_w": 1000.0,
+    }
+    assert read.deployment.version == "0.11.1"
+
+
+def test_releases_of_engines_and_of_routers_before_them() -> None:
+    told = [
+        {**DENSE, "framework_version": "0.12.0"},
+        {**DENSE, "framework_version": "nightly"},
+        {**DENSE, "framework": "TensorRT-LLM", "framework_version": "1.2.0rc2"},
+        # Dynamo's releases; TensorRT-LLM's own of these numbers served whole batches.
+        {**DENSE, "framework": "TensorRT-LLM", "framework_version": "0.8.1.post1"},
+        {
+            **DENSE,
+            "framework": "TensorRT-LLM",
+            "framework_version": "0.8.0",
+            "load": "static-batch",
+        },
+        {**DENSE, "load": "static-batch"},
+    ]
+    rows, _ = read_rows(pd.DataFrame(told), serving_row)
+    versions = [row.deployment.version for row in rows if row is not None]
+    assert versions == ["0.12.0", "", "1.2.0rc2", "", "0.8.0", "0"]
 
 
 @pytest.mark.skipif(not TABLE.is_file(), reason=f"no published serving at {TABLE}")

@@ -52,7 +52,7 @@ FIGURES = [
     Published(PROFILE, 62713 / 8, 0.15, "h800-sxm", "dp=32", 4096, skew=0.0),
     Published(LMSYS, 22282 / 8, 0.15, "h100-sxm", "dp=72", 2000, 256),
     Published(LMSYS, 22282 / 8 / 1.255, 0.15, "h100-sxm", "dp=72", 2000, 256, overlap=False),
-    Published(LMSYS, 22282 / 8 / 2.54, 0.15, "h100-sxm", "dp=72,redundant=0", 2000, 256),
+    Published(LMSYS, 22282 / 8 / 2.54, 0.2, "h100-sxm", "dp=72,redundant=0", 2000, 256),
     Published(PROFILE, 18598 / 8, 0.2, "h800-sxm", "dp=128", 4096, 128, skew=0.0),
     Published("DeepSeek, a day on H800", 14800 / 8, 0.15, "h800-sxm", "dp=144", 4989, 128),
     Published("LMSYS, GB200, September 2025", 9087, 0.25, "gb200", "dp=48", 2000, 768),
