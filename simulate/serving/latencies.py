@@ -141,12 +141,15 @@ def tied(
 def wider(end: Served, other: Served, side: int) -> Served:
     """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
     outer = np.maximum if side else np.minimum
-    return replace(
+    found = replace(
         end,
         ttft=outer(end.ttft, other.ttft),
         tpot=outer(end.tpot, other.tpot),
         e2e=outer(end.e2e, other.e2e),
     )
+    # Runs of ends have no history: gaps between tokens are as much further off as their means.
+    before, after = (one.figure("tpot", "mean") for one in (end, found))
+    return replace(found, gaps=end.gaps * (after / before)) if before > 0.0 else found
 
 
 def states_of(run: Run, room: int, engines: int) -> dict[str, float]:

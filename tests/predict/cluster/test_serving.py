@@ -258,6 +258,11 @@ def test_upper_ends_of_a_load_do_not_grow_with_its_requests(
     first, later = (each.figures["ttft/p90"] for each in (short, long))
     # A queue that grows as long as requests come would be eight times as long.
     assert later.hi < 2.5 * first.hi
+    # Engines at an end run other batches: times between tokens are as much further off.
+    each, gap = (short.figures[f"{name}/mean"] for name in ("tpot", "itl"))
+    assert gap.hi / gap.value == pytest.approx(each.hi / each.value)
+    # None of them is below its floor.
+    assert gap.lo / gap.value == pytest.approx(each.lo / each.value, rel=0.1)
     # With an SLO on the queue it is not sure that any request keeps it.
     kept = predictor.predict(own, spec, slo=Slo(ttft=100.0)).good
     assert (kept.value, kept.lo) == (1.0, 0.0)
