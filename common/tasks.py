@@ -29,14 +29,12 @@ MOST_LOSSES = 20
 #: Seconds between two progress reports while waiting for hosts.
 _TICK_S = 1.0
 Item = TypeVar("Item")
+Job = TypeVar("Job")
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
-J = TypeVar("J")
-C = TypeVar("C")
-R = TypeVar("R")
 #: Evaluates the candidates of a piece under the settings that all share; one row for each. It must
 #: be a function of a module, so that it can be sent to another process.
-Judge = Callable[[J, Sequence[C]], list[R]]
+Judge = Callable[[Job, Sequence[Item]], list[Result]]
 
 
 @dataclass(frozen=True)
@@ -210,13 +208,13 @@ def run_on_hosts(
 
 
 def run_pieces(
-    judge: Judge[J, C, R],
-    job: J,
-    pieces: Sequence[list[C]],
+    judge: Judge[Job, Item, Result],
+    job: Job,
+    pieces: Sequence[list[Item]],
     workers: int = 1,
     ray: str = "",
     limit_s: float = float("inf"),
-) -> Iterator[list[R]]:
+) -> Iterator[list[Result]]:
     """Run pieces; yields results in order of completion, without workers in that of the pieces.
 
     Args:
@@ -243,8 +241,8 @@ def run_pieces(
 
 
 def _in_processes(
-    judge: Judge[J, C, R], job: J, pieces: Sequence[list[C]], workers: int
-) -> Iterator[list[R]]:
+    judge: Judge[Job, Item, Result], job: Job, pieces: Sequence[list[Item]], workers: int
+) -> Iterator[list[Result]]:
     """Run pieces on processes; if the caller stops iterating, no more pieces are started."""
     left = dict(enumerate(pieces))
     losses = 0
@@ -273,7 +271,7 @@ def _in_processes(
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finished(running: dict[Future[list[R]], int]) -> Iterator[tuple[int, list[R]]]:
+def _finished(running: dict[Future[list[Result]], int]) -> Iterator[tuple[int, list[Result]]]:
     waiting = set(running)
     while waiting:
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
