@@ -14,6 +14,9 @@ from .effects import APART, Context
 #: all of that but the model; the chip alone; others of its generation; none of these; no chip of
 #: its vendor.
 TIERS = ("model", "framework", "device", "architecture", "new", "vendor")
+#: Where intervals are: of models that nobody measured with their engine on their chip, on machines
+#: that somebody did; where nobody measured the machines, by their source and device, or the engine.
+NEW, ELSEWHERE = "new", "elsewhere"
 #: How much wider intervals are on chips of a vendor without any run than elsewhere; engineering
 #: estimate: operators there are priced by rooflines.
 FOREIGN = 1.5
@@ -32,11 +35,6 @@ UNCALIBRATED = (-NORMAL_90, NORMAL_90)
 BOUNDED = 0.95
 #: Fewest latencies that an interval is calibrated on.
 LEAST = 20
-
-
-#: Where intervals are: of models that nobody measured with their engine on their chip, on machines
-#: that somebody did; where nobody measured the machines, by their source and device, or the engine.
-NEW, ELSEWHERE = "new", "elsewhere"
 
 
 class EndKey(NamedTuple):

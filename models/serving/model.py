@@ -105,12 +105,12 @@ class ServingModel(JsonModel):
         known = vendors is None or context.get("vendor", "") in vendors
         return "new" if known else "vendor"
 
-    def place(self, context: Context) -> str:
-        """Which intervals a row has, the last part of an :class:`~.ends.EndKey`."""
+    def place(self, context: Context, tier: str) -> str:
+        """Which intervals a row of a :meth:`tier` has: the place of an :class:`~.ends.EndKey`."""
         known = context.get("cluster", "") in self.provenance.clusters
         if not (known and self.effects.knows("engine", context.get("engine", ""))):
             return ELSEWHERE
-        return "" if self.tier(context) == TIERS[0] else NEW
+        return "" if tier == TIERS[0] else NEW
 
     def source_note(self, source: str, device: str) -> tuple[str, ...]:
         """A note where no run on a named owner's machines was learned from: the name is idle."""
@@ -169,7 +169,7 @@ class ServingModel(JsonModel):
             place: As of :meth:`place`; ``None`` to look it up.
         """
         own = self._own(context).ends
-        where = self.place(context) if place is None else place
+        where = self.place(context, tier) if place is None else place
         foreign = FOREIGN if tier == "vendor" else 1.0
         unit = spread * foreign
 

@@ -188,9 +188,10 @@ def _score(
     row = seen.rows[at]
     context, metric = contexts[row], metric or str(seen.metrics[at])
     key = kind_of(metric, float(seen.queued[at]), context)
-    key = key._replace(place=known.place(context))
+    tier = known.tier(context)
+    key = key._replace(place=known.place(context, tier))
     spread = known.effects.spread(context, metric, seen.shares[at])
-    return Score(key, known.tier(context), context, str(groups[row]), at, error, spread)
+    return Score(key, tier, context, str(groups[row]), at, error, spread)
 
 
 def _inside(
