@@ -83,15 +83,15 @@ class Simulated:
     def span(self) -> float:
         """Seconds that the load takes, with the requests that those of a closed loop stand for.
 
-        Of a loop whose requests nobody counts as many are in flight until its end (Little's law);
-        else the last ones run beside fewer and fewer others.
+        Of a loop whose requests nobody counts as many are in flight until its end (Little's law).
         """
         times, load = self.run.finished - self.run.sent, self.load
         if not load.concurrency:
             return self.run.makespan
-        if not self.spec.count:
-            return float(times @ load.counts) / load.concurrency * self.clock
-        whole = self.run.makespan + float(times @ (load.counts - 1.0)) / load.concurrency
+        whole = float(times @ load.counts) / load.concurrency
+        if self.spec.count:
+            # The last ones run beside fewer and fewer others.
+            whole += self.run.makespan - float(times.sum()) / load.concurrency
         return whole * self.clock
 
     @property
