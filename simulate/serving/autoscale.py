@@ -1,7 +1,8 @@
-"""Fleets over days: pools of replicas that are scaled, started, interrupted, and share devices.
+"""Fleets over days: pools of replicas that autoscale, start, get interrupted, and share devices.
 
-Requests are a fluid: every step each model's replicas serve what arrived and what waits, up to what
-they can. What a replica does at a share of that comes from simulated runs (:class:`Curve`).
+A fluid model: in every time step the replicas of a model serve the requests that arrived or waited,
+up to their capacity. The behaviour of a replica at a given utilization comes from simulated runs
+(:class:`Curve`).
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import numpy as np
 
 from .pools import PLACES, Nodes, Pool
 
-#: Requests over whose time the load of latencies is a mean. Curves have the chance of arrivals in
-#: them: shares of shorter times would count it twice (of a thousand, chance is 3 %).
+#: Requests over whose arrival utilization is averaged before it is looked up. The curves already
+#: contain random arrivals, which shorter windows would count twice (3 % of 1000 requests).
 _COUNTED = 1000
-#: Guards ``ceil`` and comparisons against rounding.
+#: Tolerance against rounding in ``ceil`` and comparisons.
 _TINY = 1e-9
 
 
 @dataclass
 class Played:
-    """What happened, by step.
+    """Time series of a simulated fleet.
 
     Attributes:
-        step: Seconds.
-        arrived: Requests of each model, shape ``(models, steps)``.
-        served: Those that engines took, less those that interruptions cut off.
-        backlog: Those that wait at the end.
-        share: Of what its replicas serve at most.
-        wait: Seconds until an engine takes what arrived; infinite if none ever does.
-        good: Share of what arrived that keeps the SLO.
-        ready: Replicas of each pool that serve, mean of the step, shape ``(pools, steps)``.
+        step: Length of a time step in seconds.
+        arrived: Requests of each model that arrived, shape ``(models, steps)``, as the next five.
+        served: Requests that engines accepted, less those cut off by interruptions.
+        backlog: Requests that wait at the end of the step.
+        share: Utilization: the fraction of their capacity that the replicas served.
+        wait: Seconds until an engine accepts the requests of the step; infinite if none ever does.
+        good: Fraction of the arrived requests that meet the SLO.
+        ready: Replicas of each pool that serve, shape ``(pools, steps)``, as the next three.
         paid: Replicas that are paid for.
-        joules: Of their devices.
-        lost: Interruptions of each pool.
-        wished: Most replicas that a pool's policy wished for.
-        short: Most replicas of each pool at once for which there were no devices.
+        joules: Energy of their devices.
+        lost: Interruptions.
+        wished: Largest number of replicas that the policy of each pool asked for.
+        short: Largest number of replicas of each pool that lacked devices at once.
     """
 
     step: float
@@ -59,16 +60,16 @@ class Played:
 
 @dataclass
 class _State:
-    """A pool while it runs; times in seconds."""
+    """State of a pool during the simulation; times in seconds."""
 
     pool: Pool
     nodes: Nodes
     ready: int = 0
-    #: When replicas that start will serve, and when young ones are warm; sorted.
+    #: Times at which starting replicas will serve, and at which cold ones will be warm; sorted.
     coming: list[float] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
     places: list[list[tuple[int, int]]] = field(default_factory=list)
-    #: When the wish for more or fewer replicas began, and which.
+    #: Time since which the policy has wanted more (1) or fewer (-1) replicas, and which.
     since: float = inf
     way: int = 0
     wished: int = 0
@@ -85,7 +86,7 @@ class _State:
         )
 
     def _add(self, count: int) -> int:
-        """Take devices for replicas; how many there were for."""
+        """Take devices for up to ``count`` replicas; returns the number that got devices."""
         for done in range(count):
             found = self.nodes.take(self.pool.kind, self.pool.devices)
             if found is None:
@@ -98,12 +99,12 @@ class _State:
         self.nodes.give(self.pool.kind, self.places.pop())
 
     def start(self, count: int, now: float, ahead: float) -> None:
-        """Start replicas on devices that are there after a time."""
+        """Start replicas on devices that become available after ``ahead`` seconds."""
         for _ in range(self._add(count)):
             insort(self.coming, now + ahead + self.pool.start_s)
 
     def advance(self, now: float) -> None:
-        """Replicas that serve, and are warm, at a time."""
+        """Move replicas that are ready, or warm, by the time ``now`` to their new state."""
         done = bisect_right(self.coming, now)
         if self.pool.cold is not None:
             for time in self.coming[:done]:
@@ -113,18 +114,18 @@ class _State:
         del self.cold[: bisect_right(self.cold, now)]
 
     def power(self) -> float:
-        """Requests a second that all replicas serve at most."""
+        """Capacity of all replicas in requests per second."""
         young = len(self.cold)
         return (self.ready - young) * self.capacity[0] + young * self.capacity[1]
 
     def interrupt(self, count: int, share: float, now: float) -> tuple[int, float]:
-        """Take replicas away and replace them; how many there were, and requests cut off."""
+        """Interrupt and replace replicas; returns their number and the requests cut off."""
         spot = self.pool.spot
         count = min(count, self.ready)
         if spot is None or not count:
             return 0, 0.0
         for _ in range(count):
-            # Young replicas are as likely to go as others.
+            # Cold replicas are as likely to be interrupted as warm ones.
             if len(self.cold) * 2 > self.ready:
                 self.cold.pop()
             self.ready -= 1
@@ -133,15 +134,15 @@ class _State:
         return count, count * self.cuts[0][_place(share)]
 
     def paid(self, now: float) -> float:
-        """Replicas whose devices are there."""
+        """Number of replicas whose devices are available."""
         return self.ready + bisect_right(self.coming, now + self.pool.start_s)
 
     def scale(self, share: float, backlog: float, now: float) -> None:
-        """Follow the policy.
+        """Apply the autoscaling policy.
 
         Args:
-            share: Of what replicas serve at most, over the step that ends.
-            backlog: The pool's part of the requests that wait.
+            share: Utilization in the step that ends.
+            backlog: Waiting requests that fall to this pool.
             now: End of the step.
         """
         own, rule = self.pool, self.pool.scaling
@@ -168,7 +169,7 @@ class _State:
                 self._remove()
 
     def _remove(self) -> None:
-        """End the youngest replica."""
+        """Stop the youngest replica."""
         if self.coming:
             self.coming.pop()
         else:
@@ -185,17 +186,17 @@ def _place(share: float) -> int:
 def play(
     pools: Sequence[Pool], arrived: np.ndarray, step: float, nodes: Nodes, seed: int = 0
 ) -> Played:
-    """Serve arrivals.
+    """Simulate pools of replicas over a series of arrivals.
 
-    A model's replicas have one queue, and get requests by what they serve at most. Where devices
-    are scarce, pools that come first take them first.
+    The replicas of a model share one queue and get requests in proportion to their capacity. Pools
+    that come first in ``pools`` take scarce devices first.
 
     Args:
-        pools: What serves.
+        pools: Pools of replicas.
         arrived: Requests of each model in each step, shape ``(models, steps)``.
-        step: Seconds.
-        nodes: Devices that pools share; kinds that it does not name are never scarce.
-        seed: Of the interruptions, a Poisson process.
+        step: Length of a step in seconds.
+        nodes: Devices that the pools share; kinds that it does not list are unlimited.
+        seed: Seed of the interruptions, a Poisson process.
     """
     models, steps = arrived.shape
     served, backlog, share = (np.zeros((models, steps)) for _ in range(3))
@@ -230,7 +231,7 @@ def play(
     wait, good = np.zeros((models, steps)), np.zeros((models, steps))
     for model in range(models):
         own_pools = [i for i, pool in enumerate(pools) if pool.model == model]
-        # Engines take more requests than they hold on average before any waits outside of them.
+        # At full load engines accept more requests than they hold on average.
         room = sum(ready[i] * pools[i].warm.room for i in own_pools)
         taken = np.cumsum(served[model]) + np.minimum(backlog[model], room)
         wait[model], when = _waits(arrived[model], taken, step)
@@ -242,7 +243,7 @@ def play(
             load[when],
             wait[model],
         )
-        # What an interruption cuts off is late.
+        # Requests that an interruption cuts off miss the SLO.
         late = cut[own_pools].sum(axis=0) / np.maximum(arrived[model], _TINY)
         good[model] = np.maximum(kept - late, 0.0)
     watts = (np.interp(share[pool.model], pool.warm.shares, pool.warm.watts) for pool in pools)
@@ -255,10 +256,10 @@ def play(
 
 
 def smoothed(share: np.ndarray, arrived: np.ndarray) -> np.ndarray:
-    """Means over the time of a thousand requests (:data:`_COUNTED`), shape ``(steps,)``.
+    """Moving average over the time of a thousand requests (:data:`_COUNTED`), shape ``(steps,)``.
 
     Args:
-        share: What is averaged, in each step.
+        share: Values to average, one for each step.
         arrived: Requests in each step.
     """
     mean = float(arrived.mean())
@@ -271,14 +272,16 @@ def smoothed(share: np.ndarray, arrived: np.ndarray) -> np.ndarray:
 
 
 def _waits(arrived: np.ndarray, taken: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds until what arrives in the middle of each step is taken, in order, and in which step.
+    """Wait in seconds of the requests of each step, and the step in which they are accepted.
+
+    Requests are accepted in order of arrival, and arrive in the middle of their step on average.
 
     Args:
         arrived: Requests in each step, shape ``(steps,)``.
-        taken: Those that engines took until the end of each.
-        step: Seconds.
+        taken: Requests accepted up to the end of each step.
+        step: Length of a step in seconds.
     """
-    # It falls where requests are cut off, which wait once more.
+    # The total falls where requests are cut off, which then wait again.
     taken = np.maximum.accumulate(taken)
     middle = np.cumsum(arrived) - arrived / 2.0
     when = np.searchsorted(taken, middle * (1.0 - _TINY))
@@ -297,12 +300,12 @@ def _good(
     share: np.ndarray,
     wait: np.ndarray,
 ) -> np.ndarray:
-    """Share of the requests of one model that keep its SLO, shape ``(steps,)``."""
+    """Fraction of the requests of one model that meet its SLO, shape ``(steps,)``."""
     total, kept = np.zeros((2, len(share)))
     for pool, all_of, cold in zip(pools, ready, young, strict=True):
         for curve, count in ((pool.warm, all_of - cold), (pool.cold, cold)):
             if curve is not None:
                 total += count * curve.capacity
                 kept += count * curve.capacity * curve.good(share, wait)
-    # What no engine ever takes keeps nothing.
+    # Requests that no engine ever accepts miss it.
     return np.where(np.isfinite(wait), kept / np.maximum(total, _TINY), 0.0)

@@ -1,4 +1,4 @@
-"""Models by name: what a name stands for, its sizes as they are served, and its checkpoint."""
+"""Models by name: canonical names, served model sizes and formats, and published checkpoints."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .served import ServedModel
 
 
 class Checkpoint(NamedTuple):
-    """A published model.
+    """A published checkpoint.
 
     Attributes:
-        name: With its owner.
-        context: Tokens of a sequence that its ``config.json`` allows
-            (``max_position_embeddings``), which engines take for the longest request; 0 if unknown.
-        drafts: Whether it has modules of multi-token prediction; ``None`` if unknown.
+        name: Name with owner.
+        context: Maximum sequence length in ``config.json`` (``max_position_embeddings``), which
+            engines use as the limit of a request; 0 if unknown.
+        drafts: Whether it has multi-token-prediction modules; ``None`` if unknown.
     """
 
     name: str
@@ -36,22 +36,22 @@ class Checkpoint(NamedTuple):
     drafts: bool | None = False
 
 
-#: Stands for a checkpoint that opcast cannot name.
+#: Placeholder for an unknown checkpoint.
 UNKNOWN = Checkpoint("MODEL", drafts=None)
-#: What names say of models.
+#: Name patterns of models.
 _NAMES = "simulate/serving/names.yaml"
 
 
 def served_models() -> dict[str, JsonObject]:
-    """What serving knows of models by name, beside their presets (models.yaml)."""
+    """Serving data of models by name, which complements their presets (``models.yaml``)."""
     found: dict[str, JsonObject] = own_data("simulate/serving/models.yaml")
     return found
 
 
 def plain_name(name: str) -> str:
-    """A model's name as presets have it: without owner, tuning, format and date.
+    """Name of a model as in the presets: without owner, tuning, format and date.
 
-    ``meta-llama/Llama-3.1-70B-Instruct-FP8`` is ``llama-3.1-70b``.
+    ``meta-llama/Llama-3.1-70B-Instruct-FP8`` gives ``llama-3.1-70b``.
     """
     data = own_data(_NAMES)
     text = name.lower().rsplit("/", 1)[-1].replace("_", "-").removeprefix("meta-")
@@ -64,19 +64,19 @@ def plain_name(name: str) -> str:
 
 
 def _left_out(name: str) -> str:
-    """What is not described of a model, by its name; empty for most."""
+    """Note on parts that are not modelled, by a model's name; empty for most."""
     words = re.split(r"[-_]", name.lower().rsplit("/", 1)[-1])
     return next((text for word, text in own_data(_NAMES)["left_out"].items() if word in words), "")
 
 
 def _block(name: str) -> int:
-    """Side of the blocks that a checkpoint has a scale for in fp8, by its name; 0 for none."""
+    """Side of a checkpoint's fp8 scaling blocks, by its name; 0 for none."""
     blocks = own_data(_NAMES)["blocks"].items()
     return next((own for pattern, own in blocks if re.fullmatch(pattern, name.lower())), 0)
 
 
 def recurrence_of(known: str) -> Recurrence | None:
-    """Sizes of the layers with a recurrent state of a model by its plain name, if known."""
+    """Sizes of the recurrent layers of a model by its canonical name, if known."""
     own = cast("list[int]", served_models().get(known, {}).get("recurrence", []))
     return Recurrence(*own) if own else None
 
@@ -84,17 +84,17 @@ def recurrence_of(known: str) -> Recurrence | None:
 def served_by_name(
     name: str, settings: Mapping[str, object], formats: Formats, *, files: bool = False
 ) -> ServedModel:
-    """A model by its name, or by a file.
+    """The served model for a name or a file.
 
-    Names are those of presets, of the data file, and of checkpoints (``Qwen/Qwen3-32B-FP8``),
-    whose format counts where none is given, or else the one that a model is published in; so does
-    the ``quantization_config`` of a ``config.json``.
+    Names are those of presets, of ``models.yaml``, and of checkpoints (``Qwen/Qwen3-32B-FP8``). If
+    no format is given, the one in the name applies, else the published one; for a ``config.json``
+    that of its ``quantization_config``.
 
     Args:
-        name: Of a model; with ``files`` also a ``config.json``, or a YAML file of sizes.
+        name: Model name; with ``files`` also a ``config.json`` or a YAML file of sizes.
         settings: Sizes that take precedence.
-        formats: Of its numbers.
-        files: Whether files are read.
+        formats: Number formats.
+        files: Whether file names are accepted.
 
     Raises:
         PlanError: The name or a format is unknown, a file cannot be read, or sizes do not fit.
@@ -116,7 +116,7 @@ def served_by_name(
         pass_of_one = {"mode": "forward", "seq": 1, "batch": 1}
         work = make_workload("llama", {**entry["sizes"], **pass_of_one, **given})
     else:
-        # A name that is unknown either way is told as it was given.
+        # An unknown name is reported as it was given.
         work = make_workload(known if find_preset(known) else name, given)
         own = format_in(name)
     read_by_model(work, given)
@@ -130,13 +130,13 @@ def served_by_name(
         bare_layers=bare,
         mtp=drafts,
         left_out="" if by_file else _left_out(name),
-        # Weights that are quantised as they are loaded have scales of another kind.
+        # Weights that are quantized at load time do not use the checkpoint's scaling blocks.
         block=0 if by_file or formats.weights else _block(name),
     )
 
 
 def _plain(name: str) -> str:
-    """A name without what its spellings differ in: ``qwen3-8b`` and ``Qwen_3-8B`` are one."""
+    """Normalised name: ``qwen3-8b`` and ``Qwen_3-8B`` are equal."""
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
@@ -155,16 +155,16 @@ def _by_name() -> dict[str, Checkpoint]:
 
 
 def find_checkpoint(name: str) -> Checkpoint:
-    """The checkpoint that a model's name stands for in a command; :data:`UNKNOWN` if there is none.
+    """The checkpoint for a model name in a launch command; :data:`UNKNOWN` if there is none.
 
     Args:
-        name: Of a preset, a checkpoint with its owner, or a ``config.json``, whose folder it is in.
+        name: Preset, checkpoint with owner, or path of a ``config.json``, which gives its folder.
     """
     if name.endswith("config.json"):
         return _of_config(Path(name))
     known = _by_name().get(_plain(name.rpartition("/")[2]))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((".yaml", ".yml")):
-        # Another owner's tuning may take fewer or more tokens, and leave modules out.
+        # A fine-tune by another owner may differ in context length and draft modules.
         return known if known and known.name == name else Checkpoint(name, drafts=None)
     return known or UNKNOWN
 
@@ -173,11 +173,11 @@ def _of_config(path: Path) -> Checkpoint:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, OpcastError):
-        # Who reads its sizes says what is wrong with it.
+        # The caller that reads the sizes reports what is wrong with the file.
         return Checkpoint(str(path.parent), drafts=None)
     own = {**data, **data.get("text_config", {})} if isinstance(data, dict) else {}
     context = own.get("max_position_embeddings")
     drafts = [own.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers")]
-    # A configuration without either key may be of a model whose modules go by another name.
+    # Without either key, the model may have draft modules under another name.
     said = None if all(one is None for one in drafts) else any(drafts)
     return Checkpoint(str(path.parent), context if isinstance(context, int) else 0, said)

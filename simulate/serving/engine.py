@@ -1,12 +1,12 @@
-"""Continuous batching, event by event: whole runs of decoding iterations are taken at once.
+"""Continuous batching, event by event: runs of decoding passes are simulated in one step.
 
-Between two events (a request ends, one arrives, the cache is full) every decoding iteration runs
-the same batch, so that its time grows linearly with the cache and a run of them has a closed form.
-The policies are those that engines document: what may be admitted, whether prompts run beside
-decoding or before it, and what happens when the cache is full.
+Between two events (a request ends or arrives, the cache is full) every decoding pass runs the same
+batch, so the time of a pass grows linearly with the cache and the total has a closed form. The
+policies are those that engines document: when a request is admitted, whether prompts run beside or
+before decoding, and what happens when the cache is full.
 
-Times are sums over classes of cost (products, attention, host …), each with a weight of its own;
-what a request waited for is kept by class, so that the share of each in a latency is known.
+Times are weighted sums over cost classes (products, attention, host …). Waiting time is recorded
+by class, so that the contribution of each class to a latency is known.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .occupancy import Occupancy, PrefixCache
 
 
 class Engine:
-    """One engine of a fleet: takes requests, and runs passes until it is told to stop.
+    """One engine of a fleet: accepts requests and runs passes.
 
     Args:
         requests: Shared state of the requests.
-        station: What it has in common with its equals.
+        station: Costs, cache and rules that it shares with its replicas.
         ready: Whether prompts are in the cache already.
-        prefixes: Blocks of prompts that it keeps; ``None`` for none.
-        done: Told of each request that ended, and when.
-        history: Filled with what happens; ``None`` where nobody asks.
+        prefixes: Prefix cache; ``None`` for none.
+        done: Callback for each request that ends, with the request and the time.
+        history: Record of the engine's states to fill; ``None`` for none.
     """
 
     def __init__(
@@ -52,34 +52,34 @@ class Engine:
         self.prefixes, self.done, self.history = prefixes, done, history
         self.before = self.clock = np.zeros(len(self.weights))
         self.began = self.now = 0.0
-        #: Clock of classes when a request was sent, and when its first token came.
+        #: Accumulated cost by class when a request was sent, and when its first token came.
         self.at_sent: dict[int, np.ndarray] = {}
         self.at_first: dict[int, np.ndarray] = {}
         self.waiting: deque[int] = deque()
-        #: Those of them that came after the next pass was prepared.
+        #: Waiting requests that arrived after the next pass had been prepared.
         self.late: set[int] = set()
         #: Evicted requests whose cache is on the host.
         self.swapped: deque[int] = deque()
-        #: Prompts that are being run: request and tokens that are left.
+        #: Prompts in progress: the request and the tokens left to run.
         self.partial: deque[list[int]] = deque()
-        #: Decoding requests by the step at which they end.
+        #: Decoding requests with the step at which they end, a heap.
         self.ends: list[tuple[int, int]] = []
-        #: Order of admission of decoding requests, for eviction.
+        #: Decoding requests in order of admission, for eviction.
         self.admitted: list[int] = []
         self.ending: dict[int, int] = {}
-        #: Tokens in the cache and step when a request began to decode.
+        #: Tokens in the cache, and the step, at which a request began to decode.
         self.started: dict[int, tuple[float, int]] = {}
         self.step_count = self.batch = 0
         self.cached = 0.0
-        #: Seconds that decoding sequences wait while prompts run before them.
+        #: Seconds for which prompts have stalled decoding sequences.
         self.stalled = 0.0
         self.outstanding = 0
-        #: Requests that the last pass ended.
+        #: Requests that ended in the last pass.
         self.ended = 0
-        #: Tokens of prompts that have yielded no token yet, with those of them that are to be run.
+        #: Load of each prompt without a first token: all its tokens plus those still to run.
         self.ahead: dict[int, int] = {}
         self.unrun = 0
-        #: These and the tokens of decoding requests when the last pass began.
+        #: Their sum plus the tokens of decoding requests when the last pass began.
         self.held_before = 0.0
         self.iterations = self.evicted = self.largest_batch = self.largest_cache = 0
         self.hit_tokens = 0
@@ -87,30 +87,30 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether it has any request."""
+        """Whether it has any requests."""
         return self.outstanding > 0
 
     def holds(self, time: float) -> int:
-        """Requests that it has at a time: what the last pass ended, until that has ended."""
+        """Requests it has at a time, including those of the pass that runs at that time."""
         return self.outstanding + (self.ended if time < self.now else 0)
 
     def load(self, time: float) -> float:
-        """Tokens of prompts that are to be run, and of what all of its requests keep.
+        """Prompt tokens to run plus the tokens that all requests keep in the cache.
 
         Args:
-            time: When it is asked; what the last pass did counts once that has ended.
+            time: Time in seconds; a pass that has not ended by then does not count.
         """
         return self.held_before if time < self.now else self.unrun + self.cached
 
     def uncached(self, index: int) -> int:
-        """Tokens of a prompt that the cache does not have."""
+        """Prompt tokens without a prefix-cache hit."""
         return self.requests.prompts[index] - self._hit(index)
 
     def send(self, index: int, time: float) -> None:
-        """Take a request, which reached the engine's queue at ``time``.
+        """Accept a request that reached the engine's queue at ``time``.
 
         Raises:
-            PlanError: It does not fit the cache.
+            PlanError: The request does not fit the cache.
         """
         own = self.requests
         most = own.prompts[index] + own.outputs[index]
@@ -123,7 +123,7 @@ class Engine:
         if not self.busy:
             self.now = self.began = max(self.now, time)
             self.before = self.clock
-        # It came while the last pass ran, or after it.
+        # The request arrived during the last pass, or after it.
         whole = self.now - self.began
         share = min(1.0, max(0.0, (time - self.began) / whole)) if whole > 0.0 else 1.0
         self.at_sent[index] = self.before + (self.clock - self.before) * share
@@ -136,8 +136,8 @@ class Engine:
         self.held_before += self.ahead[index]
 
     def next_end(self) -> float:
-        """A time before which no request of the engine ends."""
-        # Asked for whenever another engine takes a step, while this one stays as it is.
+        """A lower bound on the time at which the next request ends."""
+        # Called whenever another engine takes a step, while this one's state is unchanged.
         if self._next_end is None:
             self._next_end = self.now if self.busy else inf
             if self.ends and not (self.partial or self.waiting or self.swapped):
@@ -145,7 +145,7 @@ class Engine:
         return self._next_end
 
     def step(self, until: float) -> None:
-        """Run a pass with prompts, or passes that only decode until something may change.
+        """Run one pass with prompts, or decoding passes until something may change.
 
         Args:
             until: Time at which a request may arrive.
@@ -160,17 +160,17 @@ class Engine:
             self._decode(until)
 
     def _reserved(self, index: int) -> float:
-        """Tokens that are set aside for what a request has still to make."""
+        """Cache tokens reserved for the output that a request has yet to generate."""
         own = self.requests
         return self.policy.reserve * (own.outputs[index] - own.made[index] - 1)
 
     def _need(self, index: int) -> float:
-        """Tokens that a request takes from the cache when it is admitted."""
+        """Cache tokens that a request takes at admission."""
         slack = (self.policy.block - 1) / 2.0
         return self._prompt(index) - self._hit(index) + self._reserved(index) + slack
 
     def _hit(self, index: int) -> int:
-        """Tokens at the start of a prompt that the cache has already; one at least is run."""
+        """Prefix-cache hit of a prompt in tokens; at least one token is always run."""
         own = self.requests
         found = own.hits[index]
         if self.prefixes is not None and own.blocks:
@@ -185,7 +185,7 @@ class Engine:
         return not running or self.taken.fits(self._need(index))
 
     def _chunks(self) -> list[tuple[int, Chunk]]:
-        """Parts of prompts of the next pass, oldest first; admits what fits."""
+        """Prompt chunks of the next pass, oldest first; admits the requests that fit."""
         policy = self.policy
         left = policy.token_budget - (self.batch if policy.mixed else 0)
         chunks: list[tuple[int, Chunk]] = []
@@ -222,7 +222,7 @@ class Engine:
         return chunks
 
     def _prompt(self, index: int) -> int:
-        """Tokens to run before a request decodes; what was made before an eviction is run again."""
+        """Prompt tokens to run; includes tokens generated before an eviction."""
         return self.requests.prompts[index] + int(self.requests.made[index])
 
     def _mixed(self, chunks: list[tuple[int, Chunk]]) -> None:
@@ -245,7 +245,7 @@ class Engine:
         if done:
             self.partial = deque(entry for entry in self.partial if entry[1])
         for index in done:
-            # The pass that ends a prompt also yields a token.
+            # The pass that finishes a prompt also yields a token.
             self._token(index)
 
     def _first(self, index: int) -> None:
@@ -257,7 +257,7 @@ class Engine:
         own.waits += self.clock - self.at_sent.pop(index)
 
     def _token(self, index: int) -> None:
-        """The token that the end of a prompt yields."""
+        """Record the token that the end of a prompt yields."""
         own = self.requests
         own.made[index] += 1
         if index in self.at_sent:
@@ -269,7 +269,7 @@ class Engine:
             self._start(index)
 
     def _start(self, index: int) -> None:
-        """Begin to decode."""
+        """Begin to decode a request."""
         own = self.requests
         if self.ready and index in self.at_sent:
             own.made[index] = 1
@@ -307,11 +307,11 @@ class Engine:
         self._steps(steps)
 
     def _note(self, batch: int, decoding: int, passes: int, chunk: int) -> None:
-        """Write down what the last passes were."""
+        """Record the last passes in the history."""
         assert self.history is not None
         if decoding:
             gap = (self.now - self.began) / passes
-            # A stall before decoding lengthens one gap of each sequence.
+            # A stall before decoding lengthens one inter-token gap of each sequence.
             self.history.gaps.append((gap + self.stalled, decoding))
             if passes > 1:
                 self.history.gaps.append((gap, decoding * (passes - 1)))
@@ -324,11 +324,11 @@ class Engine:
         )
 
     def _steps_until(self, gap: float, most: int) -> int:
-        """Fewest passes that last ``gap`` seconds, up to ``most``."""
+        """Number of passes, at most ``most``, that last at least ``gap`` seconds."""
         whole, one = self._seconds(most), self._seconds(1)
         if whole <= gap:
             return most
-        # Every pass takes a constant longer than the one before: n (one + (n - 1) growth / 2).
+        # The time of a pass grows by a constant: n (one + (n - 1) growth / 2).
         growth = max(0.0, 2.0 * (whole / most - one) / (most - 1))
         base = one - growth / 2.0
         gap = max(gap, 0.0)
@@ -336,7 +336,7 @@ class Engine:
         return max(1, min(most, ceil(exact - 1e-9)))
 
     def _steps(self, steps: int) -> None:
-        """Every decoding request makes ``steps`` times what is accepted; those that end leave."""
+        """Advance all decoding requests by ``steps`` passes; finished requests leave."""
         grown = self.batch * steps * self.accepted
         self.step_count += steps
         self.cached += grown
@@ -352,14 +352,14 @@ class Engine:
             self._leave(index)
             self._finish(index)
         if not self.batch and not self.partial:
-            # What rounding of shares leaves does not add up over a run.
+            # Rounding errors of fractional tokens must not add up over a run.
             self.cached = 0.0
             self.taken.clear()
         while self.batch > 1 and self.taken.used > self.taken.room:
             self._evict()
 
     def _leave(self, index: int) -> float:
-        """A request stops decoding; returns the tokens that its cache holds."""
+        """Stop decoding a request; returns the tokens in its cache."""
         del self.ending[index]
         size, start = self.started.pop(index)
         grown = (self.step_count - start) * self.accepted
@@ -369,7 +369,7 @@ class Engine:
         return size + grown
 
     def _evict(self) -> None:
-        """Send the last admitted request back to the queue: swapped out, or computed again."""
+        """Return the request admitted last to the queue, swapped out or to be recomputed."""
         index = self.admitted.pop()
         while index not in self.ending:
             index = self.admitted.pop()
@@ -383,12 +383,12 @@ class Engine:
         else:
             self.waiting.appendleft(index)
         self.evicted += 1
-        # Its entry at the top of the heap would be taken for the next event.
+        # A stale entry at the top of the heap would be taken for the next event.
         while self.ends and self.ending.get(self.ends[0][1]) != self.ends[0][0]:
             heappop(self.ends)
 
     def _return(self, index: int) -> None:
-        """Bring the cache of a swapped request back."""
+        """Swap the cache of a request back in."""
         self.taken.admit(index, self._need(index))
         self._advance(self.costs.swap(float(self._prompt(index))), 0)
         self._start(index)

@@ -1,7 +1,8 @@
-"""Engines behind a router, in one order of time: closed loops, open loads, prompts apart.
+"""Engines behind a router in one event order: closed loops, open loads, disaggregated prefill.
 
-The engine that lags is always the next to run, up to the first time at which anything may reach it;
-so that engines influence each other in the right order although each takes many passes at once.
+The engine whose clock is furthest behind runs next, up to the earliest time at which a request may
+reach it, so that interactions happen in the right order although an engine runs many passes at
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .load import History, Load, Requests, Run, Station
 from .occupancy import PrefixCache
 from .policies import ROUTERS
 
-#: Seconds that the cache of a prompt of so many tokens takes from one worker to another.
+#: Seconds to transfer the cache of a prompt of the given number of tokens to another worker.
 Transfer = Callable[[int], float]
 
 
@@ -33,20 +34,20 @@ def run_fleet(
     transfer: Transfer = lambda tokens: 0.0,
     record: bool = False,
 ) -> Run:
-    """Serve a load.
+    """Simulate the serving of a load.
 
     Args:
-        load: The requests.
-        station: Engines that decode, and run prompts as well unless ``prefill`` does.
-        prefill: Engines that run prompts alone; their caches move to the others.
-        router: One of :data:`ROUTERS`; decoding engines after ``prefill`` are always chosen by
-            fewest requests.
-        delay: Seconds between sending a request and an engine's queue.
-        transfer: Of a prompt's cache.
-        record: Whether to keep the engines' histories.
+        load: Requests.
+        station: Engines that decode, and also run prompts unless ``prefill`` is given.
+        prefill: Engines that only run prompts and transfer the caches to ``station``.
+        router: One of :data:`ROUTERS`; after ``prefill``, the decoding engine with the fewest
+            requests is always chosen.
+        delay: Seconds between sending a request and its arrival in an engine's queue.
+        transfer: Transfer time of a prompt's cache.
+        record: Whether to record the engines' histories.
 
     Raises:
-        PlanError: A request does not fit the cache, or the router is not known.
+        PlanError: A request does not fit the cache, or the router is unknown.
     """
     if router not in ROUTERS:
         raise PlanError(f"a router {router!r} is not known", hint=", ".join(ROUTERS))
@@ -68,7 +69,7 @@ class _Fleet:
         self.delay = delay
         n = len(load.prompts)
         self.requests = Requests(load, len(station.weights))
-        #: Time, order, request, and whether its prompt was run.
+        #: Time, tie-breaking order, request, and whether its prompt has been run.
         self.events: list[tuple[float, int, int, bool]] = []
         self.order = self.turn = 0
         self.left = n
@@ -80,13 +81,13 @@ class _Fleet:
             self.prefiller = _Prompts(load, len(prefill.weights))
             self.fronts = self._engines(prefill, record, False, self.prefiller)
         self.engines = self.decoders + (self.fronts if prefill is not None else [])
-        #: When the link of each worker that runs prompts is free, a heap.
+        #: Times at which the links of the prefill workers become free, a heap.
         self.links = [0.0] * len(self.fronts)
         self.moves: list[tuple[float, float]] = []
         closed = load.concurrency > 0
         times = [0.0] * min(load.concurrency, n) if closed else load.arrivals.tolist()
         self.next = len(times) if closed else n
-        # Whether the end of one request is the beginning of another's work.
+        # Whether the end of a request in one engine can cause an event in another.
         self.coupled = prefill is not None or (closed and self.next < n)
         for index, time in enumerate(times):
             self._send(index, time)
@@ -119,7 +120,7 @@ class _Fleet:
 
     def run(self) -> Run:
         places = {engine: place for place, engine in enumerate(self.engines)}
-        # Engines that have requests, by their clocks, which only their own steps move.
+        # Engines with requests by their clocks, which only their own steps advance.
         busy: list[tuple[float, int]] = []
         while self.left:
             if self.events and (not busy or self.events[0][0] <= busy[0][0]):
@@ -149,9 +150,9 @@ class _Fleet:
             place = self.turn % len(engines)
             self.turn += 1
         elif self.router == "prefix-aware" and not after:
-            # NVIDIA Dynamo's KV router (https://docs.nvidia.com/dynamo, routing concepts), whose
-            # weights are 1: prompt tokens that no cache has, of the request and of those ahead of
-            # it, and tokens that the engine's requests keep.
+            # NVIDIA Dynamo's KV router (https://docs.nvidia.com/dynamo, routing concepts) with unit
+            # weights: uncached prompt tokens of the request and of those waiting, plus the tokens
+            # that the engine's requests keep in the cache.
             place = min(places, key=lambda at: engines[at].load(time) + engines[at].uncached(index))
         else:
             place = min(places, key=lambda at: engines[at].holds(time))
@@ -160,9 +161,9 @@ class _Fleet:
         return engines[place]
 
     def _prompt_done(self, index: int, time: float) -> None:
-        """A prompt was run by a worker of its own: its cache moves to one that decodes."""
+        """Transfer the cache of a prompt from its prefill worker to a decoding engine."""
         assert self.prefiller is not None
-        # A link moves one cache after the other, at the same mean rate as all of them at once.
+        # A link transfers caches in turn, at the same mean rate as all of them at once.
         start = max(time, heappop(self.links))
         self.moves.append((time, start))
         end = start + self.transfer(self.requests.prompts[index])
@@ -207,27 +208,26 @@ class _Fleet:
 
 
 class _Prompts(Requests):
-    """The requests as workers see them that run prompts alone: one token each."""
+    """The requests from the view of prefill workers: one output token each."""
 
     def __init__(self, load: Load, classes: int) -> None:
         super().__init__(load, classes)
         self.outputs = [1] * len(self.outputs)
 
 
-#: Times that the largest batch of an engine is filled; engineering choice.
+#: How often the capacity run fills an engine's largest batch; engineering choice.
 _FILLS = 4
 
 
 def capacity(load: Load, station: Station, prefill: Station | None = None) -> float:
-    """Requests a second that engines serve at most, in requests such as those of a load.
+    """Maximum throughput of engines in requests per second, for requests like those of a load.
 
-    Equal engines behind a router serve so many times what one serves, and of two kinds in a row the
-    slower decides.
+    Identical engines behind a router add up; of prefill and decoding engines the slower limits.
 
     Args:
-        load: The requests.
-        station: Engines that decode, and run prompts as well unless ``prefill`` does.
-        prefill: Engines that run prompts alone.
+        load: Requests.
+        station: Engines that decode, and also run prompts unless ``prefill`` is given.
+        prefill: Engines that only run prompts.
     """
     if prefill is None:
         return _of_one(load, station) * station.count
@@ -240,13 +240,13 @@ def capacity(load: Load, station: Station, prefill: Station | None = None) -> fl
 
 
 def _of_one(load: Load, station: Station) -> float:
-    """Requests a second of one engine that has them all at once."""
+    """Requests per second of one engine that gets all of them at once."""
     asked = len(load.prompts)
-    # Costs are known for batches of at most so many.
+    # Costs are known up to this batch size.
     batch = min(station.policy.max_batch, load.largest_batch)
     count = _FILLS * batch
     if load.blocks:
-        # The more requests, the more of them find what others left: none is dropped.
+        # Keep all requests: the more there are, the more prefixes they share.
         count = max(count, asked)
     at = np.arange(count) % asked
     many = replace(
@@ -260,18 +260,18 @@ def _of_one(load: Load, station: Station) -> float:
         blocks=_repeated(load.blocks, count),
     )
     one = replace(station, count=1, policy=replace(station.policy, max_batch=batch))
-    # While the last batch runs empty there is no other request waiting.
+    # Until the last batch starts to drain, requests are always waiting.
     full = max(1, count - batch)
     taken = float(np.sort(run_fleet(many, one).finished)[full - 1])
-    # Behind workers of prompts, which give first tokens, outputs of one token take no time.
+    # After prefill workers, which yield first tokens, outputs of one token take no time.
     return full / taken if taken else inf
 
 
 def _repeated(blocks: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
-    """Blocks of a load that is repeated: those of each repetition have names of their own.
+    """Blocks of a repeated load, with new identifiers in each repetition.
 
-    Prompts share what they share in the load itself, and find nothing of the repetition before:
-    that a request comes twice is no property of the load.
+    Prompts share prefixes as within the load itself but not across repetitions, which are an
+    artefact of the simulation.
     """
     names = {block for own in blocks for block in own}
     step = max(names, default=0) - min(names, default=0) + 1

@@ -1,4 +1,4 @@
-"""Number formats of a served model, by the names that checkpoints, engines and tables have."""
+"""Number formats of a served model, from the names used by checkpoints, engines and tables."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..step.workload import Workload
 from .policies import framework_defaults
 from .served import WEIGHTS, ServedModel
 
-#: What names say of formats.
+#: Name patterns of formats.
 _NAMES = own_data("simulate/serving/names.yaml")
 
 
 class Formats(NamedTuple):
-    """Number formats as a command says them; empty for those of published checkpoints.
+    """Number formats given by the user; empty for those of the published checkpoint.
 
     Attributes:
-        weights: Such as ``fp8``.
-        cache: Of keys and values.
-        experts: Of the experts alone.
-        activations: ``bf16`` for products on widened weights.
-        linear_layers: Layers with a recurrent state; 0 for those that the model is known to have.
-        framework: Which may choose the format of the cache; lower case.
+        weights: Weight format, such as ``fp8``.
+        cache: Format of the KV cache.
+        experts: Format of the experts only.
+        activations: ``bf16`` for weight-only quantization.
+        linear_layers: Layers with a recurrent state; 0 for the model's own number.
+        framework: Lower-case name of the framework, which may choose the cache format.
     """
 
     weights: str = ""
@@ -36,9 +36,10 @@ class Formats(NamedTuple):
 
 
 def format_in(name: str) -> str:
-    """The format that a checkpoint's name says, else that its model is published in.
+    """Weight format in a checkpoint's name, or else the one in which its model is published.
 
-    Empty for 16 bits. ``openai/gpt-oss-120b`` is in ``mxfp4``, ``Qwen/Qwen3-32B-FP8`` in ``fp8``.
+    Empty for 16 bits. Examples: ``openai/gpt-oss-120b``: ``mxfp4``; ``Qwen/Qwen3-32B-FP8``:
+    ``fp8``.
     """
     text = name.lower().replace("_", "-").rsplit("/", 1)[-1]
     rules = (*_NAMES["weights"].items(), *_NAMES["published"].items())
@@ -46,14 +47,14 @@ def format_in(name: str) -> str:
 
 
 def in_formats(workload: Workload, formats: Formats) -> ServedModel:
-    """A model in the formats that published checkpoints of a name have.
+    """Apply formats to a model, as published checkpoints with these formats do.
 
     Args:
-        workload: Its sizes.
-        formats: Of its numbers.
+        workload: Model sizes.
+        formats: Number formats.
 
     Raises:
-        PlanError: A format is not known, or is that of what the model has not.
+        PlanError: A format is unknown, or applies to a part that the model lacks.
     """
     cache, experts, activations = formats.cache, formats.experts, formats.activations
     weights = _weights_of(formats.weights) or "bf16"
@@ -71,13 +72,13 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
     plain = "bf16"
     other, attention, every = weights, "", weights
     if workload.experts and weights in ("mxfp4", "int4"):
-        # Published MoE checkpoints in these formats quantise their experts only (gpt-oss, Kimi).
+        # Published MoE checkpoints in these formats quantize only their experts (gpt-oss, Kimi).
         other = plain
     if weights == "fp8" and workload.kv_lora:
-        # DeepSeek's checkpoints have scales for blocks of 128 x 128.
+        # DeepSeek's checkpoints have one scale per block of 128 x 128.
         other = every = "fp8_block"
     if weights == "nvfp4" and workload.kv_lora:
-        # NVIDIA's checkpoints of DeepSeek's models leave attention in 16 bits.
+        # NVIDIA's checkpoints of DeepSeek models leave attention in 16 bits.
         attention = plain
     kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
     if not kept and weights in framework_defaults(formats.framework).cache_follows:
@@ -88,7 +89,7 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
 
 
 def _weights_of(text: str) -> str:
-    """One of :data:`WEIGHTS` for a format's name, or the name itself."""
+    """The member of :data:`WEIGHTS` for a format name, or the name itself if there is none."""
     name = text.lower()
     if name in WEIGHTS:
         return name

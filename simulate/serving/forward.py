@@ -1,8 +1,8 @@
-"""Operators of a forward pass of a served decoder on one device, and what its ranks exchange.
+"""Operators of a forward pass of a served decoder on one device, and the collectives of its ranks.
 
-Products see all tokens of a pass, attention only those of its own sequence, and the vocabulary
-projection the last token of each. Layers with latent attention absorb the up-projections of keys
-and values into queries and results when they decode (DeepSeek-V2, 2024, section 2.1.2).
+Products run over all tokens of a pass, attention over each sequence, and the vocabulary projection
+over the last token of each. When decoding, layers with latent attention absorb the up-projections
+of keys and values into queries and results (DeepSeek-V2, 2024, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from ..step.workload import Workload
 from .served import STATE_BYTES, EnginePlan, ServedModel, kinds_of
 from .token_exchange import EXPERT_SKEW, Links, busiest, exchange_seconds, row_bytes
 
-#: Latent width of keys and values, with the rotated part, and widths of a head of latent attention
-#: in prefill, which all published models share (DeepSeek-V2 and -V3, Kimi K2).
+#: Latent width of keys and values, width of the rotary part, and head widths of latent attention in
+#: prefill: the same in all published models (DeepSeek-V2 and -V3, Kimi K2).
 LATENT, ROTATED, MLA_HEAD, MLA_VALUE = 512, 64, 192, 128
-#: Exponent of the density of experts' loads: a batch of 16 to 64 tokens reaches half of the experts
-#: that a balanced draw would, as times of a further token of gpt-oss under vLLM show.
+#: Exponent of the power law of expert loads: a batch of 16 to 64 tokens reaches half as many
+#: experts as balanced routing would, as measured times per output token of gpt-oss under vLLM show.
 ROUTING_SKEW = 1.2
-#: Convolution and gates of a recurrent layer beside its projections, in passes over its inputs;
-#: engineering estimate.
+#: Passes over the inputs of a recurrent layer for its convolution and gates; engineering estimate.
 SCAN_PASSES = 6.0
-#: Kernels of an operator: products, and others. Experts: two grouped products beside choosing them,
-#: sorting tokens by them (two), the activation and adding up; attention beside writing the cache.
+#: Kernels of an operator: products, and others. Experts: two grouped products, plus routing,
+#: sorting of tokens (two), activation and summation; attention includes the write to the cache.
 _KERNELS = {"linear": (1, 0), "bmm": (1, 0), "moe": (2, 5), "attention": (0, 2)}
-#: Operators with how often they run.
+#: Operators with the number of times each runs.
 Counted = list[tuple[Op, float]]
 
 
@@ -40,10 +39,10 @@ class Exchange(NamedTuple):
     """A collective of a forward pass.
 
     Attributes:
-        kind: As of :class:`~opcast.simulate.step.costs.CommCall`.
-        size: Bytes, as there.
-        ranks: Devices that take part, neighbours of each other.
-        times: How often.
+        kind: Collective, as in :class:`~opcast.simulate.step.costs.CommCall`.
+        size: Bytes, as defined there.
+        ranks: Number of participating devices, which are neighbours.
+        times: Number of calls.
     """
 
     kind: str
@@ -55,16 +54,16 @@ class Exchange(NamedTuple):
 def token_ops(
     model: ServedModel, plan: EnginePlan, tokens: int, skew: float | None = None
 ) -> Counted:
-    """Products, experts and passes over memory for ``tokens`` of each attention rank.
+    """Products, experts and memory-bound operators for ``tokens`` on each attention rank.
 
-    All layers of the model are listed: a pipeline's stages run them one after another.
+    All layers are listed, because the stages of a pipeline run one after another.
 
     Args:
-        model: What is served.
-        plan: Of the engine.
-        tokens: Of each attention rank.
-        skew: Of a wide engine, deviation of the logarithms of experts' loads
-            (:func:`~.token_exchange.busiest`); ``None`` for experts that all ranks' tokens reach.
+        model: Served model.
+        plan: Parallelism of the engine.
+        tokens: Tokens on each attention rank.
+        skew: Standard deviation of the logarithms of expert loads for a wide engine
+            (:func:`~.token_exchange.busiest`); ``None`` for experts that see all ranks' tokens.
     """
     ops: Counted = []
     kinds = kinds_of(model.workload)
@@ -75,13 +74,13 @@ def token_ops(
         if recurrent:
             ops += [(op, recurrent) for op in _recurrent(model, layer, plan, tokens)]
         ops += [(op, count * model.fed) for op in _feed_forward(model, layer, plan, tokens, skew)]
-    # Embedding: a row for each token.
+    # Embedding: one row per token.
     ops.append((_pass(4.0 * tokens * model.workload.d_model), 1.0))
     return ops
 
 
 def head_ops(model: ServedModel, plan: EnginePlan, sequences: int) -> Counted:
-    """The vocabulary projection, and sampling's passes over the logits of ``sequences``."""
+    """Vocabulary projection, and the passes of sampling over the logits of ``sequences``."""
     w = model.workload
     n = ceil(w.vocab / plan.tp)
     logits = Op("linear", (sequences, n, w.d_model), w.dtype)
@@ -92,7 +91,7 @@ def head_ops(model: ServedModel, plan: EnginePlan, sequences: int) -> Counted:
 def prefill_ops(
     model: ServedModel, plan: EnginePlan, sequences: int, tokens: int, past: int
 ) -> Counted:
-    """Attention of ``sequences`` chunks of ``tokens`` each, after ``past`` others of their own."""
+    """Attention of ``sequences`` chunks of ``tokens``, each after ``past`` earlier tokens."""
     ops: Counted = []
     for layer, count in _attending(model):
         heads, groups = _heads(layer, plan)
@@ -108,7 +107,7 @@ def prefill_ops(
 
 
 def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) -> Counted:
-    """Attention of one new token of each of ``batch`` sequences of ``length``."""
+    """Attention of one new token for each of ``batch`` sequences of ``length`` tokens."""
     ops: Counted = []
     for layer, count in _attending(model):
         heads, groups = _heads(layer, plan)
@@ -120,16 +119,16 @@ def decode_ops(model: ServedModel, plan: EnginePlan, batch: int, length: int) ->
             op = Op("attention", shape, cache=model.cache)
         ops.append((op, count))
     if model.linear_layers:
-        # Read and written (Yang et al., Gated Delta Networks, 2025).
+        # The state is read and written (Yang et al., Gated Delta Networks, 2025).
         state = 2.0 * STATE_BYTES * batch * model.recurrent.state / plan.tp
         ops.append((_pass(state), float(model.linear_layers)))
     return ops
 
 
 def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchange]:
-    """What the ranks exchange in a pass over ``tokens`` of each attention rank.
+    """Collectives of a pass over ``tokens`` on each attention rank.
 
-    What wide engines send to the ranks of experts is :func:`dispatched`.
+    The token exchange of wide engines is not included; see :func:`dispatched`.
     """
     w = model.workload
     size = 2.0 * tokens * w.d_model
@@ -137,11 +136,11 @@ def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchang
     found = []
     if plan.tp > 1:
         # After attention, and after the feed-forward (Shoeybi et al., Megatron-LM, 2019, section
-        # 3); with experts spread over ranks that hold all tokens, the second one adds up experts.
+        # 3); with data-parallel attention the all-to-all combines the experts instead.
         reduces = (1.0 + model.fed) * w.layers - (moe if plan.dp > 1 else 0.0)
         found.append(Exchange("all_reduce", size, plan.tp, reduces))
     if plan.dp > 1 and moe and not plan.wide:
-        # Tokens go to the ranks of their experts and come back, each once for every rank.
+        # Tokens are sent to the ranks of their experts and back, at most once per rank.
         copies = min(w.top_k, plan.ranks)
         found.append(Exchange("alltoall", size * copies / plan.tp, plan.ranks, 2.0 * moe))
     if plan.pp > 1:
@@ -150,7 +149,7 @@ def exchanges(model: ServedModel, plan: EnginePlan, tokens: int) -> list[Exchang
 
 
 def launches(model: ServedModel, plan: EnginePlan) -> float:
-    """Kernels that a pass over prompts launches where no graph replays them."""
+    """Kernels that a prefill pass launches when no graph replays them."""
     counted = [*token_ops(model, plan, 1), *head_ops(model, plan, 1)]
     counted += prefill_ops(model, plan, 1, 2, 0)
     kernels = sum(times * _kernels(op) for op, times in counted)
@@ -158,7 +157,7 @@ def launches(model: ServedModel, plan: EnginePlan) -> float:
 
 
 def _kernels(op: Op) -> int:
-    """Kernels of an operator; products of narrow activations have theirs quantised before."""
+    """Kernels of an operator; narrow activations add a quantization kernel to each product."""
     products, others = _KERNELS.get(op.family, (0, 1))
     narrow = products > 0 and FORMATS[op.dtype].activation_bits < 16
     return products * (1 + narrow) + others
@@ -167,15 +166,15 @@ def _kernels(op: Op) -> int:
 def dispatched(
     model: ServedModel, plan: EnginePlan, tokens: int, skew: float, links: Links, *, direct: bool
 ) -> float:
-    """Seconds in which the ranks of a wide engine send tokens to their experts and back, in a pass.
+    """Seconds per pass in which a wide engine dispatches tokens to experts and combines results.
 
     Args:
-        model: What is served.
-        plan: Of the engine; of one that is not wide nothing is sent.
-        tokens: Of each attention rank.
-        skew: Deviation of the logarithms of experts' loads.
-        links: Between the ranks.
-        direct: Whether by the kernels of low latency (:mod:`.token_exchange`).
+        model: Served model.
+        plan: Parallelism of the engine; 0 seconds if it is not wide.
+        tokens: Tokens on each attention rank.
+        skew: Standard deviation of the logarithms of expert loads.
+        links: Links between the ranks.
+        direct: Whether low-latency kernels are used (:mod:`.token_exchange`).
     """
     w = model.workload
     layers = model.fed * sum(count for layer, count in kinds_of(w).items() if layer.experts)
@@ -194,11 +193,11 @@ def dispatched(
 
 
 def _attending(model: ServedModel) -> list[tuple[Workload, float]]:
-    """Kinds of layers with how many of each attend over a cache."""
+    """Kinds of layers, each with the number of layers that attend over a KV cache."""
     share = 1.0 - model.linear_layers / model.workload.layers
     merged: dict[tuple[object, ...], tuple[Workload, float]] = {}
     for layer, count in kinds_of(model.workload).items():
-        # Layers that differ in their feed-forward alone attend alike.
+        # Layers that differ only in their feed-forward have the same attention.
         key = (layer.window, layer.heads, layer.groups, layer.head)
         known = merged.get(key, (layer, 0.0))
         merged[key] = (known[0], known[1] + count * share)
@@ -206,14 +205,14 @@ def _attending(model: ServedModel) -> list[tuple[Workload, float]]:
 
 
 def _heads(layer: Workload, plan: EnginePlan) -> tuple[int, int]:
-    """Query heads, and key and value heads, of a device."""
+    """Query heads, and key-value heads, on one device."""
     heads = ceil(layer.heads / plan.tp)
-    # Each of more ranks than key-value heads holds a copy of one.
+    # With more ranks than key-value heads, each rank holds a copy of one.
     return heads, min(heads, max(1, ceil(layer.groups / plan.tp)))
 
 
 def _latent(batch: int, heads: int, queries: int, keys: int, cache: str) -> Op:
-    """Latent attention: of one query over the latent itself, else over each head's keys."""
+    """Latent attention: absorbed for a single query, else expanded to the keys of each head."""
     if queries == 1:
         shape = (batch, heads, 1, LATENT + ROTATED, LATENT, 1, keys, 1)
         return Op("attention", shape, variant=ABSORBED, cache=cache)
@@ -231,7 +230,7 @@ def _attention_products(
     w, dtype = layer, model.attention_format
     heads, groups = _heads(w, plan)
     d = w.d_model
-    # Two norms with the residual additions fused in: each reads and writes both tensors.
+    # Two norms with fused residual additions: each reads and writes both tensors.
     ops = [_pass(8.0 * tokens * d)] * 2
     if w.kv_lora:
         query = heads * (w.head + w.rope_dim)
@@ -242,21 +241,21 @@ def _attention_products(
             ops.append(Op("linear", (tokens, query, w.q_lora), dtype))
         else:
             ops.append(Op("linear", (tokens, query + narrow, d), dtype))
-        # Absorbed into queries and results; in prefill keys and values are made from the latent at
-        # the same cost.
+        # Absorbed into queries and results; prefill expands keys and values from the latent at the
+        # same cost.
         ops.append(Op("bmm", (heads, tokens, w.kv_lora, w.head), "bf16"))
         ops.append(Op("bmm", (heads, tokens, w.value, w.kv_lora), "bf16"))
     else:
         inner = w.head * (heads + 2 * groups)
         ops.append(Op("linear", (tokens, inner, d), dtype))
-        # Rotation, norms of queries and keys, and writing the cache.
+        # Rotary embedding, norms of queries and keys, and writing the cache.
         ops.append(_pass(4.0 * tokens * inner))
     ops.append(Op("linear", (tokens, d, heads * w.value), dtype))
     return ops
 
 
 def _recurrent(model: ServedModel, layer: Workload, plan: EnginePlan, tokens: int) -> list[Op]:
-    """A layer with a state: projections of queries, keys, values and gates, scan, output."""
+    """Recurrent layer: projections of queries, keys, values and gates, scan, and output."""
     d, dtype, own = layer.d_model, model.attention_format, model.recurrent
     inner, outer = ceil(own.inner / plan.tp), ceil(own.outer / plan.tp)
     return [
@@ -275,13 +274,13 @@ def _feed_forward(
         return _dense(w, plan, tokens, w.d_ff, model.weights)
     # Experts see the tokens of all attention ranks.
     every = tokens * plan.dp
-    # Kernels of experts are known by gated ones, of three matrices; others are as much narrower.
+    # Kernel models of experts assume three matrices (gated); scale the width for two.
     width = w.d_ff * w.matrices // 3
     loading = _loading(every, w.top_k, w.experts, plan.ep)
     shape = (loading, w.d_model, width, w.top_k, w.experts, plan.moe_tp, plan.ep)
     experts = Op("moe", shape, model.expert_weights, skew=ROUTING_SKEW)
     if plan.wide and skew is not None:
-        # What the busiest rank receives is sorted by its own experts, each row for one of them.
+        # Rows on the busiest rank are sorted by local expert; each row goes to one expert.
         mean = every * w.top_k / plan.ep
         rows = ceil(mean * busiest(mean, w.experts, plan.ep, plan.redundant, skew))
         held = round(plan.experts_held(w.experts))
@@ -295,10 +294,10 @@ def _feed_forward(
 
 @lru_cache(maxsize=4096)
 def _loading(tokens: int, top_k: int, experts: int, ranks: int) -> int:
-    """Tokens by which the power law of kernels' tables loads the busiest rank as these do.
+    """Tokens for which the power law of the kernel tables gives the busiest rank's measured load.
 
-    Its largest load grows with the tokens, those of experts' own loads do not: of 65,536 tokens of
-    DeepSeek-R1 over eight ranks the busiest gets 1.8 times the mean by it, 1.4 by measured loads.
+    The largest load of the power law grows with the tokens, that of measured expert loads does
+    not: for 65,536 tokens of DeepSeek-R1 over eight ranks it is 1.8 and 1.4 times the mean.
     """
     if ranks == 1:
         return tokens

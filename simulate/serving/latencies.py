@@ -1,4 +1,4 @@
-"""Latencies of a simulated run as its users see them, and what its engines held meanwhile."""
+"""User-visible latencies of a simulated run, and the occupancy and queues of its engines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 from .floor import NO_FLOOR, Floors
 from .load import History, Load, Run
 
-#: Percentiles of latencies, beside the mean.
+#: Percentiles that are reported in addition to the mean.
 LEVELS = (50, 90, 99)
-#: What is reported of each request.
+#: Latency metrics of a request.
 METRICS = ("ttft", "tpot", "itl", "e2e")
 
 
 class Slo(NamedTuple):
-    """What a request has to keep, in seconds; infinite where nothing is asked.
+    """Latency limits of a request in seconds; infinite for no limit.
 
     Attributes:
         ttft: Time to the first token.
-        tpot: Mean time of a further token.
+        tpot: Mean time per output token after the first.
         e2e: Time to the last token.
     """
 
@@ -33,21 +33,21 @@ class Slo(NamedTuple):
     e2e: float = inf
 
 
-#: Nothing is asked.
+#: No limits.
 FREE = Slo()
 
 
 @dataclass(frozen=True)
 class Served:
-    """Latencies of one simulated run as a user sees them, in seconds, shape ``(n,)``.
+    """Latencies of the requests of one simulated run in seconds, arrays of shape ``(n,)``.
 
     Attributes:
         ttft: Time to the first token.
-        tpot: Mean time of a further token; NaN for requests of one.
+        tpot: Mean time per output token after the first; NaN for requests with one output token.
         e2e: Time to the last token.
-        gaps: Times between tokens of all requests, sorted.
-        weights: How many tokens came after each gap.
-        counts: How many requests each stands for.
+        gaps: Inter-token times of all requests, sorted; shape ``(m,)``.
+        weights: Number of tokens that came after each gap, shape ``(m,)``.
+        counts: Number of requests that each simulated request represents.
     """
 
     ttft: np.ndarray
@@ -58,7 +58,7 @@ class Served:
     counts: np.ndarray
 
     def figure(self, metric: str, level: int | str) -> float:
-        """A percentile of a metric, its ``mean`` or its ``std``; 0 where there is none."""
+        """A percentile, the ``mean`` or the ``std`` of a metric; 0 if it has no values."""
         if metric == "itl":
             return _weighted(self.gaps, self.weights, level)
         values = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}[metric]
@@ -70,14 +70,14 @@ class Served:
         return _weighted(values[order], counts[order], level)
 
     def good(self, slo: Slo) -> float:
-        """Share of the requests that keep an SLO."""
+        """Fraction of the requests that meet an SLO."""
         tpot = np.nan_to_num(self.tpot, nan=0.0)
         kept = (self.ttft <= slo.ttft) & (tpot <= slo.tpot) & (self.e2e <= slo.e2e)
         return float(np.average(kept, weights=self.counts))
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray, level: int | str) -> float:
-    """A percentile of sorted values, their ``mean`` or ``std``; 0 where there is none."""
+    """A percentile, the ``mean`` or the ``std`` of sorted values; 0 if there are none."""
     if not len(values):
         return 0.0
     if isinstance(level, int):
@@ -92,18 +92,18 @@ def _weighted(values: np.ndarray, weights: np.ndarray, level: int | str) -> floa
 def served(
     load: Load, run: Run, first: float = 1.0, slower: float = 1.0, floor: Floors = NO_FLOOR
 ) -> Served:
-    """Latencies of a run.
+    """Latencies of the requests of a run.
 
     Args:
-        load: Its requests.
-        run: The run.
-        first: Factor on times to the first token.
-        slower: Factor on everything after it.
-        floor: Least times, below which no factor takes them.
+        load: The requests.
+        run: The simulated run.
+        first: Factor on the time to the first token.
+        slower: Factor on the time after the first token.
+        floor: Lower bounds, which hold whatever the factors.
     """
     ttft = np.maximum((run.first - run.sent) * first, floor.ttft)
     after = np.maximum((run.finished - run.first) * slower, floor.e2e - floor.ttft)
-    # One token has no time per further token.
+    # A request with one output token has no time per output token.
     tpot = after / np.where(load.outputs > 1, load.outputs - 1.0, np.nan)
     gaps = [gap for history in run.histories for gap in history.gaps]
     if gaps:
@@ -119,14 +119,14 @@ def served(
 def tied(
     seen: Served, first: float, slower: float, whole: float, floor: Floors = NO_FLOOR
 ) -> Served:
-    """Latencies with factors of their own on whole requests, none of which is shorter than a part.
+    """Scale latencies with a separate factor for whole requests, none shorter than its parts.
 
     Args:
-        seen: Latencies.
-        first: Factor on times to the first token.
-        slower: Factor on times of a further token.
-        whole: Factor on times of requests.
-        floor: Least times, below which no factor takes them.
+        seen: Latencies to scale.
+        first: Factor on the time to the first token.
+        slower: Factor on the time per output token.
+        whole: Factor on the time to the last token.
+        floor: Lower bounds, which hold whatever the factors.
     """
     e2e = np.maximum(seen.e2e * whole, floor.e2e)
     return replace(
@@ -139,7 +139,7 @@ def tied(
 
 
 def wider(end: Served, other: Served, side: int) -> Served:
-    """The outer of two ends of an interval: the lower one for side 0, the upper for 1."""
+    """The outer of two bounds of an interval: the smaller for side 0, the larger for side 1."""
     outer = np.maximum if side else np.minimum
     found = replace(
         end,
@@ -147,16 +147,16 @@ def wider(end: Served, other: Served, side: int) -> Served:
         tpot=outer(end.tpot, other.tpot),
         e2e=outer(end.e2e, other.e2e),
     )
-    # Runs of ends have no history: gaps between tokens are as much further off as their means.
+    # Runs of bounds record no history: inter-token times widen as much as their mean does.
     before, after = (one.figure("tpot", "mean") for one in (end, found))
     return replace(found, gaps=end.gaps * (after / before)) if before > 0.0 else found
 
 
 def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
-    """Means over time of what decoding engines held and ran; nothing without histories.
+    """Time averages of cache occupancy, batch size and queue; empty for a run without histories.
 
-    The queue is of all that wait: at an engine, or where workers of their own run prompts, at one
-    of those, at its link and at an engine.
+    The queue counts all waiting requests. With separate prefill workers those are the requests that
+    wait for a prefill worker, for its link, or for a decoding engine.
     """
     if not run.histories:
         return {}
@@ -182,13 +182,13 @@ def states_of(run: Run, room: int, engines: int) -> dict[str, float]:
 
 
 def _over_time(history: History, values: Sequence[float]) -> float:
-    """Mean over time of what a history kept at its times."""
+    """Time average of a quantity that a history recorded at its times."""
     spans = np.diff(history.time, prepend=0.0)
     return float(np.array(values) @ spans) / max(float(spans.sum()), 1e-12)
 
 
 def _queue(histories: Sequence[History]) -> tuple[float, float]:
-    """Requests that wait at one of several engines: mean over time, and most at any."""
+    """Requests that wait at one engine: mean over time and engines, and the maximum."""
     means, longest = [], 0
     for history in histories:
         if history.time:
@@ -198,11 +198,11 @@ def _queue(histories: Sequence[History]) -> tuple[float, float]:
 
 
 def _links(run: Run, count: int) -> tuple[float, float]:
-    """Caches that wait for one of several links: mean over the run, and most at any time."""
+    """Caches that wait for one of ``count`` links: mean over the run, and the maximum."""
     waits = run.moves[run.moves[:, 1] > run.moves[:, 0]]
     if not len(waits):
         return 0.0, 0.0
-    # One more when a cache is ready, one less when it moves: ends before beginnings of one time.
+    # +1 when a cache is ready, -1 when it moves; at equal times the moves come first.
     times = np.concatenate([waits[:, 1], waits[:, 0]])
     steps = np.repeat([-1, 1], len(waits))
     most = np.cumsum(steps[np.argsort(times, kind="stable")]).max()
@@ -210,10 +210,10 @@ def _links(run: Run, count: int) -> tuple[float, float]:
 
 
 def queued_share(load: Load, run: Run) -> float:
-    """Share of the mean time to the first token that is waiting for other requests.
+    """Fraction of the mean time to the first token that is spent waiting for other requests.
 
-    Of the prompts of which about as many tokens had to be run (half an octave), the one that waited
-    least was alone, or nearly so. What a cache has of a prompt is not run.
+    Among prompts with about the same number of tokens to run (within half an octave; prefix-cache
+    hits are not run), the fastest one ran alone or nearly so.
     """
     waits, alone = _waits(load, run)
     mean = partial(np.average, weights=load.counts)
@@ -221,10 +221,10 @@ def queued_share(load: Load, run: Run) -> float:
 
 
 def typical_wait(load: Load, run: Run) -> float:
-    """Share of the time to the first token that the median request waits for others.
+    """Fraction of its time to the first token that the median request waits for other requests.
 
-    Of a closed loop, requests after those that are sent at once when it begins: their burst ends,
-    however long the loop lasts.
+    In a closed loop the requests sent at the start are excluded: that burst ends, however long the
+    loop lasts.
     """
     waits, alone = _waits(load, run)
     start = load.concurrency if load.concurrency < len(waits) else 0
@@ -232,7 +232,7 @@ def typical_wait(load: Load, run: Run) -> float:
 
 
 def _waits(load: Load, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """Times to first tokens, and those that requests alone would have; seconds, shape ``(n,)``."""
+    """Times to the first token, and those of requests that run alone; seconds, shape ``(n,)``."""
     waits = run.first - run.sent
     bins = np.round(2.0 * np.log2(load.prompts - run.found)).astype(int)
     least = np.full(bins.max() + 1, inf)

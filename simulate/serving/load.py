@@ -1,4 +1,4 @@
-"""What engines are and cost, what a fleet of them is asked to serve, and what became of it."""
+"""Inputs and results of a serving simulation: engines and their costs, requests, and the run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ...common.errors import PlanError
 from .memory import CacheLayout
 from .policies import Policy
 
-#: Classes of a pass, in the order of cost vectors. Products are split into reading weights
-#: (``stream``) and arithmetic (``product``) by their rooflines, experts into ``experts`` and
-#: ``grouped`` alike; ``prefill`` and ``decode`` are attention; ``host`` counts passes, ``sequence``
-#: the sequences of each, and ``launch`` the layers of passes with prompts, which are not replayed
+#: Cost classes of a pass, in the order of cost vectors. Products are split by their rooflines into
+#: reading weights (``stream``) and arithmetic (``product``), experts likewise into ``experts`` and
+#: ``grouped``; ``prefill`` and ``decode`` are attention; ``host`` counts passes, ``sequence`` the
+#: sequences of each pass, and ``launch`` the layers of passes with prompts, which are not replayed
 #: from captured graphs.
 CLASSES = (
     "stream",
@@ -30,21 +30,21 @@ CLASSES = (
     "sequence",
     "launch",
 )
-#: Once for each request, before the engine sees it: HTTP, tokenisation, routing.
+#: Cost class incurred once per request before the engine: HTTP, tokenization, routing.
 REQUEST = "request"
-#: Sequences of a batch that a load with arrivals is taken to fill where it is asked what engines
-#: serve at most: a load of few requests that were sent apart says nothing of what they can serve.
-#: Larger batches hardly serve more: Llama 3.1 8B on an H100 serves 20 requests a second of 1,024
-#: and 256 tokens at 256 sequences as at 1,024.
+#: Smallest batch size for which the capacity of engines is determined under an open load: a few
+#: requests that arrive apart do not fill an engine. Larger batches hardly increase capacity: Llama
+#: 3.1 8B on an H100 serves 20 requests per second of 1,024 prompt and 256 output tokens at 256
+#: sequences as at 1,024.
 _FULL_BATCH = 256
 
 
 class Chunk(NamedTuple):
-    """A part of one request's prompt that an iteration runs.
+    """A part of one request's prompt that runs in one pass.
 
     Attributes:
-        tokens: Tokens of the part.
-        past: Tokens of the same prompt from earlier iterations, which the part attends to.
+        tokens: Tokens of the chunk.
+        past: Earlier tokens of the same prompt, to which the chunk attends.
     """
 
     tokens: int
@@ -52,35 +52,35 @@ class Chunk(NamedTuple):
 
 
 class PassCosts(Protocol):
-    """Costs of passes by class, shape ``(classes,)``, before their weights."""
+    """Costs of passes by class, shape ``(classes,)``, before weighting."""
 
     def decode(self, batch: int, cached: float, steps: int) -> np.ndarray:
-        """Sum over ``steps`` passes that decode ``batch`` sequences.
+        """Total over ``steps`` passes that decode ``batch`` sequences.
 
         Args:
-            batch: Sequences.
-            cached: Tokens in the caches of all of them before the first pass.
-            steps: Passes; each adds what it yields to every cache.
+            batch: Number of sequences.
+            cached: Tokens in all their caches before the first pass.
+            steps: Number of passes; each adds the tokens it yields to every cache.
         """
 
     def mixed(self, chunks: Sequence[Chunk], batch: int, cached: float) -> np.ndarray:
-        """A pass over chunks of prompts, beside ``batch`` decoding sequences."""
+        """One pass over prompt chunks, beside ``batch`` decoding sequences."""
 
     def swap(self, tokens: float) -> np.ndarray:
-        """Moving the cache of ``tokens`` between device and host, one way."""
+        """Move the cache of ``tokens`` between device and host, one way."""
 
 
 @dataclass(frozen=True)
 class Station:
-    """Equal engines.
+    """A group of identical engines.
 
     Attributes:
-        costs: Of passes, by class.
-        weights: Of the classes: what the unit of each costs in seconds.
-        cache: What the cache of each holds.
-        policy: Rules of each.
-        count: How many.
-        accepted: Tokens of each sequence that a decoding pass yields.
+        costs: Costs of passes by class.
+        weights: Seconds per unit of each class, shape ``(classes,)``.
+        cache: Cache layout of each engine.
+        policy: Scheduling rules of each engine.
+        count: Number of engines.
+        accepted: Tokens that a decoding pass yields for each sequence.
     """
 
     costs: PassCosts
@@ -96,18 +96,18 @@ class Load:
     """Requests in the order in which they are sent.
 
     Attributes:
-        prompts: Tokens of each prompt, shape ``(n,)``.
-        outputs: Tokens that each generates.
-        arrivals: Seconds at which each is sent; ignored by a closed loop.
-        concurrency: Requests in flight of a closed loop; 0 for an open one.
+        prompts: Prompt lengths in tokens, shape ``(n,)``.
+        outputs: Output lengths in tokens, shape ``(n,)``.
+        arrivals: Times in seconds at which requests are sent, shape ``(n,)``; ignored by a closed
+            loop.
+        concurrency: Requests in flight in a closed loop; 0 for an open load.
         ready: Whether prompts are in the cache already, as on a decoding worker.
-        hits: Tokens at the start of each prompt whose keys and values are kept already, shape
-            ``(n,)``; ``None`` for none.
-        blocks: Names of the blocks of each prompt, equal where prompts begin alike; empty for a
-            load that says nothing of them.
-        block_tokens: Tokens of each of these blocks.
-        stands_for: Requests of a closed loop that goes on, of which these are the first; 0 for
-            these alone.
+        hits: Cached tokens at the start of each prompt, shape ``(n,)``; ``None`` for none.
+        blocks: Identifiers of the blocks of each prompt, equal for equal prefixes; empty if
+            unknown.
+        block_tokens: Tokens per such block.
+        stands_for: Length of a longer closed loop of which these are the first requests; 0 if there
+            are no others.
     """
 
     prompts: np.ndarray
@@ -122,16 +122,16 @@ class Load:
 
     @property
     def count(self) -> int:
-        """Requests that are asked about."""
+        """Number of requests that the load represents."""
         return max(self.stands_for, len(self.prompts))
 
     @property
     def counts(self) -> np.ndarray:
-        """How many requests each stands for, shape ``(n,)``.
+        """Number of requests that each simulated request represents, shape ``(n,)``.
 
-        Those that a closed loop sends at once when it begins queue for prompts as no later ones do,
-        the last run in batches that empty, and both come once, however long the loop lasts: those
-        between them stand for what is not simulated.
+        The requests sent at the start of a closed loop queue for prefill as no later ones do, and
+        the last ones run in batches that drain. Both occur once however long the loop lasts, so
+        only the requests in between represent those that are not simulated.
         """
         each = np.ones(len(self.prompts))
         if self.count > len(each):
@@ -141,13 +141,13 @@ class Load:
 
     @property
     def largest_batch(self) -> int:
-        """Most sequences of a batch that engines are asked about."""
+        """Largest batch size for which costs are needed."""
         asked = self.concurrency or len(self.prompts)
         return max(asked, _FULL_BATCH) if self.rate else asked
 
     @property
     def rate(self) -> float:
-        """Requests a second until the last one is sent; 0 for all at once and closed loops."""
+        """Requests per second until the last is sent; 0 for closed loops or all at once."""
         last = 0.0 if self.concurrency else float(self.arrivals.max())
         return len(self.arrivals) / last if last > 0.0 else 0.0
 
@@ -166,17 +166,17 @@ class Load:
 
 @dataclass
 class History:
-    """States of one engine after each of its events; lists of equal lengths.
+    """States of one engine after each event, lists of equal length except ``gaps``.
 
     Attributes:
-        time: Seconds at its end.
-        spans: Seconds of its passes.
-        batch: Sequences of the pass.
-        waiting: Requests in its queue.
-        held: Tokens of the cache that are taken.
-        chunk: Tokens of prompts of the pass; 0 where it only decodes.
-        passes: Passes since the event before.
-        gaps: Seconds between tokens of a sequence, and how many tokens came after each.
+        time: Time in seconds at the end of the event.
+        spans: Duration of its passes in seconds.
+        batch: Sequences in each pass.
+        waiting: Requests in the queue.
+        held: Occupied tokens of the cache.
+        chunk: Prompt tokens in the pass; 0 for pure decoding.
+        passes: Number of passes.
+        gaps: Inter-token times in seconds, each with the number of tokens that came after it.
     """
 
     time: list[float] = field(default_factory=list)
@@ -198,7 +198,7 @@ class History:
         chunk: int,
         passes: int,
     ) -> None:
-        """Write down the state after an event."""
+        """Record the state after an event."""
         self.time.append(time)
         self.spans.append(span)
         self.batch.append(batch)
@@ -210,27 +210,26 @@ class History:
 
 @dataclass
 class Run:
-    """What happened to each request; arrays have shape ``(n,)``, in seconds.
+    """Simulated times in seconds, arrays of shape ``(n,)`` over requests, and totals.
 
     Attributes:
-        sent: When it was sent.
-        first: When its first token came.
-        finished: When its last token came.
+        sent: Time at which each request was sent.
+        first: Time of its first token.
+        finished: Time of its last token.
         makespan: End of the last pass.
-        waits: Classes' share of the mean time to the first token, shape ``(classes,)``, weighted
-            seconds.
-        tokens: The same of the mean time from the first to the last token.
-        busy: The same of all passes of all engines.
+        waits: Mean time to the first token by class, weighted seconds, shape ``(classes,)``.
+        tokens: Mean time from the first to the last token by class, likewise.
+        busy: Time of all passes of all engines by class, likewise.
         iterations: Passes of all engines.
-        evicted: Times that a request was evicted.
-        largest_batch: Most sequences in a pass.
-        largest_cache: Most tokens in the cache of an engine.
-        hit_tokens: Tokens of prompts that were found in a cache.
-        found: The same of each prompt, when it was first admitted.
-        engine: Engine that decoded each.
-        histories: Of each engine, where it was asked for.
-        moves: Of each cache that moved to another worker, when it was ready and when its link was
-            free, shape ``(n, 2)``.
+        evicted: Number of evictions.
+        largest_batch: Largest batch of a pass.
+        largest_cache: Largest cache occupancy of an engine in tokens.
+        hit_tokens: Prompt tokens found in a cache.
+        found: Prefix-cache hit of each prompt in tokens, at its first admission.
+        engine: Engine that decoded each request.
+        histories: Histories of all engines, if recorded.
+        moves: For each cache transferred between workers, the time at which it was ready and the
+            time at which its link was free, shape ``(n, 2)``.
     """
 
     sent: np.ndarray
@@ -252,11 +251,11 @@ class Run:
 
 
 class Requests:
-    """State of the requests of a load that all engines share, by position.
+    """State of the requests of a load, shared by all engines; lists by request.
 
     Args:
         load: The load.
-        classes: Classes of cost.
+        classes: Number of cost classes.
     """
 
     def __init__(self, load: Load, classes: int) -> None:
@@ -265,12 +264,12 @@ class Requests:
         self.outputs: list[int] = load.outputs.astype(int).tolist()
         self.hits: list[int] = [0] * n if load.hits is None else load.hits.astype(int).tolist()
         self.blocks = load.blocks
-        #: Tokens of each prompt that a cache had when it was first admitted.
+        #: Prefix-cache hit of each prompt in tokens at its first admission.
         self.found = [0] * n
         self.sent = [0.0] * n
         self.first = [-1.0] * n
         self.finished = [0.0] * n
-        #: Tokens that each made; a share where a pass yields one of drafts on average.
+        #: Tokens generated so far; fractional if passes accept draft tokens on average.
         self.made = [0.0] * n
         self.engine = [0] * n
         self.waits, self.tokens = np.zeros(classes), np.zeros(classes)

@@ -1,4 +1,4 @@
-"""Memory of one device of an engine: weights by part, what the engine keeps, and the cache."""
+"""Memory of one device of an engine: weights by part, activations, and the KV cache."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ..step.memory import RESERVED_BYTES
 from .policies import Framework
 from .served import EnginePlan, ServedModel
 
-#: Share of the memory that engines may be told to take where their own share leaves no cache.
+#: Memory fraction used when the framework's default leaves no cache.
 MOST_SHARE = 0.98
-#: Layers of one kind share pages with those of another in groups of equal size, that of the rarest
-#: kind unless the others are hardly more: then fewer pages are padded (vLLM, design documents,
-#: hybrid KV cache manager; the limit is that of its grouping of layers).
+#: Layers share pages in groups of equal size: that of the rarest kind of layer, or that of the most
+#: frequent one if it is less than this many times as frequent, so that fewer pages are padded
+#: (vLLM, design documents, hybrid KV cache manager; the limit is that of its grouping of layers).
 _ALIKE = 1.25
-#: Tokens of sliding windows that SGLang has room for, of those of all tokens
-#: (``--swa-full-tokens-ratio``), recurrent states against the rest of the cache
-#: (``--mamba-full-memory-ratio``), and states of a running sequence (``extra_buffer``): defaults of
+#: SGLang's defaults: tokens of sliding windows as a fraction of all tokens
+#: (``--swa-full-tokens-ratio``), recurrent states relative to the rest of the cache
+#: (``--mamba-full-memory-ratio``), and states per running sequence (``extra_buffer``); from
 #: docs.sglang.io, hybrid model memory pools.
 _WINDOW_SHARE, _STATE_SHARE, _STATES = 0.8, 0.9, 5
-#: Tokens that blocks of attention are a multiple of where they are as large as a state.
+#: Granularity in tokens of attention blocks that are padded to the size of a recurrent state.
 _PAGE = 16
 
 
 class Pool(NamedTuple):
-    """One part of the cache, which a sequence takes from by its length.
+    """One part of the cache, from which every sequence allocates.
 
     Attributes:
-        room: What it holds, in units of its own.
-        every: What each token of a sequence takes.
-        recent: What each of the last :attr:`CacheLayout.window` tokens takes.
-        fixed: What a sequence takes, however long it is.
+        room: Capacity, in units of this pool.
+        every: Units taken by each token of a sequence.
+        recent: Units taken by each of the last :attr:`CacheLayout.window` tokens.
+        fixed: Units taken by a sequence of any length.
     """
 
     room: float
@@ -44,15 +44,15 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What the cache of an engine holds.
+    """Layout and capacity of an engine's KV cache.
 
     Attributes:
-        tokens: As engines log it when they start: those of a sequence in all layers, or in the
-            layers without a window where others have a pool of their own.
-        pools: Parts; every sequence takes from all of them.
-        window: Tokens that some layers keep; 0 where all keep all of them.
-        block: Tokens of a block of layers with attention; 0 for the engine's own.
-        parts: Bytes of the cache of a device by use.
+        tokens: Capacity as engines log it at start-up: tokens in all layers, or in the layers
+            without a window if others have a separate pool.
+        pools: Parts; every sequence allocates from all of them.
+        window: Tokens that windowed layers keep; 0 if all layers keep all tokens.
+        block: Tokens per block of attention layers; 0 for the engine's default.
+        parts: Bytes of the cache on one device by use.
     """
 
     tokens: int
@@ -63,16 +63,16 @@ class CacheLayout:
 
     @property
     def plain(self) -> bool:
-        """Whether a sequence takes as many tokens as it has, and nothing else counts."""
+        """Whether a sequence takes one unit per token and nothing else."""
         return len(self.pools) == 1 and self.pools[0][1:] == (1.0, 0.0, 0.0)
 
     def share(self, tokens: float, recent: float, sequences: float) -> float:
-        """Share of the fullest part that is taken.
+        """Occupancy of the fullest pool, as a fraction.
 
         Args:
-            tokens: Of all sequences.
-            recent: Of all sequences, those within the window.
-            sequences: How many there are.
+            tokens: Tokens of all sequences.
+            recent: Those of them within the window.
+            sequences: Number of sequences.
         """
         return max(
             (p.every * tokens + p.recent * recent + p.fixed * sequences) / p.room
@@ -80,7 +80,7 @@ class CacheLayout:
         )
 
     def share_of(self, tokens: float) -> float:
-        """Share of the fullest part that one sequence of so many tokens takes."""
+        """Fraction of the fullest pool taken by one sequence of ``tokens``."""
         return self.share(tokens, min(tokens, self.window), 1.0)
 
 
@@ -93,15 +93,15 @@ def cache_layout(
     drafts: int = 0,
     reuse: bool = True,
 ) -> CacheLayout:
-    """What a cache holds under the rules of a framework.
+    """Layout of a KV cache under the rules of a framework.
 
     Args:
-        model: What is served.
-        plan: Of the engine.
-        framework: Whose rules.
-        cache: Bytes of a device.
-        drafts: Tokens of a sequence that a step may take back, each with a state of its own.
-        reuse: Whether prefixes are kept, for which SGLang holds further states of each sequence.
+        model: Served model.
+        plan: Parallelism of the engine.
+        framework: Framework whose rules apply.
+        cache: Bytes of the cache on one device.
+        drafts: Draft tokens per sequence that a step may reject, each with its own state.
+        reuse: Whether prefixes are cached, for which SGLang keeps extra states per sequence.
     """
     full, windowed, window = model.cache_layers()
     state = model.state_bytes(plan)
@@ -133,7 +133,7 @@ def cache_layout(
         full, windowed = (ceil(n / size - 1e-9) * size for n in (full, windowed))
         token = one * (full + windowed)
         if state:
-            # Blocks of attention are as large as a state, so that both fit one page.
+            # Attention blocks are padded to the size of a state, so that both fit one page.
             block = ceil(state / recurrent / one * plan.pp / _PAGE) * _PAGE
             state *= ceil(recurrent / size - 1e-9) * size / recurrent
     tokens = cache / token * plan.dp
@@ -147,12 +147,11 @@ class MemoryParts:
     """Bytes of one device of an engine by use.
 
     Attributes:
-        capacity: Of the device.
-        weights: By part of the model, in the order in which memory is taken.
-        kept: Of activations and the driver.
-        cache: What these leave; negative where they are too large.
-        gave_way: Whether the framework's own share of the memory left no cache, so that
-            :data:`MOST_SHARE` is taken.
+        capacity: Memory of the device.
+        weights: Weights by part of the model, in the order of allocation.
+        kept: Activations and the driver.
+        cache: Remainder for the KV cache; negative if the others do not fit.
+        gave_way: Whether the framework's default left no cache, so that :data:`MOST_SHARE` is used.
     """
 
     capacity: float
@@ -168,20 +167,20 @@ class MemoryParts:
 
     @property
     def left(self) -> float:
-        """What nobody takes; weights that are too large leave nothing."""
+        """Unused memory; 0 if the weights do not fit."""
         return max(0.0, self.capacity - self.held - self.kept - self.cache)
 
     def to_dict(self) -> dict[str, float]:
-        """Bytes by use as they are shown, in the order in which memory is taken."""
+        """Bytes by use under display names, in the order of allocation."""
         needed = {**self.weights, "activations and driver": self.kept}
         return {**needed, "left alone": self.left, "cache": self.cache}
 
     def share_of(self, cache: float, of: str) -> float:
-        """The share, as of :func:`memory_parts`, that leaves a cache of so many bytes.
+        """The memory fraction of :func:`memory_parts` that leaves ``cache`` bytes of cache.
 
         Args:
-            cache: Bytes.
-            of: What the share is of.
+            cache: Bytes of the cache.
+            of: Base of the fraction.
         """
         if of == "free":
             return cache / (self.capacity - self.held - self.kept)
@@ -190,7 +189,7 @@ class MemoryParts:
         return (self.held + self.kept + cache) / self.capacity
 
     def too_large(self) -> str:
-        """How much is missing, what each part takes, and which is the first without room."""
+        """Error text: the missing memory, the size of each part, and the first without room."""
         totals = zip(self.to_dict(), accumulate((*self.weights.values(), self.kept)), strict=False)
         room = self.capacity - self.left
         first = next((name for name, total in totals if total > room), "the cache")
@@ -214,17 +213,17 @@ def memory_parts(
     told: bool = False,
     draft: ServedModel | None = None,
 ) -> MemoryParts:
-    """How the memory of a device is taken.
+    """Divide the memory of a device between weights, activations and cache.
 
     Args:
         capacity: Bytes of the device.
-        model: What is served.
-        plan: Of the engine.
-        share: As the engine's own option has it.
-        of: What that is a share of: :attr:`~.policies.Framework.memory_of`.
-        told: Whether the user chose that share; else one that leaves no cache gives way to
+        model: Served model.
+        plan: Parallelism of the engine.
+        share: Memory fraction, as the engine's own option defines it.
+        of: Base of the fraction: :attr:`~.policies.Framework.memory_of`.
+        told: Whether the user chose the fraction; otherwise one that leaves no cache is replaced by
             :data:`MOST_SHARE`.
-        draft: Model that drafts beside it.
+        draft: Draft model that runs beside it.
     """
     weights = model.weight_parts(plan)
     if draft is not None:
@@ -239,12 +238,11 @@ def memory_parts(
 
 
 def _cache(capacity: float, held: float, kept: float, share: float, of: str) -> float:
-    """Bytes that weights of ``held`` and activations of ``kept`` bytes leave for the cache."""
+    """Bytes that weights (``held``) and activations (``kept``) leave for the cache."""
     if of == "free":
         free = capacity - held - kept
         return share * free if free > 0.0 else free
     if of == "static":
-        # Weights and cache take a share of what is free when the process has started; activations
-        # have the rest to themselves.
+        # The fraction applies to memory that is free at process start-up; activations use the rest.
         return (capacity - RESERVED_BYTES / 2) * share - held
     return capacity * share - kept - held

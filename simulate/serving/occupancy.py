@@ -1,4 +1,4 @@
-"""What an engine's cache holds between passes: running requests, and blocks of earlier prompts."""
+"""Contents of an engine's KV cache between passes: running requests and prefix-cache blocks."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from .policies import Policy
 
 
 class Occupancy:
-    """Tokens that running requests take.
+    """Cache tokens held by running requests.
 
-    A request grows by what a pass yields, less what was set aside for it; the part of it that lies
-    within a window grows until the window is full.
+    A request grows by the tokens of each pass, less those reserved for it at admission; its part
+    within a sliding window grows until the window is full.
 
     Args:
-        cache: What there is.
-        policy: Rules of the engine.
-        accepted: Tokens of each sequence that a decoding pass yields.
+        cache: Capacity and layout of the cache.
+        policy: Scheduling rules of the engine.
+        accepted: Tokens that a decoding pass yields for each sequence.
     """
 
     def __init__(self, cache: CacheLayout, policy: Policy, accepted: float) -> None:
         self.cache, self.plain, self.room = cache, cache.plain, cache.tokens
-        #: Tokens that a pass adds to each sequence.
+        #: Tokens that a pass adds for each sequence.
         self.pace = (1.0 - policy.reserve) * accepted
         self.most = 1.0 - policy.watermark
-        #: Tokens of the window, with the blocks at its ends.
+        #: Tokens of the window, including the partly filled blocks at its ends.
         self.window = cache.window + (policy.block - 1) / 2.0 if cache.window else 0.0
         self.step = 0
         #: Tokens of all requests, and those within their windows.
         self.held = self.recent = 0.0
-        #: Tokens of each request when it was admitted, and the step since when it grows.
+        #: Tokens of each request at admission, and the step at which it began to grow.
         self._sizes: dict[int, float] = {}
         self._since: dict[int, int] = {}
-        #: Steps at which requests fill their windows, of those that have not.
+        #: Steps at which requests that have not yet filled their window will do so.
         self._fills: dict[int, float] = {}
         self._order: list[tuple[float, int]] = []
 
     @property
     def used(self) -> float:
-        """Tokens that are taken; of several pools, the share of the fullest of all tokens."""
+        """Occupied tokens; with several pools, the occupancy of the fullest times all tokens."""
         if self.plain:
             return self.held
         share = self.cache.share(self.held, self.recent, len(self._sizes))
@@ -49,25 +49,25 @@ class Occupancy:
 
     @property
     def left(self) -> float:
-        """Tokens that nobody takes."""
+        """Free tokens."""
         return self.room - self.used
 
     def fits(self, need: float) -> bool:
-        """Whether a request of so many tokens may be admitted."""
+        """Whether a request that needs ``need`` tokens may be admitted."""
         if self.plain:
             return self.held + need <= self.room * self.most
         recent = self.recent + min(need, self.window)
         return self.cache.share(self.held + need, recent, len(self._sizes) + 1) <= self.most
 
     def admit(self, index: int, need: float) -> None:
-        """Give a request its tokens."""
+        """Allocate the tokens of a request."""
         self._sizes[index] = need
         self.held += need
         if self.window:
             self.recent += min(need, self.window)
 
     def start(self, index: int) -> None:
-        """A request begins to grow."""
+        """Let a request begin to grow."""
         self._since[index] = self.step
         if not self.window:
             return
@@ -77,7 +77,7 @@ class Occupancy:
             heappush(self._order, (self._fills[index], index))
 
     def grow(self, batch: int, steps: int) -> None:
-        """All of ``batch`` requests grow over so many passes."""
+        """Grow all ``batch`` requests over ``steps`` passes."""
         self.step += steps
         self.held += self.pace * batch * steps
         if not self._fills:
@@ -90,7 +90,7 @@ class Occupancy:
                 self.recent -= self.pace * (self.step - at)
 
     def release(self, index: int) -> None:
-        """A request leaves with all that it has."""
+        """Free everything that a request holds."""
         size = self._sizes.pop(index)
         size += self.pace * (self.step - self._since.pop(index, self.step))
         self.held -= size
@@ -99,7 +99,7 @@ class Occupancy:
             self.recent -= min(size, self.window)
 
     def most_steps(self, batch: int, steps: int) -> int:
-        """Passes, up to ``steps``, before requests may take more than there is; 1 at least."""
+        """Passes, at least 1 and at most ``steps``, before the cache may overflow."""
         grown = self.pace * batch
         if grown <= 0.0:
             return steps
@@ -114,18 +114,18 @@ class Occupancy:
         return steps
 
     def clear(self) -> None:
-        """Nobody takes anything."""
+        """Reset to an empty cache."""
         self.held = self.recent = 0.0
 
 
 class PrefixCache:
-    """Keeps blocks until room is short; the least recently used go first.
+    """Keeps blocks of earlier prompts while there is room, and evicts the least recently used.
 
-    vLLM (automatic prefix caching) and SGLang (RadixAttention; Zheng et al., 2024) do so. A block
-    is found only after all before it were.
+    As in vLLM (automatic prefix caching) and SGLang (RadixAttention; Zheng et al., 2024). A block
+    matches only if all blocks before it match.
 
     Args:
-        block_tokens: Tokens of a block.
+        block_tokens: Tokens per block.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -133,7 +133,7 @@ class PrefixCache:
         self._kept: OrderedDict[int, None] = OrderedDict()
 
     def match(self, blocks: Sequence[int]) -> int:
-        """Tokens at the start of a prompt that are kept."""
+        """Tokens at the start of a prompt that are cached."""
         found = 0
         for block in blocks:
             if block not in self._kept:
@@ -142,13 +142,13 @@ class PrefixCache:
         return found * self.block_tokens
 
     def add(self, blocks: Sequence[int], room: float) -> None:
-        """Keep the blocks of a prompt, and forget old ones beyond the room.
+        """Keep the blocks of a prompt, and evict old ones beyond the room.
 
         Args:
-            blocks: Of the prompt.
-            room: Tokens of the cache that no running request needs.
+            blocks: Block identifiers of the prompt.
+            room: Cache tokens that no running request needs.
         """
-        # From the last to the first, so that of one prompt the end is forgotten first.
+        # Last block first, so that the end of a prompt is evicted before its start.
         for block in reversed(blocks):
             self._kept[block] = None
             self._kept.move_to_end(block)

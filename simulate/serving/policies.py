@@ -1,7 +1,4 @@
-"""What serving frameworks do by themselves: limits, order of work, use of the cache.
-
-Frameworks are data (``frameworks.yaml``).
-"""
+"""Defaults of serving frameworks: limits, scheduling, memory and cache (``frameworks.yaml``)."""
 
 from __future__ import annotations
 
@@ -15,29 +12,28 @@ from ...common.files import own_data
 from ...common.types import typed
 from ...common.versions import can_be_release, is_newer, version_numbers
 
-#: Who gets the next request: each in turn; who has fewest; who has least to run and to keep, of the
-#: request only what its cache does not have.
+#: How a router picks an engine: in turn; with the fewest requests; with the fewest tokens to run
+#: and to keep, where prefix-cache hits of the request do not count.
 ROUTERS = ("round-robin", "least-loaded", "prefix-aware")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Rules by which an engine batches.
+    """Scheduling rules of an engine.
 
     Attributes:
-        max_batch: Most sequences at a time.
-        token_budget: Most tokens of a pass, over all ranks.
-        chunked: Whether a prompt may be cut where the budget ends.
-        mixed: Whether prompts run beside decoding; otherwise decoding waits while there are any.
-        reserve: Share of a request's output that the cache must have room for when the request is
-            admitted; below 1, the last admitted are evicted where room runs out.
-        swap: Whether the cache of an evicted request moves to the host and back; otherwise it is
-            computed again.
-        watermark: Share of the cache that stays free when a request is admitted.
-        block: Tokens of a block of the cache; the last block of a sequence is half empty on
-            average.
-        ahead: Whether a pass is prepared while the one before runs, so that a request which comes
-            then waits for one pass more.
+        max_batch: Maximum number of sequences in flight.
+        token_budget: Maximum number of tokens of a forward pass, over all ranks.
+        chunked: Whether a prompt may be split where the budget ends (chunked prefill).
+        mixed: Whether prompts run in the same pass as decoding; otherwise decoding waits for them.
+        reserve: Fraction of a request's output for which the cache must have room at admission;
+            below 1, the requests admitted last are evicted when the cache is full.
+        swap: Whether the cache of an evicted request is swapped to the host; otherwise it is
+            recomputed.
+        watermark: Fraction of the cache that must stay free when a request is admitted.
+        block: Tokens per cache block; the last block of a sequence is half empty on average.
+        ahead: Whether a pass is prepared while the previous one runs, so that a request that
+            arrives meanwhile waits for one more pass.
     """
 
     max_batch: int = 256
@@ -54,7 +50,7 @@ class Policy:
         """Check the limits.
 
         Raises:
-            PlanError: One is below 1, or a share is none.
+            PlanError: A limit is below 1, or a fraction is out of range.
         """
         shares = 0.0 <= self.reserve <= 1.0 and 0.0 <= self.watermark < 1.0
         if min(self.max_batch, self.token_budget, self.block) < 1 or not shares:
@@ -70,12 +66,13 @@ class Setting:
     """A flag of a launch command.
 
     Attributes:
-        flag: As it is written.
-        why: What of a deployment it says, a template of facts.
-        value: The same; empty for a switch.
-        when: Fact that has to hold; empty for always.
-        parts: Values of a mapping by the fact that has to hold for each, in place of ``value``.
-        in_file: Whether it stands in a file of options instead of the command.
+        flag: The flag as written on the command line.
+        why: Reason for the flag, a template of facts about the deployment.
+        value: Template of its value; empty for a switch.
+        when: Fact under which the flag is given; empty for always.
+        parts: Entries of a mapping value by the fact under which each is given, in place of
+            ``value``.
+        in_file: Whether it is an entry of the options file instead of a command-line flag.
     """
 
     flag: str
@@ -88,15 +85,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a worker of a framework is launched.
+    """How to launch a worker of a framework.
 
     Attributes:
-        name: Of the framework, as it is written.
-        program: What starts it, before the checkpoint.
-        limit: Flag that limits the tokens of a request.
-        swap: What becomes of evicted requests that are to be swapped.
-        flags: In their order.
-        remarks: What else has to be seen to, by the fact that has to hold.
+        name: Display name of the framework.
+        program: Command that precedes the checkpoint.
+        limit: Flag for the maximum length of a request in tokens.
+        swap: Remark for a deployment that asks for evicted requests to be swapped.
+        flags: Flags in order.
+        remarks: Further remarks, by the fact under which each applies.
     """
 
     name: str
@@ -109,33 +106,32 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's defaults.
+    """Defaults of a framework.
 
     Attributes:
         policy: Rules of its scheduler.
-        memory: Share of the memory, as the framework's own option counts it.
-        memory_of: What that is a share of: ``total`` memory for weights, activations and cache;
-            ``static`` for weights and cache alone, of the total; ``free`` for the cache, of what
-            weights and activations leave.
-        hybrid: What layers with a window, or with a recurrent state, take of the cache: ``pages``
-            of one pool for each kind of layers, ``apart`` for pools of their own, or as much as
-            all others (empty).
-        nvidia: Whether it runs on NVIDIA's GPUs alone.
-        words: Pattern by which names of engines are recognised as this framework.
-        rewritten: First version whose engine was rewritten.
-        ahead: First version that prepares a pass while the device runs the one before; empty for
+        memory: Memory fraction, as the framework's own option defines it.
+        memory_of: Base of that fraction: ``total`` memory for weights, activations and cache;
+            ``static``: total memory for weights and cache alone; ``free``: the memory that weights
+            and activations leave, for the cache.
+        hybrid: Cache layout for layers with a sliding window or a recurrent state: ``pages`` of one
+            shared pool, ``apart`` for separate pools, empty for the same space as other layers.
+        nvidia: Whether it runs on NVIDIA GPUs only.
+        words: Regular expression that recognises the framework in engine names.
+        rewritten: First version with the rewritten engine.
+        ahead: First version that prepares a pass while the device runs the previous one; empty for
             none.
-        native: Whether the host of its engine was compiled before that too.
-        fused: Whether layers of its engine today are compiled, or of few operators in C++.
-        releases: The first one, and the newest of which runs were measured.
-        budgets: Tokens of a pass by the way of measuring, where it is not the policy's.
-        cache_follows: Formats of weights whose checkpoints say fp8 for the cache.
-        kernels: Whose kernels it runs.
-        whole_blocks: Whether it refuses plans that cut weights within a block of scales.
-        sized: Whether recipes start its engines for as many sequences as a load has, a power of
-            two.
-        handover: What a note says of handing requests over; empty for nothing.
-        launch: How a worker is launched; ``None`` where that is not known.
+        native: Whether the engine's host code was compiled before the rewrite too.
+        fused: Whether layers of the current engine are compiled, or few operators in C++.
+        releases: The first release, and the newest with measured runs.
+        budgets: Token budget by measurement method, where it differs from the policy's.
+        cache_follows: Weight formats whose checkpoints specify an fp8 cache.
+        kernels: Framework whose kernels it runs.
+        whole_blocks: Whether it rejects plans that split weights within a scaling block.
+        sized: Whether recipes set the engine's batch limit to the concurrency of the load, rounded
+            to a power of two.
+        handover: Note about handing requests over between workers; empty for none.
+        launch: How a worker is launched; ``None`` if unknown.
     """
 
     policy: Policy
@@ -158,34 +154,34 @@ class Framework:
     launch: Launcher | None = None
 
     def frees_windows(self, experts: bool) -> bool:
-        """Whether what a window has passed is freed.
+        """Whether cache entries that have left a sliding window are freed.
 
         Args:
-            experts: Whether the model has experts. SGLang knows models with a pool for windows by
-                name: Llama 4, gpt-oss, MiMo-V2, Step-3.5 and Gemma 4, which have experts but for
-                some sizes of Gemma 4; Gemma 2, Gemma 3 and Mistral are none of them.
+            experts: Whether the model has experts. SGLang gives a window pool to models it lists by
+                name: Llama 4, gpt-oss, MiMo-V2, Step-3.5 and Gemma 4, which all have experts except
+                some sizes of Gemma 4; Gemma 2, Gemma 3 and Mistral are not among them.
         """
         return self.hybrid == "pages" or (self.hybrid == "apart" and experts)
 
 
 @lru_cache(maxsize=1)
 def frameworks() -> dict[str, Framework]:
-    """Frameworks by name, in lower case (``frameworks.yaml``)."""
+    """Frameworks by lower-case name (``frameworks.yaml``)."""
     read = own_data("simulate/serving/frameworks.yaml")
     return typed(dict[str, Framework], read, "frameworks.yaml")
 
 
 def framework_defaults(name: str) -> Framework:
-    """Defaults of a framework by its name in lower case; of another those of the first."""
+    """Defaults of a framework by its lower-case name; of the first one if it is unknown."""
     known = frameworks()
     return known.get(name) or next(iter(known.values()))
 
 
 def framework_of(text: str) -> str:
-    """A framework's name in lower case, with the engines of one project as one."""
+    """Canonical lower-case name of a framework; the engines of one project share a name."""
     name, _, remark = text.lower().partition(" (")
     for words in (name, remark):
-        # Engines that others are built on come first in the file.
+        # Engines that others build on come first in the file.
         for known, own in reversed(frameworks().items()):
             if re.search(own.words, words):
                 return known
@@ -193,14 +189,14 @@ def framework_of(text: str) -> str:
 
 
 def known_framework(text: str) -> tuple[str, str]:
-    """:func:`framework_of` of an engine that is known, or that is not named, and its version.
+    """Canonical name and version of a framework; an empty name is accepted.
 
     Args:
-        text: Such as ``vllm`` or ``vllm@0.18.0``.
+        text: Name with an optional version, such as ``vllm`` or ``vllm@0.18.0``.
 
     Raises:
-        PlanError: The name is none of a framework; the version has no number, is older than the
-            first release, or more than a major version ahead of the newest one.
+        PlanError: The framework is unknown; the version has no number, is older than the first
+            release, or more than a major version ahead of the newest.
     """
     said, _, version = text.partition("@")
     name = framework_of(said)
@@ -222,11 +218,11 @@ def known_framework(text: str) -> tuple[str, str]:
 
 
 def release_note(name: str, version: str) -> tuple[str, ...]:
-    """A note where a release is newer than all that were measured.
+    """A note if a release is newer than every release with measured runs.
 
     Args:
-        name: Of a framework, in lower case.
-        version: Of it; empty for the newest.
+        name: Lower-case name of the framework.
+        version: Its version; empty for the newest.
     """
     newest = frameworks()[name].releases[1] if name in frameworks() else ""
     if not is_newer(version, newest):
@@ -241,53 +237,53 @@ def runs_on(name: str, platform: str, vendor: str) -> bool:
     """Whether a framework runs on a device at all.
 
     Args:
-        name: Of the framework, in lower case.
-        platform: Of the device: ``cpu``, ``gpu`` or ``tpu``.
-        vendor: Who makes it; empty if its description does not say.
+        name: Lower-case name of the framework.
+        platform: Platform of the device: ``cpu``, ``gpu`` or ``tpu``.
+        vendor: Vendor of the device; empty if unknown.
     """
     own = platform == "gpu" and vendor in ("", "NVIDIA")
     return own or not framework_defaults(name).nvidia
 
 
 def engine_era(name: str, version: str) -> str:
-    """``early`` for engines before they were rewritten, else ``now``.
+    """``early`` for versions before the engine was rewritten, else ``now``.
 
     Args:
-        name: Of a framework, in lower case.
-        version: Of it; empty for the newest.
+        name: Lower-case name of the framework.
+        version: Its version; empty for the newest.
     """
     known = frameworks().get(name)
     return "now" if _is_since(version, known.rewritten if known else (0, 0)) else "early"
 
 
 def runs_ahead(name: str, version: str) -> bool:
-    """Whether an engine's host prepares a pass while the device runs the one before.
+    """Whether the host prepares a pass while the device runs the previous one.
 
     Args:
-        name: Of a framework, in lower case.
-        version: Of it; empty for the newest.
+        name: Lower-case name of the framework.
+        version: Its version; empty for the newest.
     """
     first = framework_defaults(name).ahead
     return bool(first) and _is_since(version, first)
 
 
 def _is_since(version: str, first: tuple[int, ...]) -> bool:
-    """Whether a version is at least the first one; where none is said it is the newest."""
+    """Whether a version is at least ``first``; an empty version is the newest."""
     numbers = version_numbers(version)[:2]
     return not numbers or numbers >= first
 
 
 def host_kind(name: str, era: str, platform: str, *, eager: bool = False) -> str:
-    """What the host of an engine runs; empty for Python that launches kernels one by one.
+    """Kind of host code of an engine; empty for Python that launches kernels one by one.
 
-    ``native`` hosts are compiled, or run a pass as one program; ``fused`` ones run layers that are;
-    ``interpreted`` ones were in Python between passes too, before engines were rewritten.
+    ``native`` code is compiled, or runs a pass as one program; ``fused`` code launches compiled
+    layers; ``interpreted`` code, before the rewrite, also ran in Python between passes.
 
     Args:
-        name: Of a framework, in lower case.
-        era: From :func:`engine_era`.
-        platform: Of the device.
-        eager: Whether neither graphs are captured nor layers compiled.
+        name: Lower-case name of the framework.
+        era: Result of :func:`engine_era`.
+        platform: Platform of the device.
+        eager: Whether CUDA graphs and compilation of layers are disabled.
     """
     known = framework_defaults(name)
     rewritten = era != "early" and known.rewritten != (0, 0)

@@ -1,4 +1,4 @@
-"""What pools of replicas are: what one does under load, how they scale, devices that they share."""
+"""Replica pools: behaviour of a replica under load, autoscaling policies, and shared devices."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: What a policy holds at its target: requests in flight of a replica (Ray Serve's ongoing requests,
-#: Knative's concurrency), share of what it serves at most, or requests that wait in the whole pool
-#: for each replica.
+#: Autoscaling metrics: requests in flight per replica (Ray Serve's ongoing requests, Knative's
+#: concurrency), utilization as a fraction of capacity, or waiting requests of the pool per replica.
 SCALED_BY = ("concurrency", "utilisation", "queue")
-#: Places of a curve that are looked up in a step.
+#: Intervals of the lookup table of a curve.
 PLACES = 200
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What one replica does at shares of what it serves at most.
+    """Behaviour of one replica as a function of its utilization.
 
     Attributes:
-        capacity: Requests a second that it serves at most.
-        shares: Shares of it, increasing, shape ``(p,)``.
-        in_flight: Requests that it holds at each.
-        waiting: Those of them that wait for others.
-        cut: Requests that an interruption cuts off.
-        watts: Of its devices; zeros where power is not known.
-        room: Requests that it takes beyond those that it holds at full load.
-        slack: Seconds that requests may wait longer and still keep the SLO, sorted, shape
-            ``(p, n)``; negative for those that do not keep it anyway.
+        capacity: Maximum throughput in requests per second.
+        shares: Simulated utilizations (fractions of the capacity), increasing, shape ``(p,)``.
+        in_flight: Requests in flight at each, shape ``(p,)``.
+        waiting: Those of them that wait for others, shape ``(p,)``.
+        cut: Requests that an interruption cuts off, shape ``(p,)``.
+        watts: Power of the devices, shape ``(p,)``; zeros if unknown.
+        slack: Additional wait in seconds with which each request still meets the SLO, sorted, shape
+            ``(p, n)``; negative for requests that miss it anyway.
+        room: Requests accepted beyond those in flight at full load.
     """
 
     capacity: float
@@ -41,18 +40,18 @@ class Curve:
     room: float = 0.0
 
     def table(self, values: np.ndarray) -> list[float]:
-        """Values of the curve at equal distances from no load to all that is served."""
+        """Lookup table of the curve over ``PLACES + 1`` equidistant utilizations from 0 to 1."""
         at = np.linspace(0.0, 1.0, PLACES + 1)
         known = np.interp(at, self.shares, values)
-        # Below the least load that was simulated, requests are in proportion to it.
+        # Below the lowest simulated load, quantities are proportional to it.
         return [float(v) for v in known * np.minimum(at / self.shares[0], 1.0)]
 
     def good(self, share: np.ndarray, wait: np.ndarray) -> np.ndarray:
-        """Share of the requests that keep the SLO.
+        """Fraction of the requests that meet the SLO, shape ``(n,)``.
 
         Args:
-            share: Of what is served at most, shape ``(n,)``.
-            wait: Seconds that they wait before an engine takes them, shape ``(n,)``.
+            share: Utilizations, shape ``(n,)``.
+            wait: Seconds of waiting before an engine accepts the requests, shape ``(n,)``.
         """
         kept = [1.0 - np.searchsorted(row, wait) / len(row) for row in self.slack]
         at = np.clip(np.interp(share, self.shares, np.arange(len(self.shares))), 0, None)
@@ -63,7 +62,7 @@ class Curve:
         return found
 
     def within(self, asked: float) -> float:
-        """Most requests a second of which a share keeps the SLO; 0 if it never does."""
+        """Highest rate in requests per second at which a fraction ``asked`` meets the SLO, or 0."""
         at = np.linspace(self.shares[0], 1.0, PLACES + 1)
         kept = self.good(at, np.zeros(len(at))) >= asked
         return self.capacity * float(at[kept].max()) if kept.any() else 0.0
@@ -71,13 +70,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A policy, as of Ray Serve: a wish that lasts for a delay is granted.
+    """Autoscaling policy as in Ray Serve: a change is made once it was wanted for some time.
 
     Attributes:
         metric: One of :data:`SCALED_BY`.
-        target: Its value for each replica.
-        up_s: Seconds that more replicas are wished for before they start.
-        down_s: The same of fewer.
+        target: Target of the metric per replica.
+        up_s: Seconds for which more replicas must be wanted before they start.
+        down_s: Seconds for which fewer must be wanted before replicas stop.
     """
 
     metric: str = "utilisation"
@@ -88,12 +87,12 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Spot:
-    """Interruptions of one replica.
+    """Spot interruptions of one replica.
 
     Attributes:
-        rate_per_h: In an hour.
-        notice_s: Seconds before the devices are gone, in which no new request is taken.
-        replacement_s: Until other devices are there.
+        rate_per_h: Interruptions per hour.
+        notice_s: Seconds of notice, during which the replica accepts no new requests.
+        replacement_s: Seconds until replacement devices are available.
     """
 
     rate_per_h: float
@@ -103,22 +102,22 @@ class Spot:
 
 @dataclass(frozen=True)
 class Pool:
-    """Equal replicas of one model.
+    """Identical replicas of one model.
 
     Attributes:
-        model: Position of the model that it serves.
-        warm: What a replica does.
-        cold: The same until its cache of prompts is filled; ``None`` without one.
-        least: Fewest replicas.
-        most: Most of them.
-        initial: Those at the beginning, warm.
-        scaling: Policy.
-        provision_s: Until devices are there.
-        start_s: Until a replica on them serves: weights, and the engine's start.
-        warm_s: After that, until its cache is filled.
-        devices: Of a replica.
-        kind: Of devices.
-        spot: Interruptions, if any.
+        model: Index of the served model.
+        warm: Behaviour of a replica.
+        cold: Behaviour until its prefix cache is filled; ``None`` without a prefix cache.
+        least: Minimum number of replicas.
+        most: Maximum number of replicas.
+        initial: Warm replicas at the start.
+        scaling: Autoscaling policy.
+        provision_s: Seconds until devices are available.
+        start_s: Seconds from there until the replica serves (weights loaded, engine started).
+        warm_s: Seconds from there until its prefix cache is filled.
+        devices: Devices per replica.
+        kind: Kind of its devices.
+        spot: Interruptions; ``None`` for none.
     """
 
     model: int
@@ -137,11 +136,11 @@ class Pool:
 
 
 class Nodes:
-    """Devices that pools share, by kind, in nodes: a replica of one node's devices stays in one.
+    """Devices shared by pools, in nodes of each kind; a replica that fits one node stays in it.
 
     Args:
-        counts: Devices of each kind.
-        of_node: Devices of a node of each kind.
+        counts: Number of devices of each kind.
+        of_node: Devices per node of each kind.
     """
 
     def __init__(self, counts: Mapping[str, int], of_node: Mapping[str, int]) -> None:
@@ -153,7 +152,7 @@ class Nodes:
             self.free[kind] = [each] * (count // each) + rest
 
     def take(self, kind: str, devices: int) -> list[tuple[int, int]] | None:
-        """Nodes for a replica and what it takes of each; ``None`` where they do not suffice."""
+        """Allocate a replica: nodes and devices taken from each; ``None`` if they lack room."""
         free = self.free.get(kind)
         if free is None:
             return []
@@ -167,13 +166,13 @@ class Nodes:
             fits = [(left, at) for at, left in enumerate(free) if left >= part and at not in used]
             if not fits:
                 return None
-            # The fullest node that has room, so that whole ones stay whole.
+            # The fullest node with room, so that whole nodes stay free.
             found.append((min(fits)[1], part))
         for at, taken in found:
             free[at] -= taken
         return found
 
     def give(self, kind: str, places: Sequence[tuple[int, int]]) -> None:
-        """Devices of a replica that ends."""
+        """Release the devices of a replica."""
         for at, taken in places:
             self.free[kind][at] += taken

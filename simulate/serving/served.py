@@ -1,4 +1,4 @@
-"""What is served and by what: a decoder with number formats of its own, and an engine's plan."""
+"""A served decoder with its number formats, and the parallelism of an engine."""
 
 from __future__ import annotations
 
@@ -12,45 +12,43 @@ from ..step.presets import Recurrence
 from ..step.workload import Workload, layer_kinds
 from .token_exchange import slots_of
 
-#: Formats of served weights.
+#: Weight formats.
 WEIGHTS = (
     *("f32", "bf16", "f16", "fp8", "fp8_block", "int8", "fp8_wo", "int8_wo", "int4", "mxfp4"),
     "nvfp4",
 )
-#: Sides of blocks of weights that have one scale (DeepSeek-V3, 2024, section 3.3.2).
+#: Side of the square blocks of weights that share a scale (DeepSeek-V3, 2024, section 3.3.2).
 BLOCKS = {"fp8_block": 128}
-#: Formats of the key-value cache.
+#: Formats of the KV cache.
 CACHES = ("bf16", "f16", "fp8", "int8")
-#: Bytes of a token and layer that the indexer of sparse attention keeps beside the latent: a key of
-#: 128 in fp8 with a scale of 32 bits (DeepSeek-V3.2's ``index_head_dim``; DeepSeek-V3.2, 2025).
+#: Bytes per token and layer that the indexer of sparse attention caches in addition to the latent:
+#: a key of 128 in fp8 with a 32-bit scale (``index_head_dim`` of DeepSeek-V3.2, 2025).
 INDEX_BYTES = 132.0
-#: Most ranks of expert parallelism whose tokens are gathered on all of them; more exchange tokens
+#: Largest expert parallelism that gathers tokens on all ranks; wider engines exchange them
 #: (TensorRT-LLM's blog, Scaling Expert Parallelism, 2025: reduce-scatter up to 8, else all-to-all).
 NARROW = 8
-#: Bytes of an element of a recurrent state (``mamba_ssm_dtype`` of published configurations).
+#: Bytes per element of a recurrent state (``mamba_ssm_dtype`` of published configurations).
 STATE_BYTES = 4.0
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A decoder as it is served.
+    """A decoder model as it is served.
 
     Attributes:
-        workload: Its sizes; ``batch``, ``seq``, ``mode`` and ``products`` do not matter.
-        weights: Format of the products outside experts, one of :data:`WEIGHTS`.
-        expert_weights: Format of the experts, shared ones excluded.
-        cache: Format of the key-value cache, one of :data:`CACHES`.
-        linear_layers: Layers with a recurrent state instead of attention over a cache (gated
-            delta nets, Mamba-2).
-        attention_weights: Format of the products of attention where it differs; empty for
-            ``weights``.
-        recurrence: Sizes of the layers with a recurrent state; ``None`` for heads like those of
-            attention.
-        bare_layers: Layers with attention or a state that have no feed-forward behind.
-        mtp: Whether it has modules of multi-token prediction; ``None`` if unknown.
-        left_out: What of the model is not described, as a note.
-        block: Side of the blocks that its checkpoint's fp8 weights have one scale for, where it is
-            priced as plain ``fp8``; 0 for none.
+        workload: Model sizes; ``batch``, ``seq``, ``mode`` and ``products`` are ignored.
+        weights: Weight format outside experts, one of :data:`WEIGHTS`.
+        expert_weights: Weight format of experts, except shared ones.
+        cache: Format of the KV cache, one of :data:`CACHES`.
+        linear_layers: Number of layers with a recurrent state instead of a KV cache (gated delta
+            nets, Mamba-2).
+        attention_weights: Weight format of attention if it differs; empty for ``weights``.
+        recurrence: Sizes of the recurrent layers; ``None`` for heads like those of attention.
+        bare_layers: Number of attention or recurrent layers without a feed-forward.
+        mtp: Whether the model has multi-token-prediction modules; ``None`` if unknown.
+        left_out: Note on the parts of the model that are not modelled.
+        block: Side of the scaling blocks of fp8 weights that are priced as plain ``fp8``; 0 for
+            none.
     """
 
     workload: Workload
@@ -66,10 +64,10 @@ class ServedModel:
     block: int = 0
 
     def __post_init__(self) -> None:
-        """Check the formats.
+        """Check formats and layer counts.
 
         Raises:
-            PlanError: A format is unknown, or there are more recurrent layers than layers.
+            PlanError: A format is unknown, or a layer count is out of range.
         """
         for name in (self.weights, self.expert_weights, self.attention_weights or self.weights):
             if name not in WEIGHTS:
@@ -89,11 +87,11 @@ class ServedModel:
 
     @property
     def attention_format(self) -> str:
-        """Format of the products of attention."""
+        """Weight format of the products of attention."""
         return self.attention_weights or self.weights
 
     def formats(self) -> dict[str, str]:
-        """Formats by what is in them: ``weights``, ``experts`` and ``attention`` if they differ."""
+        """Formats by component; ``experts`` and ``attention`` only if they differ."""
         found = {"weights": self.weights}
         if self.workload.experts and self.expert_weights != self.weights:
             found["experts"] = self.expert_weights
@@ -102,7 +100,7 @@ class ServedModel:
         return {**found, "cache": self.cache}
 
     def cut_blocks(self, plan: EnginePlan) -> str:
-        """Which products a plan cuts within a block that has one scale; empty for none."""
+        """The products that a plan splits within a scaling block, as text; empty for none."""
         w = self.workload
         dense = w.d_ff if not w.experts else w.dense_ff if w.dense_layers else 0
         for name, own, width, ranks in (
@@ -120,38 +118,38 @@ class ServedModel:
 
     @property
     def recurrent(self) -> Recurrence:
-        """Sizes of a layer with a recurrent state."""
+        """Sizes of a recurrent layer."""
         if self.recurrence is not None:
             return self.recurrence
         w = self.workload
-        # Queries and keys, values and gates of the heads of attention; a matrix for each head.
+        # Queries, keys, values and gates of the attention heads; one state matrix per head.
         return Recurrence(w.head * 2 * (w.heads + w.groups), w.heads * w.head, w.heads * w.head**2)
 
     @property
     def fed(self) -> float:
-        """Share of the layers that have a feed-forward."""
+        """Fraction of the layers that have a feed-forward."""
         return 1.0 - self.bare_layers / self.workload.layers
 
     def shape(self) -> str:
-        """Sizes that tell models apart, whatever their formats."""
+        """Key of the model's sizes, independent of formats."""
         w = self.workload
         sizes = (w.layers, w.d_model, w.heads, w.groups, w.d_ff, w.experts, w.top_k, w.kv_lora)
         return "x".join(map(str, sizes))
 
     def weight_bytes(self, plan: EnginePlan) -> float:
-        """Bytes of weights on one device of an engine, the fullest pipeline stage aside."""
+        """Bytes of weights on one device of an average pipeline stage."""
         return sum(self.weight_parts(plan).values())
 
     def weight_parts(self, plan: EnginePlan) -> dict[str, float]:
-        """The same by part of the model; what it has not is left out."""
+        """:meth:`weight_bytes` by part of the model; absent parts are omitted."""
         w = self.workload
         parts = dict.fromkeys(("embedding and head", "attention", "feed-forward", "experts"), 0.0)
-        # Embedding and head stay in 16 bits, and are cut over all tensor-parallel ranks.
+        # Embedding and head stay in 16 bits, and are split over all tensor-parallel ranks.
         tables = w.table_parameters * (1 if w.tied else 2) / plan.tp
         parts["embedding and head"] = 16.0 * tables / 8.0
         own, linear = self.recurrence, self.linear_layers / w.layers
         for layer, count in kinds_of(w).items():
-            # A stage of the pipeline holds its share of the layers.
+            # A pipeline stage holds its share of the layers.
             share = count / plan.pp / 8.0
             attention = float(layer.attention_parameters)
             if own is not None:
@@ -170,25 +168,25 @@ class ServedModel:
         return {name: value for name, value in parts.items() if value}
 
     def token_bytes(self, plan: EnginePlan) -> float:
-        """Bytes that a token takes in all layers of one device that keep it."""
+        """Bytes per token in the KV cache of one device."""
         w, width = self.workload, FORMATS[self.cache].element_bytes
         layers = (w.layers - self.linear_layers) / plan.pp
         if w.kv_lora:
-            # Latent keys, which are values too, and the rotated part (DeepSeek-V2, section 2.1.3);
-            # every rank holds them for all heads.
+            # Latent, which serves as keys and values, and the rotary part (DeepSeek-V2, section
+            # 2.1.3); every rank holds them for all heads.
             index = INDEX_BYTES if w.window else 0.0
             return layers * ((w.kv_lora + w.rope_dim) * width + index)
-        # A key-value head is the least that a rank holds.
+        # A rank holds at least one key-value head.
         return 2.0 * layers * max(1.0, w.groups / plan.tp) * w.head * width
 
     def state_bytes(self, plan: EnginePlan) -> float:
-        """Bytes of the recurrent states of one sequence on one device; 0 without such layers."""
+        """Bytes of the recurrent states of one sequence on one device."""
         return STATE_BYTES * self.linear_layers * self.recurrent.state / plan.tp / plan.pp
 
     def cache_layers(self) -> tuple[float, float, int]:
-        """Layers that keep all tokens of a sequence, those that keep a window, and its tokens.
+        """Number of layers that cache all tokens, number with a window, and the window in tokens.
 
-        Sparse attention over a latent keeps all: its window is what an indexer chooses of them.
+        Sparse attention over a latent caches all tokens: its indexer selects a window from them.
         """
         share = 1.0 - self.linear_layers / self.workload.layers
         full = windowed = 0.0
@@ -205,14 +203,14 @@ class EnginePlan:
     """Parallelism of one engine.
 
     Attributes:
-        tp: Ranks that share heads and plain feed-forwards.
+        tp: Tensor-parallel ranks of attention and dense feed-forwards.
         pp: Pipeline stages.
-        dp: Ranks, or groups of ``tp`` ranks, that hold sequences of their own (attention data
-            parallelism); experts are spread over all of them.
-        ep: Ranks over which whole experts are spread.
-        moe_tp: Ranks that share an expert.
-        redundant: Copies of busy experts that a balancer places on the ranks of a wide engine;
-            ``None`` for its default, 0 for no balancer.
+        dp: Data-parallel attention groups of ``tp`` ranks with separate sequences; experts are
+            distributed over all of them.
+        ep: Expert-parallel ranks.
+        moe_tp: Tensor-parallel ranks of an expert.
+        redundant: Copies of busy experts placed by a load balancer in a wide engine; ``None`` for
+            the default, 0 for no balancer.
     """
 
     tp: int = 1
@@ -223,11 +221,11 @@ class EnginePlan:
     redundant: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the numbers agree.
+        """Check that the numbers are consistent.
 
         Raises:
-            PlanError: One is below 1, experts are spread over other ranks than attention, or copies
-                of experts are asked for where none are placed.
+            PlanError: A number is below 1, attention and experts use different ranks, or expert
+                copies are requested for an engine that is not wide.
         """
         if self.redundant is not None and (self.redundant < 0 or not self.wide):
             raise PlanError(
@@ -245,15 +243,15 @@ class EnginePlan:
 
     @property
     def wide(self) -> bool:
-        """Whether ranks send each token to the ranks of its experts, instead of all to all."""
+        """Whether tokens are sent only to the ranks of their experts, instead of all ranks."""
         return self.dp > 1 and self.ep > NARROW
 
     def experts_held(self, experts: int) -> float:
-        """Experts of a layer that a rank holds a share of, copies included."""
+        """Experts of a layer on one rank (whole or split), including copies."""
         return slots_of(experts, self.ep, self.redundant) if self.wide else experts / self.ep
 
     def copies(self, experts: int) -> int:
-        """Copies of a layer's experts that a balancer places on all ranks."""
+        """Copies of a layer's experts on all ranks."""
         return round(self.experts_held(experts) * self.ep - experts) if self.wide else 0
 
     @property
@@ -267,13 +265,13 @@ class EnginePlan:
         return self.ranks * self.pp
 
     def of(self, model: ServedModel) -> EnginePlan:
-        """The plan by which the engine runs another model, such as one that drafts."""
+        """The plan under which the engine runs another model, such as a draft model."""
         if model.workload.experts:
             return self
         return replace(self, ep=1, moe_tp=self.ranks)
 
     def text(self) -> str:
-        """Such as ``tp=8,ep=8``; what is 1 is left out."""
+        """Text form such as ``tp=8,ep=8``; sizes of 1 are omitted."""
         parts = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
         told = [f"{k}={v}" for k, v in parts.items() if v > 1]
         told += [] if self.redundant is None else [f"redundant={self.redundant}"]
@@ -282,5 +280,5 @@ class EnginePlan:
 
 @lru_cache(maxsize=1024)
 def kinds_of(workload: Workload) -> dict[Workload, int]:
-    """How many layers of each kind a model has, in the order of their first."""
+    """Number of layers of each kind, in order of first occurrence."""
     return dict(Counter(layer_kinds(workload)))

@@ -1,14 +1,14 @@
-"""Experts on many ranks: how evenly tokens load them, and times of sending tokens there and back.
+"""Load balance of expert parallelism, and times of dispatching tokens to experts and back.
 
-A batch waits for the rank that gets most of it. Loads of experts are log-normal; a balancer copies
-the busiest and packs the copies so that ranks have about equal loads (DeepSeek's EPLB,
+A batch waits for the rank with the most rows. Expert loads are log-normal; a balancer copies the
+busiest experts and packs the copies so that ranks have about equal loads (DeepSeek's EPLB,
 github.com/deepseek-ai/EPLB).
 
-Of DeepEP's kernels those of high throughput send a token once to each box that it has experts in,
-where it is forwarded over the links inside; those of low latency send each token to each of
-its experts. Fitted to the bandwidths and latencies that DeepEP publishes of H800
-(github.com/deepseek-ai/DeepEP, docs/legacy.md: 8 to 64 and 8 to 256 ranks), which they give within
-12 %.
+DeepEP's high-throughput kernels send a token once to each box that has one of its experts, and
+forward it over the links inside the box; the low-latency kernels send a token to each of its
+experts directly. Constants are fitted to the bandwidths and latencies that DeepEP publishes for
+H800 (github.com/deepseek-ai/DeepEP, docs/legacy.md: 8 to 64 and 8 to 256 ranks) and reproduce them
+within 12 %.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Deviation of the logarithms of experts' loads. Those of DeepSeek-R1 deviate by 1.28 of their mean
-#: and the busiest of 256 is 11.9 times it (TensorRT-LLM's blog, Scaling Expert Parallelism, 2025,
-#: table 1); 1.0 gives 1.29 and 11.7.
+#: Standard deviation of the logarithms of expert loads. Loads of DeepSeek-R1 have a coefficient of
+#: variation of 1.28, and the busiest of 256 has 11.9 times the mean (TensorRT-LLM's blog, Scaling
+#: Expert Parallelism, 2025, table 1); 1.0 gives 1.29 and 11.7.
 EXPERT_SKEW = 1.0
-#: Copies that a balancer adds by default, as a share of the experts: 32 of 256 in that blog, in
+#: Default number of expert copies as a fraction of the experts: 32 of 256 in that blog, in
 #: DeepSeek's own deployment and in LMSYS's.
 COPIES = 1 / 8
-#: Draws of a layer's loads that are averaged; their mean then errs by 2 %.
+#: Random draws of a layer's loads to average; the standard error of their mean is 2 %.
 _DRAWS = 16
 
 
 def slots_of(experts: int, ranks: int, redundant: int | None) -> int:
-    """Experts that a rank holds, copies included.
+    """Experts that a rank holds, including copies.
 
     Args:
-        experts: Of a layer.
-        ranks: That they are spread over.
-        redundant: Copies over all ranks; ``None`` for about :data:`COPIES` of the experts, as many
-            as fill the ranks evenly.
+        experts: Experts of a layer.
+        ranks: Ranks over which they are distributed.
+        redundant: Copies over all ranks; ``None`` for about :data:`COPIES` of the experts, rounded
+            so that they fill the ranks evenly.
     """
     least = -(-experts // ranks)
     if redundant is None:
@@ -46,14 +46,14 @@ def slots_of(experts: int, ranks: int, redundant: int | None) -> int:
 
 
 def busiest(rows: float, experts: int, ranks: int, redundant: int | None, skew: float) -> float:
-    """Rows of the busiest rank over the mean, 1 at least.
+    """Rows of the busiest rank relative to the mean, at least 1.
 
     Args:
-        rows: Mean rows of a rank.
-        experts: Of a layer.
-        ranks: That they are spread over.
-        redundant: Copies that a balancer places; ``None`` for its default, 0 for no balancer.
-        skew: Deviation of the logarithms of the experts' loads; 0 for an even draw.
+        rows: Mean rows per rank.
+        experts: Experts of a layer.
+        ranks: Ranks over which they are distributed.
+        redundant: Copies placed by a balancer; ``None`` for the default, 0 for no balancer.
+        skew: Standard deviation of the logarithms of expert loads; 0 for uniform loads.
     """
     if ranks == 1:
         return 1.0
@@ -61,7 +61,7 @@ def busiest(rows: float, experts: int, ranks: int, redundant: int | None, skew: 
     if skew:
         slots = slots_of(experts, ranks, redundant)
         share = _placed(experts, ranks, slots, balanced, skew)
-    # Ranks with equal expectations draw their rows: of n normal deviates the largest is about
+    # Rows of ranks with equal expectations vary randomly: the largest of n normal deviates is about
     # sqrt(2 ln n).
     even = balanced or not skew
     chance = sqrt(2.0 * log(ranks) / max(rows, 1.0)) if even else 0.0
@@ -85,8 +85,8 @@ def _placed(experts: int, ranks: int, slots: int, balanced: bool, skew: float) -
 def _packed(loads: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     """Loads of ranks after copying the busiest experts and packing the copies, shape ``(ranks,)``.
 
-    Both greedy, as EPLB: a copy goes to the expert with most load for each, and the largest part to
-    the rank with the least load and a free slot.
+    Both steps are greedy, as in EPLB: a copy goes to the expert with the highest load per copy, and
+    the largest remaining load to the least loaded rank with a free slot.
     """
     copies = np.ones(len(loads))
     for _ in range(ranks * slots - len(loads)):
@@ -100,31 +100,31 @@ def _packed(loads: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     return held
 
 
-#: Fixed seconds of a kernel.
+#: Fixed time of a kernel in seconds.
 _START_S = 40e-6
-#: Share of the links that a kernel of low latency reaches, inside a box as between boxes.
+#: Fraction of link bandwidth that low-latency kernels reach, inside a box and between boxes.
 _DIRECT = 0.95
-#: Of one of high throughput: of the network, and of the links inside a box.
+#: The same for high-throughput kernels: between boxes, and inside a box.
 _BETWEEN, _INSIDE = 0.88, 0.77
-#: Multiprocessors that kernels of high throughput take away from others; those of low latency take
-#: none while tokens are on their way (DeepEP's ``set_num_sms(24)``).
+#: Multiprocessors that high-throughput kernels occupy (DeepEP's ``set_num_sms(24)``); low-latency
+#: kernels occupy none while tokens are in transit.
 EXCHANGE_CORES = 24
-#: Shares of an exchange that the kernels of another half of the batch hide, of those of high
-#: throughput and of low latency, whose sending and receiving keep all cores busy: two-batch overlap
-#: brings 27 to 35 % of throughput in prefill and 25 % in decode of 256 sequences a rank (LMSYS,
-#: Large-scale Expert Parallelism on 96 H100, 2025), which these give.
+#: Fraction of an exchange hidden behind the kernels of the other half of the batch, for
+#: high-throughput and for low-latency kernels, whose send and receive phases occupy all cores.
+#: Reproduces the gains of two-batch overlap: 27 to 35 % of throughput in prefill, 25 % in decode at
+#: 256 sequences per rank (LMSYS, Large-scale Expert Parallelism on 96 H100, 2025).
 HIDDEN, HIDDEN_DIRECT = 0.77, 0.55
-#: Bytes of a scale for each element of a row in 8 bits or fewer: one of 32 bits for 128.
+#: Bytes of scales per element of rows in 8 bits or fewer: 32 bits for 128 elements.
 _SCALE = 4.0 / 128.0
 
 
 class Links(NamedTuple):
-    """What ranks send tokens over.
+    """Links over which ranks send tokens.
 
     Attributes:
-        box: Ranks that the links inside a box join.
-        inside: Bytes a second of a rank to others of its box, one way.
-        between: To those of other boxes.
+        box: Ranks joined by the links inside a box.
+        inside: Bandwidth of a rank to others of its box in bytes per second, one way.
+        between: The same to ranks of other boxes.
     """
 
     box: int
@@ -133,11 +133,11 @@ class Links(NamedTuple):
 
 
 def row_bytes(width: int, activation_bits: float) -> tuple[float, float]:
-    """Bytes of a token on its way to an expert, and back, where results stay in 16 bits.
+    """Bytes of a token on its way to an expert and on its way back, which is in 16 bits.
 
     Args:
-        width: Of the model.
-        activation_bits: Of what experts multiply; operands of 4 bits are sent in 8.
+        width: Hidden size of the model.
+        activation_bits: Bits of the experts' activations; 4-bit operands are sent in 8 bits.
     """
     sent = 1.0 + _SCALE if activation_bits <= 8 else 2.0
     return width * sent, width * 2.0
@@ -149,12 +149,12 @@ def exchange_seconds(
     """Seconds of one dispatch or combine.
 
     Args:
-        links: Of the cluster.
-        ranks: Of expert parallelism.
-        sent: Bytes of a rank's tokens, each once.
-        top_k: Experts of a token.
-        most_boxes: Boxes that the experts of a token lie in at most; 0 for no limit.
-        direct: Whether by the kernels of low latency.
+        links: Links of the cluster.
+        ranks: Expert-parallel ranks.
+        sent: Bytes of a rank's tokens, each counted once.
+        top_k: Experts per token.
+        most_boxes: Maximum number of boxes that hold the experts of one token; 0 for no limit.
+        direct: Whether low-latency kernels are used.
     """
     boxes = -(-ranks // links.box)
     away = 1.0 - 1.0 / boxes
@@ -168,5 +168,5 @@ def exchange_seconds(
 
 
 def _distinct(places: int, draws: int) -> float:
-    """Expected number of places that as many even draws reach."""
+    """Expected number of distinct places reached by ``draws`` uniform draws."""
     return float(places * (1.0 - (1.0 - 1.0 / places) ** draws))
