@@ -1,5 +1,5 @@
-"""Shrunken random effects on classes of cost: what measured steps and served requests teach.
+"""Shrunken random effects on classes of cost, learned from measured steps and served requests.
 
-``effects`` holds the learned factors of each level, whose names and priors are data (``*.yaml``),
-and ``linear`` learns them.
+``effects`` holds the learned factors of each level (names and priors are data: ``*.yaml``), and
+``linear`` fits them.
 """

@@ -1,7 +1,7 @@
-"""Learns effects from measurements: least absolute errors with shrinkage around a simulation.
+"""Fits effects to measurements: least absolute errors with shrinkage around a simulation.
 
-The logarithm of a simulated latency is nearly linear in the logarithms of its costs. So effects are
-solved for by iteratively reweighted ridge regression, on the slopes where they lie now.
+The logarithm of a simulated latency is nearly linear in the logarithms of its costs. Effects are
+therefore found by iteratively reweighted ridge regression on the slopes at the current effects.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 from ..adapt.active import Errors
 from .effects import CLUSTER, Context, Effects, Level
 
-#: Errors below this count by their square: the difference between repeated runs (2 to 3 %).
+#: Errors below this count quadratically: the difference between repeated runs (2 to 3 %).
 NOISE = 0.02
-#: Change of the effects, in units of their deviations, at which they count as found.
+#: Change of the effects, in units of their deviations, below which they count as converged.
 _SETTLED = 1e-3
-#: How much errors weigh against effects; chosen with clusters, sources and chips of training steps
-#: left out in turn, of 0.1 (shrinks more: better for unheard-of sources) to 10 (less: better for
+#: Weight of errors relative to the prior; chosen with clusters, sources and chips of training steps
+#: held out in turn, from 0.1 (more shrinkage: better for unseen sources) to 10 (less: better for
 #: known ones).
 ERROR = 0.15
-#: Weight of a measurement of one's own cluster: it is of the very place that is asked about, and
-#: its owner has a handful. Engineering choice.
+#: Weight of a measurement of the user's own cluster: it is from the machines that are predicted,
+#: and users have few. Engineering choice.
 OWN_WEIGHT = 10.0
 
 E = TypeVar("E", bound=Effects)
@@ -32,14 +32,14 @@ E = TypeVar("E", bound=Effects)
 
 @dataclass(frozen=True)
 class Linear(Generic[E]):
-    """The linear model of measured logarithms around effects.
+    """Linear model of measured logarithms around given effects.
 
     Attributes:
-        now: Effects around which it is.
+        now: Effects around which the model is linearized.
         keys: ``cost/level/value`` of each column.
-        deviations: Of each column's effect.
-        matrix: Change of a logarithm with each effect, shape ``(measurements, columns)``.
-        target: Logarithms that all effects are to explain, shape ``(measurements,)``.
+        deviations: Prior deviation of each column's effect.
+        matrix: Derivative of a logarithm by each effect, shape ``(measurements, columns)``.
+        target: Logarithms that the effects have to explain, shape ``(measurements,)``.
     """
 
     now: E
@@ -57,14 +57,14 @@ class Linear(Generic[E]):
         measured: np.ndarray,
         simulated: np.ndarray,
     ) -> Linear[E]:
-        """The model around effects that measurements were simulated with.
+        """Linearize around the effects that measurements were simulated with.
 
         Args:
             now: The effects.
-            contexts: Of each measurement.
-            slopes: Change of each logarithm with that of every class of cost.
-            measured: Logarithms.
-            simulated: The same, under the effects.
+            contexts: Context of each measurement.
+            slopes: Derivative of each logarithm by that of every class of cost.
+            measured: Logarithms of the measurements.
+            simulated: Logarithms of the simulation, under the effects.
         """
         columns: dict[str, tuple[Level, dict[int, float]]] = {}
         for row, context in enumerate(contexts):
@@ -77,13 +77,13 @@ class Linear(Generic[E]):
             matrix[list(rows), column] = list(rows.values())
         levels = [level for level, _ in columns.values()]
         applied = np.array([now.values.get(key, 0.0) for key in columns])
-        # Without the effects at which the slopes were taken, so that all are shrunk towards 0.
+        # The residual without any effects, so that all effects are shrunk towards 0.
         target = measured - simulated + matrix @ applied
         deviations = np.array([level.deviation for level in levels])
         return cls(now, list(columns), deviations, matrix, target)
 
     def _of(self, part: int, name: str) -> np.ndarray:
-        """Which columns have a name in a part of their key: 0 the class of cost, 1 the level."""
+        """Mask of the columns with a name in a part of their key: 0 class of cost, 1 level."""
         return np.array([key.split("/", 2)[part] == name for key in self.keys], dtype=np.bool_)
 
     def values(self, effects: Effects) -> np.ndarray:
@@ -91,18 +91,18 @@ class Linear(Generic[E]):
         return np.array([effects.values.get(key, 0.0) for key in self.keys])
 
     def errors(self, effects: Effects) -> np.ndarray:
-        """Logarithms of measured over predicted under other effects."""
+        """Logarithms of measured over predicted under given effects."""
         return np.asarray(self.target - self.matrix @ self.values(effects))
 
     def solve(self, learn: np.ndarray, weight: np.ndarray, without: str = "", last: str = "") -> E:
-        """Effects that fit measurements best.
+        """Find the effects that fit measurements best.
 
         Args:
-            learn: Which measurements to learn from, shape ``(measurements,)``.
-            weight: Of those, shape ``(learned,)``.
-            without: A class of cost that gets no effects, to see what they gain.
-            last: A level that is learned of what the others leave, so that what they share is not
-                put down to it.
+            learn: Measurements to learn from, a mask of shape ``(measurements,)``.
+            weight: Their weights, shape ``(learned,)``.
+            without: Class of cost to leave without effects, to see the gain of these.
+            last: Level that is fitted to the residuals of the others, so that shared effects are
+                not attributed to it.
         """
         used = np.any(self.matrix[learn] != 0.0, axis=0) & ~self._of(0, without)
         late = self._of(1, last)
@@ -114,7 +114,7 @@ class Linear(Generic[E]):
         return found
 
     def adapted(self) -> E:
-        """Return the effects with those of the measured clusters, learned from these rows alone."""
+        """Return the effects with the cluster effects fitted to these measurements alone."""
         own, stays = self._own()
         everything = np.ones(len(self.target), bool)
         left = self.target - self.matrix @ stays
@@ -122,13 +122,13 @@ class Linear(Generic[E]):
         return self.now.joined(self._shrunk(everything, own, left, weight))
 
     def unsure(self, learn: np.ndarray) -> Errors:
-        """What is known of other measurements' errors by the effects of their clusters.
+        """Error distribution of unmeasured rows, due to the effects of their clusters.
 
         Args:
-            learn: Which were measured; clusters of the others may be among theirs.
+            learn: Mask of the measured rows; the other rows may share their clusters.
 
         Returns:
-            Of the others, in their order.
+            Errors of the other rows, in their order.
         """
         own, stays = self._own()
         sure = [self.now.deviations.get(self.keys[c], float(self.deviations[c])) for c in own]
@@ -139,7 +139,7 @@ class Linear(Generic[E]):
         return Errors(rows @ np.linalg.inv(precision) @ rows.T, NOISE / (OWN_WEIGHT * ERROR))
 
     def _own(self) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of clusters, and the values of the others' effects, 0 for these."""
+        """Columns of cluster effects, and the values of all other effects (0 for clusters)."""
         own = self._of(1, CLUSTER)
         return np.flatnonzero(own), np.where(own, 0.0, self.values(self.now))
 
@@ -159,15 +159,15 @@ class Linear(Generic[E]):
 def shrunk(
     matrix: np.ndarray, target: np.ndarray, weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Least absolute errors with a ridge of 1, by iteratively reweighted least squares.
+    """Fit least absolute errors with a ridge of 1 by iteratively reweighted least squares.
 
     Returns:
         The coefficients, shape ``(k,)``, and the inverse of their covariance, shape ``(k, k)``.
     """
-    # SciPy comes with scikit-learn, which training needs anyway.
+    # Imported here: SciPy comes with scikit-learn, which only training needs.
     from scipy.sparse import csr_array
 
-    # Few effects apply to a row: products of sparse matrices take a tenth of the time.
+    # Few effects apply to a row: sparse products take a tenth of the time.
     sparse = csr_array(matrix)
     effects = np.zeros(matrix.shape[1])
     normal = np.eye(len(effects))
@@ -183,7 +183,7 @@ def shrunk(
 
 
 def group_weights(groups: np.ndarray) -> np.ndarray:
-    """Weights by which a group counts by the root of its size, 1 on average."""
+    """Weights such that a group counts by the square root of its size, with mean 1."""
     _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
     weight = counts[index] ** -0.5
     return np.asarray(weight / weight.mean())

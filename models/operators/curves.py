@@ -1,4 +1,4 @@
-"""Traces the error on a new device over the number of samples, chosen actively and at random."""
+"""Traces the error on a new device over the number of samples, chosen actively or at random."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from ..trust.calibrator import NORMAL_90
 from .family import FamilyModel
 from .regressors import mean_ape
 
-#: Most candidates and test rows that are used; larger tables are sampled down, so that
-#: a trial needs small matrices only.
+#: Most candidates and test rows; larger tables are subsampled to keep a trial's matrices small.
 MAX_CANDIDATES, MAX_TEST = 1200, 3000
-#: Numbers of samples of each family at which the curves are drawn.
+#: Numbers of samples per family on the curves.
 COUNTS = (0, 5, 10, 25, 50, 100)
-#: Draws of the random choice, with whose mean error the active choice is compared.
+#: Draws of the random choice to average over.
 RANDOM_DRAWS = 10
-#: Test rows of a family that are asked about one by one, and candidates that samples are chosen of
-#: for each: the cost grows with the square of the latter.
+#: Test rows of a family with samples chosen individually, and candidates for each: the cost grows
+#: with the square of the latter.
 QUESTIONS, QUESTION_POOL = 30, 400
 #: Name of the curve over all families.
 ALL = "all, by time"
@@ -38,9 +37,9 @@ class Curve:
     Attributes:
         family: The family, or :data:`ALL`.
         device: The device.
-        counts: Numbers of samples of each family.
-        active: MAPE on the other rows with chosen samples, one a count.
-        random: The same with random samples, mean over draws.
+        counts: Numbers of samples per family.
+        active: MAPE on the other rows with actively chosen samples, one per count.
+        random: MAPE with random samples, mean over draws.
     """
 
     family: str
@@ -50,10 +49,10 @@ class Curve:
     random: tuple[float, ...]
 
     def needed(self, count: int) -> float:
-        """Chosen samples that reach the error of ``count`` random ones.
+        """Number of actively chosen samples that reach the error of ``count`` random ones.
 
-        Between two counts the error is taken to fall evenly over the logarithm of their number
-        plus one; ``inf`` if no number of chosen samples reaches it.
+        The error is interpolated linearly in the logarithm of the number plus one; ``inf`` if no
+        number of chosen samples reaches it.
         """
         goal = self.random[self.counts.index(count)]
         for place, error in enumerate(self.active):
@@ -69,16 +68,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Asked:
-    """Errors on single operators, with samples chosen for each by itself and at random.
+    """Errors on single operators, with samples chosen for each one or at random.
 
     Attributes:
         family: The family.
         counts: Numbers of samples.
-        chosen: MAPE over the operators, one a count.
-        random: The same with random samples, mean over draws.
-        narrowed: Standard deviation that is expected of an operator's log error after the chosen
-            ones, over that before any.
-        inside: Share of the operators whose error then lies inside the expected 90 % interval.
+        chosen: MAPE over the operators, one per count.
+        random: MAPE with random samples, mean over draws.
+        narrowed: Predicted standard deviation of an operator's log error after the chosen samples,
+            relative to that without samples.
+        inside: Fraction of the operators whose error is inside the predicted 90 % interval.
     """
 
     family: str
@@ -91,7 +90,7 @@ class Asked:
 
 @dataclass
 class Trial:
-    """One family on one device: candidates for measurement, and rows to judge on.
+    """One family on one device: candidates for measurement, and test rows.
 
     Features and predictions are computed once; every number of samples and every draw then costs
     a few small matrix operations.
@@ -101,12 +100,12 @@ class Trial:
         params: Parameters of its covariance.
         pool: Sites of the candidates.
         pool_errors: ``log(measured / predicted)`` of the candidates, shape ``(n,)``.
-        test: Sites of the rows to judge on.
+        test: Sites of the test rows.
         test_errors: ``log(measured / predicted)`` of these rows, shape ``(m,)``.
-        rows: The candidates' rows, in the same order.
-        seconds: Predicted time of all of the device's rows together.
+        rows: Rows of the candidates, in the same order.
+        seconds: Predicted total time of the device's rows.
         order: Candidates, most informative first.
-        gains: Expected fall of the variance from each, in that order.
+        gains: Expected reduction of the variance by each, in that order.
         groups: Groups of similar candidates, shape ``(n,)``; ``None`` without groups.
     """
 
@@ -135,12 +134,12 @@ class Trial:
         """Prepare a trial.
 
         Args:
-            model: Fitted without the device.
-            pool: Rows that may be measured, with ``latency_us``.
-            test: Rows that the error is taken on.
+            model: Model fitted without the device.
+            pool: Candidate rows, with ``latency_us``.
+            test: Test rows.
             devices: Descriptions by name.
-            count: Candidates to put in order.
-            seed: Seed of the draws from too many rows.
+            count: Number of candidates to rank.
+            seed: Seed of the subsampling.
 
         Raises:
             DatasetError: The pool or the test rows are empty.
@@ -181,9 +180,9 @@ class Trial:
             params: Parameters of the covariance.
             rows: The candidates.
             pool: Their sites and errors.
-            test: Sites and errors of the rows to be judged on.
-            seconds: Predicted time of all rows together.
-            count: Candidates to put in order.
+            test: Sites and errors of the test rows.
+            seconds: Predicted total time of all rows.
+            count: Number of candidates to rank.
             groups: Groups of similar candidates, such as kernels of one program.
         """
         sites, other = _coded(pool[0], test[0])
@@ -193,7 +192,7 @@ class Trial:
         )
 
     def left(self, chosen: np.ndarray, test: np.ndarray | None = None) -> np.ndarray:
-        """Log errors left on test rows after learning from some of the candidates.
+        """Remaining log errors on test rows after learning from some of the candidates.
 
         Args:
             chosen: Positions of the candidates.
@@ -205,8 +204,7 @@ class Trial:
         own = None if self.groups is None else self.groups[chosen]
         some = self.pool.take(chosen)
         correction = ErrorPosterior.fit(self.params, some, self.pool_errors[chosen], groups=own)
-        # The posterior mean alone: intervals are not needed, and cost a matrix the size of the
-        # test rows.
+        # Only the posterior mean: intervals would need a matrix the size of the test rows.
         sites = self.test if test is None else self.test.take(test)
         cross = covariance(sites, correction.sites, correction.params)
         return np.asarray(errors - cross @ correction.weights)
@@ -216,7 +214,7 @@ class Trial:
         return mean_ape(self.left(chosen))
 
     def asked(self, counts: Sequence[int], seed: int = 0) -> Asked:
-        """Compare samples that are chosen for one test row with random ones, over some test rows.
+        """Compare samples chosen for one test row with random ones, over several test rows.
 
         Args:
             counts: Numbers of samples, ascending.
@@ -253,10 +251,10 @@ def error_curve(trial: Trial, device: str, counts: Sequence[int], seed: int = 0)
 def joint_curve(
     trials: Sequence[Trial], device: str, counts: Sequence[int], seed: int = 0
 ) -> Curve:
-    """Compare them over all families, whose errors count by their shares of the time.
+    """Compare them over all families, with errors weighted by the families' shares of time.
 
-    The active choice divides the samples by share × gain, the random one evenly. A count ``n``
-    stands for ``n`` samples of each family in the mean.
+    Active choice allocates samples by share × gain, random choice evenly. A count ``n`` means ``n``
+    samples per family on average.
     """
     shares = shares_of({trial.family: trial.seconds for trial in trials})
     return _curve(ALL, device, trials, counts, seed, shares)
@@ -281,8 +279,7 @@ def _curve(
     for draw in range(RANDOM_DRAWS):
         orders = [rng.permutation(len(trial.pool)) for trial in trials]
         for place, n in enumerate(totals):
-            # The active choice divides the samples by gain; a user without one would spread them
-            # evenly.
+            # A user without the model would spread samples evenly.
             evenly = spread_evenly(list(gains), n)
             random[draw, place] = _weighted(trials, shares, evenly, orders)
     return Curve(name, device, tuple(counts), tuple(active), tuple(random.mean(axis=0).tolist()))
@@ -294,7 +291,7 @@ def _weighted(
     numbers: Mapping[str, int],
     orders: Sequence[np.ndarray],
 ) -> float:
-    """Mean of the families' errors by their shares."""
+    """Mean of the families' errors, weighted by their shares."""
     return sum(
         shares[trial.family] * trial.error(order[: numbers[trial.family]])
         for trial, order in zip(trials, orders, strict=True)
@@ -302,7 +299,7 @@ def _weighted(
 
 
 def _coded(first: Sites, second: Sites) -> tuple[Sites, Sites]:
-    """Sites with integer codes instead of names, which compare faster."""
+    """Sites with names replaced by integer codes, which compare faster."""
     codes = []
     for name in ("coarse", "fine"):
         code, _ = pd.factorize(np.concatenate([getattr(first, name), getattr(second, name)]))

@@ -1,4 +1,4 @@
-"""Operators on designs: what was learned of the chip that each starts from, moved by physics."""
+"""Operators on designs (hypothetical devices): predictions on the base chip, scaled by physics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .prediction import FamilyPrediction
 
 
 class Designs(NamedTuple):
-    """Finds what stands for designs, and moves its predictions to them.
+    """Finds the base devices of designs, and scales predictions from these to the designs.
 
     Attributes:
         family: Key of the family.
-        known: Chips and vendors of the devices that were learned from.
+        known: Chips and vendors of the devices in the training data.
         learned: Names of these devices.
-        own: Names of devices that what was learned holds at as they are: these, and those that the
-            model was calibrated to.
+        own: Names of devices that are predicted directly: these, and those that the model was
+            calibrated to.
     """
 
     family: str
@@ -36,14 +36,15 @@ class Designs(NamedTuple):
     def bases(
         self, rows: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[OpRows, Mapping[str, DeviceSpec]]:
-        """Rows and devices at which what was learned holds: those of their bases for designs.
+        """Replace designs by their bases.
 
         Args:
             rows: Rows of the family.
             devices: Descriptions by the values of ``device``.
 
         Returns:
-            ``rows`` and ``devices`` themselves where no device is a design.
+            Rows and devices for the learned models; ``rows`` and ``devices`` themselves if no
+            device is a design.
         """
         code, names = rows.codes("device")
         bases = {n: base for n in names if n not in self.own and (base := self._base(devices[n]))}
@@ -54,9 +55,10 @@ class Designs(NamedTuple):
         return rows.with_texts({"device": renamed}), {**known, **devices}
 
     def _base(self, device: DeviceSpec) -> DeviceSpec | None:
-        """The device of the catalogue that a design starts from; ``None`` for other devices.
+        """The catalogue device that a design starts from; ``None`` for other devices.
 
-        Where a design's file names none, one is taken by what was learned of the catalogue's chips.
+        A design whose file names no base gets one only if the training data has a catalogue chip
+        that fits.
         """
         base = base_of(device)
         if base is None or device.base == base.name:
@@ -69,13 +71,13 @@ class Designs(NamedTuple):
     def move(
         self, found: FamilyPrediction, features: OpFeatures, ratio: np.ndarray, like: Likeness
     ) -> None:
-        """Turn predictions on the bases of designs, in place, into those on the designs.
+        """Scale predictions on the bases of designs to the designs, in place.
 
         Args:
-            found: Of ``n`` rows, on the bases.
-            features: Of the rows, on the designs.
+            found: Predictions of ``n`` rows on the bases.
+            features: Features of the rows on the designs.
             ratio: Analytical estimates on the designs over those on the bases, shape ``(n,)``.
-            like: How alike the designs and their bases are, by :func:`likeness`.
+            like: Similarity of the designs to their bases, from :func:`likeness`.
         """
         if FAMILIES.get(self.family) == "pointwise":
             like = like._replace(reuse=1.0)
@@ -92,12 +94,12 @@ def likeness(
     learned: OpRows,
     known: Mapping[str, DeviceSpec],
 ) -> Likeness:
-    """How alike the devices of rows and those that stand for them are, shape ``(n,)`` each.
+    """Similarity of the rows' devices to their stand-ins, shape ``(n,)`` each.
 
     Args:
         rows: ``n`` rows.
         devices: Descriptions by the values of their ``device``.
-        learned: The rows on what stands for these devices.
+        learned: The same rows on the stand-ins.
         known: Descriptions by the values of ``device`` there.
     """
     code, names = rows.codes("device")
@@ -108,7 +110,7 @@ def likeness(
 
 
 def why_outside(design: DeviceSpec, base: DeviceSpec, ratio: np.ndarray) -> list[str]:
-    """Why what was learned of a base does not describe a design, ``ratio`` apart; at most one."""
+    """Why a base does not represent a design, ``ratio`` apart; at most one reason."""
     if not Likeness.of(design, base).akin:
         return [f"{design.name} is priced as {base.name}, of another architecture or other dies"]
     return [] if is_near(ratio)[0] else [why_far(design.name, base.name, float(ratio[0]))]

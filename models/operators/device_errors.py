@@ -17,19 +17,19 @@ from .prediction import FamilyPrediction
 from .regressors import Folds, KnownModel, UnseenModel
 from .rows import codes
 
-#: Errors per left-out device that the covariance is fitted to: its likelihood costs O(n³), and a
+#: Errors per held-out device that the covariance is fitted to: its likelihood costs O(n³), and a
 #: few hundred determine its dozen parameters.
 COVARIANCE_ROWS = 200
 #: Scale of the "behaves like that known chip" directions of the error covariance, relative to the
 #: factors on compute, memory and launch. Engineering estimate; not fitted.
 LIKENESS = 2.0
-#: Between device and library in the name of a correction that holds for one library alone.
+#: Separator between device and library in the name of a correction for a single library.
 OF_LIBRARY = "@"
 
 
 @dataclass(slots=True)
 class DeviceErrors:
-    """Errors of a family's models on a device that they have not seen.
+    """Errors of a family's models on an unseen device.
 
     Attributes:
         known: The model of known devices.
@@ -58,17 +58,17 @@ class DeviceErrors:
         target: np.ndarray,
         folds: Folds,
     ) -> DeviceErrors:
-        """Fit the covariance to the errors on each chip when it is left out.
+        """Fit the covariance to the errors on each chip when it is held out.
 
         Args:
             known: The model of known devices.
             unseen: The model of unseen ones.
             chips: Identity of the chip by known device.
             features: Features of ``n`` rows.
-            code: From :func:`~opcast.models.operators.rows.codes` of the rows.
+            code: Result of :func:`~opcast.models.operators.rows.codes` for the rows.
             target: Log-ratios of measured latency to the estimate, shape ``(n,)``.
-            folds: Left-out devices, their rows and log-ratios; the covariance is the default one
-                without any.
+            folds: Held-out devices, their rows and log-ratios; without any, the covariance keeps
+                its defaults.
         """
         scale = Scale.of(features)
         sites = scale.sites(features, *code)
@@ -103,9 +103,9 @@ class DeviceErrors:
             if not len(at):
                 continue
             left[at] = False
-            # The posterior holds the uncertainty around the corrected value: its interval replaces
-            # that of an unseen device, or the latter, as wide as the samples need it, if that is
-            # narrower: few samples scale the posterior by what its least certain one needs.
+            # The posterior interval replaces the prior one of an unseen device. Other prior
+            # intervals, widened as far as the samples require, stay where they are narrower: the
+            # posterior is scaled to its least certain sample if there are few.
             correction, plain = self.corrections[name], prediction.take(at)
             mean, half = correction.apply(self.sites(rows.take(at), features.take(at), devices))
             low, high = np.log(plain.lo / plain.latency), np.log(plain.hi / plain.latency)
@@ -120,9 +120,9 @@ class DeviceErrors:
         """Learn a correction; replaces an earlier one of the same name.
 
         Args:
-            device: Device it is for.
-            library: The only library it is for; empty for all.
-            sites: From :meth:`sites` of ``n`` measured rows.
+            device: Name of the device.
+            library: Library to correct; empty for all.
+            sites: Sites of ``n`` measured rows, from :meth:`sites`.
             errors: ``log(measured / predicted)`` of the uncorrected model, shape ``(n,)``.
         """
         correction = ErrorPosterior.fit(self.params, sites, errors)
@@ -155,31 +155,31 @@ class DeviceErrors:
     def _with_likes(
         self, share: np.ndarray, likes: np.ndarray, unseen: np.ndarray, own: tuple[str, ...]
     ) -> np.ndarray:
-        """Append to the shares how far each known chip lies from the model of unseen devices.
+        """Append the difference of each known chip from the model of unseen devices to the shares.
 
-        In a covariance linear in these columns, a few samples can tell that a new device behaves
-        like one of the known chips.
+        In a covariance that is linear in these columns, a few samples can show that a new device
+        behaves like one of the known chips.
 
         Args:
             share: Shares of time, shape ``(n, 3)``.
             likes: From :meth:`_likes`.
             unseen: Log-ratios of the model of unseen devices, shape ``(n,)``.
-            own: Devices of the chip that is left out, which must not stand for itself.
+            own: Devices of the held-out chip, which must not stand for itself.
         """
         apart = LIKENESS * (likes - unseen[:, None])
         for place, group in enumerate(self.groups):
             if group == own:
                 apart[:, place] = 0.0
-        # Clipped at a factor e either way before scaling (2 after), so that one odd chip does not
-        # outweigh the shares.
+        # Clipped to a factor e either way before scaling (2 after), so that one outlying chip does
+        # not outweigh the shares.
         return np.concatenate([share, np.clip(apart, -2, 2)], axis=1)
 
     def distance(self, features: OpFeatures, others: OpFeatures) -> np.ndarray:
-        """Distance of operators from one of them, over their key features.
+        """Distance of operators from a given one, over their key features.
 
         Args:
-            features: Features of the one operator.
-            others: Features of ``n`` others.
+            features: Features of the given operator.
+            others: Features of ``n`` operators.
 
         Returns:
             Root mean square differences in standard deviations of training, shape ``(n,)``.

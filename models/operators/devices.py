@@ -1,13 +1,13 @@
-"""Devices that operators were learned from: what stands in for another one, and their effects.
+"""Known devices of operator models: stand-ins for other devices, and device effects.
 
-Effects are those on compute, memory and launch, the linear part of a family's log-ratio:
+Effects are factors on compute, memory and launch, the linear part of a family's log-ratio:
 
     log-ratio ≈ w · (g + d[device] + k[device, op and library])
 
-with ``w`` the shares of compute, memory and launch in the analytical estimate. Where one of them
-takes all the time, the ratio is a constant of the device, however large the kernel; a tree cannot
-extrapolate that beyond the sizes that it has seen. Each level is a ridge regression on the residual
-of the level above, so that a library with few rows falls back to its device.
+with ``w`` the shares of compute, memory and launch in the analytical estimate. Where one of these
+dominates, the ratio is a constant of the device at any kernel size, which a tree cannot extrapolate
+beyond the sizes in its training data. Each level is a ridge regression on the residuals of the
+level above, so that a library with few rows falls back to its device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ...features.devices.device import DeviceSpec
 from ...features.devices.rules import rules_of
 from ...features.operators.columns import OpRows, distinct
 
-#: Architecture, cores, and lanes of a core; devices with the same differ in memory or power only.
+#: Architecture, number of cores, lanes per core; devices with the same chip differ in memory or
+#: power only.
 Chip = tuple[str, int, int]
-#: Most by which the numbers of cores of two chips of one design differ: one die with more or fewer
+#: Largest relative difference in cores between chips of one design, which have different numbers of
 #: cores disabled (B200 and GB200 2.7 %, MI210 and MI250X 5.8 %).
 DISABLED = 0.08
 
@@ -35,7 +36,7 @@ def chip_of(spec: DeviceSpec) -> Chip:
 
 
 def alike(first: Chip, second: Chip) -> bool:
-    """Whether two chips are of one design: one die, or a revision of it, with as many cores."""
+    """Whether two chips share a design: the same die or a revision, with similar core counts."""
     (a, cores, lanes), (b, others, other_lanes) = first, second
     near = abs(cores - others) <= DISABLED * max(cores, others)
     return near and lanes == other_lanes and _line(a) == _line(b)
@@ -46,7 +47,7 @@ def _line(architecture: str) -> str:
 
 
 def twins(names: Sequence[str], chips: Mapping[str, Chip]) -> list[tuple[str, ...]]:
-    """Devices of one design together: leaving out one of them would leave its twin in."""
+    """Group devices by design: holding out one of them alone would leave its twin in."""
     found: list[list[str]] = []
     for name in names:
         near = [group for group in found if any(alike(chips[name], chips[o]) for o in group)]
@@ -64,7 +65,7 @@ class KnownDevices:
     Attributes:
         chips: Identity of the chip (:func:`chip_of`) by device.
         vendors: Vendor by device.
-        platforms: Kinds of device, such as ``gpu``.
+        platforms: Platforms of the devices, such as ``gpu``.
     """
 
     chips: dict[str, Chip] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class KnownDevices:
         return cls(chips, dict(data["vendors"]), frozenset(data.get("platforms", ("gpu",))))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         chips = {name: list(chip) for name, chip in self.chips.items()}
         return {"chips": chips, "vendors": self.vendors, "platforms": sorted(self.platforms)}
 
@@ -101,29 +102,29 @@ class KnownDevices:
         return [name for name in self.chips if self.vendors[name] != first]
 
     def own_vendors(self, named: bool) -> frozenset[str]:
-        """Vendors on whose devices what was learned of unseen ones holds; none if on all.
+        """Vendors to whose unseen devices the learned ratios apply; empty for all.
 
-        Where rows do not name a library, each vendor has its own, and the ratio of one says nothing
-        of another's: XLA's products are cuBLAS's on NVIDIA's chips and hipBLASLt's on AMD's
+        Where rows do not name a library, each vendor uses its own, and ratios do not transfer
+        between vendors: XLA's matrix products run in cuBLAS on NVIDIA and in hipBLASLt on AMD chips
         (docs/operator-accuracy.md, "Products under XLA").
 
         Args:
-            named: Whether rows name what runs them.
+            named: Whether rows name their library.
         """
-        # Descriptions may leave the vendor open.
+        # Descriptions may omit the vendor.
         return frozenset() if named else frozenset({"", *self.vendors.values()})
 
     def elsewhere(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-        """Rows on TPUs and other devices of a kind that was not learned from, bool, ``(n,)``."""
+        """Mask of rows on a platform outside the training data, such as TPUs, shape ``(n,)``."""
         if not self.platforms <= {"gpu"}:
             return np.zeros(len(rows), bool)
         return rows.where("device", lambda name: devices[name].platform != "gpu")
 
     def native(self, device: np.ndarray) -> np.ndarray:
-        """Rows of the most common vendor's devices, bool, shape ``(n,)``.
+        """Mask of rows on the most common vendor's devices, shape ``(n,)``.
 
         A model of unseen devices may learn from these alone: chips of other vendors mislead as
-        often as they help (docs/operator-learning.md). All rows, if that vendor has one chip only.
+        often as they help (docs/operator-learning.md). All rows, if that vendor has only one chip.
 
         Args:
             device: Known devices, shape ``(n,)``.
@@ -133,7 +134,7 @@ class KnownDevices:
         return ~np.isin(device, foreign) if len(own) > 1 else np.ones(len(device), bool)
 
     def chip_names(self, device: np.ndarray) -> np.ndarray:
-        """Name of each row's design, equal for devices of the same one, shape ``(n,)``."""
+        """Name of each row's chip design, shape ``(n,)``."""
         group = {name: own[0] for own in twins(list(self.chips), self.chips) for name in own}
         code, order = distinct(device)
         return np.asarray(np.array([group[str(name)] for name in order], object)[code])
@@ -141,10 +142,10 @@ class KnownDevices:
     def proxies(
         self, device: np.ndarray, devices: Mapping[str, DeviceSpec]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Find the known device that stands in for each row's own.
+        """Find the known device that stands in for each row's device.
 
-        An unseen device of a minority vendor is more like that vendor's known one than like those
-        that the model of unseen devices learned from.
+        An unseen device of a minority vendor resembles that vendor's known device more than the
+        devices that the model of unseen devices learned from.
 
         Args:
             device: Any devices, shape ``(n,)``.
@@ -154,7 +155,7 @@ class KnownDevices:
             Names of the known devices (the row's own name if none fits), and scopes: ``known``,
             ``sibling`` (one of the same design is known) or ``unseen``, shape ``(n,)`` each.
         """
-        # Reversed, so that of several devices the first one wins.
+        # Reversed, so that the first device of a vendor wins.
         by_vendor = {self.vendors[name]: name for name in reversed(self.foreign)}
         names, scopes = {}, {}
         code, found = distinct(device)
@@ -169,9 +170,9 @@ class KnownDevices:
         )
 
     def _sibling(self, chip: Chip) -> str | None:
-        """The known device whose chip is most like another one, the first of several."""
+        """The known device with the most similar chip of the same design, if any."""
         near = [name for name, own in self.chips.items() if alike(own, chip)]
-        # A revision changes rates; cores that are disabled do not.
+        # A revision changes rates; disabled cores do not.
         return min(
             near,
             key=lambda name: (
@@ -182,11 +183,10 @@ class KnownDevices:
         )
 
 
-#: Ridge penalty of each level, as a number of prior rows with effect 0: a device or library needs
-#: about this many rows before its own effect outweighs the level above. Engineering estimate; not
-#: fitted.
+#: Ridge penalty of each level, as a number of prior rows with effect 0: the rows a device or
+#: library needs before its own effect outweighs the level above. Engineering estimate; not fitted.
 RIDGE = 20.0
-#: Between device and library in the keys of the table: names hold no tabs.
+#: Separator between device and library in keys of the table: names contain no tabs.
 _SEPARATOR = "\t"
 
 
@@ -245,7 +245,7 @@ class DeviceEffects:
         return {what: float(share[0] @ self.table.get(at, none)) for what, at in levels.items()}
 
     def knows(self, device: np.ndarray, library: np.ndarray) -> np.ndarray:
-        """Whether a library was fitted on a device, by its row, bool, shape ``(n,)``."""
+        """Mask of rows whose library was fitted on their device, shape ``(n,)``."""
         found = np.zeros(len(device), bool)
         for name, rows in _parts(device):
             for inner, some in _parts(library[rows]):
@@ -253,14 +253,14 @@ class DeviceEffects:
         return found
 
     def measured(self, device: np.ndarray, format_: np.ndarray, library: np.ndarray) -> np.ndarray:
-        """Whether a format was fitted on a device under a library, by its row, bool, ``(n,)``.
+        """Mask of rows whose format was fitted on their device under their library, ``(n,)``.
 
         Args:
             device: Known devices, shape ``(n,)``.
             format_: Formats of the operators, shape ``(n,)``.
             library: Their libraries, shape ``(n,)``; an empty one stands for any.
         """
-        # Of each name of the table the device, and the format and the library at its end.
+        # Keys of the table: the device, and the format and library at the end.
         named = [name.split(_SEPARATOR) for name in self.table if _SEPARATOR in name]
         known = {(d, *inner.split("|")[-2:]) for d, inner in named}
         known |= {(d, f, "") for d, f, _ in known}
@@ -268,7 +268,7 @@ class DeviceEffects:
         return np.fromiter((row in known for row in rows), bool, len(device))
 
     def unseen(self, share: np.ndarray, library: np.ndarray) -> np.ndarray:
-        """Linear part for a device that was not fitted: the mean over those that were.
+        """Linear part for a device that was not fitted: the mean over the fitted devices.
 
         Args:
             share: Shares of compute, memory and launch, shape ``(n, 3)``.
@@ -282,7 +282,7 @@ class DeviceEffects:
         if not devices:
             return ratio
         for inner, rows in _parts(library):
-            # Devices that ran this very library predict better; without any, all devices stand in.
+            # Devices with this library predict better; without any, use all devices.
             own = [d for d in devices if f"{d}{_SEPARATOR}{inner}" in self.table]
             effects = [self.table[d] + self.table[f"{d}{_SEPARATOR}{inner}"] for d in own]
             effects = effects or [self.table[d] for d in devices]

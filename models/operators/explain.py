@@ -1,9 +1,9 @@
 """Explains the predicted latency of an operator.
 
 ``latency = base × exp(log-ratio)``. The base consists of terms (compute, memory, fixed cost). The
-log-ratio is the sum of the effects of the device and its library, of the trees, and of the
-calibration. The trees' part is split among groups of features by exact Shapley values, relative to
-the same operator in other sizes on the same device.
+log-ratio is the sum of the device and library effects, the trees, and the calibration. The part of
+the trees is split among groups of features by exact Shapley values, relative to the same operator
+in other sizes on the same device.
 """
 
 from __future__ import annotations
@@ -33,32 +33,31 @@ from .family import FamilyModel
 from .mixture import Member
 from .rows import unnamed
 
-#: What the mixture over libraries adds to the prediction with its typical one.
+#: Contribution of mixing over libraries, relative to the typical one.
 MIXTURE = "mixture over libraries"
 #: Contributions below this are rounding errors of single-precision trees.
 _ROUNDING = 1e-6
 #: Remainders below this are rounding errors of the trees' sums.
 _RAISED = 1e-3
-#: Number of other sizes to compare with, and by how many powers of two each differs at most. The
+#: Number of other sizes to compare with, and the largest power of two by which they differ. The
 #: draw is fixed, so an explanation does not change from call to call.
 VARIANTS, REACH = 48, 4
-#: Terms that overlap, by the feature that has the logarithm (base 2) of their share of the
-#: estimate.
+#: Overlapping terms, by the feature with the binary logarithm of their share of the estimate.
 _TERMS = {
     "log_tiles_base": "compute",
     "log_memory_base": "memory",
     "log_vector_base": "vector",
     "log_blocks_base": "blocks",
 }
-#: Terms that are added, by the feature that has their share of the estimate.
+#: Added terms, by the feature with their share of the estimate.
 _ADDED = {
     "quant_base": "quantising",
     "extra_base": "beside it",
     "streams_base": "streams",
     "route_base": "routing",
 }
-#: Feature that says what share of an operator's traffic the last cache serves, and the least share
-#: that is told.
+#: Feature with the share of an operator's traffic served by the last cache, and the least share to
+#: report.
 _HELD, _SHOWN = "resident", 0.05
 
 
@@ -81,26 +80,26 @@ class MeasuredOp:
 
 @dataclass(frozen=True)
 class OpExplanation:
-    """A prediction of an operator, taken apart.
+    """Explanation of the prediction of an operator.
 
     Attributes:
         family: ``method/family``.
         device: Device it runs on.
         latency_us: ``base_us · exp(log_ratio)``.
-        lo_us: Lower end of the 90 % interval.
-        hi_us: Upper end.
+        lo_us: Lower bound of the 90 % interval.
+        hi_us: Upper bound of the 90 % interval.
         scope: ``known``, ``sibling``, ``unseen`` or ``calibrated``.
-        in_domain: Whether training rows are near.
+        in_domain: Whether there are training rows nearby.
         bound: Limiting term of the analytical estimate.
-        roofline_us: From FLOPs and bytes alone.
+        roofline_us: Lower limit from FLOPs and bytes.
         base_us: The analytical estimate.
-        terms: Its parts in microseconds; compute and memory overlap.
+        terms: Terms of the estimate in microseconds; compute and memory overlap.
         log_ratio: Learned log-ratio to the analytical estimate.
-        baseline: Mean log-ratio by the trees of the operator in other sizes.
-        contributions: Largest first; with the baseline they add up to the log-ratio.
+        baseline: Mean log-ratio by the trees over other sizes of the operator.
+        contributions: Largest first; with the baseline they sum to the log-ratio.
         neighbours: Nearest measured operators.
-        notes: Limits of the prediction.
-        libraries: Libraries that the prediction is a mixture of, if none is named.
+        notes: Limitations of the prediction.
+        libraries: Libraries of the mixture, if the operator names none.
     """
 
     family: str
@@ -127,7 +126,7 @@ class OpExplanation:
         return math.exp(self.log_ratio)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {**asdict(self), "terms": dict(self.terms), "factor": self.factor}
 
 
@@ -142,7 +141,7 @@ def explain_op(
 
     Args:
         model: Model of the operator's family.
-        row: Its parameters, as ``features.operators.query.parse_op`` gives them.
+        row: Its parameters, as of ``features.operators.query.parse_op``.
         device: Device it runs on.
         measured: Measured rows of the family to look for neighbours in.
         k: Neighbours to name.
@@ -155,7 +154,7 @@ def explain_op(
     asked = pd.DataFrame([{**row, "device": device.name}])
     prediction, found = model.with_members(OpRows.of(asked), specs)
     members = tuple(found)
-    # A mixture has no features: the member nearest to its median is explained.
+    # A mixture has no features: explain the member nearest to its median.
     typical = typical_member(members, float(prediction.latency[0]))
     row = {**row, **typical}
     frame = asked.assign(**typical)
@@ -163,7 +162,7 @@ def explain_op(
     base = float(features.base_s[0])
     ratio = float(np.log(prediction.latency[0] / base))
     models = model.fitted
-    # What was learned of a design is what was learned of its base.
+    # Learned parts of a design are those of its base.
     asked_row, known = model.designs.bases(OpRows.of(frame), specs)
     learned, name = model.features(asked_row, known), str(asked_row.texts("device")[0])
     like, _ = model.known_devices.proxies(asked_row.texts("device"), known)
@@ -172,15 +171,15 @@ def explain_op(
     others = model.features(other_sizes(row, FAMILIES[model.family], name), known)
     _, background = models.choose(others, np.repeat(like, len(others.X)))
     baseline, groups = shapley(regressor, table, background, OPERATOR_GROUPS)
-    # On an unseen device the log-ratio is shrunk as a whole, so each of its parts is.
+    # On an unseen device the log-ratio is shrunk as a whole, and with it each part.
     factor = float(models.carried(asked_row, like, known)[0])
     baseline, parts = baseline * factor, {name: value * factor for name, value in parts.items()}
     groups = {name: value * factor for name, value in groups.items()}
-    # What the calibration adds is the difference between predictions with and without it.
+    # The calibration contributes the difference between predictions with and without it.
     plain = float(np.log(model.predict(frame, specs, corrected=False).latency[0] / base))
     own = float(np.log(model.predict(frame, specs).latency[0] / base)) if typical else ratio
     parts |= groups | {CALIBRATION: own - plain, MIXTURE: ratio - own}
-    # What was predicted below the peak's time is raised to it.
+    # Predictions below the physical limit are raised to it.
     raised = ratio - baseline - sum(parts.values())
     parts |= {LIMIT: raised} if raised > _RAISED else {}
     return OpExplanation(
@@ -205,7 +204,7 @@ def explain_op(
 
 
 def typical_member(members: Sequence[Member], median_s: float) -> dict[str, str]:
-    """Names of the member of a mixture that is nearest to its median; none without members."""
+    """Names of the mixture member nearest to the median; empty without members."""
     if not members:
         return {}
     nearest = min(members, key=lambda m: abs(math.log(m.latency_us * 1e-6 / median_s)))
@@ -213,7 +212,7 @@ def typical_member(members: Sequence[Member], median_s: float) -> dict[str, str]
 
 
 def _terms(features: OpFeatures) -> dict[str, float]:
-    """Microseconds of the parts of the analytical estimate."""
+    """Terms of the analytical estimate in microseconds."""
     base, row = float(features.base_s[0]), features.X[0]
     terms = {
         term: base * float(np.exp2(row[features.names.index(name)])) * 1e6
@@ -229,7 +228,7 @@ def _terms(features: OpFeatures) -> dict[str, float]:
 
 
 def other_sizes(row: JsonMapping, group: str, device: str) -> pd.DataFrame:
-    """The operator in other sizes, always the same ones."""
+    """A fixed set of other sizes of the operator."""
     rng = np.random.default_rng(0)
     variants = []
     for _ in range(VARIANTS):
@@ -251,10 +250,9 @@ def nearest(
     device: DeviceSpec,
     k: int,
 ) -> tuple[MeasuredOp, ...]:
-    """The measured operators of the same device that lie nearest, the same library first."""
+    """The nearest measured operators of the same device, preferably of the same library."""
     rows = measured[measured["device"] == device.name].reset_index(drop=True)
-    # Another type or library is another kernel: such rows are neighbours only if there are no
-    # others.
+    # Another type or library means another kernel: use such rows only if there are no others.
     alike = rows["dtype"].astype(str) == str(frame["dtype"].iloc[0])
     if "backend" in rows and "backend" in frame:
         alike &= rows["backend"].fillna("") == (frame["backend"].fillna("").iloc[0])
@@ -277,7 +275,7 @@ _UNSHOWN = frozenset(("key", "method", "family", "device", "op", "id"))
 
 
 def _cached(features: OpFeatures, device: DeviceSpec) -> tuple[str, ...]:
-    """What the last cache is taken to serve, in words; nothing where it serves little."""
+    """A note on the traffic served by the last cache; none if it is little."""
     held = float(features.X[0, features.names.index(_HELD)]) if _HELD in features.names else 0
     if held < _SHOWN:
         return ()

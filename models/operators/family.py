@@ -31,8 +31,8 @@ from .rows import among, dispatch, group_names, libraries, named_columns, unname
 if TYPE_CHECKING:
     import pandas as pd
 
-#: How many times wider (in the logarithm) an interval is for a format or library that was seen on
-#: no chip, on a chip that was not seen. Engineering estimate.
+#: Factor on the log half-width of intervals for an unseen device with a format or library that was
+#: measured on no device. Engineering estimate.
 NOVEL = 2.0
 
 
@@ -44,13 +44,13 @@ class FamilyModel:
         settings: Settings of its regressors.
 
     Attributes:
-        known_devices: Chips and vendors of the devices that it was fitted to.
-        named: Text parameters that every training row of the family gives.
-        menu: Libraries that its training rows ran on.
-        groups: Layers, or head configurations, that it learned from, where these are few: names of
-            devices and groups, joined by :data:`GROUP`.
-        intervals: Interval ends.
-        left_out: Errors on each chip, left out; by names of devices joined by ``+``.
+        known_devices: Chips and vendors of the devices in the training data.
+        named: Text parameters that are filled in every training row.
+        menu: Libraries in the training rows.
+        groups: Known layers or head configurations, if there are few: names of devices and groups,
+            joined by :data:`GROUP`.
+        intervals: Interval bounds.
+        left_out: Errors on each chip when held out; by names of devices joined by ``+``.
     """
 
     def __init__(self, family: str, settings: FamilySettings | None = None) -> None:
@@ -65,7 +65,7 @@ class FamilyModel:
         self._models: Fitted | None = None
 
     def own(self) -> FamilyModel:
-        """The same models, whose corrections may change apart from these."""
+        """A copy whose corrections can change without changing these."""
         result, errors = copy.copy(self), self.fitted.errors
         errors = replace(errors, corrections=dict(errors.corrections))
         result._models = replace(self.fitted, errors=errors)
@@ -73,10 +73,10 @@ class FamilyModel:
 
     @property
     def fitted(self) -> Fitted:
-        """Its models.
+        """The fitted models.
 
         Raises:
-            ModelError: They were not fitted.
+            ModelError: The model was not fitted.
         """
         if self._models is None:
             raise ModelError(f"the model of {self.family} has not been fitted")
@@ -84,23 +84,23 @@ class FamilyModel:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names of the devices that it was fitted to, in order; none before it is."""
+        """Names of the devices that it was fitted to; empty before the fit."""
         return self._models.known.devices if self._models else ()
 
     @property
     def corrections(self) -> dict[str, ErrorPosterior]:
-        """Corrections by what they are for: those of :class:`.device_errors.DeviceErrors`."""
+        """Corrections by name, as in :class:`.device_errors.DeviceErrors`."""
         return self.fitted.errors.corrections
 
     @property
     def designs(self) -> Designs:
-        """What stands for devices that are designs."""
+        """Maps designs (hypothetical devices) to the chips they start from."""
         own = {*self.devices, *(name.split(OF_LIBRARY)[0] for name in self.corrections)}
         return Designs(self.family, self.known_devices, self.devices, frozenset(own))
 
     @property
     def _names_library(self) -> bool:
-        # Blocks have their libraries in columns of their own.
+        # Blocks have their libraries in separate columns.
         return bool(self.named) or self.family in BLOCKS
 
     # Fitting
@@ -109,7 +109,7 @@ class FamilyModel:
         """Learn from rows of the family.
 
         Args:
-            rows: Columns as :func:`~opcast.models.operators.rows_of_dataset` gives them.
+            rows: Columns as of :func:`~opcast.models.operators.rows_of_dataset`.
             devices: Descriptions by name.
 
         Raises:
@@ -119,7 +119,7 @@ class FamilyModel:
         rows = rows.reset_index(drop=True)
         names = tuple(sorted(set(rows["device"])))
         self.known_devices = KnownDevices.of({name: devices[name] for name in names})
-        # Blocks are told apart by more names than those of serving frameworks.
+        # Blocks are distinguished by more names than operators of serving frameworks.
         self.named = () if self.family in BLOCKS else named_columns(rows)
         self.menu = Menu.of(rows) if self.named else Menu()
         job = FamilyFit(self.family, self.settings, rows, self.features(rows, devices))
@@ -129,11 +129,11 @@ class FamilyModel:
         return self
 
     def recalibrate(self, rows: pd.DataFrame, devices: Mapping[str, DeviceSpec]) -> None:
-        """Take the ends of known devices' intervals from rows that were not learned from.
+        """Calibrate the intervals of known devices on rows that were not learned from.
 
         Args:
             rows: Rows of the family, with ``latency_us``; a device with fewer than 60 of them,
-                three in each tail, keeps its ends.
+                three in each tail, keeps its bounds.
             devices: Descriptions by name.
         """
         known = rows[rows["device"].isin(self.devices)].reset_index(drop=True)
@@ -151,9 +151,9 @@ class FamilyModel:
         devices: Mapping[str, DeviceSpec],
         corrected: bool = True,
     ) -> FamilyPrediction:
-        """Predict rows of the family, on devices that the model has seen or not.
+        """Predict rows of the family, on known or unseen devices.
 
-        Rows that leave the library open are predicted as a mixture over those known for the format.
+        Rows that do not name a library are predicted as a mixture over those known for the format.
 
         Args:
             rows: Columns of the family's parameters and ``device``.
@@ -173,7 +173,7 @@ class FamilyModel:
         if learned is not rows:
             found = self.predict(learned, known, corrected)
             base = self.features(learned, known)
-            # Of whole calls: times are the mean of their kernels, and a design may split otherwise.
+            # Compare whole calls: times are means per kernel, and a design may split differently.
             ratio = features.base_s * features.kernels / (base.base_s * base.kernels)
             self.designs.move(found, features, ratio, likeness(rows, devices, learned, known))
             found.hold_above(least_s(self.family, rows, features, devices))
@@ -191,7 +191,7 @@ class FamilyModel:
         devices: Mapping[str, DeviceSpec],
         corrected: bool,
     ) -> FamilyPrediction:
-        """Predictions of rows of which some (``unsaid``) leave the library open."""
+        """Predict rows of which some (mask ``unsaid``) do not name a library."""
         at = np.flatnonzero(unsaid)
         table, origin, weight = self._expanded(rows.take(at), devices)
         members = self.predict(table, devices, corrected)
@@ -206,7 +206,7 @@ class FamilyModel:
     def _expanded(
         self, rows: OpRows, devices: Mapping[str, DeviceSpec]
     ) -> tuple[OpRows, np.ndarray, np.ndarray]:
-        """Rows of all members, the position of each one's origin, and its weight."""
+        """Rows of all mixture members, the index of each one's origin, and its weight."""
         learned, known = self.designs.bases(rows, devices)
         proxy, _ = self.known_devices.proxies(learned.texts("device"), known)
         code, names = learned.codes("device")
@@ -218,7 +218,7 @@ class FamilyModel:
     ) -> tuple[FamilyPrediction, list[Member]]:
         """Predict a single row, and list the libraries in its mixture, fastest first.
 
-        There are none if the row names its own.
+        The list is empty if the row names its library.
         """
         if not self.menu.open(row, self.named)[0]:
             return self.predict(row, devices), []
@@ -233,25 +233,25 @@ class FamilyModel:
         known, unseen = self.fitted.known, self.fitted.unseen
         proxy, scope = self.known_devices.proxies(rows.texts("device"), devices)
         own = among(proxy, known.devices)
-        # A format or library that a known chip was not measured with is as on one that was not.
+        # A format or library not measured on a known chip is treated like an unseen chip.
         if self.family not in BLOCKS:
             ran = known.effects.measured(proxy, rows.texts("dtype"), rows.texts("backend"))
             scope = np.where(own & ~ran, "unseen", scope)
         latency, inside = self.fitted.latency_s(rows, features, proxy, devices)
         dtype, foreign_devices = rows.texts("dtype"), self.known_devices.foreign
         lo, hi = self.intervals.around(latency, proxy, dtype, scope, foreign_devices)
-        # A format or library that no chip was seen with, on a chip that was not seen, either: what
-        # was measured is the error of the chip alone.
+        # Intervals of unseen chips cover the error of the chip alone, not also of an unseen format
+        # or library.
         novel = scope == "unseen"
         if novel.any():
             novel &= ~among(libraries(rows), unseen.seen)
-            # Where a vendor's known chip stands in, what counts is what ran on that one.
+            # If a known chip of the vendor stands in, its measurements count.
             novel &= ~(own & known.effects.knows(proxy, dispatch(rows)))
             lo[novel] *= (lo[novel] / latency[novel]) ** (NOVEL - 1)
             hi[novel] *= (hi[novel] / latency[novel]) ** (NOVEL - 1)
         wide_lo, wide_hi = self.intervals.of(UNSEEN, latency)
-        # Outside the domain of a known device: ends halfway (geometric mean) to those of a device
-        # that was never seen, since the error on such rows was not measured.
+        # Outside the domain of a known device the error was not measured: bounds halfway (geometric
+        # mean) to those of an unseen device.
         far = ~inside & own
         if far.any():
             lo[far] = np.minimum(lo, np.sqrt(lo * wide_lo))[far]
@@ -262,7 +262,7 @@ class FamilyModel:
             lo[new], hi[new] = np.minimum(lo[new], group_lo), np.maximum(hi[new], group_hi)
         nameless = unnamed(rows, self.named) | self.known_devices.elsewhere(rows, devices)
         nameless |= foreign(rows, devices)
-        # Which library runs an operator matters as much as the device (docs/operator-learning.md).
+        # The library matters as much as the device (docs/operator-learning.md).
         if nameless.any():
             lo[nameless] = np.minimum(lo, wide_lo)[nameless]
             hi[nameless] = np.maximum(hi, wide_hi)[nameless]
@@ -276,7 +276,7 @@ class FamilyModel:
         models = self.fitted
         row = OpRows.of(rows).take(np.array([0]))
         if self.menu.open(row, self.named)[0]:
-            # Of a mixture, the first member that is outside.
+            # For a mixture, report the first member outside.
             members, _, _ = self._expanded(row, devices)
             first = int(np.argmin(self.predict(members, devices).in_domain))
             row = members.take(np.array([first]))
@@ -312,11 +312,11 @@ class FamilyModel:
         """Adapt to a device from rows measured there; replaces an earlier correction.
 
         Args:
-            device: Its name.
+            device: Name of the device.
             rows: Rows of the family on it, with ``latency_us``.
             devices: Descriptions by name.
-            library: Library (``backend``) that all rows ran on, if only its rows are to be
-                corrected, since others did not change with it.
+            library: Library (``backend``) of all rows, to correct predictions for this library
+                only.
 
         Raises:
             DatasetError: A row lacks a parameter, or has no positive latency.
@@ -351,14 +351,14 @@ class FamilyModel:
     def features(
         self, rows: pd.DataFrame | OpRows, devices: Mapping[str, DeviceSpec]
     ) -> OpFeatures:
-        """Features of rows, with the kernels' texts if the estimator looks at their graphs."""
+        """Features of rows, with the kernels' text if the estimator needs their graphs."""
         texts = getattr(estimator_class(self.settings.estimator), "needs_graphs", False)
         return op_features(rows, self.family, devices, texts=texts)
 
     # Saving
 
     def save(self, path: Path) -> dict[str, object]:
-        """Write both regressors below ``path``; returns what the manifest has to hold."""
+        """Write both regressors below ``path``; returns the entries for the manifest."""
         return {
             **self.fitted.save(path),
             **self.known_devices.to_dict(),
@@ -375,12 +375,12 @@ class FamilyModel:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ModelError: A regressor is damaged, or of other features.
+            ModelError: A regressor is damaged, or has other features.
             KeyError: The manifest lacks an entry.
         """
         model = cls(family, FamilySettings(estimator=manifest["estimator"]))
         model.known_devices = KnownDevices.from_dict(manifest)
-        # Entries that the first released models lack have a default.
+        # Entries that the first released models lack have defaults.
         model.named = tuple(manifest.get("named", ()))
         model.menu = Menu.from_list(manifest.get("menu", ()))
         model.groups = frozenset(manifest.get("groups", ()))

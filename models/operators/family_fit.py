@@ -1,4 +1,4 @@
-"""The models of a family and their files: fits them, and judges them on rows that were left out."""
+"""The fitted models of a family and their files; fits them and evaluates them on held-out rows."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from .rows import among, codes, dispatch, drawn, group_names, held_out, librarie
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Least number of rows of groups that were held out in turn. Engineering estimate.
+#: Fewest rows of groups that are held out in turn. Engineering estimate.
 LEAST_TESTED = 10_000
-#: Between a device and a group of its training rows.
+#: Separator between a device and a group of its training rows.
 GROUP = "|"
-#: Fewest rows of a group on a device from which on it is known there, and their least share of
-#: those that the device's groups have in the median. Held-out rows of layers of ``tuned/linear``
-#: with 10 to 20 others lie within -12 to 14 %, as do those of layers with 40 to 100; of layers with
-#: fewer within -50 to 40 %. Where other groups have hundreds, ten are those of one batch.
+#: Fewest rows on a device for a group to count as known there, and fewest relative to the median of
+#: the device's groups. Errors on held-out rows of layers of ``tuned/linear`` with 10 to 20 other
+#: rows are -12 to 14 %, as for layers with 40 to 100; with fewer -50 to 40 %. Where other groups
+#: have hundreds of rows, ten are those of a single batch size.
 GROUP_ROWS, GROUP_SHARE = 10, 0.25
 _Tests = Iterable[tuple[KnownModel, np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The models of a family.
+    """The fitted models of a family.
 
     Attributes:
-        known: Of known devices.
-        unseen: Of unseen ones.
+        known: Model of known devices.
+        unseen: Model of unseen devices.
         errors: Covariance of errors on a new device, and corrections.
     """
 
@@ -66,7 +66,7 @@ class Fitted:
     def choose(
         self, features: OpFeatures, device: np.ndarray
     ) -> tuple[TabularEstimator, KernelTable]:
-        """The regressor that predicts rows, all of one device, and its table of them.
+        """The regressor for rows of one device, and its feature table of them.
 
         Args:
             features: Features of ``n`` rows.
@@ -83,12 +83,12 @@ class Fitted:
         device: np.ndarray,
         devices: Mapping[str, DeviceSpec],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Uncorrected latencies in seconds, and whether training rows are near, shape ``(n,)``.
+        """Uncorrected latencies in seconds, and whether they are in the domain, shape ``(n,)``.
 
         Args:
             rows: ``n`` rows.
             features: Their features.
-            device: As for :meth:`choose`, of any devices.
+            device: As for :meth:`choose`, possibly of several devices.
             devices: Descriptions by the values of the rows' ``device``.
         """
         own = among(device, self.known.devices)
@@ -112,7 +112,7 @@ class Fitted:
     def linear_parts(
         self, rows: OpRows, features: OpFeatures, device: np.ndarray
     ) -> dict[str, float]:
-        """Contributions of the effects of devices to the log-ratio of one row, by level.
+        """Contributions of the device effects to the log-ratio of one row, by level.
 
         Args:
             rows: The row.
@@ -127,14 +127,14 @@ class Fitted:
     def carried(
         self, rows: OpRows, device: np.ndarray, devices: Mapping[str, DeviceSpec]
     ) -> np.ndarray:
-        """Share of the learned log-ratio that is kept, 1 on known devices, shape ``(n,)``."""
+        """Fraction of the learned log-ratio that is kept, 1 on known devices, shape ``(n,)``."""
         known = np.isin(device, self.known.devices)
         return np.where(known, 1.0, self.unseen.kept(rows, devices))
 
     def save(self, path: Path) -> dict[str, object]:
-        """Write both regressors below ``path``; returns what the manifest has to hold.
+        """Write both regressors below ``path``; returns the entries for the manifest.
 
-        Names of entries are those of the released format: "way" is the strategy, "slopes" are the
+        Entries keep the names of the released format: "way" is the strategy, "slopes" are the
         effects.
         """
         self.known.regressor.save(path / "known")
@@ -167,7 +167,7 @@ class Fitted:
             chips: Identity of the chip by known device.
 
         Raises:
-            ModelError: A regressor is damaged, of other features, or of a kind without a table.
+            ModelError: A regressor is damaged, has other features, or does not use a table.
             KeyError: The manifest lacks an entry.
         """
         kind = estimator_class(manifest["estimator"])
@@ -194,13 +194,13 @@ class Fitted:
 
 
 class Learned(NamedTuple):
-    """What a family learned.
+    """Result of :meth:`FamilyFit.run`.
 
     Attributes:
-        models: Its models.
-        intervals: Interval ends.
-        groups: Known groups by device, as of :class:`.family.FamilyModel`.
-        left_out: Errors on each chip, left out; by names of devices joined by ``+``.
+        models: The fitted models.
+        intervals: Interval bounds.
+        groups: Known groups by device, as in :class:`.family.FamilyModel`.
+        left_out: Errors on each chip when held out; by names of devices joined by ``+``.
     """
 
     models: Fitted
@@ -211,13 +211,13 @@ class Learned(NamedTuple):
 
 @dataclass
 class FamilyFit:
-    """A fit to the rows of a family.
+    """Fits a family to its rows.
 
     Attributes:
-        family: Its key.
+        family: Key of the family.
         settings: Settings of its regressors.
         rows: ``n`` rows with their latencies.
-        features: Of the rows.
+        features: Features of the rows.
     """
 
     family: str
@@ -233,11 +233,11 @@ class FamilyFit:
         self.rng = np.random.default_rng(self.settings.seed)
 
     def run(self, known_devices: KnownDevices, vendors: frozenset[str]) -> Learned:
-        """Fit, and take the interval ends from rows that were left out.
+        """Fit, and calibrate intervals on held-out rows.
 
         Args:
             known_devices: Chips and vendors of the rows' devices.
-            vendors: Vendors on whose unseen devices the ratios hold; none if on all.
+            vendors: Vendors on whose unseen devices the ratios apply; empty for all.
         """
         held, parts = held_out(self.rows, self.family, self.settings.seed, self.rng)
         known = self._known(np.flatnonzero(~held), self.settings.max_rows)
@@ -245,7 +245,8 @@ class FamilyFit:
         job = GeneralFit(
             self.family, self.settings, self.features, self.ratio, self.device, self.code[0]
         )
-        # Rows that mislead about other devices stay in the fit of known ones, where they are true.
+        # Rows that mislead about other devices are still correct for their own: only the model of
+        # unseen devices leaves them out.
         usable = ~faulty(self.rows, "local")
         fit = UnseenFit(job, known_devices, libraries(self.rows), usable, self.rng)
         unseen, folds = fit.make(np.flatnonzero(~held))
@@ -257,7 +258,7 @@ class FamilyFit:
         return Learned(Fitted(known, unseen, errors), self.intervals, groups, left_out)
 
     def _known(self, fitting: np.ndarray, most: int) -> KnownModel:
-        """The model of known devices, of at most so many rows of those at ``fitting``."""
+        """Fit the model of known devices to at most ``most`` of the rows at ``fitting``."""
         fitting = draw_rows(self.rng, fitting, balanced_weights(self.device[fitting]), most)
         args = self.features, self.device, self.code[0], self.ratio, fitting
         return KnownModel.fit(self.family, self.names, self.settings, *args)
@@ -265,22 +266,22 @@ class FamilyFit:
     def _judge_known(
         self, known: KnownModel, held: np.ndarray, parts: list[np.ndarray]
     ) -> frozenset[str]:
-        """Take interval ends of known devices from held-out rows; returns the known groups.
+        """Calibrate intervals of known devices on held-out rows; returns the known groups.
 
         Args:
-            known: Fitted without the rows ``held``.
-            held: Rows that were held out, bool, shape ``(n,)``.
-            parts: Rows of groups that are held out in turn, likewise.
+            known: Model fitted without the rows ``held``.
+            held: Mask of the held-out rows, shape ``(n,)``.
+            parts: Masks of the folds of groups, likewise.
         """
         tested, left = [(known, np.flatnonzero(held))], []
         for part in parts:
-            # As many rows of new groups as of known ones.
+            # About as many rows of new groups as of known ones.
             own, most = np.flatnonzero(part), max(LEAST_TESTED, int(held.sum())) // len(parts)
             own = draw_rows(self.rng, own, balanced_weights(self.device[own]), most)
             single = ~part & drawn(len(self.rows), self.rng)
             fold = self._known(np.flatnonzero(~part & ~single), self.settings.fold_rows)
             left.append((fold, own))
-            # A model of fewer rows errs more on known groups than the one that is kept.
+            # A fold fitted to fewer rows errs more on known groups than the final model.
             if len(self.rows) <= self.settings.fold_rows:
                 tested.append((fold, np.flatnonzero(single)))
         own, scores, predicted, near = self._errors(tested)
@@ -294,14 +295,13 @@ class FamilyFit:
         if len(own):
             if known.regressor.domain is not None:
                 known.regressor.domain.calibrate(near)
-            # With fewer than ten scores a device stays without ends of its own and takes those of
-            # an unseen one.
+            # With fewer than ten scores, a device takes the bounds of an unseen one.
             dtype = OpRows.of(self.rows).texts("dtype")[own]
             self.intervals.fit_devices(self.device[own], dtype, scores, predicted, 10)
         return groups
 
     def _errors(self, tests: _Tests) -> list[np.ndarray]:
-        """Positions of tested rows, and what :meth:`KnownModel.held_out` says of them."""
+        """Positions of tested rows, and the results of :meth:`KnownModel.held_out` on them."""
         found = [
             (
                 own,
@@ -314,19 +314,18 @@ class FamilyFit:
         return [np.concatenate(part) for part in zip(*found, strict=True)]
 
     def _judge_unseen(self, foreign: Sequence[str], folds: Folds) -> dict[str, dict[str, float]]:
-        """Take the interval ends of unseen devices from the errors on left-out chips.
+        """Calibrate intervals of unseen devices on the errors on held-out chips.
 
         Args:
-            foreign: Devices of other vendors than most.
-            folds: Log-ratios by models that never saw a chip.
+            foreign: Devices of minority vendors.
+            folds: Log-ratios by models fitted without a chip.
 
         Returns:
-            Each chip's own figures, which are those by the ends of the others.
+            Error figures of each chip, with bounds calibrated on the other chips.
         """
         if not folds:
             return {}
-        # The errors on left-out chips are what a new device's errors will look like. Twins count as
-        # one device.
+        # Errors on held-out chips estimate those on a new device. Twins count as one device.
         scores = {group[0]: self.ratio[own] - left for group, (own, left) in folds.items()}
         widened = self.family in constants()["widened"]
         figures = {}
@@ -342,9 +341,9 @@ class FamilyFit:
 
 
 def _known_groups(device: np.ndarray, group: np.ndarray) -> frozenset[str]:
-    """Groups of which a device has enough rows, each after the device and :data:`GROUP`."""
+    """Groups with enough rows on a device, as device, :data:`GROUP` and group."""
     pairs, counts = np.unique((device + GROUP + group).astype(str), return_counts=True)
-    # A few rows of a group say nothing of its others.
+    # A few rows of a group do not determine its others.
     own = np.char.partition(pairs, GROUP)[:, 0]
     usual = {name: np.median(counts[own == name]) for name in set(own.tolist())}
     least = np.array([max(GROUP_ROWS, GROUP_SHARE * usual[name]) for name in own.tolist()])

@@ -1,4 +1,4 @@
-"""Building blocks of the models of a family: settings, tables, targets, draws of rows."""
+"""Building blocks of family models: settings, tables, targets, draws of rows."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ from .devices import DeviceEffects
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Measured latencies are raised to this (seconds): smaller ones are below the resolution of the
-#: timers (CUDA events: about 0.5 µs), and their logarithm would dominate a fit.
+#: Measured latencies are clipped below at this (seconds): smaller ones are under the resolution of
+#: the timers (CUDA events: about 0.5 µs), and their logarithms would dominate a fit.
 LEAST_S = 1e-7
-#: Most rows that each leave-one-chip-out copy of the model of unseen devices learns from: copies
-#: compare strategies, for which fewer rows are enough. Engineering estimate that bounds the time of
-#: a training.
+#: Most rows for each leave-one-chip-out fit of the model of unseen devices: these fits compare
+#: strategies, for which fewer rows suffice. Engineering estimate that bounds the training time.
 FOLD_ROWS = 40_000
 
 Params = Mapping[str, Any]
 
 
 def constants() -> Any:
-    """Constants that were chosen by data, of ``constants.yaml``."""
+    """Constants that were chosen on data, from ``constants.yaml``."""
     return own_data("models/operators/constants.yaml")
 
 
@@ -97,7 +96,7 @@ def known_table(
     n, width = features.X.shape
     X = np.zeros((n, width + len(devices)), np.float32)
     X[:, :width] = features.X
-    # Other devices have no flag.
+    # Other devices have no flag set.
     at = np.array([place.get(str(name), -1) for name in own], np.int64)[code]
     known = np.flatnonzero(at >= 0)
     X[known, width + at[known]] = 1.0
@@ -111,7 +110,7 @@ def general_table(family: str, features: OpFeatures) -> KernelTable:
 
 
 def _table(family: str, features: OpFeatures, X: np.ndarray, names: tuple[str, ...]) -> KernelTable:
-    # A family has one cell only; which one matters for names in manifests alone.
+    # A family has a single cell; it only appears in manifests.
     kind = KERNEL_KINDS[FAMILIES[family]] if family in FAMILIES else "custom_call"
     cell = CELLS.index(f"gpu/{kind}")
     return KernelTable(
@@ -126,10 +125,10 @@ def _table(family: str, features: OpFeatures, X: np.ndarray, names: tuple[str, .
 
 
 def sized(params: Params, rows: int) -> Params:
-    """Parameters for the number of rows: shallower trees where there are few.
+    """Limit tree depth by the number of rows.
 
-    A tree of depth ``d`` has up to ``2^d`` leaves, so that deep trees on few rows would memorise
-    them. The limits are engineering estimates; not fitted.
+    A tree of depth ``d`` has up to ``2^d`` leaves: deep trees would memorize few rows. The limits
+    are engineering estimates; not fitted.
     """
     if "max_depth" not in params:
         return params
@@ -153,23 +152,23 @@ def latency_s(rows: pd.DataFrame) -> np.ndarray:
     """Measured latencies in seconds.
 
     Raises:
-        DatasetError: A row has none.
+        DatasetError: A row has no positive latency.
     """
     check_measured(rows, ["latency_us"], "operators", needed=True)
     return np.maximum(rows["latency_us"].to_numpy(np.float64) * 1e-6, LEAST_S)
 
 
 def balanced_weights(group: np.ndarray) -> np.ndarray:
-    """Weights of a draw by which groups count with the square root of their number of rows.
+    """Weights of a draw that weight groups by the square root of their number of rows.
 
     Args:
-        group: Device, or design of the chip, of each row, shape ``(n,)``.
+        group: Device or chip design of each row, shape ``(n,)``.
 
     Returns:
-        Shape ``(n,)``, not normalised.
+        Shape ``(n,)``, not normalized.
     """
-    # Between equal weight of rows, where one chip drowns the others, and equal weight of chips,
-    # where a chip with few rows would be repeated noise.
+    # A compromise between equal weight of rows, where one chip dominates, and equal weight of
+    # chips, where the noise of a chip with few rows would be repeated.
     code, names = distinct(group)
     return np.asarray(1 / np.sqrt(np.bincount(code, minlength=len(names))[code]))
 
@@ -185,7 +184,7 @@ def draw_rows(
 
 @dataclass(slots=True)
 class GeneralFit:
-    """Rows that models of unseen devices are fitted to, in either of two ways.
+    """Rows for models of unseen devices, fitted with or without device effects.
 
     Attributes:
         family: Key of the family.
@@ -208,8 +207,8 @@ class GeneralFit:
 
         Args:
             rows: Positions of the rows.
-            within: Whether to fit to what the effects of the rows' devices leave, instead of to the
-                log-ratios themselves.
+            within: Whether to fit to the residuals of the device effects instead of the log-ratios
+                themselves.
 
         Returns:
             The regressor, and the effects (empty unless ``within``).
@@ -224,7 +223,7 @@ class GeneralFit:
         return regressor, effects
 
     def left_out(self, learn: np.ndarray, own: np.ndarray, within: bool) -> np.ndarray:
-        """Log-ratios of rows ``own`` by a model fitted to rows ``learn``, shape ``(len(own),)``."""
+        """Log-ratios at rows ``own`` by a fit to rows ``learn``, shape ``(len(own),)``."""
         regressor, effects = self.fit(learn, within)
         part = self.features.take(own)
         table = general_table(self.family, part)

@@ -1,10 +1,10 @@
-"""Operators that name no library: a mixture over those that were measured, each predicted.
+"""Operators without a named library: a mixture of predictions over the measured libraries.
 
-Which library runs an operator matters as much as the chip does. Where a row leaves it open, every
-library known for its format is predicted, and weighted by how common it is: frameworks alike, the
-kernels of one by their rows. The point is the median of the mixture, its interval that of all
-members with their own intervals, so that it holds whichever library it turns out to be. Naming the
-library leaves one member.
+The library of an operator matters as much as the chip. If a row does not name it, every library
+known for its format is predicted; frameworks get equal weights, the kernels of a framework weights
+by their rows. The prediction is the median of the mixture, its interval covers all members with
+their own intervals, so that it holds for any of these libraries. A named library is a single
+member.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .prediction import FamilyPrediction, joined
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Columns that name a library, and columns that decide where it is known.
+#: Columns that name a library, and columns that define the formats it is known for.
 LIBRARY = ("backend", "kernel")
 FORMAT = ("op", "dtype", "kv_dtype")
-#: Kernels with a smaller share of a framework's rows are left out: rare fallbacks, each of which
-#: would cost as much time as a common one. Engineering estimate.
+#: Kernels with a smaller share of a framework's rows are left out: rare fallbacks that cost as much
+#: prediction time as common kernels. Engineering estimate.
 LEAST_SHARE = 0.02
-#: Halvings that find a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
+#: Bisections for a quantile: a factor of 10^12 is narrowed to less than 0.01 %.
 _HALVINGS = 20
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A library that operators of a format ran on.
+    """A library that ran operators of a format.
 
     Attributes:
         formats: Values of :data:`FORMAT`.
@@ -58,11 +58,11 @@ class Member:
 
     Attributes:
         backend: Framework.
-        kernel: Its kernel.
-        weight: Share in the mixture.
-        latency_us: Predicted with it.
-        lo_us: Lower end of its own interval.
-        hi_us: Upper end.
+        kernel: Kernel of the framework.
+        weight: Weight in the mixture.
+        latency_us: Prediction with this library.
+        lo_us: Lower bound of its interval.
+        hi_us: Upper bound of its interval.
     """
 
     backend: str
@@ -77,7 +77,7 @@ class Menu:
     """The libraries of a family.
 
     Args:
-        choices: One for each format and library.
+        choices: One per format and library.
     """
 
     def __init__(self, choices: Sequence[Choice] = ()) -> None:
@@ -109,7 +109,7 @@ class Menu:
         return cls(choices)
 
     def open(self, rows: pd.DataFrame | OpRows, named: Sequence[str]) -> np.ndarray:
-        """Rows that leave a library open which this menu can fill in, bool, shape ``(n,)``.
+        """Mask of rows without a named library for which the menu has some, shape ``(n,)``.
 
         Args:
             rows: ``n`` operators.
@@ -120,7 +120,7 @@ class Menu:
         for column in LIBRARY if self.choices else ():
             if column in named:
                 lacking |= rows.where(column, lambda name: not name)
-        # The usual table names everything: nothing is looked up then.
+        # Skip the lookup in the common case that every row names its library.
         if lacking.any():
             code, names = _distinct(rows, ())
             known = np.array([bool(self.of_row(own, "")) for own in names])
@@ -128,12 +128,12 @@ class Menu:
         return lacking
 
     def of_row(self, row: Mapping[str, str], device: str) -> list[tuple[Choice, float]]:
-        """Libraries that a row leaves open, with weights that add up to 1.
+        """Libraries that fit a row, with weights that sum to 1.
 
         Args:
-            row: Names of an operator; one that is absent or empty is open. ``vendor`` may name that
-                of the device that is asked for; ``gated`` is not empty for gated experts.
-            device: The device whose own libraries count, if it has any for the format.
+            row: Names of an operator; absent or empty ones match any. ``vendor`` may name the
+                vendor of the requested device; ``gated`` is non-empty for gated experts.
+            device: Device whose libraries are preferred, if it has any for the format.
         """
         asked = {c: row.get(c, "") for c in (*FORMAT, *LIBRARY)}
         found = [
@@ -147,7 +147,7 @@ class Menu:
         vendor = row.get("vendor", "")
         found = [choice for choice in found if not has_none(vendor, choice.names[0])] or found
         if row.get("gated"):
-            # Kernels of experts without a gate compute two matrices where these have three.
+            # Kernels of experts without a gate compute two matrices instead of three.
             found = [choice for choice in found if NO_GATE not in choice.names[1]] or found
         if not found:
             return []
@@ -160,15 +160,15 @@ class Menu:
     def expanded(
         self, rows: pd.DataFrame | OpRows, like: np.ndarray, vendors: np.ndarray
     ) -> tuple[OpRows, np.ndarray, np.ndarray]:
-        """One row for each library of each row.
+        """Expand each row to one row per library.
 
         Args:
-            rows: ``n`` rows that leave a library open.
-            like: Known devices that stand in for theirs, shape ``(n,)``.
-            vendors: Vendors of their own devices, shape ``(n,)``.
+            rows: ``n`` rows without a named library.
+            like: Known stand-ins for their devices, shape ``(n,)``.
+            vendors: Vendors of their devices, shape ``(n,)``.
 
         Returns:
-            The rows, the position of each one's origin and its weight.
+            The rows, the index of each one's origin and its weight.
         """
         rows = OpRows.of(rows)
         places = {"device": like, "vendor": vendors, "gated": _gated(rows)}
@@ -176,7 +176,7 @@ class Menu:
         found = [self.of_row(own, own["device"]) for own in names]
         sizes = np.array([len(own) for own in found], np.intp)
         origin = np.repeat(np.arange(len(rows)), sizes[code])
-        # Each row's members follow each other, as those of its kind do among all kinds' members.
+        # The members of a row are contiguous, as are those of a code among all members.
         place = np.arange(len(origin)) - np.repeat(
             np.cumsum(sizes[code]) - sizes[code], sizes[code]
         )
@@ -190,7 +190,7 @@ class Menu:
         return rows.take(origin).with_texts(filled), origin, weight
 
     def to_list(self) -> list[list[object]]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         return [
             [*c.formats, *c.names, list(c.devices), round(float(c.share), 4)] for c in self.choices
         ]
@@ -208,7 +208,7 @@ class Menu:
 
 
 def _gated(rows: OpRows) -> np.ndarray:
-    """``yes`` for experts of models that are not known to have no gate, shape ``(n,)``."""
+    """``yes`` for experts that may have a gate, shape ``(n,)``."""
     sizes = [rows.numbers(column) for column in ("inter", "topk", "experts")]
     bare = np.zeros(len(rows), bool)
     for known in UNGATED:
@@ -217,12 +217,12 @@ def _gated(rows: OpRows) -> np.ndarray:
 
 
 def has_none(vendor: str, framework: str) -> bool:
-    """Whether a vendor's devices have no build of a framework; one without a name may have."""
+    """Whether a framework has no build for a vendor's devices; false for an unknown vendor."""
     return vendor not in ("", constants()["only_on"].get(framework, vendor))
 
 
 def foreign(rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-    """Whether rows name a framework that their device's vendor has none of, shape ``(n,)``."""
+    """Mask of rows whose framework has no build for their device's vendor, shape ``(n,)``."""
     foreign = np.zeros(len(rows), bool)
     for name in constants()["only_on"]:
         lacking = {device for device, spec in devices.items() if has_none(spec.vendor, name)}
@@ -234,9 +234,9 @@ def members_of(table: OpRows, weight: np.ndarray, prediction: FamilyPrediction) 
     """Libraries in the mixture of one row, fastest first.
 
     Args:
-        table: The row with each of them.
-        weight: Their weights.
-        prediction: Of the rows of the table.
+        table: The row with each library.
+        weight: Weights of the libraries.
+        prediction: Predictions of the rows of the table.
     """
     found = prediction
     times = np.stack([found.latency, found.lo, found.hi], axis=1) * 1e6
@@ -256,12 +256,12 @@ def mixed(
     Args:
         members: Predictions of ``n`` members.
         origin: Row that each belongs to, ascending, shape ``(n,)``.
-        weight: Weights that add up to 1 for each row, shape ``(n,)``.
-        count: Number of rows, each of which has a member.
+        weight: Weights that sum to 1 for each row, shape ``(n,)``.
+        count: Number of rows, each with at least one member.
 
     Returns:
-        Median of each mixture, and its 5 % and 95 % quantiles, each member being log-normal on
-        either side of its point. A row with one member is that member.
+        Median of each mixture, and its 5 % and 95 % quantiles; members are log-normal on either
+        side of their prediction. A single member is returned unchanged.
     """
     alone = np.bincount(origin, minlength=count) == 1
     if alone.all():
@@ -297,7 +297,7 @@ def _quantile(
     below = np.maximum((middle - np.log(members.lo)) / NORMAL_90, 1e-6)
     above = np.maximum((np.log(members.hi) - middle) / NORMAL_90, 1e-6)
     first = np.searchsorted(origin, np.arange(count))
-    # Beyond four standard deviations of the outermost member nothing is left of the mixture.
+    # Four standard deviations from the outermost member, the mixture has no mass left.
     low = np.minimum.reduceat(middle - 4 * below, first)
     high = np.maximum.reduceat(middle + 4 * above, first)
     for _ in range(_HALVINGS):
@@ -309,7 +309,7 @@ def _quantile(
 
 
 def _distinct(rows: OpRows, places: Sequence[str]) -> tuple[np.ndarray, list[dict[str, str]]]:
-    """Distinct formats, libraries and ``places`` of rows, and which of them each row has."""
+    """Distinct formats, libraries and ``places`` of rows, and the index of each row's."""
     columns = [c for c in (*FORMAT, *LIBRARY, *places) if c in rows]
     code, found = rows.combined(columns)
     return code, [dict(zip(columns, own, strict=True)) for own in found]

@@ -1,4 +1,4 @@
-"""Bundles operator models (families, devices, corrections), and saves them as one folder."""
+"""Bundle of operator models (families, devices, corrections), saved as one folder."""
 
 from __future__ import annotations
 
@@ -45,28 +45,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Families with fewer rows are left out: a few per cent of them are held out, too few to calibrate
-#: intervals with.
+#: Fewest rows of a family: only a few per cent of them are held out, and fewer would not be enough
+#: to calibrate intervals with.
 MIN_ROWS = 200
-#: Most rows that are predicted at a time: larger parts are no faster, and smaller ones keep all
-#: cores busy to the end. From so many rows on several cores are used.
+#: Most rows to predict in one task, and fewest rows for using several cores: larger tasks are no
+#: faster, and smaller ones keep all cores busy until the end.
 TASK_ROWS = 8192
-
-#: Most rows of a family of blocks to learn from, and on a fold without a chip: one table is large
-#: for its mixed batches of one device alone. Engineering estimates.
+#: Most rows that a family of blocks learns from, in total and per fold without a chip: tables of
+#: mixed batches are large even for one device. Engineering estimates.
 BLOCK_ROWS, BLOCK_FOLD_ROWS = 80_000, 8000
 
 
 class OpModel:
-    """Latencies of library operators, on known devices and on any that has a description.
+    """Latencies of library operators, on known devices and on any device with a description.
 
     Attributes:
         families: Models by family.
         devices: Descriptions of the devices that the model was fitted or calibrated to.
-        described: Descriptions of others that it is asked about, which come first; not saved.
-        versions: Versions of each library that it learned from, as far as rows named them; those
-            that it was calibrated to by library, device and family.
-        info: Provenance of its training.
+        described: Further descriptions for predictions, which take precedence; not saved.
+        versions: Versions of each library in the training rows, where these name them; those of
+            calibration rows by library, device and family.
+        info: Provenance of the training.
     """
 
     def __init__(self) -> None:
@@ -83,13 +82,13 @@ class OpModel:
         settings: Callable[[str], FamilySettings],
         progress: Callable[[str, float], None] = lambda family, seconds: None,
     ) -> OpModel:
-        """Learn every family that has enough rows; rows with known faults are left out.
+        """Learn every family with enough rows; rows with known faults are left out.
 
         Args:
-            rows: As :func:`~opcast.models.operators.rows_of_dataset` gives them.
+            rows: Result of :func:`~opcast.models.operators.rows_of_dataset`.
             devices: Descriptions by name.
             settings: Settings by family.
-            progress: Told of each family when it is done.
+            progress: Called with each fitted family and its seconds.
 
         Raises:
             ModelError: No family has enough rows.
@@ -112,7 +111,7 @@ class OpModel:
         return self
 
     def own(self) -> OpModel:
-        """The same models, of which the devices and corrections may change apart from these."""
+        """A copy whose devices and corrections can change without changing these."""
         result = copy.copy(self)
         result.families = {key: family.own() for key, family in self.families.items()}
         result.devices, result.described = dict(self.devices), dict(self.described)
@@ -120,12 +119,12 @@ class OpModel:
         return result
 
     def joined(self, other: OpModel) -> OpModel:
-        """Take over another model's families; where both have one, the other's counts."""
+        """Merge in another model's families, which replace families of the same name."""
         result = OpModel()
         result.families = self.families | other.families
         result.devices = self.devices | other.devices
         result.versions = joined_versions(self.versions, other.versions)
-        # The first model's provenance stays; what was added brings its own.
+        # The first model's provenance is kept, with the other's below "added".
         added = [*_listed(self.info.get("added")), {**other.info, "families": [*other.families]}]
         # Figures of families that are replaced do not describe the result.
         figures = [f for f in _listed(self.info.get("metrics")) if not _is_of(f, other.families)]
@@ -135,7 +134,7 @@ class OpModel:
         return result
 
     def spec(self, name: str) -> DeviceSpec:
-        """Description of a device: one that was given, else the model's own, else the catalogue's.
+        """Description of a device: from :attr:`described`, the model, or the catalogue.
 
         Raises:
             DeviceError: There is no such device.
@@ -150,8 +149,8 @@ class OpModel:
         """Predict rows of any families, in their order.
 
         Args:
-            rows: ``key``, ``device`` and the columns of the families' parameters. A ``version`` of
-                a library that the model did not learn from widens the interval.
+            rows: ``key``, ``device`` and the columns of the families' parameters. A library
+                ``version`` outside the training data widens the interval.
 
         Raises:
             ModelError: A family was not learned; the message lists those that were.
@@ -167,18 +166,18 @@ class OpModel:
             )
         specs = {name: self.spec(name) for name in rows.codes("device")[1]}
         n = len(rows)
-        # The common case, a query of one operator, saves the copies below.
+        # A query of one operator, the common case, needs none of the copies below.
         if len(keys) == 1 and n < TASK_ROWS:
             prediction = self.families[keys[0]].predict(rows, specs)
             widen_unknown(prediction, rows, self.versions)
             return prediction
-        # Once for all parts.
+        # Encode the shared columns once for all parts.
         for column in NAMES:
             rows.codes(column)
 
         def run(task: tuple[str, np.ndarray]) -> tuple[np.ndarray, FamilyPrediction]:
             key, at = task
-            # Whatever else a table holds need not be copied.
+            # Copy only the columns that the family needs.
             part = rows.take(at, (*parameters_of(key), *NAMES, "device"))
             return at, self.families[key].predict(part, specs)
 
@@ -190,8 +189,8 @@ class OpModel:
         ]
         threads = min(_threads(), len(tasks)) if n >= TASK_ROWS else 1
         if threads > 1:
-            # XGBoost and NumPy let go of the interpreter's lock; unlike OpenMP's, these threads do
-            # not wait for each other within a call. The largest parts first.
+            # XGBoost and NumPy release the GIL; unlike OpenMP's, these threads do not wait for each
+            # other within a call. The largest parts go first.
             tasks.sort(key=lambda task: -len(task[1]))
             with ThreadPoolExecutor(threads) as pool:
                 prediction = joined(n, pool.map(run, tasks))
@@ -203,11 +202,10 @@ class OpModel:
     def with_members(
         self, row: OpRows, device: DeviceSpec
     ) -> tuple[FamilyPrediction, list[Member]]:
-        """Predict a single operator as :meth:`predict` does, with the libraries of its mixture.
+        """Predict a single operator like :meth:`predict`, with the libraries of its mixture.
 
         Args:
-            row: The operator, of a family that the model has; its ``device`` is the name of
-                ``device``.
+            row: The operator, of a learned family; its ``device`` is the name of ``device``.
             device: Description of its device.
         """
         family = self.families[row.texts("key")[0]]
@@ -233,7 +231,7 @@ class OpModel:
             if key not in self.families:
                 continue
             spec = self.spec(str(device))
-            # From now on the model carries the description under which it was calibrated.
+            # Keep the description under which the model was calibrated.
             self.devices[str(device)] = spec
             correction = self.families[key].calibrate(str(device), part, {str(device): spec})
             used[f"{key} @ {device}"] = correction.count
@@ -241,8 +239,8 @@ class OpModel:
         return used
 
     def learn_versions(self, rows: pd.DataFrame, device: str, family: str) -> None:
-        """Count the versions of some rows as known of their family on their device."""
-        # Where no version of a library is known, all of them are predicted alike; that must stay.
+        """Add the versions in some rows to the known ones of their family on their device."""
+        # A library without any known version has no unknown ones either; that must not change.
         found = {k: own for k, own in versions_of(rows).items() if k in self.versions}
         here = {SEPARATOR.join((library, device, family)): own for library, own in found.items()}
         self.versions = joined_versions(self.versions, here)
@@ -280,7 +278,7 @@ class OpModel:
 
         Args:
             path: The folder.
-            only: Families to read, which takes less time; all by default.
+            only: Families to read, to save time; all by default.
 
         Raises:
             ModelError: The folder is missing, damaged, or holds another kind of model.
@@ -326,7 +324,7 @@ class OpModel:
                     device = name.removeprefix(prefix).removesuffix(".npz")
                     family.corrections[device] = ErrorPosterior.from_arrays(unpack(content))
             model.families[key] = family
-        # Models of tables without versions, and the first released ones, have no such entry.
+        # Models from tables without versions, and the first released ones, lack this entry.
         versions = manifest.get("versions", {})
         model.versions = {str(k): [str(v) for v in own] for k, own in versions.items()}
         entries = ("kind", "units", "devices", "families", "versions")
@@ -344,13 +342,13 @@ def default_settings(
     """Settings of every family for an estimator.
 
     Args:
-        estimator: Its name.
+        estimator: Name of the estimator.
         n_jobs: Threads.
         seed: Seed of draws and regressors.
         max_rows: Most rows a family's regressor for known devices learns from.
         params: Parameters of the estimator that replace the defaults of both regressors.
     """
-    # Estimators without an entry take their own defaults for both.
+    # Estimators without an entry use their defaults for both regressors.
     own = own_data("models/operators/defaults.yaml").get(estimator, {})
 
     def of(family: str) -> FamilySettings:

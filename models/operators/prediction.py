@@ -1,7 +1,7 @@
-"""The predictions of a model of one family of operators, and the ends of their intervals.
+"""Predictions of a family of operators and the calibration of their intervals.
 
-Ends go by device and size in the domain, and by devices left out in turn outside it; what an
-unknown version of a library may change widens them.
+Bounds depend on device and size inside the domain, and on the errors on held-out devices outside
+it; an unknown version of a library widens them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..trust.calibrator import (
 )
 from .family_tables import constants
 
-#: Groups of families whose every operation runs at the matrix unit. Not convolutions: Winograd's
-#: and Fourier transforms save multiplications (tuned/conv: 1 % of the rows of an MI60 are below).
+#: Groups of families that run entirely on the matrix unit. Excludes convolutions: Winograd and
+#: Fourier transforms save multiplications (1 % of the ``tuned/conv`` rows of an MI60 are below).
 _MULTIPLIED = frozenset(("gemm", "tuned_gemm", "attention", "moe"))
 
 
@@ -42,13 +42,13 @@ class FamilyPrediction:
 
     Attributes:
         latency: Predicted latencies.
-        lo: Lower ends.
-        hi: Upper ends.
-        roofline: Lower bounds from FLOPs and bytes.
+        lo: Lower bounds of the interval.
+        hi: Upper bounds of the interval.
+        roofline: Lower limits from FLOPs and bytes.
         bound: Limiting term of the analytical estimate.
         scope: ``known``, ``calibrated``, ``sibling`` (another device with the same chip is known)
             or ``unseen``.
-        in_domain: Whether training rows are near.
+        in_domain: Whether there are training rows nearby.
     """
 
     latency: np.ndarray
@@ -60,7 +60,7 @@ class FamilyPrediction:
     in_domain: np.ndarray
 
     def hold_above(self, least: np.ndarray) -> None:
-        """Raise what is below the least time of each row, in seconds, shape ``(n,)``."""
+        """Raise all times to at least ``least``, in seconds, shape ``(n,)``."""
         for times in (self.latency, self.lo, self.hi):
             np.maximum(times, least, out=times)
 
@@ -72,16 +72,16 @@ class FamilyPrediction:
 def least_s(
     family: str, rows: OpRows, features: OpFeatures, devices: Mapping[str, DeviceSpec]
 ) -> np.ndarray:
-    """Seconds below which no row falls, shape ``(n,)``; 0 where nothing is known.
+    """Physical lower limit of each row in seconds, shape ``(n,)``; 0 where unknown.
 
-    The bytes of all but experts, whose draw is an estimate; and the arithmetic of rows whose
-    roofline it is, on chips whose peak has a source: none of the 132,370 f32 products of the
-    published-latency pack lies below.
+    From the bytes of all operators but experts, whose routing is an estimate, and from the
+    arithmetic of compute-bound rows on chips with a sourced peak: none of the 132,370 f32 products
+    of the published-latency pack is faster.
 
     Args:
-        family: Of the rows.
+        family: Family of the rows.
         rows: The rows.
-        features: Theirs.
+        features: Features of the rows.
         devices: Descriptions by the values of ``device``.
     """
     least = np.zeros(len(rows))
@@ -90,7 +90,7 @@ def least_s(
     if group is not None and group != "moe":
         for place, name in enumerate(names):
             at = device == place
-            # Of several kernels times are the mean.
+            # The times of several kernels are means per kernel.
             least[at] = moving_s(features.moved[at], devices[name]) / features.kernels[at]
     if group not in _MULTIPLIED:
         return least
@@ -107,7 +107,7 @@ def _has_source(device: DeviceSpec, dtype: str) -> bool:
 
 
 def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> FamilyPrediction:
-    """Put predictions of parts of ``count`` rows together.
+    """Combine predictions of parts of ``count`` rows.
 
     Args:
         count: Number of rows.
@@ -121,28 +121,26 @@ def joined(count: int, parts: Iterable[tuple[np.ndarray, FamilyPrediction]]) -> 
     return whole
 
 
-#: Most size bins of a device; with fewer scores than MIN_SCORES for each, there are fewer.
-#: Engineering estimate.
+#: Most size bins of a device; each needs :data:`MIN_SCORES` scores. Engineering estimate.
 BINS = 4
-#: Names that stand for devices without samples, and for those of another vendor than most that were
-#: learned from.
+#: Names that stand for devices without samples: of the majority vendor, and of other vendors.
 UNSEEN, FOREIGN = "", "*"
-#: Name that stands for layers and head configurations that were not learned from, and before a
-#: device's name for those that it was not seen with.
+#: Name that stands for unseen layers and head configurations; as a prefix of a device's name, for
+#: those unseen on it.
 NEW_GROUP = "+"
-#: Between a device and a format in the name of what has ends of its own.
+#: Separator between a device and a format with separate bounds.
 WITHIN = "|"
-#: Ends before any calibration.
+#: Bounds without any calibration.
 UNKNOWN = (-UNCALIBRATED, UNCALIBRATED)
 
 
 @dataclass
 class DeviceIntervals:
-    """Split-conformal ends of the log-ratio of measured to predicted, by device and size.
+    """Split-conformal bounds of the log-ratio of measured to predicted, by device and size.
 
     Attributes:
         edges: Log predictions (s) between the size bins, by device.
-        ends: By device and bin; of :data:`UNSEEN` and :data:`FOREIGN` ones there is one bin.
+        ends: Bounds by device and bin; :data:`UNSEEN` and :data:`FOREIGN` have one bin.
     """
 
     edges: dict[str, list[float]] = field(default_factory=dict)
@@ -152,13 +150,12 @@ class DeviceIntervals:
         """Calibrate a device.
 
         Args:
-            device: Its name.
+            device: Name of the device.
             scores: ``log(measured / predicted)`` of rows that the model was not fitted to.
             predicted_s: Their predictions.
         """
         bins = int(np.clip(len(scores) // MIN_SCORES, 1, BINS))
-        # By prediction, not by measurement: only the prediction is known when an interval is asked
-        # for.
+        # By prediction: a measurement is not available when an interval is computed.
         edges, place = size_bins(np.log(predicted_s), bins)
         self.edges[device] = edges.tolist()
         every = including_zero(ends(scores))
@@ -176,11 +173,11 @@ class DeviceIntervals:
         """Calibrate each device, and each format on it.
 
         Args:
-            device: Devices, shape ``(n,)``; one with fewer than ``least`` scores has no ends.
-            dtype: Of the operators, shape ``(n,)``; one with fewer than :data:`MIN_SCORES` scores
-                on a device has no ends of its own.
+            device: Devices, shape ``(n,)``; one with fewer than ``least`` scores gets no bounds.
+            dtype: Formats of the operators, shape ``(n,)``; one with fewer than :data:`MIN_SCORES`
+                scores on a device gets no separate bounds.
             scores: As for :meth:`fit_device`, shape ``(n,)``.
-            predicted_s: Their predictions.
+            predicted_s: Predictions of the scored rows.
             least: Fewest scores of a device.
         """
         for names, fewest in ((device, least), (_within(device, dtype), MIN_SCORES)):
@@ -198,29 +195,29 @@ class DeviceIntervals:
     ) -> None:
         """Calibrate for a device without samples, leave-one-device-out.
 
-        The ends are the widest of those of the devices that were left out in turn: a new device is
-        one more draw of a device, not of a row, and few devices have been drawn.
+        The bounds are the widest over the held-out devices: a new device is another draw of a
+        device, not of a row, and few devices have been drawn.
 
         Args:
-            scores: Scores of each left-out device by a model that never saw it.
-            foreign: Devices of a minority vendor; they count for :data:`FOREIGN` ones only.
-            widened: Whether ends are moved out, see :func:`moved_out`.
+            scores: Scores of each held-out device by a model fitted without it.
+            foreign: Devices of a minority vendor; they only count for :data:`FOREIGN`.
+            widened: Whether to widen the bounds by :func:`moved_out`.
         """
         own = [values for name, values in scores.items() if name not in foreign]
-        # A single chip is no sample of chips: the physics may have been read off it. Of foreign
-        # devices all count, those of minority vendors with their larger errors included.
+        # A single chip is no sample of chips: constants may derive from it. For foreign devices all
+        # chips count, including the larger errors on those of minority vendors.
         kinds = {UNSEEN: own if len(own) > 1 else scores.values(), FOREIGN: scores.values()}
         for kind, values in kinds.items():
             found = widest(values) or UNKNOWN
             self.ends.ends[kind, 0] = moved_out(found) if widened else found
 
     def fit_groups(self, scores: np.ndarray, group: np.ndarray, device: np.ndarray) -> None:
-        """Calibrate for groups without samples, on each device that has many, and on others.
+        """Calibrate for groups without samples, on each device with many groups and on others.
 
-        As for devices, a new group is one more draw of a group, not of a row.
+        As for devices, a new group is another draw of a group, not of a row.
 
         Args:
-            scores: Scores by models that did not see a row's group, shape ``(n,)``.
+            scores: Scores by models fitted without a row's group, shape ``(n,)``.
             group: Names of groups, shape ``(n,)``.
             device: Devices, shape ``(n,)``.
         """
@@ -235,7 +232,7 @@ class DeviceIntervals:
     def of_new_groups(
         self, device: np.ndarray, predicted_s: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ends in seconds for rows of groups that their devices were not seen with, ``(n,)`` each.
+        """Bounds in seconds for rows of groups unseen on their devices, shape ``(n,)`` each.
 
         Args:
             device: Any devices, shape ``(n,)``.
@@ -248,11 +245,11 @@ class DeviceIntervals:
         return predicted_s * lower, predicted_s * upper
 
     def of(self, device: str, predicted_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of the interval in seconds for rows of one device.
+        """Bounds of the interval in seconds for rows of one device.
 
         Args:
-            device: A calibrated device; any other name stands for an unseen one, and
-                :data:`FOREIGN` for one of another vendor.
+            device: A calibrated device; any other name counts as an unseen one, and
+                :data:`FOREIGN` as one of another vendor.
             predicted_s: Predictions, shape ``(n,)``.
         """
         place = np.searchsorted(self.edges.get(device, []), np.log(predicted_s), side="right")
@@ -268,16 +265,16 @@ class DeviceIntervals:
         scope: np.ndarray,
         foreign: Collection[str],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ends of the intervals in seconds for rows for which known devices stand in.
+        """Bounds of the intervals in seconds for rows with stand-in devices.
 
-        The ends of a sibling, and of a format with too few rows on the device, lie halfway
+        The bounds of a sibling, and of a format with too few rows on the device, are halfway
         (geometric mean) between those of the known device and those of an unseen one, and never
-        inside the former; the lower end moves by at most half of its own distance.
+        inside the former; the lower bound moves by at most half of its distance.
 
         Args:
             latency: Predictions in seconds, shape ``(n,)``.
-            device: Known device that stands in for each row's own.
-            dtype: Of the operators.
+            device: Known device that stands in for each row's device.
+            dtype: Formats of the operators.
             scope: ``known``, ``sibling`` or ``unseen``, by device.
             foreign: Devices of a minority vendor.
         """
@@ -291,13 +288,13 @@ class DeviceIntervals:
             elif (special := str(_within(device[at[:1]], dtype[at[:1]])[0])) in self.edges:
                 own = special
             elif any(name.startswith(own + WITHIN) for name in self.edges):
-                # The device's ends are those of formats that were measured more.
+                # The device's bounds are dominated by other formats.
                 known = "sibling"
             low, high = self.of(own, middle)
             if known == "sibling":
                 wide_lo, wide_hi = self.of(UNSEEN, middle)
-                # The ends of an unseen device are those of all sizes together: at some size the
-                # known device's own may be wider.
+                # Bounds of an unseen device are pooled over sizes: at some size those of the known
+                # device may be wider.
                 low = np.sqrt(low * np.clip(wide_lo, low**2 / middle, low))
                 high = np.sqrt(high * np.maximum(high, wide_hi))
             lo[at], hi[at] = low, high
@@ -307,7 +304,7 @@ class DeviceIntervals:
         return [(device, own) for own in range(len(self.edges.get(device, [])) + 1)]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data for the manifest."""
+        """Convert to plain data for the manifest."""
         logs = {name: [self.ends.ends[key] for key in self._bins(name)] for name in self.edges}
         return {
             "edges_log_s": self.edges,
@@ -327,7 +324,7 @@ class DeviceIntervals:
             found.ends.ends |= {(name, place): own for place, own in enumerate(each)}
         logs = ((UNSEEN, "unseen_log"), (FOREIGN, "foreign_log"), (NEW_GROUP, "group_log"))
         for name, key in logs:
-            # Only families with few groups, and none of the first released, have ends of new ones.
+            # Only families with few groups, and no model of the first release, have this entry.
             if key in data or name != NEW_GROUP:
                 lo, hi = data[key]
                 found.ends.ends[name, 0] = float(lo), float(hi)
@@ -335,12 +332,12 @@ class DeviceIntervals:
 
 
 def _within(outer: np.ndarray, inner: np.ndarray) -> np.ndarray:
-    """Names of what is inside something else, shape ``(n,)``."""
+    """Combined names, shape ``(n,)``."""
     return np.asarray(outer.astype(object) + WITHIN + inner.astype(object))
 
 
 def moved_out(ends: Ends) -> Ends:
-    """Ends for one more chip than those they were read off (``wider`` in ``constants.yaml``)."""
+    """Bounds widened for one further chip (``wider`` and ``least_end`` in ``constants.yaml``)."""
     wider, least = constants()["wider"], constants()["least_end"]
     lo, hi = wider * ends[0], wider * ends[1]
     return min(lo, -least * hi), max(hi, -least * lo)

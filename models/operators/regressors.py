@@ -1,6 +1,6 @@
-"""Regressors of a family: of devices that were learned from, and of others.
+"""Regressors of a family: one for known devices, one for unseen devices.
 
-That of unseen devices is fitted by the strategy that transfers best to left-out chips.
+The latter is fitted by the strategy that transfers best to held-out chips.
 """
 
 from __future__ import annotations
@@ -34,30 +34,26 @@ from .family_tables import (
 )
 from .rows import dispatch, libraries
 
-#: Most rows that the model of unseen devices learns from, and that each of its leave-one-chip-out
-#: copies is tested on. Engineering estimates that bound the time of a training.
+#: Most rows that the model of unseen devices learns from, and that each leave-one-chip-out fit is
+#: tested on. Engineering estimates that bound the training time.
 GENERAL_ROWS, JUDGE_ROWS = 120_000, 4000
-
-#: Powers of the shrinkage that are compared; 0 leaves ratios as they are, 12 hardly any of them
-#: (0.28 of those of libraries seen on three chips). Families choose for themselves (manifest of
-#: gpu-operators, ``way``).
+#: Candidate powers of the shrinkage; 0 keeps ratios, 12 nearly removes them (a factor of 0.28 for
+#: libraries seen on three chips). The choice is made per family (``way`` in the manifest of
+#: gpu-operators).
 SHRINKING = (0.0, 1.0, 2.0, 3.0, 6.0, 12.0)
-
-
-#: Least share of the libraries that more than one chip ran, for left-out chips to say how far
-#: ratios are shrunk: with fewer, they would speak for libraries that no two chips share, whose
-#: ratios are shrunk once. Engineering estimate.
+#: Least share of libraries that ran on more than one chip for held-out chips to select the power:
+#: with fewer, they would not represent the libraries of single chips, whose ratios are shrunk with
+#: power 1. Engineering estimate.
 LEAST_SHARED = 0.25
 
 
 class Strategy(NamedTuple):
-    """How the model is fitted; saved manifests use the same field names.
+    """Strategy of a fit; saved manifests use the same field names.
 
     Attributes:
-        within: Whether it learns the residual within each device rather than the ratio itself.
-        shrunk: Power of :func:`shrinkage` by which ratios are
-            shrunk; 0 leaves them as they are.
-        alien: Whether it learns from other vendors' chips, too.
+        within: Whether to learn the residual within each device rather than the ratio itself.
+        shrunk: Power of :func:`shrinkage` to apply to ratios; 0 keeps them.
+        alien: Whether to learn from other vendors' chips, too.
     """
 
     within: bool
@@ -67,12 +63,12 @@ class Strategy(NamedTuple):
 
 @dataclass(slots=True)
 class KnownModel:
-    """The model of known devices: effects of the devices, and a regressor of what those leave.
+    """Model of known devices: device effects, and a regressor of their residuals.
 
     Attributes:
         family: Key of the family.
         devices: Names of the devices that it was fitted to, in order.
-        regressor: Regressor of the log-ratios that the effects leave.
+        regressor: Regressor of the residuals of the log-ratios.
         effects: Linear part of the log-ratios.
     """
 
@@ -108,15 +104,15 @@ class KnownModel:
         effects = DeviceEffects()
         share = time_shares(features)
         effects.fit(share[fitting], ratio[fitting], device[fitting], library[fitting])
-        # The trees learn what the linear part leaves, so that beyond their sizes they add a
-        # constant to it.
+        # The trees learn the residual of the linear part, so that beyond the sizes in the training
+        # data they add a constant to it.
         linear = effects.predict(share, device, library)
         regressor = new_regressor(settings, sized(settings.known, len(fitting)))
         learn(regressor, known_table(family, features, device, devices), ratio - linear, fitting)
         return cls(family, devices, regressor, effects)
 
     def table(self, features: OpFeatures, device: np.ndarray) -> KernelTable:
-        """What the regressor reads of rows on the devices ``device``, shape ``(n,)``."""
+        """Input of the regressor for rows on the devices ``device``, shape ``(n,)``."""
         return known_table(self.family, features, device, self.devices)
 
     def latency_s(
@@ -157,15 +153,15 @@ class KnownModel:
 
 @dataclass(slots=True)
 class UnseenModel:
-    """The model of unseen devices.
+    """Model of unseen devices.
 
     Attributes:
         family: Key of the family.
-        regressor: Its regressor.
-        effects: Effects of the devices that it learned from.
-        strategy: How it was fitted.
-        seen: Number of chips on which it saw each library.
-        vendors: Vendors on whose devices its ratios hold; none if on all.
+        regressor: Regressor of the log-ratios.
+        effects: Effects of the devices in the training data.
+        strategy: Strategy of the fit.
+        seen: Number of chips on which each library was seen.
+        vendors: Vendors to whose devices the ratios apply; empty for all.
     """
 
     family: str
@@ -176,7 +172,7 @@ class UnseenModel:
     vendors: frozenset[str] = frozenset()
 
     def table(self, features: OpFeatures) -> KernelTable:
-        """What the regressor reads of rows."""
+        """Input of the regressor for rows."""
         return general_table(self.family, features)
 
     def log_ratio(
@@ -186,7 +182,7 @@ class UnseenModel:
         table: KernelTable,
         devices: Mapping[str, DeviceSpec],
     ) -> np.ndarray:
-        """Log-ratios of latency to the estimate on a device that was never seen, shape ``(n,)``.
+        """Log-ratios of latency to the estimate on an unseen device, shape ``(n,)``.
 
         Args:
             rows: ``n`` rows of the family.
@@ -199,12 +195,12 @@ class UnseenModel:
         return np.asarray(self.kept(rows, devices) * ratio)
 
     def kept(self, rows: OpRows, devices: Mapping[str, DeviceSpec]) -> np.ndarray:
-        """Share of the learned log-ratio that is kept, shape ``(n,)``.
+        """Fraction of the learned log-ratio that is kept, shape ``(n,)``.
 
-        By the library of each row; none on devices of other vendors than :attr:`vendors`, where the
-        analytical estimate is left.
+        It depends on the library of each row; 0 on devices of vendors outside :attr:`vendors`,
+        where the analytical estimate is used.
         """
-        # Power 0 gives 1: ratios stay as they are.
+        # Power 0 gives 1: ratios are kept.
         share = shrinkage(libraries(rows), self.seen) ** self.strategy.shrunk
         if not self.vendors:
             return share
@@ -212,8 +208,8 @@ class UnseenModel:
         return np.asarray(share * native)
 
 
-#: By group of left-out devices, positions of their rows and the rows' log-ratios by a model of the
-#: same strategy that never saw them.
+#: By group of held-out devices, positions of their rows and the rows' log-ratios by a model of the
+#: same strategy fitted without them.
 Folds = Mapping[tuple[str, ...], tuple[np.ndarray, np.ndarray]]
 
 
@@ -222,7 +218,7 @@ class UnseenFit:
     """Fits the model of unseen devices.
 
     Attributes:
-        job: Rows, and how regressors are fitted to them.
+        job: Rows and settings of the fits.
         known_devices: Chips and vendors of the devices.
         library: Library that runs each row, shape ``(n,)``.
         transferable: Rows that are informative about other devices, bool, shape ``(n,)``.
@@ -244,7 +240,7 @@ class UnseenFit:
         family = self.job.family
         fitting = fitting[self.transferable[fitting]]
         groups = twins(list(self.known_devices.chips), self.known_devices.chips)
-        # A single chip leaves nothing to choose a strategy by; ratios are taken as learned.
+        # A single chip cannot select a strategy; ratios are used as learned.
         if len(groups) < 2:
             general, effects = self.job.fit(self._drawn(fitting, GENERAL_ROWS), within=False)
             plain = Strategy(False, 0.0, True)
@@ -259,10 +255,10 @@ class UnseenFit:
     def _left_out(
         self, fitting: np.ndarray, group: Sequence[str]
     ) -> tuple[np.ndarray, dict[Strategy, np.ndarray]]:
-        """Rows of a group of devices, and their log-ratios by models that never saw them."""
+        """Rows of a group of devices, and their log-ratios by models fitted without them."""
         own = np.flatnonzero(np.isin(self.job.device, group) & self.transferable)
         own = self.rng.choice(own, min(len(own), JUDGE_ROWS), replace=False)
-        # Without another vendor's chips both pools are the same.
+        # Without another vendor's chips, both pools are the same.
         mixed = not self.known_devices.native(self.job.device).all()
         ratios: dict[Strategy, np.ndarray] = {}
         for alien in (False, True) if mixed else (False,):
@@ -277,7 +273,7 @@ class UnseenFit:
         return own, ratios
 
     def _shares_libraries(self, fitting: np.ndarray) -> bool:
-        """Whether enough libraries ran on several chips to tell how ratios carry over."""
+        """Whether enough libraries ran on several chips to estimate how ratios transfer."""
         chips = list(self._seen(fitting).values())
         return bool(np.mean(np.array(chips) > 1) >= LEAST_SHARED)
 
@@ -286,7 +282,7 @@ class UnseenFit:
         folds: dict[tuple[str, ...], tuple[np.ndarray, dict[Strategy, np.ndarray]]],
         powers: Sequence[float],
     ) -> Strategy:
-        """The strategy with the least mean error over left-out chips of the most common vendor."""
+        """The strategy with the least mean error over held-out chips of the most common vendor."""
         # An unseen device of a minority vendor is predicted as that vendor's known one
         # (devices.py), not by this model.
         judges = [g for g in folds if g[0] not in self.known_devices.foreign] or list(folds)
@@ -319,7 +315,7 @@ class UnseenFit:
 
 
 def mean_ape(errors: np.ndarray) -> float:
-    """Mean absolute percentage error of errors ``log(measured / predicted)``, as a share."""
+    """Mean absolute percentage error of errors ``log(measured / predicted)``, as a fraction."""
     return float(np.abs(np.exp(-errors) - 1).mean())
 
 
@@ -327,12 +323,12 @@ def error_figures(errors: np.ndarray, ends: Ends) -> dict[str, float]:
     """Figures of errors ``log(measured / predicted)``.
 
     Args:
-        errors: Of a chip that was left out, shape ``(n,)``.
-        ends: Of the interval by the errors on the other chips, as logarithms.
+        errors: Errors on a held-out chip, shape ``(n,)``.
+        ends: Interval bounds calibrated on the other chips, as logarithms.
 
     Returns:
-        Mean (``mape``) and ``median`` absolute percentage error and ``coverage`` as shares, the
-        ``width`` of the interval (upper over lower end), and the number of ``rows``.
+        Mean (``mape``) and ``median`` absolute percentage error and ``coverage`` as fractions, the
+        ``width`` of the interval (upper over lower bound), and the number of ``rows``.
     """
     inside = (errors >= ends[0]) & (errors <= ends[1])
     return {
@@ -349,7 +345,7 @@ def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:
 
     Args:
         library: Library that runs each row, shape ``(n,)``.
-        chip: Any name of its chip, shape ``(n,)``.
+        chip: Name of the chip of each row, shape ``(n,)``.
     """
     import pandas as pd
 
@@ -360,12 +356,12 @@ def chips_by_library(library: np.ndarray, chip: np.ndarray) -> dict[str, int]:
 def shrinkage(library: np.ndarray, chips: Mapping[str, int]) -> np.ndarray:
     """Factor on learned log-ratios, shape ``(n,)``.
 
-    A regressor cannot tell what a library does on every chip from what it does on the only chip it
-    was seen on. The analytical estimate is the better guess there, so the ratio to it is shrunk.
+    A regressor cannot separate a library's behaviour on all chips from that on the only chip where
+    it was seen. The analytical estimate is the better guess then, so the ratio to it is shrunk.
 
     Args:
         library: Library that runs each row, shape ``(n,)``.
-        chips: From :func:`chips_by_library`.
+        chips: Number of chips by library, from :func:`chips_by_library`.
     """
     code, names = distinct(library)
     by_chips = constants()["shrinkage"]

@@ -1,9 +1,8 @@
-"""Errors of operator models: tables of them, and the parts of a report.
+"""Error tables of operator models, and the parts of an accuracy report.
 
-A part is one fit, the rows it is judged on, and its stored result. It draws its rows by a seed that
-does not depend on the estimator, so that all estimators learn from the same rows and are judged on
-the same ones. The predictions of a part are a file of its own; a report that was stopped resumes
-with the missing ones.
+A part is one fit, its test rows and its stored result. Its rows are drawn with a seed that does not
+depend on the estimator, so that all estimators use the same training and test rows. The predictions
+of a part are stored in a separate file; an interrupted report resumes with the missing ones.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ...features.operators.features import ops_schema_hash
 from ...features.operators.schema import faulty
 from .model import MIN_ROWS, OpModel, default_settings
 
-#: Columns by which figures are grouped.
+#: Columns that figures are grouped by.
 BY = ("split", "key", "dtype", "device")
 
 
@@ -34,8 +33,8 @@ def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
 
     Args:
         model: The model.
-        rows: As :func:`~opcast.models.operators.rows_of_dataset` gives them; families that the
-            model does not know are left out.
+        rows: Rows as of :func:`~opcast.models.operators.rows_of_dataset`; families outside the
+            model are left out.
 
     Returns:
         ``id``, ``split``, ``key``, ``dtype``, ``device``, ``backend``, ``measured_us``,
@@ -55,7 +54,7 @@ def predictions(model: OpModel, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(rows: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
-    """Figures of the rows of :func:`predictions`, one row a group.
+    """Figures of the rows of :func:`predictions`, one row per group.
 
     Returns:
         ``by``, ``n``, ``mape``, ``median_ape``, ``bias`` (median relative error), ``coverage``,
@@ -87,16 +86,16 @@ def summary(rows: pd.DataFrame, by: Sequence[str] = BY) -> pd.DataFrame:
 def side_by_side(
     table: pd.DataFrame, by: Sequence[str], figure: str, across: str = "estimator"
 ) -> pd.DataFrame:
-    """One figure of :func:`summary`, a column for each estimator.
+    """One figure of :func:`summary`, with a column per estimator.
 
     Args:
         table: Predictions with the columns of ``by`` and ``across``.
-        by: Columns whose values make a row.
+        by: Columns that identify a row.
         figure: ``mape``, ``median_ape``, ``coverage`` …
         across: Column whose values become columns, in the order in which values first appear.
 
     Returns:
-        ``by``, ``n`` (of the column with most rows) and the columns, nan where a group has no rows.
+        ``by``, ``n`` (of the column with most rows) and the columns; NaN where a group is empty.
     """
     figures = summary(table, (*by, across))
     wide = figures.pivot(index=list(by), columns=across, values=figure)
@@ -108,7 +107,7 @@ def side_by_side(
 
 
 def only_or_mixed(values: pd.Series) -> str:
-    """The value that all rows have, or ``mixed``."""
+    """The common value of all rows, or ``mixed``."""
     return str(values.iloc[0]) if values.nunique() == 1 else "mixed"
 
 
@@ -123,12 +122,12 @@ def flat(metrics: pd.DataFrame) -> dict[str, float]:
 
 
 def settings_of(model: OpModel) -> dict[str, object]:
-    """Parameters with which a run is tracked: all of the model's provenance but its metrics."""
+    """Parameters to track with a run: the model's provenance without metrics."""
     return {k: v for k, v in model.info.items() if k != "metrics"}
 
 
 def metrics_of(manifest: JsonMapping) -> list[JsonMapping]:
-    """Metrics in a manifest: of each family, those that came with it when it was last joined."""
+    """Metrics in a manifest; for each family those of the last merge that included it."""
     found: list[JsonMapping] = []
     later: set[str] = set()
     for part in (*reversed(manifest.get("added", ())), manifest):
@@ -138,11 +137,11 @@ def metrics_of(manifest: JsonMapping) -> list[JsonMapping]:
 
 
 def left_out_table(model: OpModel) -> pd.DataFrame:
-    """Errors on devices that were left out of training in turn, as measured while it was trained.
+    """Errors on devices held out in turn, as measured during training.
 
     Returns:
         ``key``, ``left_out`` (devices of one chip together), ``n``, ``mape``, ``median_ape``,
-        ``coverage`` and ``width_ratio`` of the interval by the other chips.
+        ``coverage`` and ``width_ratio`` of the interval calibrated on the other chips.
     """
     records = [
         {
@@ -151,7 +150,7 @@ def left_out_table(model: OpModel) -> pd.DataFrame:
             "n": int(errors["rows"]),
             "mape": errors["mape"],
             "median_ape": errors["median"],
-            # Models of before do not say how far the other chips' ends hold.
+            # Older models lack the coverage by bounds from the other chips.
             "coverage": errors.get("coverage", np.nan),
             "width_ratio": errors.get("width", np.nan),
         }
@@ -161,9 +160,9 @@ def left_out_table(model: OpModel) -> pd.DataFrame:
     return pd.DataFrame(records)
 
 
-#: Split that is learned from; rows of all others are judged.
+#: Split to learn from; rows of all other splits are tested.
 TRAINING = "train"
-#: Raised when what a part means changes: files of earlier versions are then made anew.
+#: Incremented when the definition of a part changes: files of earlier versions are then recomputed.
 VERSION = 1
 
 
@@ -172,16 +171,16 @@ class Part:
     """One fit of one family by one estimator.
 
     Attributes:
-        study: Study that it belongs to.
+        study: Name of the study it belongs to.
         estimator: Name of the estimator.
         key: Family.
-        rows: Most rows to learn from, and most rows of a split to be judged on.
-        left_out: Devices that are not learned from, and judged alone; none judges all devices.
-        samples: Numbers of samples of each left-out device, drawn from its training rows, with
-            which the model is adapted before it is judged again.
+        rows: Most training rows, and most test rows of a split.
+        left_out: Devices to leave out of training and to test on; if empty, all devices are tested.
+        samples: Numbers of samples of each left-out device, drawn from its training rows, that the
+            model is adapted with before further tests.
         seed: Seed of draws and regressors.
-        next_version: Whether to learn from rows that are marked ``earlier`` alone, and to be judged
-            on the same libraries' others.
+        next_version: Whether to learn only from rows marked ``earlier``, and to test on other rows
+            of the same libraries.
     """
 
     study: str
@@ -195,7 +194,7 @@ class Part:
 
     @property
     def title(self) -> str:
-        """One line for a person."""
+        """Title for progress messages."""
         without = f" without {' and '.join(self.left_out)}" if self.left_out else ""
         return f"{self.study}: {self.estimator}, {self.key}{without}"
 
@@ -205,9 +204,9 @@ class Draw:
     """Rows of a part.
 
     Attributes:
-        learned: Rows to learn from.
+        learned: Training rows.
         pool: Rows of left-out devices to draw samples from.
-        judged: Rows to judge on.
+        judged: Test rows.
     """
 
     learned: pd.DataFrame
@@ -216,14 +215,14 @@ class Draw:
 
 
 def draw(part: Part, rows: pd.DataFrame) -> Draw:
-    """The rows of a part.
+    """Draw the rows of a part.
 
-    Rows whose labels do not describe the device are neither learned from nor used to adapt, but
-    they are judged: leaving them out would flatter the figures.
+    Rows whose labels do not describe the device are not used for training or adaptation, but they
+    are tested: leaving them out would flatter the figures.
 
     Args:
         part: The part.
-        rows: As :func:`~opcast.models.operators.rows_of_published` gives them, with ``split``.
+        rows: Rows as of :func:`~opcast.models.operators.rows_of_published`, with ``split``.
     """
     own = rows[rows["key"] == part.key]
     earlier = np.zeros(len(own), bool)
@@ -240,7 +239,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
         judged = own[~training]
         pool = own.iloc[:0]
     else:
-        # A device without training rows gives half of its others for samples.
+        # A device without training rows uses half of its other rows as the pool.
         spare = training | _half(own, part.seed)
         pool, judged = own[outside & spare & good], own[outside & ~spare]
     sampled = _of_splits(judged, part)
@@ -248,7 +247,7 @@ def draw(part: Part, rows: pd.DataFrame) -> Draw:
 
 
 def _next_version(part: Part, rows: pd.DataFrame, earlier: np.ndarray) -> Draw:
-    """Learn from earlier versions, and judge on the next ones of the same libraries on a device."""
+    """Learn from earlier versions; test on the next ones of the same libraries and devices."""
     before, after = rows[earlier], rows[~earlier]
     learned = before[(before["split"] == TRAINING).to_numpy() & ~faulty(before, "wrong")]
     both = ["backend", "device"]
@@ -259,13 +258,13 @@ def _next_version(part: Part, rows: pd.DataFrame, earlier: np.ndarray) -> Draw:
 
 
 def _of_splits(judged: pd.DataFrame, part: Part) -> pd.DataFrame:
-    # The cap holds for each split, so that a small one is not crowded out.
+    # The cap applies per split, so that a small split is not crowded out.
     parts = [_capped(p, part.rows, part.seed) for _, p in judged.groupby("split", sort=True)]
     return pd.concat(parts) if parts else judged
 
 
 def _half(rows: pd.DataFrame, seed: int) -> np.ndarray:
-    """Mask of half of the rows of devices without training rows; the other half is judged."""
+    """Mask of half of the rows of devices without training rows; the other half is tested."""
     trained = set(rows.loc[rows["split"] == TRAINING, "device"])
     drawn = np.random.default_rng(seed).random(len(rows)) < 0.5
     return np.asarray(drawn & ~rows["device"].isin(trained))
@@ -276,24 +275,24 @@ def _capped(rows: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
 
 
 def possible(drawn: Draw) -> bool:
-    """Whether there is enough to learn from and something to judge."""
+    """Whether there are enough training rows and any test rows."""
     return len(drawn.learned) >= MIN_ROWS and len(drawn.judged) > 0
 
 
 def judge(
     part: Part, drawn: Draw, devices: Mapping[str, DeviceSpec], n_jobs: int = 1
 ) -> pd.DataFrame:
-    """Fit a part and predict the rows that it is judged on.
+    """Fit a part and predict its test rows.
 
     Args:
         part: The part.
         drawn: Its rows.
-        devices: Descriptions by the values of ``device``, of left-out devices, too.
+        devices: Descriptions by the values of ``device``, including left-out devices.
         n_jobs: Threads.
 
     Returns:
-        Columns of :func:`~opcast.models.operators.report.predictions`, ``study``, ``estimator``,
-        ``left_out``, ``samples`` (of each left-out device) and ``fit_s``.
+        Columns of :func:`predictions`, ``study``, ``estimator``, ``left_out``, ``samples`` (of each
+        left-out device) and ``fit_s``.
 
     Raises:
         ModelError: The estimator is unknown, not installed or does not learn from a table.
@@ -302,7 +301,7 @@ def judge(
     settings = default_settings(part.estimator, n_jobs, part.seed, part.rows)
     model = OpModel().fit(drawn.learned, devices, settings)
     seconds = time.perf_counter() - start
-    # Left-out devices need descriptions, too; those that were fitted to keep their own.
+    # Add descriptions of left-out devices; those of fitted devices are kept.
     model.devices = {**devices, **model.devices}
     tables = []
     for count in part.samples:
@@ -319,17 +318,17 @@ def judge(
 
 
 def _samples(pool: pd.DataFrame, count: int, seed: int) -> pd.DataFrame:
-    """``count`` random rows of each device that has as many."""
+    """``count`` random rows of each device that has at least as many."""
     own = [p.sample(count, random_state=seed) for _, p in pool.groupby("device") if len(p) >= count]
     return pd.concat(own, ignore_index=True) if own else pool.iloc[:0]
 
 
 @dataclass(frozen=True)
 class PartStore:
-    """A folder with the predictions of parts, one file a part.
+    """Folder with the predictions of parts, one file per part.
 
     Attributes:
-        folder: Made when the first part is kept.
+        folder: The folder, created with the first file.
     """
 
     folder: Path
@@ -337,7 +336,7 @@ class PartStore:
     def path(self, part: Part, drawn: Draw) -> Path:
         """File of a part; named by its settings, its rows and the schema of its features."""
         known = f"{VERSION}|{sorted(asdict(part).items())}|{ops_schema_hash(part.key)}"
-        # Labels are in the digest: a corrected table makes its parts anew.
+        # The digest includes labels: a corrected table recomputes its parts.
         digest = hashlib.sha256(known.encode())
         for table in (drawn.learned, drawn.pool, drawn.judged):
             labels = table[["id", "latency_us", "device"]].astype({"id": str})

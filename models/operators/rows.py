@@ -1,4 +1,4 @@
-"""Reads operator rows from datasets and from published tables into one form."""
+"""Reads operator rows from datasets and published tables into a common form."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 #: Share of the groups, and of single rows, held out of the fit to calibrate intervals. Whole groups
-#: show the error on shapes that were never seen, single rows that between measured sizes. Both are
-#: kept small because every held-out row is lost to the regressor. Engineering estimates.
+#: show the error on unseen shapes, single rows the error between measured sizes. Both are small
+#: because held-out rows are lost to the regressor. Engineering estimates.
 HELD_GROUPS, HELD_ROWS = 0.05, 0.03
-#: With fewer groups than this each is held out once, from one of so many models: a twentieth would
-#: be fewer than the 20 that two 5 % tails take. Of fewer than :data:`TWO_GROUPS` the others do not
-#: show what a group has in common. Engineering estimates.
+#: With fewer groups than ``FEW_GROUPS``, every group is held out once, in ``PARTS`` folds: a
+#: twentieth would be fewer than the 20 groups that two 5 % tails need. With fewer than
+#: ``TWO_GROUPS``, the others do not show the error of a new group. Engineering estimates.
 FEW_GROUPS, PARTS, TWO_GROUPS = 400, 5, 3
 
 
@@ -35,17 +35,17 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     """Operator rows of a dataset.
 
     Returns:
-        ``id``, ``key`` (method/family), ``device``, ``latency_us``, ``split``, ``version`` (empty
-        where it is unknown) and the columns of the operators' parameters, one row a sample of an
-        operator.
+        One row per sample of an operator, with ``id``, ``key`` (method/family), ``device``,
+        ``latency_us``, ``split``, ``version`` (empty if unknown) and the operators' parameters.
 
     Raises:
+        DatasetError: No row is an operator.
         DatasetError: No row is an operator's.
     """
     import pandas as pd
 
     frame = dataset.frame
-    # Reading parameters from a kernel's text is slow: once for each distinct text.
+    # Parsing a kernel's text is slow: once per distinct text.
     first = ~frame["kernel_hash"].duplicated().to_numpy()
     table = op_frame(frame["kernel_ir"][first])
     known = table["method"].astype(str) != ""
@@ -61,7 +61,7 @@ def rows_of_dataset(dataset: Dataset) -> pd.DataFrame:
     rows["device"] = frame["device"].to_numpy()
     rows["latency_us"] = frame["latency_us_p50"].to_numpy(np.float64)
     rows["split"] = frame["split"].fillna("train").to_numpy() if "split" in frame else "train"
-    # Shards of earlier imports have no versions.
+    # Shards of earlier versions have no versions.
     rows["version"] = frame["version"].fillna("").to_numpy() if "version" in frame else ""
     return rows[rows["method"] != ""].reset_index(drop=True)
 
@@ -71,7 +71,7 @@ def rows_of_published(frame: pd.DataFrame, find: Callable[[str], DeviceSpec]) ->
 
     Raises:
         DatasetError: A column is missing, or a family is unknown.
-        DeviceError: A device is in no catalogue entry.
+        DeviceError: A device is not in the catalogue.
     """
     for column in ("op", "family", "dtype", "device", "source"):
         if column not in frame:
@@ -106,7 +106,7 @@ def group_draw(rows: pd.DataFrame, key: str, seed: int = 0) -> np.ndarray:
 
 
 def group_names(rows: pd.DataFrame | OpRows, key: str) -> np.ndarray:
-    """Name of each row's group, the same however its numbers are stored, shape ``(n,)``.
+    """Name of each row's group, independent of how numbers are stored, shape ``(n,)``.
 
     Args:
         rows: ``n`` rows of one family.
@@ -115,7 +115,7 @@ def group_names(rows: pd.DataFrame | OpRows, key: str) -> np.ndarray:
     rows = OpRows.of(rows)
     columns = _alike(key)
     names = [c for c in columns if c in NAMES]
-    # Absent numbers are zero, as in a query that leaves them out.
+    # Missing numbers are zero, as in a query that omits them.
     numbers = [np.nan_to_num(rows.numbers(c)) for c in columns if c not in NAMES]
     texts = [rows.texts(c).astype(str) for c in names]
     return np.array(
@@ -128,7 +128,7 @@ def group_names(rows: pd.DataFrame | OpRows, key: str) -> np.ndarray:
 
 
 def _alike(key: str) -> tuple[str, ...]:
-    # Of other blocks, each shape is a group: nobody asks for what they have in common as a whole.
+    # Other blocks have one group per shape.
     return ALIKE[FAMILIES[key]] if key in FAMILIES else ALIKE.get(key, BLOCKS[key])
 
 
@@ -136,9 +136,8 @@ class HeldOut(NamedTuple):
     """Rows to hold out of a fit.
 
     Attributes:
-        rows: Single ones, and where there are many groups some whole groups, bool, shape ``(n,)``.
-        parts: Where there are few groups, sets that hold each of them once, for models of their
-            own.
+        rows: Mask of single rows, plus some whole groups if there are many, shape ``(n,)``.
+        parts: If there are few groups, masks of folds that contain each group once.
     """
 
     rows: np.ndarray
@@ -151,7 +150,7 @@ def held_out(rows: pd.DataFrame, key: str, seed: int, rng: np.random.Generator) 
     Args:
         rows: ``n`` rows of one family.
         key: The family.
-        seed: Of the draw of groups.
+        seed: Seed of the draw of groups.
         rng: For the draw of rows.
     """
     place = group_draw(rows, key, seed)
@@ -170,9 +169,10 @@ def drawn(count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def codes(rows: pd.DataFrame | OpRows) -> tuple[np.ndarray, np.ndarray]:
-    """Two levels of implementation: that of :func:`dispatch`, and with kernel and KV cache.
+    """Coarse and fine codes of the implementation, shape ``(n,)`` each.
 
-    They are the coarse and the fine groups of the error covariance, shape ``(n,)`` each.
+    The coarse code is :func:`dispatch`; the fine code adds kernel, KV cache type and distribution.
+    They are the groups of the error covariance.
     """
     rows = OpRows.of(rows)
     coarse = dispatch(rows)
@@ -180,7 +180,7 @@ def codes(rows: pd.DataFrame | OpRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dispatch(rows: pd.DataFrame | OpRows) -> np.ndarray:
-    """What a library dispatches by: op, dtype and backend of each row, shape ``(n,)``."""
+    """Key by which a library dispatches: op, dtype and backend of each row, shape ``(n,)``."""
     return _joined(rows, ("op", "dtype", "backend"))
 
 
@@ -190,12 +190,12 @@ def libraries(rows: pd.DataFrame | OpRows) -> np.ndarray:
 
 
 def named_columns(rows: pd.DataFrame) -> tuple[str, ...]:
-    """Columns naming the implementation that are filled in every row."""
+    """Columns that name the implementation and are filled in every row."""
     return tuple(c for c in ("backend", "kernel") if c in rows and not _empty(rows[c]).any())
 
 
 def unnamed(rows: pd.DataFrame | OpRows, columns: Sequence[str]) -> np.ndarray:
-    """Rows without one of the names, or with one that has no feature, bool, shape ``(n,)``."""
+    """Mask of rows where a name is missing or has no feature, shape ``(n,)``."""
     rows = OpRows.of(rows)
     lacking = np.zeros(len(rows), bool)
     for column in columns:
@@ -208,7 +208,7 @@ def _of_backend(name: str) -> bool:
 
 
 def _of_kernel(name: str) -> bool:
-    # A kernel's name is matched by the words that features are made of, as substrings.
+    # Kernel names are matched by the substrings that features are made of.
     return any(word in name.lower() for word in (*BACKENDS, *KERNEL_WORDS, "static_scaled"))
 
 
@@ -217,19 +217,19 @@ def _empty(values: pd.Series) -> np.ndarray:
 
 
 def _joined(rows: pd.DataFrame | OpRows, columns: tuple[str, ...]) -> np.ndarray:
-    """Values, each after a bar; a column that a table lacks counts as empty."""
+    """Values of the columns, each after a bar; a missing column counts as empty."""
     code, values = OpRows.of(rows).combined(columns)
     joined = np.array(["".join(f"|{text}" for text in own) for own in values], object)
     return np.asarray(joined[code])
 
 
 def _draw(text: str) -> float:
-    # A digest rather than a generator: the draw of a group does not depend on the other rows.
+    # A digest rather than a generator: a group's draw does not depend on the other rows.
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def among(values: np.ndarray, names: Collection[str]) -> np.ndarray:
-    """Whether each value is one of some names, bool, shape ``(n,)``."""
+    """Mask of the values that are one of some names, shape ``(n,)``."""
     code, found = distinct(values)
     return np.asarray(np.array([value in names for value in found], bool)[code])

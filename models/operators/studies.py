@@ -1,4 +1,4 @@
-"""The studies of a report on published operator tables, and the noise of their labels."""
+"""Studies of a report on published operator tables, and the noise of the labels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .report import Part
 
 @dataclass(frozen=True)
 class Study:
-    """One question of the report.
+    """A study of the report.
 
     Attributes:
         title: Title of its tables.
-        methods: Timing methods of the labels it uses.
-        estimators: Estimators that it compares by default.
-        rows: Most rows of a family to learn from, and of a split to be judged on, by default.
-        leaves_out: Whether each chip is left out in turn, all devices with the chip together.
-        samples: Samples of a left-out device before it is judged.
-        next_version: Whether it learns from earlier versions of libraries and judges the next.
+        methods: Timing methods of its labels.
+        estimators: Default estimators to compare.
+        rows: Default limits on the training rows of a family, and on the test rows of a split.
+        leaves_out: Whether to leave out each chip in turn, with all devices that have it.
+        samples: Samples of a left-out device to adapt with before the test.
+        next_version: Whether to learn from earlier versions of libraries and test on the next.
     """
 
     title: str
@@ -41,7 +41,7 @@ class Study:
     next_version: bool = False
 
 
-#: Studies by name, in the order in which they are made.
+#: Studies by name, in the order of the report.
 STUDIES = {
     name: typed(Study, own, name) for name, own in own_data("models/operators/studies.yaml").items()
 }
@@ -56,7 +56,7 @@ def parts_of(
     max_rows: int | None = None,
     seed: int = 0,
 ) -> Iterator[Part]:
-    """Parts of studies, in the order in which they are to be made.
+    """Parts of studies, in the order of computation.
 
     Args:
         names: Names of the studies.
@@ -64,7 +64,7 @@ def parts_of(
         devices: Descriptions by name.
         estimators: Estimators to use instead of the studies' own.
         families: Families to restrict the studies to; all if empty.
-        max_rows: Most rows, instead of the number of each study.
+        max_rows: Limit on rows that replaces those of the studies.
         seed: Seed of draws and regressors.
     """
     for name in names:
@@ -82,7 +82,7 @@ def parts_of(
 
 
 def _groups(names: Sequence[str], devices: Mapping[str, DeviceSpec]) -> list[tuple[str, ...]]:
-    """Devices of each chip; none where there is only one, since nothing would be learned from."""
+    """Devices of each chip; empty for a single chip, which leaves nothing to learn from."""
     chips = twins(names, {name: chip_of(devices[name]) for name in names})
     return chips if len(chips) > 1 else []
 
@@ -90,10 +90,10 @@ def _groups(names: Sequence[str], devices: Mapping[str, DeviceSpec]) -> list[tup
 def replicate_noise(rows: pd.DataFrame) -> pd.DataFrame:
     """Differences between rows of one table that agree in everything but their label.
 
-    Neighbouring pairs in the order of the table are taken.
+    Compares neighbouring pairs in the order of the table.
 
     Returns:
-        ``key``, ``dtype`` and ``difference`` = ``|a - b| / ((a + b) / 2)``, one row a pair.
+        ``key``, ``dtype`` and ``difference`` = ``|a - b| / ((a + b) / 2)``, one row per pair.
     """
     parts = [_pairs(own, str(key)) for key, own in rows.groupby("key", sort=True)]
     empty = pd.DataFrame({"key": [], "dtype": [], "difference": []})
@@ -105,7 +105,7 @@ def _pairs(rows: pd.DataFrame, key: str) -> pd.DataFrame:
     code = rows.groupby(columns, dropna=False, sort=False).ngroup().to_numpy()
     order = np.argsort(code, kind="stable")
     ordered, latency = code[order], rows["latency_us"].to_numpy(np.float64)[order]
-    # Neighbours rather than all pairs: a shape measured often would otherwise outweigh the others.
+    # Neighbours rather than all pairs: otherwise frequently measured shapes would dominate.
     same = ordered[1:] == ordered[:-1]
     a, b = latency[:-1][same], latency[1:][same]
     dtype = rows["dtype"].to_numpy(object)[order][1:][same]
@@ -113,14 +113,14 @@ def _pairs(rows: pd.DataFrame, key: str) -> pd.DataFrame:
 
 
 def earlier_versions(rows: pd.DataFrame, repeats: pd.DataFrame) -> pd.DataFrame:
-    """Rows as they were measured with an earlier version of their library, marked ``earlier``.
+    """Rows with latencies under an earlier version of their library, marked ``earlier``.
 
     Args:
         rows: Operators, with ``id`` and ``version``.
         repeats: ``of_id``, ``version`` and ``latency_us`` of second measurements.
 
     Returns:
-        Second measurements whose version comes before their row's.
+        Second measurements whose version precedes their row's.
     """
     again = repeats[["of_id", "version", "latency_us"]].rename(columns={"of_id": "id"})
     joined = rows.merge(again, on="id", suffixes=("_next", ""))

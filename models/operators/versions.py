@@ -1,4 +1,4 @@
-"""Versions of libraries that operators were learned from, and intervals for others."""
+"""Library versions in the training data, and wider intervals for others."""
 
 from __future__ import annotations
 
@@ -8,26 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...features.operators.columns import OpRows, texts_of
-from ..trust.calibrator import (
-    with_error,
-)
+from ..trust.calibrator import with_error
 from .family_tables import constants
 from .prediction import FamilyPrediction
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
-#: Between library, device and family in the name of versions that are known of one family on one
-#: device alone.
+#: Separator in the key of versions that are known for one family on one device only: library,
+#: device, family.
 SEPARATOR = "@"
 
 
 def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """Versions by library; none where rows do not name them.
+    """Versions by library; empty if rows do not name them.
 
     Args:
-        rows: Rows of operators, with ``backend`` and ``version`` where they are known.
+        rows: Rows of operators, with ``backend`` and ``version`` if known.
     """
     import pandas as pd
 
@@ -41,7 +38,7 @@ def versions_of(rows: pd.DataFrame) -> dict[str, list[str]]:
 def joined_versions(
     first: Mapping[str, Collection[str]], second: Mapping[str, Collection[str]]
 ) -> dict[str, list[str]]:
-    """Versions by library of two sets together."""
+    """Union of two sets of versions by library."""
     return {
         name: sorted({*first.get(name, ()), *second.get(name, ())}) for name in {**first, **second}
     }
@@ -50,15 +47,14 @@ def joined_versions(
 def widen_unknown(
     prediction: FamilyPrediction, rows: pd.DataFrame | OpRows, known: Mapping[str, Collection[str]]
 ) -> None:
-    """Widen, in place, the intervals of rows that name another version than those learned from.
+    """Widen, in place, the intervals of rows with an unknown library version.
 
-    Errors of the model and changes between versions count as independent. Libraries without a known
-    version, and rows that name none, keep their intervals.
+    Model errors and changes between versions count as independent. Libraries without a known
+    version, and rows without a version, keep their intervals.
 
     Args:
-        prediction: Of ``n`` rows.
-        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` where they are
-            known.
+        prediction: Predictions of ``n`` rows.
+        rows: The rows, with ``key``, ``device``, and ``backend`` and ``version`` if known.
         known: Versions by library, or by library, device and family joined by :data:`SEPARATOR`.
     """
     rows = OpRows.of(rows)

@@ -1,6 +1,6 @@
-"""Learned effects on serving (``models/effects/serving.yaml``), and how runs teach them.
+"""Learned effects on serving latencies (levels in ``models/effects/serving.yaml``) and their fit.
 
-Least absolute errors with shrinkage, relinearised around a simulation.
+Effects minimize absolute errors with shrinkage, relinearized around the simulator.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from ...simulate.serving.load import CLASSES, REQUEST
 from ..effects.effects import WHOLE, Effects, Levels, Value
 from ..effects.linear import Linear, group_weights
 
-#: Factor on the time to the first token; that on every latency of a row is :data:`WHOLE`.
+#: Factor on the time to the first token; :data:`WHOLE` is the factor on every latency of a row.
 FIRST = "first"
-#: Name of the level of a model group on an engine and a generation of chips. It is learned last, of
-#: what the others leave, so that what they share is not put down to it.
+#: Level for a model group with a given engine on a given chip generation. It is fitted last, to the
+#: residuals of the other levels, so that shared effects are not attributed to it.
 KNOWN = "known"
-#: Value of the level ``spread`` of prompts that run on workers of their own.
+#: Value of the level ``spread`` where separate workers run the prompts.
 APART = "disaggregated"
-#: Name of the level of whose servers hand requests over between workers of two kinds.
+#: Level of servers that hand requests over from prefill workers to decode workers.
 HANDOVER = "handover"
-#: Levels that every row has a value of, even where nobody says which: it is one of all that could
-#: be.
+#: Levels that apply to every row. Where a row has no value for one, its effect counts as a random
+#: draw: 0 with the deviation of the level.
 _HIDDEN = ("source", "cluster", "stack", "stack_experts", "framework", "engine")
 #: Deviation of repeated runs of one configuration, in logarithms: they differ by 6 to 18 %.
 REPEATS = 0.1
-#: Levels of a row by name; a missing or empty value has no effect.
+#: Values of a row's levels by level name; a missing or empty value has no effect.
 Context = Mapping[str, str]
-#: Costs in the order of weights.
+#: Classes of cost in the order of :meth:`ServingEffects.weights`.
 COSTS = (*CLASSES, REQUEST)
 
 
 class ServingEffects(Effects):
-    """Effects on serving."""
+    """Learned effects on serving latencies."""
 
     levels = Levels.read("serving")
 
     def weights(self, context: Context) -> np.ndarray:
-        """Seconds of a unit of each of :data:`COSTS`; what makes all slower is in each."""
+        """Seconds per unit of each class in :data:`COSTS`, including the factor :data:`WHOLE`."""
         logs, prior = self.log_factors(context), prior_of(context)
         return np.array([prior[cost] * np.exp(logs[cost] + logs[WHOLE]) for cost in COSTS])
 
     def first(self, context: Context) -> float:
-        """Factor on times to the first token."""
+        """Factor on the time to the first token."""
         return float(np.exp(self.log_factors(context)[FIRST]))
 
     def spread(self, context: Context, metric: str, shares: np.ndarray) -> float:
-        """How sure a latency is: the deviation of its logarithm by those of the effects.
+        """Standard deviation of a latency's logarithm due to the uncertainty of the effects.
 
         Args:
-            context: Of its row.
-            metric: What it is; ``ttft`` for the time to the first token.
-            shares: Of :data:`COSTS` in it, shape ``(costs,)``.
+            context: Levels of the row.
+            metric: Metric of the latency; ``ttft`` for the time to the first token.
+            shares: Share of each class in :data:`COSTS`, shape ``(costs,)``.
         """
         values: dict[str, Value] = dict(context)
         hidden = (*_HIDDEN, HANDOVER) if context.get("spread") == APART else _HIDDEN
@@ -66,35 +66,35 @@ class ServingEffects(Effects):
         return hypot(REPEATS, sure[WHOLE], sure[FIRST] if metric == "ttft" else 0.0, *parts)
 
 
-#: Value of each class of cost where nothing was learned.
+#: Value of each class of cost before anything was learned.
 PRIOR = ServingEffects.levels.prior
-#: The same by what an engine's host runs, where that differs.
+#: The same for kinds of hosts (``host`` of a row) with values that differ.
 _PRIORS = {
     name: {**PRIOR, **own} for name, own in own_data("models/effects/serving.yaml")["hosts"].items()
 }
-#: Most times that the simulator is asked again where the effects then lie, and the least share by
-#: which a round has to lower the error for another one.
+#: Most rounds of relinearization around a new simulation, and the smallest relative decrease of the
+#: error after which another round follows.
 ROUNDS, GAIN = 4, 0.01
-#: Weight of a time to the first token against one of a further token: what queues before it depends
-#: on arrivals that no column holds. Engineering choice.
+#: Weight of a time to the first token relative to a time per output token: its queueing depends on
+#: arrivals that no column records. Engineering choice.
 FIRST_WEIGHT = 0.5
 
 
 def prior_of(context: Context) -> Mapping[str, float]:
-    """Value of each class of cost of a row where nothing was learned."""
+    """Value of each class of cost of a row before anything was learned."""
     return _PRIORS.get(context.get("host", ""), PRIOR)
 
 
 class Observed(NamedTuple):
-    """Measured latencies beside simulated ones.
+    """Measured and simulated latencies.
 
     Attributes:
-        rows: Which row each is of.
+        rows: Index of each latency's row.
         metrics: ``ttft``, ``tpot`` or ``per_token``.
-        measured: Logarithms of seconds.
-        simulated: The same, under the effects.
-        shares: Of the classes of cost, shape ``(n, costs)``.
-        queued: Share of the time to the first token of each one's row that is waiting.
+        measured: Logarithms of measured seconds.
+        simulated: Logarithms of simulated seconds, under the effects.
+        shares: Share of each class of cost, shape ``(n, costs)``.
+        queued: Share of the time to the first token that the row's requests wait.
     """
 
     rows: np.ndarray
@@ -105,21 +105,21 @@ class Observed(NamedTuple):
     queued: np.ndarray
 
 
-#: Latencies under effects.
+#: Simulates all measured latencies under given effects.
 Observe = Callable[[ServingEffects], Observed]
 
 
 def solve_serving(
     linear: Linear[ServingEffects], seen: Observed, groups: np.ndarray, learn: np.ndarray
 ) -> ServingEffects:
-    """Effects that fit latencies best, by the linear model around those they were simulated with.
+    """Find the effects that fit latencies best, by a linear model around simulated latencies.
 
     Args:
-        linear: From :func:`linear_serving`.
-        seen: Latencies.
-        groups: Of the rows, shape ``(rows, 2)``: whose machines of which generation, and a group
-            of rows among theirs; each of both counts by the root of its size.
-        learn: Latencies to learn from.
+        linear: The model, from :func:`linear_serving`.
+        seen: The latencies.
+        groups: Owner and chip generation of each row's machines, and a group of rows within these,
+            shape ``(rows, 2)``; each of both is weighted by the square root of its size.
+        learn: Mask or indices of the latencies to learn from.
     """
     weight = _weights(Observed(*(column[learn] for column in seen)), groups)
     return linear.solve(learn, weight, last=KNOWN)
@@ -128,15 +128,15 @@ def solve_serving(
 def request_errors(
     seen: Observed, errors: np.ndarray, outputs: Sequence[float]
 ) -> dict[int, float]:
-    """Errors of the times of whole requests, of rows that measured both of their parts.
+    """Errors of whole request times, of rows with both a measured TTFT and a measured TPOT.
 
     Args:
-        seen: Latencies.
+        seen: The latencies.
         errors: Logarithms of measured over predicted, shape ``(n,)``.
-        outputs: Mean tokens of an output, of each row of a closed loop; 0 of others.
+        outputs: Mean output tokens of each row of a closed loop; 0 for other rows.
 
     Returns:
-        Logarithms of measured over predicted, by the place of the row's ``tpot`` in ``seen``.
+        Logarithms of measured over predicted, by the index of the row's ``tpot`` in ``seen``.
     """
     at = {(int(r), str(m)): i for i, (r, m) in enumerate(zip(seen.rows, seen.metrics, strict=True))}
     found = {}
@@ -154,7 +154,7 @@ def request_errors(
 def linear_serving(
     seen: Observed, contexts: Sequence[Context], now: ServingEffects
 ) -> Linear[ServingEffects]:
-    """The linear model around the effects that latencies were simulated with."""
+    """Linear model around the effects that latencies were simulated with."""
     slopes = dict(zip(COSTS, seen.shares.T, strict=True))
     slopes |= {WHOLE: np.ones(len(seen.rows)), FIRST: (seen.metrics == "ttft").astype(float)}
     own = [contexts[row] for row in seen.rows]
@@ -172,14 +172,14 @@ def fit_serving(
 
     Args:
         observe: The simulator.
-        contexts: Of the rows.
-        groups: Of the rows, as of :func:`solve_serving`.
-        tell: Told of progress.
-        start: Effects that the first round simulates; ``None`` for none.
+        contexts: Levels of each row.
+        groups: Groups of the rows, as for :func:`solve_serving`.
+        tell: Receives progress messages.
+        start: Effects that the first round simulates; ``None`` for no effects.
 
     Returns:
-        The effects whose simulation errs least, of those of all rounds and the start, and the
-        latencies simulated with them.
+        The effects with the smallest error of all rounds and the start, and the latencies simulated
+        with them.
     """
     effects = start or ServingEffects()
     best: tuple[float, ServingEffects, Observed] | None = None
@@ -189,7 +189,7 @@ def fit_serving(
         error = simulated_error(seen, groups)
         tell(f"effects: mean absolute error of logarithms {error:.4f}")
         settled = best is not None and error > (1.0 - GAIN) * best[0]
-        # The linear model may overshoot, so that a later round is not always a better one.
+        # The linear model may overshoot: a later round is not always better.
         if best is None or error < best[0]:
             best = error, effects, seen
         if settled:
@@ -201,14 +201,14 @@ def fit_serving(
 
 
 def simulated_error(seen: Observed, groups: np.ndarray) -> float:
-    """Mean absolute error of logarithms of simulated latencies, weighted."""
+    """Weighted mean absolute error of the logarithms of simulated latencies."""
     return float(np.average(np.abs(seen.measured - seen.simulated), weights=_weights(seen, groups)))
 
 
 def _weights(seen: Observed, groups: np.ndarray) -> np.ndarray:
-    """Weight of each latency; many rows of a group, or groups of an owner, tell little more."""
+    """Weight of each latency; a group's or owner's total grows with the square root of its size."""
     first = seen.metrics == "ttft"
-    # What waits for other requests says little of what anything costs.
+    # Latencies dominated by queueing contain little information about costs.
     own = np.where(first, FIRST_WEIGHT * (1.0 - 0.8 * seen.queued), 1.0)
     owners, parts = groups[seen.rows].T
     own = own * group_weights(parts)

@@ -1,5 +1,5 @@
-"""What measured training steps teach: how far a step is from its operators and collectives alone.
+"""Learns from measured training steps what they cost beyond their operators and collectives.
 
-``effects`` learns the factors of what a step has in common with others, level by level, and
-``model`` adds intervals.
+``effects`` learns factors by framework, chip generation, formats and cluster; ``model`` adds
+intervals; ``memory`` learns peak memory by framework.
 """

@@ -1,7 +1,7 @@
-"""Learned effects on training steps (``models/effects/steps.yaml``), and how they are learned.
+"""Learned effects on training steps (levels in ``models/effects/steps.yaml``) and their fit.
 
-The simulator is asked for the slopes of measured steps, effects are solved for, and both are
-repeated where the effects then lie. Their levels are what steps share: framework, chip generation,
+The simulator supplies the slopes of the measured steps, the effects are solved for, and both are
+repeated around the solution. Levels are shared properties of steps: framework, chip generation,
 number formats, cluster (:class:`StepContext`).
 """
 
@@ -24,37 +24,37 @@ from ..adapt.active import Errors
 from ..effects.effects import CLUSTER, WHOLE, Effects, Levels, Value
 from ..effects.linear import Linear, group_weights
 
-#: Power limit over the matrix rate in 16 bits of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s of
-#: its data sheet. Other chips' headroom is relative to it.
+#: Power limit over 16-bit matrix rate of an H100, W per TFLOP/s: 700 W and 989 TFLOP/s (data
+#: sheet). The headroom of other chips is relative to it.
 _H100_HEADROOM = 0.7075
-#: The same of an A100 (400 W, 312 TFLOP/s), the most of any chip whose steps were learned from. A
-#: chip with more watts for each operation, such as one with slow matrix units, is no faster for it.
+#: The same of an A100 (400 W, 312 TFLOP/s), the highest of the chips that were learned from. More
+#: watts per operation, as on a chip with slow matrix units, do not make a chip faster.
 _MOST_HEADROOM = 1.282
-#: Source of runs that name none: one's own.
+#: Source of the user's own runs, which do not name one.
 OWN = "own"
-#: Framework, or cluster, of a step that says nothing of it, and its value as a level.
+#: Framework or cluster of a step that does not specify it, and its value as a level.
 UNKNOWN = ""
 UNNAMED = ("", 1.0)
-#: What is known of frameworks by name: ``engines`` of those that share one, those that are
-#: ``compiled``, and ``whole_sequences``.
+#: Properties of frameworks by name: the ``engines`` they share, which are ``compiled``, and which
+#: keep ``whole_sequences``.
 FRAMEWORKS = own_data("models/effects/steps.yaml")
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """Levels that effects are learned on.
+    """Levels of a training step.
 
     Attributes:
-        framework: Such as ``nanotron``; :data:`UNKNOWN` if it is not known.
-        architecture: Of the chip; both kinds of Blackwell count as one.
+        framework: Name, such as ``nanotron``; :data:`UNKNOWN` if not known.
+        architecture: Chip generation; both variants of Blackwell count as one.
         platform: ``gpu`` or ``tpu``.
-        bits: Of the operands of products: ``16``, ``8`` or ``4`` (``32`` for f32).
+        bits: Width of matrix product operands: ``16``, ``8`` or ``4`` (``32`` for f32).
         launched: Whether the host launches every kernel.
-        cluster: Whose machines, and which: the source of measurements and the device.
+        cluster: Source of the measurements and device.
         headroom: Logarithm of the chip's power limit over its 16-bit matrix rate, relative to an
-            H100: chips with less of it lower their clocks more under minutes of products. 0 for
+            H100: chips with less lower their clocks more under sustained matrix products. 0 for
             chips without a stated limit, and for TPUs.
-        boxes: Logarithm of the number of boxes that the devices are in.
+        boxes: Logarithm of the number of boxes (nodes).
         device: Name of the chip.
     """
 
@@ -70,7 +70,7 @@ class StepContext:
 
     @cached_property
     def _levels(self) -> dict[str, Value]:
-        # A framework or cluster that is not named is one of all that could be.
+        # An unnamed framework or cluster is a random one: effect 0, full deviation.
         engine = FRAMEWORKS["engines"].get(self.framework, "") if self.framework else UNNAMED
         return {
             "all": self.platform,
@@ -90,7 +90,7 @@ class StepContext:
 
 
 def is_compiled(framework: str) -> bool:
-    """Whether a framework compiles a step, or replays it, whatever is asked."""
+    """Whether a framework always compiles or captures a step, whatever the plan requests."""
     return framework.startswith(tuple(FRAMEWORKS["compiled"]))
 
 
@@ -103,15 +103,15 @@ def device_context(
     launched: bool = True,
     boxes: int = 1,
 ) -> StepContext:
-    """Context of what runs on a device.
+    """Context of a step on a device.
 
     Args:
-        device: Which chip.
-        bits: Of the operands of products.
-        framework: Which framework runs it.
-        source: Whose cluster it is.
+        device: The chip.
+        bits: Width of matrix product operands.
+        framework: Framework that runs the step.
+        source: Owner of the cluster.
         launched: Whether the host launches every kernel; compiled and captured steps do not.
-        boxes: That the devices are in.
+        boxes: Number of boxes (nodes).
     """
     name = measured_as(device)
     return StepContext(
@@ -128,7 +128,7 @@ def device_context(
 
 
 def _headroom(device: DeviceSpec) -> float:
-    # Before Ampere the limit never bound: V100 has 2.4 W a TFLOP/s.
+    # Before Ampere the limit was never reached: V100 has 2.4 W per TFLOP/s.
     if device.platform != "gpu" or not device.power_w or device.architecture == "volta":
         return 0.0
     own = device.power_w / device.matrix_peak("bf16") * 1e12
@@ -136,18 +136,18 @@ def _headroom(device: DeviceSpec) -> float:
 
 
 class EffectTable(Effects):
-    """Effects on training steps."""
+    """Learned effects on training steps."""
 
     levels = Levels.read("steps")
 
     def effects(
         self, context: StepContext, shifts: Mapping[str, float] | None = None
     ) -> StepEffects:
-        """Effects as the simulator takes them.
+        """Effects in the simulator's form.
 
         Args:
-            context: Of the step.
-            shifts: Added to the logarithm of a class.
+            context: Levels of the step.
+            shifts: Added to the logarithms of classes of cost.
         """
         logs, more = self.log_factors(context), shifts or {}
         cost = {k: _prior(k, context) * exp(logs[k] + more.get(k, 0.0)) for k in PRIOR}
@@ -157,52 +157,53 @@ class EffectTable(Effects):
         return StepEffects(**known, decomposed=FRAMEWORKS["decomposed"].get(context.platform, 0.0))
 
     def whole_effects(self, context: StepContext) -> StepEffects:
-        """Effects with the factor on the whole step spread over all costs."""
+        """Effects in the simulator's form, with :data:`WHOLE` multiplied into every cost."""
         return self.effects(context, dict.fromkeys(PRIOR, self.log_factors(context)[WHOLE]))
 
     def spread(self, context: StepContext, slopes: Mapping[str, float]) -> float:
-        """How sure a step is: the deviation of its logarithm by those of the effects.
+        """Standard deviation of a step's logarithm due to the uncertainty of the effects.
 
         Args:
-            context: Of the step.
-            slopes: Change of the step's logarithm with that of each class of cost.
+            context: Levels of the step.
+            slopes: Derivative of the step's logarithm by that of each class of cost.
         """
         sure = self.log_deviations(context)
         parts = [slopes.get(cost, 0.0) * own for cost, own in sure.items() if cost != WHOLE]
         return hypot(sure[WHOLE], *parts)
 
 
-#: Value of each class of cost where nothing was learned, and the classes that have effects.
+#: Value of each class of cost before anything was learned, and the classes that have effects.
 PRIOR, LEARNED = EffectTable.levels.prior, EffectTable.levels.learned
-#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` that are not named as their class.
+#: Fields of :class:`~opcast.simulate.step.costs.StepEffects` whose name differs from their class.
 FIELDS = {cost: f"{cost}_s" for cost in ("launch", "collective", "hop")}
 
 
 def _prior(cost: str, context: StepContext) -> float:
-    # A TPU's operators are its compiler's estimates, which hold no short bursts at a higher clock.
+    # TPU operators are compiler estimates, which include no short bursts at a higher clock.
     burst = cost in ("product", "attention", "experts")
     return 1.0 if burst and context.platform == "tpu" else PRIOR[cost]
 
 
-#: Logarithms of simulated seconds: which steps, the effects, and shifts of classes of cost.
+#: Simulator: logarithms of seconds from indices of steps, effects, and shifts of classes of cost.
 Simulate = Callable[[Sequence[int], EffectTable, Mapping[str, float]], np.ndarray]
-#: Shift of a class by which its slope is measured.
+#: Shift of a class's logarithm for its finite-difference slope.
 _STEP = 0.2
-#: Factors on launches, collectives and hops that are tried before the first slopes are taken: where
-#: the host hides behind the device, its cost has no slope.
+#: Initial factors on launches, collectives and hops to try before the first slopes: where the
+#: device hides the host, the host's cost has no slope.
 _STARTS = {"launch": (1.0, 3.0), "collective": (1.0, 15.0), "hop": (1.0, 100.0)}
-#: Steps of a framework that starts are tried on.
+#: Steps of a framework that initial factors are tried on.
 _TRIED = 40
+#: Relinearizations of a fit.
 _ROUNDS = 3
 
 
 class Slopes(NamedTuple):
-    """The simulator around a table of effects.
+    """Linearization of the simulator around a table of effects.
 
     Attributes:
-        table: Where the slopes were taken.
+        table: Effects at which the slopes were taken.
         level: Logarithm of each step's simulated seconds without :data:`WHOLE`.
-        slope: Change of it by class of cost.
+        slope: Its derivative by class of cost.
     """
 
     table: EffectTable
@@ -210,10 +211,10 @@ class Slopes(NamedTuple):
     slope: dict[str, np.ndarray]
 
     def linear(self, contexts: Sequence[StepContext], measured: np.ndarray) -> Linear[EffectTable]:
-        """The linear model around the table.
+        """Linear model around the table.
 
         Args:
-            contexts: Of the steps.
+            contexts: Levels of the steps.
             measured: Logarithms of their seconds.
         """
         whole = np.array([self.table.log_factors(context)[WHOLE] for context in contexts])
@@ -226,7 +227,7 @@ class Slopes(NamedTuple):
 
 
 def slopes_at(simulate: Simulate, table: EffectTable, count: int) -> Slopes:
-    """Ask the simulator for levels and slopes of ``count`` steps."""
+    """Simulate levels and finite-difference slopes of ``count`` steps."""
     rows = range(count)
     level = simulate(rows, table, {})
     slope = {cost: (simulate(rows, table, {cost: _STEP}) - level) / _STEP for cost in LEARNED}
@@ -240,14 +241,14 @@ def fit_effects(
     simulate: Simulate,
     tell: Callable[[str], None] = lambda _: None,
 ) -> EffectTable:
-    """Learn effects from steps.
+    """Learn effects from measured steps.
 
     Args:
-        contexts: Of the steps.
+        contexts: Levels of the steps.
         measured: Logarithms of their seconds.
-        groups: Source and device of each.
+        groups: Source and device of each step.
         simulate: The simulator.
-        tell: Told of progress.
+        tell: Receives progress messages.
     """
     tell("effects: starting values")
     table = _start(contexts, measured, simulate)
@@ -266,24 +267,24 @@ def unsure(
     others: Slopes,
     other_contexts: Sequence[StepContext],
 ) -> Errors:
-    """What is known of the errors of steps that were not measured, given those that were.
+    """Error distribution of unmeasured steps, given measured ones.
 
     Args:
-        slopes: Of the measured steps.
-        contexts: Of the measured steps.
+        slopes: Slopes of the measured steps.
+        contexts: Levels of the measured steps.
         measured: Logarithms of their seconds.
-        others: Of the other steps, taken at the same effects.
-        other_contexts: Of the other steps.
+        others: Slopes of the unmeasured steps, at the same effects.
+        other_contexts: Levels of the unmeasured steps.
 
     Returns:
-        Of the others, as :meth:`~opcast.models.effects.linear.Linear.unsure` gives it.
+        Errors of the unmeasured steps (:meth:`~opcast.models.effects.linear.Linear.unsure`).
     """
     both = Slopes(
         slopes.table,
         np.concatenate([slopes.level, others.level]),
         {cost: np.concatenate([own, others.slope[cost]]) for cost, own in slopes.slope.items()},
     )
-    # Nothing is known of the others but their slopes.
+    # Times of unmeasured steps are placeholders, which are not learned from.
     times = np.concatenate([measured, others.level])
     learn = np.arange(len(times)) < len(measured)
     return both.linear([*contexts, *other_contexts], times).unsure(learn)
@@ -292,7 +293,7 @@ def unsure(
 def _start(
     contexts: Sequence[StepContext], measured: np.ndarray, simulate: Simulate
 ) -> EffectTable:
-    """For each framework, the best of a few costs of its host."""
+    """Choose starting values of the host's costs for each framework by trying a few."""
     table = EffectTable()
     frameworks = sorted({c.framework for c in contexts if c.launched and c.framework})
     for name in frameworks:

@@ -1,4 +1,4 @@
-"""Peak memory by framework: how state, activations and buffers differ from the plain count."""
+"""Peak memory by framework: corrections of the analytic count of state, activations and buffers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ...simulate.step.memory import StageMemory
 from ...simulate.step.workload import Workload
 from .effects import FRAMEWORKS
 
-#: Logarithmic error that weighs as much as a deviation of a figure: what repeated runs and the
-#: roundings of sources leave.
+#: Logarithmic error weighted like one prior deviation of a parameter: the spread of repeated runs
+#: and the rounding of sources.
 _ERROR = 0.05
-#: Deviations of the factors on state and activations, and of the constant in GiB, around the plain
-#: count. Engineering estimates: allocators and copies of gradients add a third or so.
+#: Prior deviations of the factors on state and activations, and of the constant in GiB, around the
+#: plain count. Engineering estimates: allocators and copies of gradients add a third or so.
 _DEVIATIONS = (0.33, 0.33, 1.0)
-#: Ends of the 90 % interval in logarithms: of frameworks that were learned from, by the rows of
-#: published-steps that say their memory (1,525 of five frameworks, each of which counts the same),
-#: and of others, with each framework left out (``tests/models/steps/test_memory.py``).
+#: Bounds of the 90 % interval in logarithms: of measured frameworks, from the rows of
+#: published-steps with a memory (1,525 rows, five frameworks of equal weight), and of others, with
+#: each framework held out in turn (``tests/models/steps/test_memory.py``).
 KNOWN_ENDS, OTHER_ENDS = (-0.17, 0.36), (-0.2, 0.5)
-#: Compute capabilities × 10 whose units take operands of 8 bits in any layout (Transformer Engine,
-#: ``is_non_tn_fp8_gemm_supported``).
+#: Compute capabilities × 10 with matrix units that take 8-bit operands in any layout (Transformer
+#: Engine, ``is_non_tn_fp8_gemm_supported``).
 _ANY_LAYOUT = (*range(100, 120), *range(130, 200))
 #: Bytes of a gibibyte.
 _GIB = 2.0**30
@@ -35,12 +35,12 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True)
 class MemoryLaw:
-    """Peak bytes from the plain count.
+    """Peak bytes as a function of the plain count.
 
     Attributes:
-        state: Factor on parameters, gradients and optimiser state.
+        state: Factor on parameters, gradients and optimizer state.
         activations: Factor on activations and working sets.
-        constant: GiB besides.
+        constant: Additional GiB.
     """
 
     state: float = 1.0
@@ -48,10 +48,10 @@ class MemoryLaw:
     constant: float = 2.0
 
     def applied(self, memory: StageMemory) -> StageMemory:
-        """Memory of a stage by the law, from its plain count.
+        """Apply the law to the plain count of a stage.
 
-        Parameters are counted exactly. What measurements say of state as a whole beyond that is
-        copies of them, or gradients that are not there at the peak: it counts as reserved.
+        Parameters are counted exactly. A factor on state therefore stands for copies of them, or
+        for gradients that are absent at the peak, and changes the reserved bytes.
         """
         copies = (self.state - 1.0) * memory.parameters
         return StageMemory(
@@ -65,23 +65,23 @@ class MemoryLaw:
         )
 
     def total(self, memory: StageMemory) -> float:
-        """Bytes of a stage."""
+        """Peak bytes of a stage."""
         return self.applied(memory).total
 
     def to_list(self) -> list[float]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return [round(value, 4) for value in asdict(self).values()]
 
 
 def weight_copies(workload: Workload, spec: DeviceSpec) -> int:
-    """Copies of the weights of quantised products that a device keeps during a training step.
+    """Number of copies of quantized weights that a device keeps during a training step.
 
-    One is as the forward pass takes them. The backward pass takes a transposed one, where values
-    share scales in blocks, which lie along one side, or the device's units take operands of 8 bits
-    in one layout alone. XLA for TPUs quantises weights where they are used.
+    The forward pass needs one. The backward pass needs a transposed one if values share scales in
+    blocks, which lie along one dimension, or if the matrix units take 8-bit operands in one layout
+    only. XLA for TPUs quantizes weights at their use.
 
     Args:
-        workload: With products in the format that the device multiplies.
+        workload: Workload with products in the format that the device multiplies.
         spec: The device.
     """
     if spec.platform != "gpu":
@@ -94,12 +94,12 @@ def weight_copies(workload: Workload, spec: DeviceSpec) -> int:
 def fit_laws(
     frameworks: Sequence[str], stages: Sequence[StageMemory], measured: Sequence[float]
 ) -> dict[str, MemoryLaw]:
-    """Laws by framework, and under the empty name their median, for frameworks not measured.
+    """Fit a law for each framework, and their median (key ``""``) for unmeasured frameworks.
 
     Args:
-        frameworks: Of each run.
+        frameworks: Framework of each run.
         stages: Plain count of its fullest stage.
-        measured: Bytes; NaN where a run does not say.
+        measured: Peak bytes; NaN if a run does not report them.
     """
     known = np.isfinite(np.asarray(measured, float))
     laws = {}
@@ -112,7 +112,7 @@ def fit_laws(
 
 
 def law_of(laws: Mapping[str, MemoryLaw], framework: str) -> MemoryLaw:
-    """Law of a framework, or the median one of those with its engine, or of all."""
+    """Law of a framework, else the median of those with the same engine, else of all."""
     if framework in laws:
         return laws[framework]
     engines = FRAMEWORKS["engines"]
@@ -130,8 +130,8 @@ def interval_of(laws: Mapping[str, MemoryLaw], framework: str, total: float) -> 
     """Peak bytes with their 90 % interval.
 
     Args:
-        laws: By framework.
-        framework: Whose law gave the total.
+        laws: Laws by framework.
+        framework: Framework whose law gave the total.
         total: Bytes.
     """
     low, high = KNOWN_ENDS if framework in laws and framework else OTHER_ENDS
