@@ -1,24 +1,26 @@
-"""Learned effects: the factor of each class of cost, as what each level adds to its logarithm.
+"""Learned effects: a factor for each class of cost, the sum of contributions of levels in logs.
 
-A class of cost (products, attention, collectives between boxes …) has a prior value and one effect
-for each value of each level (framework, architecture …), a normal variable around 0 whose deviation
-says how much the level is expected to matter. A value that was never measured has the effect 0, so
-that an unknown framework is an average one.
+A class of cost (products, attention, collectives between boxes …) has a prior value and one random
+effect for each value of each level (framework, architecture …), normal around 0 with a deviation
+that expresses how much the level is expected to matter. Unmeasured values have the effect 0, so
+that an unknown framework is treated as an average one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 from ...common.files import own_data
+from ...common.types import JsonMapping, typed
 
-#: Value of a level, and how strongly it applies where that is not wholly. An empty value has no
-#: effect; an empty one with a strength is one of all that could be.
+#: Value of a level, optionally with a strength that multiplies its effect. An empty value has no
+#: effect; an empty value with a strength stands for an unknown one (effect 0, full deviation).
 Value = str | tuple[str, float]
-#: Level that a few measurements of one's own adapt: whose machines, and which.
+#: Level that is adapted to a user's own measurements: source and device.
 CLUSTER = "cluster"
 #: Class of the factor on a whole latency.
 WHOLE = "whole"
@@ -27,19 +29,19 @@ E = TypeVar("E", bound="Effects")
 
 
 class Context(Protocol):
-    """Values of levels of what is asked about, by name, such as a mapping."""
+    """Values of levels by name, such as a mapping."""
 
     def get(self, key: str, default: str, /) -> Value:
         """The value of a level, or ``default``."""
 
 
 class Level(NamedTuple):
-    """One kind of effect.
+    """One kind of effect: a level on a class of cost.
 
     Attributes:
         cost: Class of cost.
         name: Key of a context, such as ``framework``.
-        deviation: Of the effects, in logarithms.
+        deviation: Prior standard deviation of the effects, in logarithms.
     """
 
     cost: str
@@ -47,18 +49,18 @@ class Level(NamedTuple):
     deviation: float
 
     def key(self, value: str) -> str:
-        """Name of the effect of one of its values."""
+        """Key of the effect of one of its values."""
         return f"{self.cost}/{self.name}/{value}"
 
 
 @dataclass(frozen=True)
 class Levels:
-    """All kinds of effects on a kind of measurement.
+    """All levels of a kind of measurement.
 
     Attributes:
-        prior: Value of each class of cost where nothing was learned.
+        prior: Value of each class of cost before anything was learned.
         levels: The kinds of effects.
-        factors: Classes of cost besides: factors on what is simulated.
+        factors: Additional classes of cost: factors on simulated times.
     """
 
     prior: dict[str, float]
@@ -67,7 +69,7 @@ class Levels:
 
     @classmethod
     def read(cls, name: str) -> Levels:
-        """Read the levels of a file of this folder."""
+        """Read the levels from ``models/effects/{name}.yaml``."""
         data = own_data(f"models/effects/{name}.yaml")
         levels = [
             Level(cost, level, float(deviation))
@@ -79,7 +81,7 @@ class Levels:
 
     @cached_property
     def costs(self) -> tuple[str, ...]:
-        """Every class, the factors last."""
+        """Every class of cost, factors last."""
         return (*self.prior, *self.factors)
 
     @cached_property
@@ -88,11 +90,11 @@ class Levels:
         return tuple(c for c in self.prior if any(level.cost == c for level in self.levels))
 
     def of(self, context: Context, *, unnamed: bool = False) -> list[tuple[Level, str, float]]:
-        """The levels that apply to a context, with the key of the effect and how strongly.
+        """Levels that apply to a context, with the keys and strengths of their effects.
 
         Args:
-            context: Of a measurement.
-            unnamed: Whether levels count whose value is one of all that could be.
+            context: Context of a measurement.
+            unnamed: Whether to include levels with an unknown value.
         """
         found = []
         for level in self.levels:
@@ -105,12 +107,12 @@ class Levels:
 
 @dataclass
 class Effects:
-    """Effects by cost, level and value.
+    """Learned effects by cost, level and value.
 
     Attributes:
         values: Logarithms, by ``cost/level/value``.
-        deviations: How sure they are, in logarithms, by the same keys. What has none is as unsure
-            as its level was before anything was learned.
+        deviations: Their posterior standard deviations, by the same keys. A missing key has the
+            prior deviation of its level.
     """
 
     levels: ClassVar[Levels]
@@ -126,14 +128,14 @@ class Effects:
         return sums
 
     def log_deviations(self, context: Context) -> dict[str, float]:
-        """How sure the sums of :meth:`log_factors` are: deviations of independent effects."""
+        """Standard deviations of the sums of :meth:`log_factors`, for independent effects."""
         squares = dict.fromkeys(self.levels.costs, 0.0)
         for level, key, strength in self.levels.of(context, unnamed=True):
             squares[level.cost] += (self.deviations.get(key, level.deviation) * strength) ** 2
         return {cost: square**0.5 for cost, square in squares.items()}
 
     def lessons(self, context: Context, cost: str) -> list[tuple[str, float]]:
-        """Effects that were learned of a class of cost: level and value, and the factor."""
+        """Learned effects on a class of cost: level and value, and the factor."""
         return [
             (level.name if level.name == "all" else f"{level.name} {key.split('/', 2)[2]}",
              exp(self.values[key] * strength))
@@ -142,11 +144,39 @@ class Effects:
         ]  # fmt: skip
 
     def knows(self, level: str, value: str) -> bool:
-        """Whether any cost has an effect of a level's value."""
+        """Whether an effect of a level's value was learned for any class of cost."""
         return any(
             own.name == level and own.key(value) in self.values for own in self.levels.levels
         )
 
     def joined(self: E, more: E) -> E:
-        """These effects with others in place of their own, where there are some."""
+        """These effects, with those of ``more`` taking precedence."""
         return type(self)(self.values | more.values, self.deviations | more.deviations)
+
+    def to_dict(self, digits: int) -> dict[str, object]:
+        """Convert to plain data for JSON, with deviations rounded to ``digits``."""
+        return {
+            "effects": {k: round(v, 5) for k, v in sorted(self.values.items())},
+            "deviations": {k: round(v, digits) for k, v in sorted(self.deviations.items())},
+        }
+
+    @classmethod
+    def from_dict(cls: type[E], data: JsonMapping) -> E:
+        """Read the data of :meth:`to_dict`."""
+        return cls(*(typed(dict[str, float], data[k], k) for k in ("effects", "deviations")))
+
+
+def source_note(machines: str, known: Iterable[str], source: str, device: str) -> tuple[str, ...]:
+    """A note that a named source has no effect, unless its device is among the ``known`` ones.
+
+    Args:
+        machines: Plural noun for the message.
+        known: Clusters with learned effects, ``source|device``.
+        source: Source of the runs that are predicted.
+        device: Name of the device.
+    """
+    if f"{source}|{device}" in known:
+        return ()
+    others = sorted(name.partition("|")[0] for name in known if name.endswith(f"|{device}"))
+    told = f"; known on it: {', '.join(others)}" if others else ""
+    return (f"nothing was learned of {machines} of {source!r} with {device}{told}",)

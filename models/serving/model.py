@@ -1,4 +1,4 @@
-"""The model of serving: effects, and intervals by what is known of a row."""
+"""Serving model: learned effects, with intervals that depend on which runs were measured."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
+from ..effects.effects import source_note
 from ..trust.calibrator import COVERAGE, Calibrator, Ends
 from .effects import APART, Context, ServingEffects
 from .ends import (
@@ -23,21 +24,21 @@ from .ends import (
     kind_of,
 )
 
-#: What is predicted: mean time to the first token, mean time of a further one, time over tokens.
+#: Learned metrics: mean time to the first token, mean time per further token, time over all tokens.
 METRICS = ("ttft", "tpot", "per_token")
-#: Time of a whole request of a closed loop. It is not learned but made of its two parts, whose
-#: errors partly make up for each other, so that it has ends of its own.
+#: Time of a whole request in a closed loop. It is the sum of its two parts rather than learned; the
+#: errors of the parts partly cancel, so its intervals are calibrated separately.
 REQUEST_TIME = "e2e"
 
 
 @dataclass(frozen=True)
 class OwnStack:
-    """A stack that a model was adapted to.
+    """A serving stack that a model was adapted to.
 
     Attributes:
-        memory: Share of the memory that its engines use; 0 where no run says it.
-        groups: Its runs, by :func:`group_key`.
-        ends: Of its intervals, by the text of :func:`~.ends.kind_of`.
+        memory: Fraction of GPU memory that its engines use; 0 if no run reports it.
+        groups: Groups of its runs, as of :func:`group_key`.
+        ends: Interval bounds by the text of :func:`~.ends.kind_of`.
     """
 
     memory: float = 0.0
@@ -47,17 +48,17 @@ class OwnStack:
 
 @dataclass(frozen=True)
 class Known:
-    """What a model was learned from.
+    """Provenance: the runs that a model was learned from.
 
     Attributes:
-        rows: Their number.
-        groups: Model groups by framework and chip: :func:`group_key`.
+        rows: Number of rows.
+        groups: Model groups by framework and chip (:func:`group_key`).
         clusters: Machines by source and device.
-        chips: Devices with engines, formats and model groups: :func:`chip_key`.
-        shapes: Groups of models by their sizes.
-        sources: Of the runs.
-        devices: That they ran on.
-        vendors: Those of the chips; ``None`` where a file does not say.
+        chips: Devices with engines, formats and model groups (:func:`chip_key`).
+        shapes: Model groups by the sizes of the models.
+        sources: Sources of the runs.
+        devices: Devices that they ran on.
+        vendors: Vendors of the devices; ``None`` if a file does not list them.
         own: Stacks that it was adapted to, by source and device.
     """
 
@@ -74,13 +75,13 @@ class Known:
 
 @dataclass
 class ServingModel(JsonModel):
-    """Learned serving.
+    """Learned serving model.
 
     Attributes:
-        effects: On classes of cost.
-        ends: Ends of the interval in deviations of a latency's logarithm
+        effects: Effects on the classes of cost.
+        ends: Interval bounds in deviations of a latency's logarithm
             (:meth:`~.effects.ServingEffects.spread`), by the text of an :class:`~.ends.EndKey`.
-        provenance: What it was learned from.
+        provenance: The runs it was learned from.
     """
 
     form, what = 2, "serving"
@@ -90,7 +91,7 @@ class ServingModel(JsonModel):
     provenance: Known = Known()
 
     def tier(self, context: Context) -> str:
-        """What was measured of a row, one of :data:`TIERS`."""
+        """The most similar measured runs of a row, one of :data:`TIERS`."""
         own = chip_key(context)
         if own in self.provenance.chips or group_key(context) in self._own(context).groups:
             return "model"
@@ -106,39 +107,35 @@ class ServingModel(JsonModel):
         return "new" if known else "vendor"
 
     def place(self, context: Context, tier: str) -> str:
-        """Which intervals a row of a :meth:`tier` has: the place of an :class:`~.ends.EndKey`."""
+        """Calibration set of a row of a :meth:`tier`: the place of an :class:`~.ends.EndKey`."""
         known = context.get("cluster", "") in self.provenance.clusters
         if not (known and self.effects.knows("engine", context.get("engine", ""))):
             return ELSEWHERE
         return "" if tier == TIERS[0] else NEW
 
     def source_note(self, source: str, device: str) -> tuple[str, ...]:
-        """A note where no run on a named owner's machines was learned from: the name is idle."""
+        """A note that a named source has no effect, since none of its runs were learned from."""
         known = {*self.provenance.clusters, *self.provenance.own}
-        if not source or f"{source}|{device}" in known:
-            return ()
-        others = sorted(name.partition("|")[0] for name in known if name.endswith(f"|{device}"))
-        told = f"; known on it: {', '.join(others)}" if others else ""
-        return (f"nothing was learned of machines of {source!r} with {device}{told}",)
+        return source_note("machines", known, source, device) if source else ()
 
     def _own(self, context: Context) -> OwnStack:
-        """The stack with runs of a row's model and engine that the model was adapted to, if any."""
+        """The adapted stack with runs of the row's model group and engine, if any."""
         stack = self.provenance.own.get(context.get("cluster", ""), OwnStack())
         return stack if group_key(context) in stack.groups else OwnStack()
 
     def group_of(self, shape: str) -> str:
-        """Model group of the measured runs whose model has a shape; without any, the shape."""
+        """Model group of the measured models of a shape; the shape itself without any."""
         return self.provenance.shapes.get(shape, shape)
 
     def own_stack(self, device: str, source: str = "") -> tuple[str, float]:
-        """Source of the runs on a device that the model was adapted to, and their memory's share.
+        """Source of the runs on a device that the model was adapted to, and their memory fraction.
 
         Args:
-            device: Its name.
-            source: The only one that counts, and that is given back; empty for any.
+            device: Name of the device.
+            source: Only accept this source, and return it in any case; empty for any.
 
         Returns:
-            Empty and 0 where there are none.
+            An empty source and 0 if there are none.
         """
         for name, stack in self.provenance.own.items():
             known, _, where = name.partition("|")
@@ -155,18 +152,18 @@ class ServingModel(JsonModel):
         spread: float,
         place: str | None = None,
     ) -> tuple[float, float]:
-        """Ends of the 90 % interval as factors on an estimate.
+        """Bounds of the 90 % interval, as factors on an estimate.
 
-        A time to the first token is a sum of what waits for other requests and of what does not, so
-        that its ends lie between those of both kinds, and of queues, by the share of the first.
+        A time to the first token consists of waiting for other requests and of service, so that its
+        bounds are interpolated between the regimes by the share of waiting.
 
         Args:
             metric: One of :data:`METRICS`, or :data:`REQUEST_TIME`.
-            tier: What is known of the row, one of :data:`TIERS`.
-            queued: Share of the time to the first token that is waiting.
-            context: Of the row.
+            tier: Most similar measured runs of the row, one of :data:`TIERS`.
+            queued: Share of waiting in the time to the first token.
+            context: Levels of the row.
             spread: Deviation of the logarithm (:meth:`~.effects.ServingEffects.spread`).
-            place: As of :meth:`place`; ``None`` to look it up.
+            place: Result of :meth:`place`; ``None`` to compute it.
         """
         own = self._own(context).ends
         where = self.place(context, tier) if place is None else place
@@ -194,23 +191,24 @@ class ServingModel(JsonModel):
         whole: str,
         spreads: Mapping[str, float],
     ) -> dict[str, tuple[float, float]]:
-        """Ends as factors of the times of a request where its parts and the throughput are tied.
+        """Bounds, as factors, of the times of a request whose parts and throughput are tied.
 
-        In a closed loop, requests a second are those in flight over the time of one (Little's law),
-        and requests that are all sent at once end with the run. So throughput has the ends of whole
-        requests, and a part is at most what the least of the other leaves of the longest request.
+        In a closed loop, the request rate is the number in flight over the time of one request
+        (Little's law); requests that are all sent at once finish with the run. Throughput therefore
+        has the bounds of whole requests, and each part is at most the longest request time less the
+        least time of the other part.
 
         Args:
-            tier: What is known of the row, one of :data:`TIERS`.
-            queued: Share of the time to the first token that is waiting.
-            context: Of the row.
+            tier: Most similar measured runs of the row, one of :data:`TIERS`.
+            queued: Share of waiting in the time to the first token.
+            context: Levels of the row.
             parts: Mean seconds to the first token, and from there to the last.
-            whole: Metric whose ends whole requests have: :data:`REQUEST_TIME` of a closed loop,
+            whole: Metric whose bounds whole requests take: :data:`REQUEST_TIME` in a closed loop,
                 else ``per_token``.
             spreads: Deviations of the logarithms of ``ttft``, ``tpot`` and ``whole``.
 
         Returns:
-            Of ``ttft``, ``tpot`` and :data:`REQUEST_TIME`.
+            Bounds of ``ttft``, ``tpot`` and :data:`REQUEST_TIME`.
         """
         first, after = parts
         ends = [
@@ -232,10 +230,9 @@ class ServingModel(JsonModel):
         return tied
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {
-            "effects": {k: round(v, 5) for k, v in sorted(self.effects.values.items())},
-            "deviations": {k: round(v, 4) for k, v in sorted(self.effects.deviations.items())},
+            **self.effects.to_dict(digits=4),
             "ends": {k: [round(e, 5) for e in v] for k, v in sorted(self.ends.items())},
             "provenance": asdict(self.provenance),
         }
@@ -243,11 +240,8 @@ class ServingModel(JsonModel):
     @classmethod
     def from_dict(cls, data: JsonMapping) -> ServingModel:
         """Read :meth:`to_dict`'s data."""
-        values, deviations = (
-            typed(dict[str, float], data[name], name) for name in ("effects", "deviations")
-        )
         return cls(
-            ServingEffects(values, deviations),
+            ServingEffects.from_dict(data),
             typed(dict[str, Ends], data["ends"], "ends"),
             typed(Known, data["provenance"], "provenance"),
         )
@@ -265,12 +259,12 @@ def chip_key(context: Context) -> str:
 
 
 def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict[str, Ends]:
-    """Ends of intervals of a stack that a model was adapted to, by the text of :func:`kind_of`.
+    """Interval bounds of a stack that a model was adapted to, by the text of :func:`kind_of`.
 
     Args:
-        model: Before it was adapted.
-        errors: By kind: logarithms of measured over predicted, in deviations, of runs that were
-            left out. Without any, nothing more is known of a kind than before.
+        model: The model before adaptation.
+        errors: Held-out errors of the runs by kind: logarithms of measured over predicted, in
+            deviations. A kind without errors keeps the bounds it had.
     """
     ends = {}
     cases = product((*METRICS, REQUEST_TIME), REGIMES, ("", APART))
@@ -279,7 +273,7 @@ def own_ends(model: ServingModel, errors: Mapping[str, Sequence[float]]) -> dict
         keys = map(str, kind._replace(place="" if left else ELSEWHERE).fallbacks())
         low, high = Calibrator(model.ends).of(keys, UNCALIBRATED)
         if left:
-            # The outer ones, since a few runs do not show how far others lie.
+            # The extreme ones, since few runs underestimate the spread of further ones.
             outer = (1.0 - COVERAGE) / 2.0
             low = min(low, float(np.quantile(left, outer, method="lower")))
             high = max(high, float(np.quantile(left, 1.0 - outer, method="higher")))

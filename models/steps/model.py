@@ -1,4 +1,4 @@
-"""The model of steps: effects, and intervals by what is known."""
+"""Training step model: learned effects, with intervals that depend on which runs were measured."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from ...common.errors import PlanError
 from ...common.types import JsonMapping, typed
 from ..core.store import JsonModel
-from ..effects.effects import CLUSTER
+from ..effects.effects import CLUSTER, source_note
 from ..trust.calibrator import NORMAL_90, Calibrator, Ends, with_error
 from .effects import FRAMEWORKS, OWN, UNKNOWN, EffectTable, StepContext
 from .memory import MemoryLaw
 
-#: What is known of a step, most first: runs of its cluster; of its framework and its generation of
-#: chips; of the generation alone; of neither.
+#: Most similar measured runs of a step, most similar first: the same cluster; the same framework
+#: and chip generation; the same generation; neither.
 TIERS = (CLUSTER, "framework", "architecture", "new")
-#: Steps of clusters without runs, whose errors are taken together: the deviations of effects tell
-#: how much is known of each.
+#: Calibration set of steps on clusters without runs, pooled over tiers: the deviations of the
+#: effects already reflect how well each is known.
 ELSEWHERE = "elsewhere"
-#: What is appended to them for steps of models with experts, whose routing and exchange differ
-#: between frameworks beyond what effects tell (of the rows left out, dense ends held 98 % of dense
-#: models and 66 % of those with experts).
+#: Suffix of the calibration sets for models with experts, whose routing and exchange differ between
+#: frameworks beyond the effects (of the held-out rows, dense bounds covered 98 % of dense models
+#: and 66 % of those with experts).
 OF_EXPERTS = "/experts"
-#: Ends of the interval where nothing was calibrated, in deviations: 90 % of a normal distribution.
+#: Bounds without any calibration, in standard deviations: 90 % of a normal distribution.
 UNCALIBRATED = (-NORMAL_90, NORMAL_90)
-#: Pairs of keys of ends of which the second knows less.
+#: Pairs of calibration sets of which the second must not have narrower bounds than the first.
 _LESS_SURE = (
     (CLUSTER, ELSEWHERE),
     (CLUSTER, CLUSTER + OF_EXPERTS),
@@ -38,16 +38,15 @@ _LESS_SURE = (
 
 @dataclass
 class StepModel(JsonModel):
-    """Learned steps.
+    """Learned training step model.
 
     Attributes:
         table: Effects.
-        ends: Ends of the interval in deviations of a step's logarithm (:meth:`EffectTable.spread`):
-            of clusters with runs (:data:`CLUSTER`), of all others (:data:`ELSEWHERE`), of both for
-            models with experts (:data:`OF_EXPERTS`), and by cluster where one has runs enough for
-            ends of its own.
+        ends: Interval bounds in deviations of a step's logarithm (:meth:`EffectTable.spread`): for
+            clusters with runs (:data:`CLUSTER`), for others (:data:`ELSEWHERE`), for models with
+            experts on both (:data:`OF_EXPERTS`), and by cluster where it has enough runs.
         memory: Laws of peak memory by framework.
-        provenance: What it was learned from.
+        provenance: Description of the training data.
     """
 
     form, what = 4, "steps"
@@ -58,7 +57,7 @@ class StepModel(JsonModel):
     provenance: dict[str, object] = field(default_factory=dict)
 
     def tier(self, context: StepContext) -> str:
-        """What is known of a step, one of :data:`TIERS`."""
+        """The most similar measured runs of a step, one of :data:`TIERS`."""
         if context.cluster and self.table.knows(CLUSTER, context.cluster):
             return CLUSTER
         if not self.table.knows("architecture", context.architecture):
@@ -68,7 +67,7 @@ class StepModel(JsonModel):
 
     @property
     def frameworks(self) -> tuple[str, ...]:
-        """Names of frameworks of which something is known, measured or by their rules."""
+        """Names of the frameworks that are measured or have rules in ``steps.yaml``."""
         tables = ("engines", "compiled", "whole_sequences", "recipes")
         known = {name for table in tables for name in FRAMEWORKS[table]} | {*self.memory}
         learned = (key.split("/") for key in self.table.values)
@@ -78,7 +77,7 @@ class StepModel(JsonModel):
         return tuple(sorted(known - {UNKNOWN}))
 
     def check_framework(self, framework: str) -> None:
-        """Refuse a framework of which nothing is known.
+        """Reject an unknown framework.
 
         Raises:
             PlanError: The name is not one of :attr:`frameworks`.
@@ -91,7 +90,7 @@ class StepModel(JsonModel):
 
     @property
     def devices(self) -> frozenset[str]:
-        """Chips whose steps were learned from."""
+        """Chips with steps in the training data."""
         named = self.provenance.get("devices", ())
         return frozenset(map(str, named)) if isinstance(named, (list, tuple)) else frozenset()
 
@@ -101,14 +100,14 @@ class StepModel(JsonModel):
         slopes: Mapping[str, float],
         operators: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[float, float]:
-        """Ends of a step's 90 % interval, as logarithms of factors on the estimate.
+        """Bounds of a step's 90 % interval, as logarithms of factors on the estimate.
 
         Args:
-            context: Of the step.
-            slopes: Change of the step's logarithm with that of each class of cost.
-            operators: How far the step reaches down and up, as logarithms at least 0, by the
-                intervals of its operators. On chips whose steps were learned from, the errors of
-                those steps hold it already.
+            context: Levels of the step.
+            slopes: Derivative of the step's logarithm by that of each class of cost.
+            operators: Down and up, the extent of the step due to the intervals of its operators, as
+                logarithms ≥ 0. Leave at 0 on chips with steps in the training data: the errors of
+                those steps include it.
         """
         known = calibrated_as(self.tier(context), slopes)
         keys = (context.cluster, known) if known == CLUSTER else (known,)
@@ -117,10 +116,9 @@ class StepModel(JsonModel):
         return with_error((low * spread, high * spread), operators)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
+        """Convert to plain data for JSON."""
         return {
-            "effects": {k: round(v, 5) for k, v in sorted(self.table.values.items())},
-            "deviations": {k: round(v, 5) for k, v in sorted(self.table.deviations.items())},
+            **self.table.to_dict(digits=5),
             "ends": {k: [round(e, 5) for e in v] for k, v in self.ends.items()},
             "memory": {k: law.to_list() for k, law in self.memory.items()},
             "provenance": self.provenance,
@@ -129,33 +127,28 @@ class StepModel(JsonModel):
     @classmethod
     def from_dict(cls, data: JsonMapping) -> StepModel:
         """Read :meth:`to_dict`'s data."""
-        values, deviations = (
-            typed(dict[str, float], data[name], name) for name in ("effects", "deviations")
-        )
         return cls(
-            EffectTable(values, deviations),
+            EffectTable.from_dict(data),
             typed(dict[str, Ends], data["ends"], "ends"),
             {str(k): MemoryLaw(*map(float, v)) for k, v in data["memory"].items()},
             dict(data["provenance"]),
         )
 
     def source_note(self, source: str, device: str) -> tuple[str, ...]:
-        """A note where nothing was learned of a cluster by its owner's name, which then is idle."""
-        if source in ("", OWN) or self.table.knows(CLUSTER, f"{source}|{device}"):
+        """A note that a named source has no effect, as no run on its cluster was learned from."""
+        if source in ("", OWN):
             return ()
         keys = (key.split("/", 2) for key in self.table.values)
-        names = sorted({name for _, level, name in keys if level == CLUSTER})
-        others = [name.partition("|")[0] for name in names if name.endswith(f"|{device}")]
-        told = f"; known on it: {', '.join(others)}" if others else ""
-        return (f"nothing was learned of clusters of {source!r} with {device}{told}",)
+        known = {name for _, level, name in keys if level == CLUSTER}
+        return source_note("clusters", known, source, device)
 
 
 def calibrated_as(tier: str, slopes: Mapping[str, float]) -> str:
-    """Steps among which the ends of a step's interval are found, a key of ``StepModel.ends``.
+    """Calibration set of a step's interval, a key of ``StepModel.ends``.
 
     Args:
-        tier: What is known of it, one of :data:`TIERS`.
-        slopes: Change of the step's logarithm with that of each class of cost.
+        tier: Most similar measured runs of the step, one of :data:`TIERS`.
+        slopes: Derivative of the step's logarithm by that of each class of cost.
     """
     known = CLUSTER if tier == CLUSTER else ELSEWHERE
     return known + OF_EXPERTS if slopes.get("experts", 0.0) > 0.0 else known
@@ -164,11 +157,11 @@ def calibrated_as(tier: str, slopes: Mapping[str, float]) -> str:
 def interval_ends(
     errors: Mapping[str, Sequence[tuple[str, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """Ends of intervals, from errors of steps that were left out.
+    """Calibrate interval bounds on the errors of held-out steps.
 
     Args:
-        errors: By what :func:`calibrated_as` gives: group, and logarithm of measured over predicted
-            seconds in deviations. Every group counts the same, however many runs it has.
+        errors: By the key of :func:`calibrated_as`: group, and logarithm of measured over predicted
+            seconds in deviations. Every group has the same weight, however many runs it has.
     """
     found = Calibrator[str]()
     for tier, scores in errors.items():
@@ -177,6 +170,6 @@ def interval_ends(
             _, index, counts = np.unique(groups, return_inverse=True, return_counts=True)
             found.add(tier, np.array([value for _, value in scores]), 1.0 / counts[index])
     for better, worse in _LESS_SURE:
-        # Who knows less is not surer.
+        # Less knowledge never narrows an interval.
         found.widen(worse, better)
     return found.ends
