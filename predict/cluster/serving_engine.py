@@ -199,7 +199,7 @@ def engine_memory(own: Deployment, workers: Workers) -> MemoryParts:
         workers.plan,
         told or rules.memory,
         of=rules.memory_of,
-        told=told > 0.0,
+        chosen=told > 0.0,
         draft=own.draft,
     )
 
@@ -296,7 +296,7 @@ def engine_notes(options: EngineOptions, memory: MemoryParts) -> tuple[str, ...]
             f"of {options.drafts} drafts of a step none is accepted (accepted 1), so that they "
             "only cost: give the tokens that a step yields on average (accepted)"
         )
-    if memory.gave_way:
+    if memory.fallback:
         notes.append(
             "the framework's own share of the memory leaves no cache: nearly all is taken, which "
             "its launch command has to say (memory)"

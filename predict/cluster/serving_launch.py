@@ -109,7 +109,7 @@ def launches(
             facts = worker.facts(own_rules.memory_of)
             flags = tuple(_flags(how, facts))
             remarks = list(times)
-            if worker.taken.gave_way:
+            if worker.taken.fallback:
                 remarks.append(
                     "the default share of the memory leaves no cache, so that nearly all is taken"
                 )
@@ -216,7 +216,7 @@ class _Worker:
         batch = self.workers.batch or options.max_batch or policy.max_batch
         budget = options.token_budget or policy.token_budget
         share = ""
-        if options.memory or self.taken.gave_way:
+        if options.memory or self.taken.fallback:
             share = f"{self.taken.share_of(self.taken.cache, memory_of):.3g}"
         kind = options.draft if options.draft in ("ngram", "mtp") else "model_drafts"
         kind = kind if options.drafts else ""

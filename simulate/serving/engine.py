@@ -159,15 +159,12 @@ class Engine:
         elif self.batch:
             self._decode(until)
 
-    def _reserved(self, index: int) -> float:
-        """Cache tokens reserved for the output that a request has yet to generate."""
-        own = self.requests
-        return self.policy.reserve * (own.outputs[index] - own.made[index] - 1)
-
     def _need(self, index: int) -> float:
-        """Cache tokens that a request takes at admission."""
+        """Cache tokens that a request takes at admission, with those reserved for its output."""
+        own = self.requests
+        reserved = self.policy.reserve * (own.outputs[index] - own.made[index] - 1)
         slack = (self.policy.block - 1) / 2.0
-        return self._prompt(index) - self._hit(index) + self._reserved(index) + slack
+        return self._prompt(index) - self._hit(index) + reserved + slack
 
     def _hit(self, index: int) -> int:
         """Prefix-cache hit of a prompt in tokens; at least one token is always run."""
@@ -231,10 +228,7 @@ class Engine:
         self._advance(self.costs.mixed(parts, beside, self.cached), 1)
         batch = beside + len(chunks)
         self.largest_batch = max(self.largest_batch, batch)
-        if self.history is not None:
-            if not beside:
-                self.stalled += self.now - self.began
-            self._note(batch, beside, 1, sum(chunk.tokens for chunk in parts))
+        self._record(batch, beside, 1, sum(chunk.tokens for chunk in parts))
         if beside:
             self._steps(1)
         done = []
@@ -244,9 +238,16 @@ class Engine:
                 done.append(index)
         if done:
             self.partial = deque(entry for entry in self.partial if entry[1])
+        own = self.requests
         for index in done:
             # The pass that finishes a prompt also yields a token.
-            self._token(index)
+            own.made[index] += 1
+            if index in self.at_sent:
+                self._first(index)
+            if own.made[index] >= own.outputs[index]:
+                self._finish(index)
+            else:
+                self._start(index)
 
     def _first(self, index: int) -> None:
         own = self.requests
@@ -256,18 +257,6 @@ class Engine:
         self.unrun -= self.ahead.pop(index)
         own.waits += self.clock - self.at_sent.pop(index)
 
-    def _token(self, index: int) -> None:
-        """Record the token that the end of a prompt yields."""
-        own = self.requests
-        own.made[index] += 1
-        if index in self.at_sent:
-            self._first(index)
-        if own.made[index] >= own.outputs[index]:
-            self.taken.release(index)
-            self._finish(index)
-        else:
-            self._start(index)
-
     def _start(self, index: int) -> None:
         """Begin to decode a request."""
         own = self.requests
@@ -275,7 +264,6 @@ class Engine:
             own.made[index] = 1
             self._first(index)
             if own.outputs[index] == 1:
-                self.taken.release(index)
                 self._finish(index)
                 return
         left = ceil((own.outputs[index] - own.made[index]) / self.accepted - 1e-9)
@@ -293,8 +281,7 @@ class Engine:
         return float(self.costs.decode(self.batch, self.cached, steps) @ self.weights)
 
     def _decode(self, until: float) -> None:
-        steps = self.ends[0][0] - self.step_count
-        steps = self.taken.most_steps(self.batch, steps)
+        steps = self.taken.most_steps(self.batch, self.ends[0][0] - self.step_count)
         free = self.batch + len(self.partial) < self.policy.max_batch
         if self.late:
             steps = 1
@@ -302,26 +289,27 @@ class Engine:
             steps = self._steps_until(until - self.now, steps)
         self._advance(self.costs.decode(self.batch, self.cached, steps), steps)
         self.largest_batch = max(self.largest_batch, self.batch)
-        if self.history is not None:
-            self._note(self.batch, self.batch, steps, 0)
+        self._record(self.batch, self.batch, steps, 0)
         self._steps(steps)
 
-    def _note(self, batch: int, decoding: int, passes: int, chunk: int) -> None:
-        """Record the last passes in the history."""
-        assert self.history is not None
+    def _record(self, batch: int, decoding: int, passes: int, chunk: int) -> None:
+        """Record the last passes in the history, if there is one."""
+        if self.history is None:
+            return
+        span = self.now - self.began
         if decoding:
-            gap = (self.now - self.began) / passes
+            gap = span / passes
             # A stall before decoding lengthens one inter-token gap of each sequence.
             self.history.gaps.append((gap + self.stalled, decoding))
             if passes > 1:
                 self.history.gaps.append((gap, decoding * (passes - 1)))
             self.stalled = 0.0
-        elif not self.batch:
+        elif self.batch:
+            self.stalled += span
+        else:
             self.stalled = 0.0
         queue = len(self.waiting) + len(self.swapped)
-        self.history.add(
-            self.now, self.now - self.began, batch, queue, self.taken.used, chunk, passes
-        )
+        self.history.add(self.now, span, batch, queue, self.taken.used, chunk, passes)
 
     def _steps_until(self, gap: float, most: int) -> int:
         """Number of passes, at most ``most``, that last at least ``gap`` seconds."""
@@ -365,7 +353,6 @@ class Engine:
         grown = (self.step_count - start) * self.accepted
         self.batch -= 1
         self.cached -= size + grown
-        self.taken.release(index)
         return size + grown
 
     def _evict(self) -> None:
@@ -377,6 +364,7 @@ class Engine:
         own = self.requests
         own.made[index] += (self.step_count - start) * self.accepted
         size = self._leave(index)
+        self.taken.release(index)
         if self.policy.swap:
             self._advance(self.costs.swap(size), 0)
             self.swapped.append(index)
@@ -394,6 +382,8 @@ class Engine:
         self._start(index)
 
     def _finish(self, index: int) -> None:
+        """Release the cache of a request and report its end."""
+        self.taken.release(index)
         own = self.requests
         own.finished[index] = self.now
         own.tokens += self.clock - self.at_first.pop(index)

@@ -69,17 +69,16 @@ def in_formats(workload: Workload, formats: Formats) -> ServedModel:
         weights += "_wo"
     elif activations in ("bf16", "f16") and weights in ("fp8_block", "nvfp4"):
         raise PlanError(f"products of {weights} take activations in it", hint="fp8, int8 or int4")
-    plain = "bf16"
     other, attention, every = weights, "", weights
     if workload.experts and weights in ("mxfp4", "int4"):
         # Published MoE checkpoints in these formats quantize only their experts (gpt-oss, Kimi).
-        other = plain
+        other = "bf16"
     if weights == "fp8" and workload.kv_lora:
         # DeepSeek's checkpoints have one scale per block of 128 x 128.
         other = every = "fp8_block"
     if weights == "nvfp4" and workload.kv_lora:
         # NVIDIA's checkpoints of DeepSeek models leave attention in 16 bits.
-        attention = plain
+        attention = "bf16"
     kept = "" if cache.lower() == "auto" else cache.lower().replace("-", "_")
     if not kept and weights in framework_defaults(formats.framework).cache_follows:
         kept = "fp8"

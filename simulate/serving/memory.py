@@ -151,14 +151,14 @@ class MemoryParts:
         weights: Weights by part of the model, in the order of allocation.
         kept: Activations and the driver.
         cache: Remainder for the KV cache; negative if the others do not fit.
-        gave_way: Whether the framework's default left no cache, so that :data:`MOST_SHARE` is used.
+        fallback: Whether the framework's default left no cache, so that :data:`MOST_SHARE` is used.
     """
 
     capacity: float
     weights: dict[str, float]
     kept: float
     cache: float
-    gave_way: bool = False
+    fallback: bool = False
 
     @property
     def held(self) -> float:
@@ -210,7 +210,7 @@ def memory_parts(
     share: float,
     *,
     of: str = "total",
-    told: bool = False,
+    chosen: bool = False,
     draft: ServedModel | None = None,
 ) -> MemoryParts:
     """Divide the memory of a device between weights, activations and cache.
@@ -221,8 +221,8 @@ def memory_parts(
         plan: Parallelism of the engine.
         share: Memory fraction, as the engine's own option defines it.
         of: Base of the fraction: :attr:`~.policies.Framework.memory_of`.
-        told: Whether the user chose the fraction; otherwise one that leaves no cache is replaced by
-            :data:`MOST_SHARE`.
+        chosen: Whether the user chose the fraction; otherwise one that leaves no cache is replaced
+            by :data:`MOST_SHARE`.
         draft: Draft model that runs beside it.
     """
     weights = model.weight_parts(plan)
@@ -230,11 +230,11 @@ def memory_parts(
         weights["draft model"] = draft.weight_bytes(plan.of(draft))
     held, kept = sum(weights.values()), RESERVED_BYTES
     cache = _cache(capacity, held, kept, share, of)
-    if cache > 0.0 or told:
+    if cache > 0.0 or chosen:
         return MemoryParts(capacity, weights, kept, cache)
     kept = RESERVED_BYTES / 2
     cache = _cache(capacity, held, kept, MOST_SHARE, "total")
-    return MemoryParts(capacity, weights, kept, cache, gave_way=cache > 0.0)
+    return MemoryParts(capacity, weights, kept, cache, fallback=cache > 0.0)
 
 
 def _cache(capacity: float, held: float, kept: float, share: float, of: str) -> float:
