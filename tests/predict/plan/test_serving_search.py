@@ -241,12 +241,13 @@ def test_flags_are_explained_in_the_words_of_each_framework() -> None:
     shared = "devices that share each layer"
     assert cut["--tensor-parallel-size"] == cut["--tp-size"] == cut["--tp_size"] == shared
     # A switch is no number of ranks.
-    assert "instead of being cut" in cut["--enable-expert-parallel"]
+    assert "instead of split across" in cut["--enable-expert-parallel"]
     apart = whys(EnginePlan(tp=2, dp=4, ep=8))
-    assert "attention runs apart" in apart["--tp-size"] and apart["--dp-size"].startswith("ranks")
+    assert "attention runs apart" in apart["--tp-size"]
+    assert apart["--dp-size"].startswith("data-parallel")
     # TensorRT-LLM has no groups of ranks that attend apart: all of them do.
     said = launches(replace(moe, engine=Workers(EnginePlan(tp=2, dp=4, ep=8))))
-    assert "apart on all 8 ranks, here on 4 groups of 2" in said["TensorRT-LLM"].command
+    assert "data-parallel on all 8 ranks, here on 4 groups of 2" in said["TensorRT-LLM"].command
 
 
 def test_flags_are_a_table_that_says_why() -> None:
